@@ -1,0 +1,190 @@
+"""`llmscale data`: prepare, train-tokenizer, inspect, verify."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
+    from llmscale.data.manifest import Manifest
+    from llmscale.data.sources import Source
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `data` with its own subcommands."""
+    parser = subparsers.add_parser("data", help="turn text into shards that stream and resume; look at and check them")
+    commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    _add_prepare(commands)
+    _add_train_tokenizer(commands)
+    inspect = commands.add_parser("inspect", help="what a prepared set holds, with a few decoded samples")
+    inspect.add_argument("folder", help="the prepared set, local or a URL")
+    inspect.add_argument("--samples", type=int, default=2, metavar="N", help="samples to decode per split (default: 2)")
+    inspect.set_defaults(handler=_inspect)
+    verify = commands.add_parser("verify", help="check the hash of every shard; exit status 1 when one is damaged")
+    verify.add_argument("folder", type=Path, help="the prepared set")
+    verify.set_defaults(handler=_verify)
+
+
+def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        required=True,
+        metavar="PATH|hf:NAME[:CONFIG]|python-stdlib",
+        help="text (one document a file), .jsonl or .parquet, also .gz/.zst; a folder of them; "
+        "a Hugging Face data set; "
+        "or the sources and docs of this Python's standard library",
+    )
+    parser.add_argument(
+        "--text-field", default="text", metavar="NAME", help="field of JSONL, Parquet and hf (default: text)"
+    )
+    parser.add_argument("--hf-split", default="train", metavar="NAME", help="split of a hf: data set (default: train)")
+    parser.add_argument("--glob", metavar="PATTERN", help="which of a folder's files, for example '*.py'")
+    parser.add_argument("--skip-undecodable", action="store_true", help="skip and count text files that are not UTF-8")
+
+
+def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
+    _add_source_arguments(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the prepared set")
+    parser.add_argument(
+        "--tokenizer",
+        default="gpt2",
+        metavar="gpt2|bytes|FILE.tiktoken|FOLDER",
+        help="FOLDER holds a Hugging Face tokenizer.json (default: gpt2)",
+    )
+    parser.add_argument(
+        "--seq-len", type=int, default=1024, metavar="T", help="context length in tokens (default: 1024)"
+    )
+    parser.add_argument(
+        "--val-fraction",
+        type=float,
+        default=0.01,
+        metavar="F",
+        help="share of documents for validation (default: 0.01)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="decides which documents those are (default: 0)")
+    parser.add_argument("--shard-mb", type=int, default=64, metavar="MIB", help="largest shard in MiB (default: 64)")
+    parser.add_argument("--compression", choices=["zstd"], default="", help="compress the shards (default: not)")
+    parser.add_argument("--workers", type=int, metavar="N", help="tokenising processes (default: one per core)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
+    parser.set_defaults(handler=_prepare)
+
+
+def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text")
+    _add_source_arguments(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the tokenizer")
+    parser.add_argument("--vocab-size", type=int, default=32768, metavar="N", help="tokens to learn (default: 32768)")
+    parser.set_defaults(handler=_train_tokenizer)
+
+
+def _open_source(args: argparse.Namespace) -> Source:
+    from llmscale.data.sources import open_source
+
+    return open_source(
+        args.input,
+        text_field=args.text_field,
+        hf_split=args.hf_split,
+        glob=args.glob,
+        skip_undecodable=args.skip_undecodable,
+    )
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from llmscale.data.prepare import PrepareOptions, prepare
+    from llmscale.data.tokenizer import load_tokenizer
+
+    options = PrepareOptions(
+        seq_len=args.seq_len,
+        val_fraction=args.val_fraction,
+        seed=args.seed,
+        shard_bytes=args.shard_mb << 20,
+        compression=args.compression,
+    )
+    start_s = time.monotonic()
+    prepared = prepare(
+        _open_source(args),
+        args.out,
+        load_tokenizer(args.tokenizer),
+        options,
+        num_workers=args.workers,
+        overwrite=args.overwrite,
+    )
+    elapsed_s = time.monotonic() - start_s
+    _print_manifest(prepared.manifest, str(args.out))
+    if prepared.reused:
+        print("Already prepared: nothing to do.")
+    else:
+        num_tokens = sum(split.num_tokens for split in prepared.manifest.splits.values())
+        print(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
+        if "val" not in prepared.manifest.splits:
+            print("No validation split: one needs --val-fraction above 0 and two documents.", file=sys.stderr)
+    return 0
+
+
+def _train_tokenizer(args: argparse.Namespace) -> int:
+    from llmscale.data.train_tokenizer import train_tokenizer
+
+    tokenizer = train_tokenizer(_open_source(args), args.out, args.vocab_size)
+    print(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    import numpy as np
+
+    from llmscale.data.location import fetch_tokenizer, open_set
+    from llmscale.data.shards import TokenShards
+    from llmscale.data.tokenizer import load_set_tokenizer
+
+    location = open_set(args.folder)
+    fetch_tokenizer(location)
+    tokenizer = load_set_tokenizer(location.folder, location.manifest)
+    _print_manifest(location.manifest, args.folder)
+    for split, made in location.manifest.splits.items():
+        shards = TokenShards(location, split)
+        ids = np.unique(np.linspace(0, made.num_samples - 1, max(args.samples, 0)).astype(np.int64))
+        for sample_id, window in zip(ids, shards.read(ids), strict=True):
+            text = tokenizer.decode(window.tolist())
+            shown = text if len(text) <= 400 else f"{text[:400]} ... ({len(text):,} characters)"
+            print(f"\n--- {split} sample {sample_id} ---\n{shown}")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from llmscale.data.manifest import load_manifest
+    from llmscale.data.preflight import find_damage
+    from llmscale.data.tokenizer import load_set_tokenizer
+
+    manifest = load_manifest(args.folder)
+    load_set_tokenizer(args.folder, manifest)
+    num_files = num_damaged = num_bytes = 0
+    for split in manifest.splits:
+        for file, damage in find_damage(args.folder, split, manifest):
+            num_files += 1
+            num_bytes += file.bytes
+            if damage:
+                num_damaged += 1
+                print(damage, file=sys.stderr)
+    print(f"{args.folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
+    return 1 if num_damaged else 0
+
+
+def _print_manifest(manifest: Manifest, folder: str) -> None:
+    print(
+        f"{folder}: {manifest.source}, tokenizer {manifest.tokenizer} ({manifest.vocab_size:,} tokens), "
+        f"seq_len {manifest.seq_len}, {manifest.dtype}, fingerprint {manifest.fingerprint[:12]}"
+    )
+    for name, split in manifest.splits.items():
+        print(
+            f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
+            f"{split.num_samples:,} samples "
+            f"(+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, {split.bytes_per_token:.2f} "
+            "bytes/token, "
+            f"unigram entropy {split.unigram_entropy_nats:.3f} nats"
+        )
+    if manifest.skipped_documents or manifest.empty_documents:
+        print(f"  left out: {manifest.skipped_documents} undecodable, {manifest.empty_documents} empty documents")

@@ -1,0 +1,46 @@
+"""The `llmscale` command: one subcommand per file of this folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from llmscale import __version__
+from llmscale.cli import checkpoint, data, sample
+from llmscale.config.flag_parser import FlagParser
+from llmscale.errors import LlmscaleError
+
+
+def build_parser() -> FlagParser:
+    """All subcommands; each sets `handler`, a function from parsed arguments to the exit status."""
+    parser = FlagParser(
+        prog="llmscale",
+        allow_abbrev=False,
+        description="Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample.",
+        epilog="Training itself: deepspeed llmscale/train.py --ds ds_configs/zero2.json (--help lists every key).",
+    )
+    parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
+    subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for module in (data, sample, checkpoint):
+        module.add_parser(subcommands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; a user's mistake is one line on stderr and exit status 2."""
+    try:
+        args = build_parser().parse_args(argv)
+        return args.handler(args)
+    except LlmscaleError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # `llmscale ... | head` closed the pipe: not an error, and Python must not complain of it at exit.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

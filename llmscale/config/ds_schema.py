@@ -1,0 +1,249 @@
+"""Read a ds_config and refuse, in one line, what DeepSpeed would ignore, misread or crash on. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NoReturn, get_args
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from llmscale.config.ds_fields import AUTO, show
+from llmscale.config.ds_rules import ignored_keys, refusals
+from llmscale.config.ds_sections import (
+    Bf16,
+    DsFile,
+    Fp16,
+    OffloadDevice,
+    Precision,
+    Section,
+    TorchAutocast,
+)
+from llmscale.config.ds_unsupported import UNSUPPORTED
+from llmscale.errors import ConfigError, did_you_mean
+
+SHIPPED_FOLDER = Path("ds_configs")
+
+#: Where "auto" is filled in by llmscale.config.ds_resolve. Anywhere else DeepSpeed would take its default.
+AUTO_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "torch_autocast.enabled",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """A ds_config that was checked against the closed schema."""
+
+    source: str
+    """The file's name, for messages."""
+    keys: DsFile
+    """What the file says, typed; absent sections are None."""
+    warnings: tuple[str, ...]
+    """Keys that have no effect, one sentence each."""
+
+    @property
+    def zero_stage(self) -> int:
+        return self.keys.zero.stage
+
+    @property
+    def precision(self) -> Precision:
+        return self.keys.precision
+
+    @property
+    def fp16(self) -> Fp16 | None:
+        """The loss-scale settings; None in another precision."""
+        return self.keys.fp16 if self.precision == "fp16" else None
+
+    @property
+    def offload_optimizer_device(self) -> OffloadDevice:
+        return self.keys.offload_optimizer_device
+
+    @property
+    def offload_param_device(self) -> OffloadDevice:
+        return self.keys.offload_param_device
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether the section is there: its presence switches activation checkpointing on."""
+        return self.keys.activation_checkpointing is not None
+
+    @property
+    def cpu_checkpointing(self) -> bool:
+        """Whether saved activations go to host memory."""
+        section = self.keys.activation_checkpointing
+        return section is not None and section.cpu_checkpointing
+
+    @property
+    def gradient_clipping(self) -> float | None:
+        """Largest global gradient norm, 0 for no clipping; None when the file leaves it open."""
+        clipping = self.keys.gradient_clipping
+        return None if clipping is None or isinstance(clipping, str) else clipping
+
+    def with_precision(self, precision: Precision) -> DsConfig:
+        """The same config in another precision. Raises ConfigError when its other keys do not allow it."""
+        bf16, fp16, autocast = self.keys.bf16, self.keys.fp16, self.keys.torch_autocast
+        keys = self.keys.model_copy(
+            update={
+                "bf16": _switch(bf16 or Bf16(enabled=False), precision == "bf16"),
+                "fp16": _switch(fp16 or Fp16(enabled=False), precision == "fp16"),
+                "torch_autocast": _switch(autocast or TorchAutocast(enabled=False), precision == "autocast"),
+            }
+        )
+        _refuse_first(f"{self.source} with precision {precision}", list(refusals(keys)))
+        return replace(self, keys=keys)
+
+
+def load_ds_config(path: Path) -> dict[str, object]:
+    """The JSON object in a file, not yet checked. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(_missing_file(path)) from None
+    except OSError as error:
+        raise ConfigError(f"ds_config {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"ds_config {path} is not JSON: it is not UTF-8 text.") from None
+    try:
+        config = json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"ds_config {path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}. "
+            "(JSON has no comments and no comma after the last entry.)"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"ds_config {path}: {error}") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"ds_config {path} must be a JSON object {{...}}, not {show(config)}.")
+    return config
+
+
+def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
+    """Check every key, type, value and combination. Raises ConfigError, prefixed with `source`."""
+    _refuse_first(source, list(_unsupported(config)))
+    try:
+        keys = DsFile.model_validate(config)
+    except ValidationError as error:
+        _refuse_first(source, [_explain(detail) for detail in error.errors()])
+    _refuse_first(source, list(refusals(keys)))
+    return DsConfig(source, keys, tuple(ignored_keys(keys)))
+
+
+def read_ds_config(path: Path) -> DsConfig:
+    """Load and check a file. Raises ConfigError."""
+    return parse_ds_config(load_ds_config(path), str(path))
+
+
+def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:
+    return section.model_copy(update={"enabled": enabled})
+
+
+def _refuse_first(source: str, problems: list[str]) -> None:
+    if problems:
+        more = f" (And {len(problems) - 1} more in this file.)" if len(problems) > 1 else ""
+        raise ConfigError(f"{source}: {problems[0]}{more}")
+
+
+def _missing_file(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else SHIPPED_FOLDER
+    names = sorted(file.name for file in folder.glob("*.json"))
+    if not names and folder != SHIPPED_FOLDER:
+        folder = SHIPPED_FOLDER
+        names = sorted(file.name for file in folder.glob("*.json"))
+    listing = f" Files in {folder}: {', '.join(names)}." if names else ""
+    return f"ds_config {path} does not exist.{did_you_mean(path.name, names)}{listing}"
+
+
+def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    seen: dict[str, object] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise ValueError(f"the key '{key}' stands twice in one object. Keep one of them.")
+        seen[key] = value
+    return seen
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number.")
+
+
+def _unsupported(config: dict[str, object]) -> Iterable[str]:
+    for dotted, reason in UNSUPPORTED.items():
+        value: object = config
+        for name in dotted.split("."):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+        else:
+            yield f"'{dotted}' is not supported: {reason}"
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One of pydantic's errors as a sentence that names the path, the value and the legal ones."""
+    path = tuple(str(part) for part in detail["loc"])
+    dotted, value, kind = ".".join(path), detail["input"], detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path)
+    if value == AUTO:
+        return (
+            f'{dotted} is "auto", which DeepSpeed would silently replace by its default. Write a value or '
+            "delete the "
+            f"key. llmscale fills: {', '.join(AUTO_KEYS)}."
+        )
+    if kind == "missing":
+        default = "0 (nothing is sharded)" if path[-1] == "stage" else "false"
+        return f"{dotted} is missing, DeepSpeed would silently take {default}. Write it."
+    if kind == "model_type":
+        return f"{dotted} must be an object {{...}}, not {show(value)}."
+    if kind == "literal_error":
+        return f"{dotted} must be {detail['ctx']['expected']}, not {show(value)}."
+    message = str(detail["ctx"]["error"]) if kind == "value_error" else f"{detail['msg']}, not {show(value)}."
+    return f"{dotted} {message}"
+
+
+def _unknown_key(path: tuple[str, ...]) -> str:
+    *parents, key = path
+    known = sorted(_section_at(parents).model_fields)
+    hint = _home_of(key) or did_you_mean(key, known)
+    if not hint:
+        place = f"keys of {'.'.join(parents)}" if parents else "top-level keys"
+        hint = f" Legal {place}: {', '.join(known)}."
+    return f"'{'.'.join(path)}' is not a key that DeepSpeed reads.{hint}"
+
+
+def _section_at(path: Iterable[str]) -> type[Section]:
+    section: type[Section] = DsFile
+    for name in path:
+        section = _subsections(section)[name]
+    return section
+
+
+def _subsections(section: type[Section]) -> dict[str, type[Section]]:
+    found = {}
+    for name, field in section.model_fields.items():
+        for option in get_args(field.annotation):
+            if isinstance(option, type) and issubclass(option, Section):
+                found[name] = option
+    return found
+
+
+def _home_of(key: str) -> str:
+    """Where a key belongs that was written at the wrong level."""
+    pending: list[tuple[str, type[Section]]] = [("", DsFile)]
+    while pending:
+        prefix, section = pending.pop(0)
+        if key in section.model_fields:
+            return f" It belongs in {prefix.rstrip('.') or 'the top level'}."
+        pending += [(f"{prefix}{name}.", sub) for name, sub in _subsections(section).items()]
+    return ""

@@ -1,0 +1,35 @@
+"""Command lines whose mistakes are one clear line. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
+
+from llmscale.errors import ConfigError, did_you_mean
+
+NamespaceT = TypeVar("NamespaceT")
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError and knows the closest legal flag or subcommand."""
+
+    def parse_known_args(  # type: ignore[override]  # argparse overloads on the namespace's type
+        self, args: Sequence[str] | None = None, namespace: NamespaceT | None = None
+    ) -> tuple[NamespaceT, list[str]]:
+        """As argparse, but what is unknown is an error here, where the legal flags of the subcommand are known."""
+        known, unknown = super().parse_known_args(args, namespace)  # type: ignore[arg-type]
+        if unknown:
+            flag = unknown[0].split("=")[0]
+            hint = did_you_mean(flag, self._option_string_actions)
+            raise ConfigError(f"unknown argument '{flag}'.{hint} `{self.prog} --help` lists all.")
+        return known, unknown  # type: ignore[return-value]
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
+            legal = [word.strip(" '\"") for word in choice.group(2).split(",")]
+            hint = did_you_mean(choice.group(1), legal)
+            raise ConfigError(f"'{choice.group(1)}' is not known.{hint} Legal: {', '.join(legal)}.")
+        raise ConfigError(f"{message}. `{self.prog} --help` lists all flags.")

@@ -1,0 +1,116 @@
+"""Resolve a RunConfig once: shape, batch plan, schedule and steps, frozen and saved in the run folder. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.presets import get_preset
+from llmscale.config.run_config import RunConfig
+from llmscale.config.schedule import Schedule
+from llmscale.config.shape import GPTShape
+from llmscale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SetFacts:
+    """What a run must know of its data set."""
+
+    vocab_size: int
+    """Ids that the set's tokenizer can produce."""
+    seq_len: int
+    """Tokens per sample, targets not counted."""
+    num_train_samples: int
+    """Samples of the training split."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """Everything about a run that follows from its configuration, its data and its number of ranks."""
+
+    shape: GPTShape
+    plan: BatchPlan
+    schedule: Schedule
+    total_steps: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.total_steps * self.plan.tokens_per_step
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values for the run folder."""
+        return asdict(self)
+
+
+def resolve_run(config: RunConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
+    """Fill every default that depends on another key, the data or the world size. Raises ConfigError."""
+    preset = get_preset(config.model)
+    shape = resolve_shape(config, facts)
+    plan = build_batch_plan(
+        global_batch_size=_global_batch_size(config, preset.global_batch_tokens, shape.seq_len),
+        world_size=world_size,
+        seq_len=shape.seq_len,
+        micro_batch_size=config.micro_batch_size,
+    )
+    total_steps = config.steps or _steps_of(config.tokens, plan)
+    if total_steps is None:
+        total_steps = max(1, facts.num_train_samples // plan.global_batch_size)
+    schedule = _resolve_schedule(config, preset.learning_rate, plan, total_steps)
+    return ResolvedRun(shape, plan, schedule, total_steps)
+
+
+def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
+    """The model's shape: preset, overridden by flags; vocabulary and context length from the data set."""
+    preset = get_preset(config.model)
+    if config.seq_len is not None and config.seq_len != facts.seq_len:
+        raise ConfigError(
+            f"seq_len {config.seq_len} does not match the data set in {config.data}, whose samples have "
+            f"{facts.seq_len} tokens. Drop --seq-len, or prepare the data with --seq-len {config.seq_len}."
+        )
+    return GPTShape(
+        n_layer=config.n_layer or preset.n_layer,
+        n_head=config.n_head or preset.n_head,
+        n_embd=config.n_embd or preset.n_embd,
+        vocab_size=facts.vocab_size,
+        seq_len=facts.seq_len,
+        activation=config.activation or preset.activation,
+        dropout=config.dropout,
+        bias=config.bias,
+    )
+
+
+def _global_batch_size(config: RunConfig, preset_tokens: int, seq_len: int) -> int:
+    """Sequences per step, from --global-batch-size, --global-batch-tokens or the preset."""
+    if config.global_batch_size is not None:
+        return config.global_batch_size
+    if config.global_batch_tokens is None:
+        return max(1, preset_tokens // seq_len)
+    if config.global_batch_tokens % seq_len:
+        below = config.global_batch_tokens // seq_len * seq_len
+        nearest = f"{below} or {below + seq_len}" if below else str(seq_len)
+        raise ConfigError(
+            f"global_batch_tokens {config.global_batch_tokens} is not a multiple of seq_len {seq_len}. "
+            f"The nearest legal values are {nearest}."
+        )
+    return config.global_batch_tokens // seq_len
+
+
+def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
+    return None if tokens is None else -(-tokens // plan.tokens_per_step)
+
+
+def _resolve_schedule(config: RunConfig, preset_lr: float, plan: BatchPlan, total_steps: int) -> Schedule:
+    warmup_steps = (
+        config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
+    )
+    if warmup_steps is None:
+        warmup_steps = min(2000, total_steps // 100)
+    decay_steps = config.decay_steps or _steps_of(config.decay_tokens, plan)
+    if decay_steps is None:
+        decay_steps = max(1, total_steps // 5) if config.schedule == "wsd" else total_steps
+    min_lr_frac = config.min_lr_frac
+    if min_lr_frac is None:
+        min_lr_frac = 0.1 if config.schedule == "cosine" else 0.0
+    return Schedule(
+        config.schedule, config.lr or preset_lr, warmup_steps, total_steps, decay_steps, min_lr_frac
+    )

@@ -1,0 +1,181 @@
+"""RunConfig: every key of a training run, its default and its meaning. Flags win over the run file, the file over
+the defaults. No torch: `--help` and every error answer at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+
+from llmscale.config.shape import Activation
+
+Precision = Literal["fp32", "bf16", "fp16", "autocast"]
+CheckpointingMode = Literal["none", "selective", "full"]
+ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+
+#: What may differ from the checkpoint only when the user says so; the text is what the change breaks.
+CHANGES_THAT_BREAK = {
+    "global_batch_size": "steps mean another number of samples, the loss curve is not the one that was begun",
+    "seq_len": "samples are other windows of the text: some are seen twice, some never",
+    "data": "the new set is read from the old position: its first samples are never seen in this epoch",
+    "seed": "the rest of the epoch has another order: some samples are seen twice, some never",
+    "order": "the rest of the epoch has another order: some samples are seen twice, some never",
+}
+
+
+class RunConfig(BaseSettings):
+    """One training run. The same keys are flags (`--global-batch-size 64`) and entries of a YAML or TOML file."""
+
+    model_config = SettingsConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_prog_name="train.py",
+    )
+
+    config: Path | None = None
+    """YAML or TOML run file that holds any of these keys."""
+    ds: Path = Path("ds_configs/zero2.json")
+    """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing."""
+
+    # model
+    model: str = "tiny-10m"
+    """Preset (`tiny-1m` ... `gpt3-175b`); n_layer, n_head and n_embd override it."""
+    n_layer: int | None = Field(None, ge=1)
+    """Transformer blocks."""
+    n_head: int | None = Field(None, ge=1)
+    """Attention heads; must divide n_embd."""
+    n_embd: int | None = Field(None, ge=1)
+    """Width of the residual stream."""
+    seq_len: int | None = Field(None, ge=1)
+    """Tokens per sequence; default: the data set's, which it must equal."""
+    activation: Activation | None = None
+    """MLP non-linearity; default: the preset's."""
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    """Dropout probability."""
+    bias: bool = True
+    """Biases in linear layers and layer norms."""
+
+    # data
+    data: str = "data/python-stdlib"
+    """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard."""
+    data_cache: Path | None = None
+    """Where the shards of a remote set are kept; default ~/.cache/llmscale/data."""
+    shuffle: bool = True
+    """Shuffle each epoch."""
+    num_canonical_nodes: int | None = Field(None, ge=1)
+    """Rows of the sample order; a node fetches only its rows when the number of nodes divides this."""
+    shuffle_block_size: int | None = Field(None, ge=1)
+    """Samples that are shuffled among each other within a row."""
+    num_workers: int = Field(1, ge=0)
+    """Data-loading processes per rank; 0 reads in the training process."""
+    cache_limit_gib: float | None = Field(None, gt=0)
+    """Local space for shards of a remote set, in GiB; default: unlimited."""
+    record_samples: bool = False
+    """Write the sample ids of every step to the run folder."""
+
+    # batch and duration
+    global_batch_size: int | None = Field(None, ge=1)
+    """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
+    global_batch_tokens: int | None = Field(None, ge=1)
+    """The same in tokens; must be a multiple of seq_len."""
+    micro_batch_size: int | None = Field(None, ge=1)
+    """Sequences per rank and forward; default: the largest that fits 16,384 tokens."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps of the run; default: one pass over the data."""
+    tokens: int | None = Field(None, ge=1)
+    """The same in tokens, rounded up to whole steps."""
+
+    # optimizer and schedule
+    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    """Adafactor works at ZeRO stage 0 only."""
+    lr: float | None = Field(None, gt=0)
+    """Peak learning rate; default: the preset's."""
+    schedule: ScheduleName = "cosine"
+    """cosine to min_lr_frac; linear to min_lr_frac; constant; wsd: warm-up, stable, linear decay."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
+    warmup_tokens: int | None = Field(None, ge=0)
+    """The same in tokens."""
+    decay_steps: int | None = Field(None, ge=1)
+    """wsd: steps of the final decay (default 20 % of the run); else: steps until min_lr_frac (default the run)."""
+    decay_tokens: int | None = Field(None, ge=1)
+    """The same in tokens."""
+    min_lr_frac: float | None = Field(None, ge=0.0, le=1.0)
+    """Final learning rate as a fraction of the peak; default 0.1 for cosine, 0 for linear and wsd."""
+    weight_decay: float = Field(0.1, ge=0.0)
+    """Decoupled weight decay, on parameters of two or more dimensions only."""
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """AdamW: decay of the first moment."""
+    beta2: float = Field(0.95, ge=0.0, lt=1.0)
+    """AdamW: decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """AdamW: added to the denominator."""
+    gradient_clipping: float | None = Field(None, ge=0.0)
+    """Largest global gradient norm; 0 switches clipping off; default: the ds_config's, else 1.0."""
+
+    # overrides of the ds_config
+    precision: Precision | None = None
+    """Overrides the ds_config's precision."""
+    activation_checkpointing: CheckpointingMode | None = None
+    """Overrides the ds_config's activation checkpointing."""
+
+    # the loop
+    seed: int = Field(1337, ge=0)
+    """Initial weights, order of the data and dropout."""
+    log_every: int = Field(10, ge=1)
+    """Steps between log lines."""
+    val_every: int = Field(250, ge=0)
+    """Steps between validations; 0: never."""
+    val_samples: int = Field(256, ge=1)
+    """Sequences per validation (all, when the set has fewer)."""
+    sample_every: int = Field(0, ge=0)
+    """Steps between printed text samples; 0: never."""
+    sample_prompt: str = "The "
+    """Prompt of the printed samples."""
+    save_every: int = Field(500, ge=0)
+    """Steps between checkpoints; the last step is always saved; 0: only the last."""
+    save_every_minutes: float | None = Field(None, gt=0)
+    """Also save when this much time has passed since the last checkpoint."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints to keep."""
+    keep_every: int = Field(0, ge=0)
+    """Keep every checkpoint whose step is a multiple of this, for ever; 0: none."""
+    async_save: bool = True
+    """Write checkpoints in the background."""
+    run: Path = Path("runs/default")
+    """Run folder: config, metrics, checkpoints, samples."""
+    resume: str = "auto"
+    """auto: continue when the run folder has a checkpoint; none: start anew in a new folder; or a checkpoint folder."""
+    init_from: Path | None = None
+    """Start at step 0 with the weights of this run or checkpoint."""
+    allow_changed: list[str] = Field(default_factory=list)
+    """On resume, accept a change of: global_batch_size, seq_len, data, seed, order. The log says what it breaks."""
+    check_every: int = Field(100, ge=0)
+    """Steps between checks that all ranks agree on the sample ids of a step; 0: never."""
+
+    # reporting
+    wandb: bool = False
+    """Log to Weights & Biases from rank 0; WANDB_MODE=offline needs no account."""
+    wandb_project: str = "llmscale"
+    """Weights & Biases project."""
+    wandb_name: str | None = None
+    """Weights & Biases run name; default: the run folder's name."""
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what parse_run_config passes in: a stray environment variable named SEED must not change a run."""
+        return (init_settings,)

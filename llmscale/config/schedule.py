@@ -1,0 +1,60 @@
+"""The learning rate as a pure function of the step: nothing to save, nothing to restore. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from llmscale.config.run_config import ScheduleName
+from llmscale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up, then one of four shapes.
+
+    cosine: half a cosine from the peak to the floor over `decay_steps` (Loshchilov & Hutter 2017; GPT-3 decays to
+    10 %). linear: the straight line (OPT, Zhang et al. 2022). constant: no decay. wsd: the peak, then a straight line
+    to the floor over the last `decay_steps` of the run (Hu et al. 2024, MiniCPM).
+    """
+
+    name: ScheduleName
+    peak_lr: float
+    """Largest learning rate."""
+    warmup_steps: int
+    """Steps from 0 to the peak; step 0 already has 1/warmup_steps of it."""
+    total_steps: int
+    """Steps of the run."""
+    decay_steps: int
+    """wsd: steps of the final decay; cosine and linear: step at which the floor is reached."""
+    min_lr_frac: float
+    """Floor as a fraction of the peak."""
+
+    def __post_init__(self) -> None:
+        if self.name == "wsd" and self.warmup_steps + self.decay_steps > self.total_steps:
+            raise ConfigError(
+                f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} is more than the {self.total_steps} "
+                "steps of the run. Shorten one of them or lengthen the run."
+            )
+        if self.name in ("cosine", "linear") and self.warmup_steps >= self.decay_steps:
+            raise ConfigError(
+                f"warmup_steps {self.warmup_steps} must be less than the {self.decay_steps} steps over which the "
+                f"{self.name} schedule decays. Shorten the warm-up or lengthen the run."
+            )
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (0-based)."""
+        if step < self.warmup_steps:
+            return self.peak_lr * (step + 1) / self.warmup_steps
+        return self.peak_lr * (self.min_lr_frac + (1 - self.min_lr_frac) * self._height(step))
+
+    def _height(self, step: int) -> float:
+        """1 at the peak, 0 at the floor."""
+        if self.name == "constant":
+            return 1.0
+        if self.name == "wsd":
+            start, length = self.total_steps - self.decay_steps, self.decay_steps
+        else:
+            start, length = self.warmup_steps, self.decay_steps - self.warmup_steps
+        done = min(max((step - start) / length, 0.0), 1.0)
+        return 0.5 * (1 + math.cos(math.pi * done)) if self.name == "cosine" else 1.0 - done

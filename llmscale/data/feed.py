@@ -1,0 +1,200 @@
+"""The stream of micro-batches of one rank: order, deal and shards put together. It never ends.
+
+The position is the optimizer step: step s of the stream is global batch s, stream positions [s G, (s + 1) G).
+A feed can be started at any step, with any layout of ranks that divides G, and no state has to be kept.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from llmscale.data.deal import RankLayout, deal
+from llmscale.data.order import SampleOrder
+from llmscale.data.shards import TokenShards
+from llmscale.errors import ConfigError, DataError
+
+_T = TypeVar("_T")
+
+
+class MicroBatch(NamedTuple):
+    """One forward pass of one rank."""
+
+    tokens: Tensor
+    """Windows, int64 [micro_batch_size, seq_len + 1]: inputs are [:, :-1], targets [:, 1:]."""
+    sample_ids: Tensor
+    """Ids of the windows, int64 [micro_batch_size]."""
+
+
+@dataclass(frozen=True)
+class FeedPlan:
+    """What one rank takes per step. Raises ConfigError when a number is not positive."""
+
+    layout: RankLayout
+    micro_batch_size: int
+    """Sequences per rank and forward pass."""
+    gradient_accumulation_steps: int
+    """Forward passes per step."""
+
+    def __post_init__(self) -> None:
+        for name in ("micro_batch_size", "gradient_accumulation_steps"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}.")
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per step, over all ranks."""
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.world_size
+
+
+def rank_sample_ids(order: SampleOrder, plan: FeedPlan, step: int) -> NDArray[np.int64]:
+    """Ids that this rank consumes in a step, in order: int64 [accumulation x micro_batch_size]."""
+    start = step * plan.global_batch_size
+    positions = np.arange(start, start + plan.global_batch_size, dtype=np.int64)
+    return order.sample_ids(deal(positions, order.rows(positions), plan.layout))
+
+
+class Feed(Iterator[MicroBatch]):
+    """Micro-batches from `start_step` on. Its workers start at once: build it before anything slow.
+
+    Iterating raises DataError, with the same text whether the fault happened here or in a worker.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        order: SampleOrder,
+        plan: FeedPlan,
+        *,
+        start_step: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        if order.num_samples != len(shards):
+            raise ConfigError(f"The order is of {order.num_samples} samples, the set holds {len(shards)}.")
+        self.order = order
+        self.plan = plan
+        self._pin_memory = pin_memory
+        loader = DataLoader(
+            _WindowDataset(shards),
+            batch_sampler=_MicroBatchIds(order, plan, start_step),
+            collate_fn=_as_is,
+            num_workers=num_workers,
+            # Two steps ahead, so that a worker that fetches a shard or checks its hash holds nobody up.
+            prefetch_factor=max(2, 2 * plan.gradient_accumulation_steps // num_workers) if num_workers else None,
+            # Forked workers start in milliseconds where spawned ones import torch and the main module again.
+            # They read files and copy memory: no CUDA, no collective, one thread.
+            multiprocessing_context="fork" if num_workers and _can_fork() else None,
+            worker_init_fn=_start_worker,
+        )
+        self._batches: Iterator[_Windows | _Failure] | None = iter(loader)
+        # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
+        atexit.register(self.close)
+
+    def __next__(self) -> MicroBatch:
+        if self._batches is None:
+            raise DataError("The feed was closed.")
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            raise DataError("The feed ended, which it must never do.") from None
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            raise DataError(
+                f"A data worker was killed ({str(error).splitlines()[0]}), most likely for lack of memory. "
+                "Use fewer with --num-workers."
+            ) from error
+        if isinstance(batch, _Failure):
+            self.close()
+            raise DataError(batch.text)
+        tokens = torch.from_numpy(batch.tokens.astype(np.int64))
+        sample_ids = torch.from_numpy(batch.sample_ids)
+        return MicroBatch(tokens.pin_memory() if self._pin_memory else tokens, sample_ids)
+
+    def close(self) -> None:
+        """Stop the workers. The feed cannot be used afterwards."""
+        batches, self._batches = self._batches, None
+        workers = getattr(batches, "_workers", [])
+        del batches
+        for worker in workers:
+            if worker.is_alive():
+                worker.kill()
+        atexit.unregister(self.close)
+
+
+class _Windows(NamedTuple):
+    """A micro-batch on its way from a worker.
+
+    NumPy arrays go through the worker's pipe. Torch tensors would go through /dev/shm, which containers limit
+    to 64 MB, and take four times as long for micro-batches of this size.
+    """
+
+    tokens: NDArray[np.unsignedinteger]
+    """[micro_batch_size, seq_len + 1] in the set's own type, uint16 or uint32."""
+    sample_ids: NDArray[np.int64]
+    """[micro_batch_size]."""
+
+
+class _Failure(NamedTuple):
+    """A DataError on its way from a worker: torch would wrap its text in a traceback."""
+
+    text: str
+
+
+class _WindowDataset(Dataset[_Windows]):
+    """Reads one micro-batch at a time."""
+
+    def __init__(self, shards: TokenShards) -> None:
+        self._shards = shards
+
+    def __getitem__(self, index: int) -> _Windows:
+        raise NotImplementedError("read by micro-batch")
+
+    def __getitems__(self, sample_ids: list[int]) -> _Windows | _Failure:
+        ids = np.array(sample_ids, np.int64)
+        try:
+            return _Windows(self._shards.read(ids), ids)
+        except DataError as error:
+            return _Failure(str(error))
+
+
+class _MicroBatchIds(Sampler[list[int]]):
+    """Sample ids of one micro-batch after the other, for ever. Runs in the main process."""
+
+    def __init__(self, order: SampleOrder, plan: FeedPlan, start_step: int) -> None:
+        self._order = order
+        self._plan = plan
+        self._start_step = start_step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self._start_step
+        while True:
+            ids = rank_sample_ids(self._order, self._plan, step)
+            yield from ids.reshape(self._plan.gradient_accumulation_steps, self._plan.micro_batch_size).tolist()
+            step += 1
+
+
+def _as_is(batch: _T) -> _T:
+    """In place of the default collation: `__getitems__` has made the micro-batch already."""
+    return batch
+
+
+def _can_fork() -> bool:
+    return "fork" in multiprocessing.get_all_start_methods()
+
+
+def _start_worker(worker_id: int) -> None:
+    """A signal to the process group is the trainer's to answer: it needs its workers until it stops."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)

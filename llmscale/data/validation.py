@@ -1,0 +1,52 @@
+"""Validation micro-batches: the same samples, each once, at every world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from llmscale.data.deal import RankLayout
+from llmscale.data.shards import TokenShards
+from llmscale.errors import ConfigError
+
+
+class ValidationBatch(NamedTuple):
+    """One forward pass of one rank. The split's loss is sum(loss x weight) / sum(weight), all ranks."""
+
+    tokens: Tensor
+    """Windows, int64 [b, seq_len + 1] with 1 <= b <= micro_batch_size."""
+    sample_ids: Tensor
+    """Ids of the windows that count, int64 [weight]."""
+    weight: int
+    """Windows that count: b, or 0 for a filler that keeps ranks in step (ZeRO-3 gathers together)."""
+
+
+def validation_sample_ids(num_samples: int, max_samples: int | None) -> NDArray[np.int64]:
+    """The samples evaluated: all, or `max_samples` spread evenly over the split. int64, ascending."""
+    count = num_samples if max_samples is None else min(max_samples, num_samples)
+    if count < 1:
+        raise ConfigError(
+            f"Validation needs at least one sample: the split holds {num_samples}, asked for {max_samples}."
+        )
+    return np.arange(count, dtype=np.int64) * num_samples // count
+
+
+def validation_batches(
+    shards: TokenShards, layout: RankLayout, micro_batch_size: int, max_samples: int | None = None
+) -> Iterator[ValidationBatch]:
+    """This rank's micro-batches, equally many on every rank; a filler of weight 0 stands in at the end.
+
+    Micro-batches are dealt round the ranks. Raises ConfigError for an empty choice, DataError while reading.
+    """
+    ids = validation_sample_ids(len(shards), max_samples)
+    per_round = micro_batch_size * layout.world_size
+    for start in range(0, len(ids), per_round):
+        begin = start + layout.rank * micro_batch_size
+        mine = ids[begin : begin + micro_batch_size]
+        windows = shards.read(mine if len(mine) else ids[:1])
+        yield ValidationBatch(torch.from_numpy(windows.astype(np.int64)), torch.from_numpy(mine.copy()), len(mine))

@@ -1,0 +1,138 @@
+"""Which activations a block keeps for the backward pass: all, its matrix products, or its input alone.
+
+`full` is DeepSpeed's checkpoint, so that every key of the ds_config's `activation_checkpointing` section
+means what DeepSpeed says. `selective` is PyTorch's, which can keep the results of chosen operators. Both
+leave losses and gradients as they are, bit by bit, dropout included, at ZeRO stages 0 to 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from llmscale.config.run_config import CheckpointingMode
+from llmscale.errors import ConfigError
+from llmscale.model.gpt import BlockCheckpoint
+
+_aten = torch.ops.aten
+#: Dear to recompute for the memory they hold: matrix products and fused attention. What lies between them
+#: (norms, GELU, dropout, residual sums) is cheap and holds more than half of a block's activations.
+_SAVED_OPS = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+
+
+def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, object]) -> BlockCheckpoint | None:
+    """How the model runs its blocks; None keeps every activation.
+
+    `ds_section` is the ds_config's `activation_checkpointing` section. `full` configures DeepSpeed's
+    checkpointing, which is global to the process, and needs torch.distributed to be initialised. Raises
+    ConfigError for keys that the mode cannot honour.
+    """
+    if mode == "none":
+        return None
+    switched_on = sorted(key for key, value in ds_section.items() if value)
+    for key in ("partition_activations", "contiguous_memory_optimization"):
+        if key in switched_on:
+            raise ConfigError(
+                f"activation_checkpointing.{key} spreads activations over model-parallel ranks, and "
+                "there are none here. Remove it; cpu_checkpointing also takes activations off the GPU."
+            )
+    if mode == "selective":
+        if switched_on:
+            raise ConfigError(
+                f"'selective' activation checkpointing cannot honour the ds_config's {switched_on[0]}. "
+                "Remove the key, or choose 'full', which honours it."
+            )
+        return _run_selective
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    # DeepSpeed empties what it has copied to the host; on a CPU machine the copy is the tensor itself.
+    on_cpu = get_accelerator().device_name() == "cpu"
+    deepspeed.checkpointing.configure(
+        None,
+        num_checkpoints=ds_section.get("number_checkpoints"),
+        checkpoint_in_cpu=bool(ds_section.get("cpu_checkpointing")) and not on_cpu,
+        synchronize=bool(ds_section.get("synchronize_checkpoint_boundary")),
+        profile=bool(ds_section.get("profile")),
+    )
+    return _run_full
+
+
+def _run_full(block: nn.Module, x: Tensor) -> Tensor:
+    """Keep the block's input [batch, t, n_embd] alone, on the host with cpu_checkpointing."""
+    import deepspeed
+
+    device = x.device.type
+    # DeepSpeed recomputes outside of autocast, which would silently change the gradients.
+    dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.autocast(device, dtype, enabled):
+            return block(x)
+
+    return deepspeed.checkpointing.checkpoint(run, x)
+
+
+def _run_selective(block: nn.Module, x: Tensor) -> Tensor:
+    """Keep the block's input and the results of `_SAVED_OPS`, recompute the rest.
+
+    With ZeRO-3 the recomputation holds the block's gathered weights until the block's backward pass is over.
+    """
+
+    def run(x: Tensor) -> Tensor:
+        return _Anchor.apply(block(x))
+
+    return checkpoint(
+        run,
+        x,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+        # ZeRO-3 saves empty shards in the forward pass and whole weights in the recomputation: shapes differ.
+        determinism_check="none",
+    )
+
+
+class _Anchor(torch.autograd.Function):
+    """An identity at a block's end that asks for the recomputation before any gradient enters the block.
+
+    ZeRO-3 gathers a module's weights when gradients reach the module's output. Without the anchor the
+    module's own saved tensors would ask for the recomputation after that, whose post-forward hooks
+    release the weights again under the running backward pass; and PyTorch stops a recomputation at the
+    last tensor it needs, inside the block, where DeepSpeed's post-forward hooks would be skipped.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> Tensor:
+        _ = ctx.saved_tensors  # unpacking is what triggers the recomputation
+        return gradient
+
+
+def _policy(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Save an operator's result or recompute it.
+
+    Attention with dropout is recomputed: were it skipped, the random numbers of every dropout after it in
+    the block would shift, and the gradients would belong to other masks than the loss.
+    """
+    if op not in _SAVED_OPS:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    arguments = dict(zip((a.name for a in op._schema.arguments), args, strict=False)) | kwargs
+    return CheckpointPolicy.PREFER_RECOMPUTE if arguments.get("dropout_p") else CheckpointPolicy.MUST_SAVE

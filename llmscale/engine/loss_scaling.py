@@ -1,0 +1,43 @@
+"""fp16 dynamic loss scaling: read and rebuild DeepSpeed's scaler, and say what an overflow means."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+#: What the scalers of stages 1-3 and of stage 0 remember between steps. Everything else is configuration.
+_MEMORY = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def loss_scale(engine: DeepSpeedEngine) -> float | None:
+    """Current fp16 loss scale; None in every other precision."""
+    return float(engine.optimizer.loss_scale) if engine.fp16_enabled() else None
+
+
+def get_scaler_state(engine: DeepSpeedEngine) -> dict[str, float] | None:
+    """What the loss scaler remembers, as plain numbers; None without fp16."""
+    if not engine.fp16_enabled():
+        return None
+    scaler = _scaler(engine)
+    return {name: getattr(scaler, name) for name in _MEMORY if getattr(scaler, name, None) is not None}
+
+
+def set_scaler_state(engine: DeepSpeedEngine, state: dict[str, float] | None) -> None:
+    """Give a scaler built from the configuration the memory of a saved one.
+
+    Nothing happens when either side has no dynamic loss scaling: the configured scaler then starts afresh.
+    """
+    if state is None or not engine.fp16_enabled() or not engine.dynamic_loss_scale():
+        return
+    scaler = _scaler(engine)
+    for name, value in state.items():
+        if hasattr(scaler, name):
+            setattr(scaler, name, value)
+
+
+def _scaler(engine: DeepSpeedEngine) -> object:
+    """Stages 1-3 keep a LossScaler object, stage 0 a LossScaleConfig."""
+    optimizer = engine.optimizer
+    return getattr(optimizer, "loss_scaler", None) or optimizer.loss_scale_config

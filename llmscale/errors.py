@@ -1,0 +1,28 @@
+"""The errors a user can cause. Command-line entry points print them as one line and exit with status 2."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class LlmscaleError(Exception):
+    """Base of every error whose text is meant for the user: it names the value, the legal ones and the fix."""
+
+
+class ConfigError(LlmscaleError):
+    """A flag, a run file, a ds_config or a combination of them cannot work."""
+
+
+class DataError(LlmscaleError):
+    """A data set is missing, empty, damaged, or does not belong to this model."""
+
+
+class CheckpointError(LlmscaleError):
+    """A checkpoint is missing, damaged, or does not belong to this run."""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`" Did you mean 'x'?"` for the closest of `known`, or an empty string when none is close."""
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,61 @@
+"""A trained model and its tokenizer from a checkpoint, in one process, without DeepSpeed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from llmscale.checkpoint.find import read_state
+from llmscale.checkpoint.load import load_full_weights
+from llmscale.checkpoint.manifest import find_damage
+from llmscale.checkpoint.run_state import parse_run_state
+from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.parse import build_run_config
+from llmscale.data.location import fetch_tokenizer, open_set
+from llmscale.data.tokenizer import Tokenizer, load_set_tokenizer
+from llmscale.errors import CheckpointError, DataError
+from llmscale.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model in eval mode with the tokenizer of the set it was trained on."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    step: int
+
+
+def load_trained_model(folder: Path) -> TrainedModel:
+    """Load the fp32 master weights of a checkpoint onto this machine's GPU, or its CPU.
+
+    The shape comes from the configuration in the checkpoint, the tokenizer from the data set that it names. Raises
+    CheckpointError for a damaged checkpoint, DataError when the set is gone or is another one now.
+    """
+    damage = find_damage(folder)
+    if damage:
+        raise CheckpointError(damage)
+    state = parse_run_state(read_state(folder))
+    config = build_run_config(dict(state.config))
+    location = open_set(config.data, config.data_cache)
+    manifest = location.manifest
+    if manifest.fingerprint != state.identity["data"]:
+        raise DataError(
+            f"the data set in {config.data} is not the one that {folder} was trained on, so its tokenizer may differ. "
+            "Put the old set back."
+        )
+    fetch_tokenizer(location)
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
+    model = GPT(resolve_shape(config, facts), seed=0)
+    _fill(model, load_full_weights(folder))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TrainedModel(model.to(device).eval(), load_set_tokenizer(location.folder, manifest), state.step)
+
+
+def _fill(model: GPT, weights: dict[str, torch.Tensor]) -> None:
+    """Copy flat fp32 tensors into the module's parameters and buffers."""
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            tensor.copy_(weights[name].view_as(tensor))

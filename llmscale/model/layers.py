@@ -1,0 +1,66 @@
+"""The modules that own weights: each one draws its own, from a given generator, in its constructor."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmscale.model.initialization import INIT_STD, fill_normal_
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with weights from N(0, std^2) and a bias of zeros."""
+
+    def __init__(
+        self, inputs: int, outputs: int, generator: torch.Generator, *, bias: bool, std: float = INIT_STD
+    ) -> None:
+        super().__init__(inputs, outputs, bias)
+        fill_normal_(self.weight, std, generator)
+        if bias:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs].
+
+        The product is taken in two dimensions, because ZeRO-3's replacement of `F.linear` then adds the
+        bias within it, as PyTorch does. In three it adds the bias in place in a second pass: slower, rounded
+        twice, and a silent change of what selective activation checkpointing has saved.
+        """
+        return F.linear(input.flatten(0, -2), self.weight, self.bias).unflatten(0, input.shape[:-1])
+
+    def reset_parameters(self) -> None:
+        """Skips `nn.Linear`'s own draw: it is thrown away, and it would move the global generator."""
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` with rows from N(0, 0.02^2)."""
+
+    def __init__(self, rows: int, width: int, generator: torch.Generator) -> None:
+        super().__init__(rows, width)
+        fill_normal_(self.weight, INIT_STD, generator)
+
+    def reset_parameters(self) -> None:
+        """Skips `nn.Embedding`'s own draw, as `Linear` does."""
+
+
+class TiedHead(nn.Module):
+    """The output head: a product with the token table, which stays the embedding's parameter.
+
+    A module of its own, because ZeRO-3 gathers a sharded parameter when a module that owns it runs.
+    It stays out of state dicts: the table is there under the embedding's name.
+    """
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self.weight = embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., n_embd] -> [..., rows of the table]."""
+        return F.linear(x, self.weight)
+
+    def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
+        """Nothing to save."""
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        """Nothing to load."""

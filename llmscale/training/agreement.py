@@ -1,0 +1,54 @@
+"""What all ranks must decide together, once per step: stop now, or fail together. Never one rank alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from llmscale.errors import DataError
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the ranks agreed on at a step boundary."""
+
+    stop: bool
+    """At least one rank was asked to stop."""
+    save: bool
+    """The main rank's clock says that a checkpoint is due."""
+    ids_sum: int
+    """Sum over ranks of the sample-id checksums, modulo 2^62."""
+
+
+def agree(
+    group: dist.ProcessGroup,
+    *,
+    stop: bool,
+    save: bool = False,
+    ids_checksum: int = 0,
+    failure: str | None = None,
+) -> Verdict:
+    """One small all-reduce over the host-side group. Collective: every rank must call it at the same boundary.
+
+    When any rank reports a failure, every rank raises DataError with the text of all that failed: one clear error
+    everywhere, and nobody waits for a peer that is gone.
+    """
+    votes = torch.tensor(
+        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62], dtype=torch.int64
+    )
+    dist.all_reduce(votes, group=group)
+    if votes[2]:
+        _raise_together(group, failure)
+    return Verdict(bool(votes[0]), bool(votes[1]), int(votes[3]) % 2**62)
+
+
+def _raise_together(group: dist.ProcessGroup, failure: str | None) -> None:
+    failures: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, failure, group=group)
+    texts: dict[str, list[int]] = {}
+    for rank, text in enumerate(failures):
+        if text is not None:
+            texts.setdefault(text, []).append(rank)
+    raise DataError("; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items()))

@@ -1,0 +1,112 @@
+"""metrics.jsonl, the console line, and wandb: one record per logged step, written by the main rank only."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from wandb.sdk.wandb_run import Run
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one logged step says."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    tokens_seen: int
+    """Tokens trained on since step 0, over all ranks."""
+    loss: float
+    """Mean over the global batch, in nats per token."""
+    lr: float
+    grad_norm: float | None
+    """Global norm before clipping."""
+    loss_scale: float | None
+    """fp16 only."""
+    skipped_steps: int
+    """Steps that DeepSpeed skipped because of overflow, since this process started."""
+    tokens_per_second: float
+    """All ranks, since the last logged step; validation, sampling and checkpoints not counted."""
+    tokens_per_second_per_device: float
+    mfu: float | None
+    """Model FLOPs utilisation, a fraction; None on hardware whose peak is unknown."""
+    peak_memory_bytes: int
+    """Device memory on a GPU, resident memory of the main rank's process on a CPU."""
+    data_wait_s: float
+    """Seconds per step, as are the next three."""
+    forward_backward_s: float
+    optimizer_step_s: float
+    other_s: float
+    eta_s: float
+    """Seconds to the end of the run at the present speed."""
+
+
+class MetricsLog:
+    """Writes records to the run folder, the console and, when given one, a wandb run. For the main rank."""
+
+    def __init__(self, run_folder: Path, total_steps: int, wandb_run: Run | None = None) -> None:
+        self._total_steps, self._wandb = total_steps, wandb_run
+        # Line buffered: a record is on its way to the disk when the step is over, whatever happens next.
+        self._file = (run_folder / "metrics.jsonl").open("a", buffering=1)
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Record a training step."""
+        self._write({"kind": "train", **asdict(metrics)})
+        print(format_step(metrics, self._total_steps), flush=True)
+        if self._wandb:
+            values = {f"train/{key}": value for key, value in asdict(metrics).items() if value is not None}
+            self._wandb.log(values, step=metrics.step)
+
+    def log_validation(self, step: int, loss: float, num_samples: int) -> None:
+        """Record a validation: loss in nats per token over num_samples sequences."""
+        self._write({"kind": "validation", "step": step, "loss": loss, "num_samples": num_samples})
+        print(
+            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} over {num_samples} sequences",
+            flush=True,
+        )
+        if self._wandb:
+            self._wandb.log({"validation/loss": loss}, step=step)
+
+    def log_event(self, event: str, **values: object) -> None:
+        """Record anything that is not a measurement: start, resume, save, stop."""
+        self._write({"kind": "event", "event": event, **values})
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        if self._wandb:
+            self._wandb.finish()
+
+    def _write(self, record: dict[str, object]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+
+
+def format_step(m: StepMetrics, total_steps: int) -> str:
+    """The console line of one step."""
+    scale = "" if m.loss_scale is None else f" | scale {m.loss_scale:g}"
+    skipped = f" | skipped {m.skipped_steps}" if m.skipped_steps else ""
+    norm = "-" if m.grad_norm is None else f"{m.grad_norm:.3f}"
+    mfu = "-" if m.mfu is None else f"{m.mfu:.1%}"
+    return (
+        f"step {m.step:>6}/{total_steps} | loss {m.loss:.4f} | lr {m.lr:.2e} | norm {norm}{scale}{skipped} "
+        f"| {m.tokens_per_second:,.0f} tok/s ({m.tokens_per_second_per_device:,.0f}/device) | mfu {mfu} "
+        f"| mem {m.peak_memory_bytes / 2**30:.2f} GiB | eta {format_duration(m.eta_s)}"
+    )
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as 45s, 3m20s, 5h07m or 2d04h."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"

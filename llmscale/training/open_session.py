@@ -1,0 +1,291 @@
+"""From a prepared run to a session that can train: join the ranks, build the engine, find the place to begin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from llmscale.checkpoint.find import find_checkpoint
+from llmscale.checkpoint.load import load_engine, load_weights
+from llmscale.checkpoint.retention import remove_leftovers
+from llmscale.checkpoint.run_state import RunState
+from llmscale.checkpoint.save import CheckpointSaver
+from llmscale.config.ds_resolve import resolve_ds_config
+from llmscale.data.build import FeedSettings, build_order
+from llmscale.data.deal import RankLayout
+from llmscale.data.feed import Feed, FeedPlan
+from llmscale.data.order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES
+from llmscale.data.record import SampleRecorder, next_session
+from llmscale.data.shards import TokenShards
+from llmscale.data.tokenizer import load_set_tokenizer
+from llmscale.engine.build import build_engine
+from llmscale.engine.distributed import World, is_gpu, join_world
+from llmscale.engine.loss_scaling import set_scaler_state
+from llmscale.errors import LlmscaleError
+from llmscale.evaluate.text import generate_text
+from llmscale.training.agreement import agree
+from llmscale.training.metrics import MetricsLog
+from llmscale.training.prepared_run import PreparedRun, as_plain
+from llmscale.training.resume import ResumePoint, find_resume_point
+from llmscale.training.run_folder import create_run_folder, save_run_description
+from llmscale.training.session import Session, report_on_main
+from llmscale.training.stop_request import StopRequest
+from llmscale.training.wandb_run import start_wandb
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+    from wandb.sdk.wandb_run import Run
+
+_T = TypeVar("_T")
+
+#: Tokens per sample printed during training.
+SAMPLE_TOKENS = 48
+
+
+@dataclass
+class StartupClock:
+    """Seconds per phase of the start."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - began
+
+
+def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
+    """Everything up to the first step. Collective. Raises LlmscaleError on every rank when it cannot start on one."""
+    clock = StartupClock({"checks and imports": time.perf_counter() - began})
+    config = run.config
+    with clock.phase("ranks"):
+        world = join_world()
+        report = report_on_main(world)
+        on_main_rank(world, lambda: create_run_folder(config.run))
+    settings = feed_settings(run)
+    order = build_order(run.location, settings)
+    with clock.phase("data"):
+        shards = together(world, lambda: TokenShards(run.location, "train", cache_limit_bytes=settings.cache_limit_bytes))
+        has_val = "val" in run.location.manifest.splits and config.val_every > 0
+        val_shards = together(world, lambda: TokenShards(run.location, "val")) if has_val else None
+    identity = run.identity(dict(order.identity(run.location.manifest.fingerprint)))
+    with clock.phase("checkpoint check"):
+        point = find_resume_point(config, identity, world.control, report)
+        on_main_rank(world, lambda: _clean(config.run, report))
+    ds_config = _ds_config(run)
+    with clock.phase("engine"):
+        engine = build_engine(
+            config,
+            run.resolved,
+            ds_config,
+            zero_stage=run.zero_stage,
+            precision=run.precision,
+            checkpointing=run.checkpointing,
+        )
+    with clock.phase("checkpoint load"):
+        _load(run, engine, point, world, report)
+    state = point.state if point else None
+    first_step, first_sample = (state.step, state.samples_seen) if state else (0, 0)
+    feed = Feed(
+        shards,
+        order,
+        feed_plan(run, world),
+        start_step=first_step,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory,
+    )
+    wandb_run = _start_wandb(run, world, state)
+    if world.is_main:
+        save_run_description(config.run, as_plain(config), run.resolved.as_dict(), ds_config)
+    describe_run(run, world, order.num_samples, report)
+    return Session(
+        run=run,
+        world=world,
+        engine=engine,
+        feed=feed,
+        validation_shards=val_shards,
+        saver=CheckpointSaver(
+            config.run,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            in_background=config.async_save,
+            report=report,
+        ),
+        recorder=_recorder(run, world, first_step),
+        log=MetricsLog(config.run, run.resolved.total_steps, wandb_run) if world.is_main else None,
+        stop=stop,
+        first_step=first_step,
+        first_sample=first_sample,
+        skipped_before=state.skipped_steps if state else 0,
+        identity=identity,
+        wandb_run_id=wandb_run.id if wandb_run else (state.wandb_run_id if state else None),
+        sample_text=_sampler(run, engine) if config.sample_every else None,
+        report=report,
+        startup_s=clock.seconds,
+    )
+
+
+def feed_settings(run: PreparedRun) -> FeedSettings:
+    """How the training split is ordered and read."""
+    config = run.config
+    return FeedSettings(
+        seed=config.seed,
+        shuffle=config.shuffle,
+        num_canonical_nodes=config.num_canonical_nodes or DEFAULT_CANONICAL_NODES,
+        block_size=config.shuffle_block_size or DEFAULT_BLOCK_SIZE,
+        num_workers=config.num_workers,
+        pin_memory=is_gpu(),
+        cache_limit_bytes=None if config.cache_limit_gib is None else int(config.cache_limit_gib * 2**30),
+    )
+
+
+def feed_plan(run: PreparedRun, world: World) -> FeedPlan:
+    """This rank's share of every step."""
+    plan = run.resolved.plan
+    return FeedPlan(
+        RankLayout(world.rank, world.ranks_per_node), plan.micro_batch_size, plan.gradient_accumulation_steps
+    )
+
+
+def together(world: World, action: Callable[[], _T]) -> _T:
+    """Run `action` on every rank; when it fails on any, raise its error on all. Collective."""
+    result, failure = None, None
+    try:
+        result = action()
+    except LlmscaleError as error:
+        failure = str(error)
+    agree(world.control, stop=False, failure=failure)
+    return cast("_T", result)
+
+
+def on_main_rank(world: World, action: Callable[[], object]) -> None:
+    """Run `action` on the main rank; when it fails there, raise its error on all. Collective."""
+    together(world, action if world.is_main else lambda: None)
+
+
+def describe_run(run: PreparedRun, world: World, num_samples: int, report: Callable[[str], None]) -> None:
+    """What is about to be trained, before step 1."""
+    shape, plan, manifest = run.resolved.shape, run.resolved.plan, run.location.manifest
+    for warning in run.ds.warnings:
+        report(f"WARNING: {warning}")
+    report(
+        f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
+        f"{shape.num_parameters:,} parameters, {shape.flops_per_token:.3e} FLOPs per token"
+    )
+    report(
+        f"engine: ZeRO stage {run.zero_stage}, {run.precision}, activation checkpointing {run.checkpointing}, "
+        f"{world.world_size} ranks on {len(world.ranks_per_node)} node(s), {world.device_name}"
+    )
+    report(f"batch: {plan.describe()}")
+    report(
+        f"data: {run.location.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
+        f"{num_samples / plan.global_batch_size:,.1f} steps per epoch"
+    )
+    report(
+        f"run: {run.resolved.total_steps:,} steps, {run.resolved.total_tokens:,} tokens, "
+        f"{run.resolved.total_steps * plan.global_batch_size / num_samples:.2f} epochs; folder {run.config.run}"
+    )
+
+
+def _clean(run_folder: Path, report: Callable[[str], None]) -> None:
+    for name in remove_leftovers(run_folder):
+        report(f"removed {name}, left behind by an interrupted save")
+
+
+def _ds_config(run: PreparedRun) -> dict[str, object]:
+    plan = run.resolved.plan
+    return resolve_ds_config(
+        run.ds,
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        global_batch_size=plan.global_batch_size,
+        world_size=plan.world_size,
+        n_embd=run.resolved.shape.n_embd,
+        num_parameters=run.resolved.shape.num_parameters,
+        has_gpu=is_gpu(),
+        precision_override=run.config.precision,
+        gradient_clipping=run.config.gradient_clipping,
+    )
+
+
+def _load(
+    run: PreparedRun,
+    engine: DeepSpeedEngine,
+    point: ResumePoint | None,
+    world: World,
+    report: Callable[[str], None],
+) -> None:
+    """Fill the engine from the checkpoint, or from another run's weights."""
+    if point is None:
+        if run.config.init_from is not None:
+            folder = find_checkpoint(run.config.init_from)
+            load_weights(engine, folder, world.control)
+            report(f"weights from {folder}; everything else starts at step 0")
+        return
+    load_engine(engine, point.folder, point.state, world.control)
+    set_scaler_state(engine, point.state.loss_scaler)
+    report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
+    if point.state.precision != run.precision:
+        report(
+            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and optimizer states are "
+            "taken over exactly; a loss scaler, where there is one, starts from its configuration"
+        )
+
+
+def _start_wandb(run: PreparedRun, world: World, state: RunState | None) -> Run | None:
+    config = run.config
+    started: list[Run] = []
+    if config.wandb:
+        on_main_rank(
+            world,
+            lambda: started.append(
+                start_wandb(
+                    config.run,
+                    project=config.wandb_project,
+                    name=config.wandb_name or config.run.name,
+                    config=as_plain(config) | run.resolved.as_dict(),
+                    run_id=state.wandb_run_id if state else None,
+                )
+            ),
+        )
+    return started[0] if started else None
+
+
+def _recorder(run: PreparedRun, world: World, first_step: int) -> SampleRecorder | None:
+    """One session number for all ranks, chosen by the main rank."""
+    if not run.config.record_samples:
+        return None
+    numbers = [next_session(run.config.run) if world.is_main else -1]
+    dist.broadcast_object_list(numbers, src=0, group=world.control)
+    return SampleRecorder(
+        run.config.run, session=numbers[0], rank=world.rank, world_size=world.world_size, start_step=first_step
+    )
+
+
+def _sampler(run: PreparedRun, engine: DeepSpeedEngine) -> Callable[[], str]:
+    """Generates on every rank alike, because ZeRO-3 gathers weights in every forward pass."""
+    tokenizer = load_set_tokenizer(run.location.folder, run.location.manifest)
+    prompt = run.config.sample_prompt
+
+    def generate() -> str:
+        pieces = generate_text(
+            engine.module,
+            tokenizer,
+            prompt,
+            max_new_tokens=SAMPLE_TOKENS,
+            temperature=0.8,
+            top_k=50,
+            top_p=None,
+            seed=run.config.seed,
+        )
+        return prompt + "".join(pieces)
+
+    return generate

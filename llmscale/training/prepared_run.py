@@ -1,0 +1,86 @@
+"""Everything that can be checked before torch is imported or a GPU is taken: configuration, ds_config, data, run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from llmscale.checkpoint.manifest import checkpoints_folder, list_checkpoints
+from llmscale.config.ds_schema import DsConfig, read_ds_config
+from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.run_config import CheckpointingMode, Precision, RunConfig
+from llmscale.data.location import SetLocation, open_set
+from llmscale.engine.adafactor import check_adafactor_stage
+from llmscale.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run whose every input was found and fits together."""
+
+    config: RunConfig
+    ds: DsConfig
+    location: SetLocation
+    resolved: ResolvedRun
+
+    @property
+    def precision(self) -> Precision:
+        return self.config.precision or self.ds.precision
+
+    @property
+    def checkpointing(self) -> CheckpointingMode:
+        """The flag, else `full` when the ds_config has an activation_checkpointing section."""
+        return self.config.activation_checkpointing or (
+            "full" if self.ds.activation_checkpointing else "none"
+        )
+
+    @property
+    def zero_stage(self) -> int:
+        return self.ds.zero_stage
+
+    def identity(self, order_identity: dict[str, object]) -> dict[str, object]:
+        """What a checkpoint must have in common with the run that continues it (run_config.CHANGES_THAT_BREAK)."""
+        elsewhere = {"seed", "set_fingerprint", "num_samples"}
+        return {
+            "global_batch_size": self.resolved.plan.global_batch_size,
+            "seq_len": self.resolved.plan.seq_len,
+            "data": self.location.manifest.fingerprint,
+            "seed": self.config.seed,
+            "order": {key: value for key, value in order_identity.items() if key not in elsewhere},
+        }
+
+
+def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
+    """Read and check everything a run needs. Raises ConfigError or DataError; writes nothing."""
+    ds = read_ds_config(config.ds)
+    if config.optimizer == "adafactor":
+        check_adafactor_stage(ds.zero_stage)
+    location = open_set(config.data, config.data_cache)
+    manifest = location.manifest
+    if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:
+        raise DataError(
+            f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction."
+        )
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
+    _check_run_folder(config)
+    return PreparedRun(config, ds, location, resolve_run(config, facts, world_size))
+
+
+def _check_run_folder(config: RunConfig) -> None:
+    """Refuse to begin anew over a run that has something to lose."""
+    if config.run.exists() and not config.run.is_dir():
+        raise ConfigError(f"--run {config.run} is a file; name a folder.")
+    existing = list_checkpoints(config.run)
+    if existing and (config.resume == "none" or config.init_from):
+        flag = "--resume none" if config.resume == "none" else "--init-from"
+        raise ConfigError(
+            f"{flag} begins a new run, but {checkpoints_folder(config.run)} already holds {existing[0].name}. "
+            "Name another --run folder, or drop the flag to continue."
+        )
+    if config.init_from and config.resume not in ("auto", "none"):
+        raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
+
+
+def as_plain(config: RunConfig) -> dict[str, object]:
+    """The configuration as JSON values."""
+    return cast("dict[str, object]", config.model_dump(mode="json"))

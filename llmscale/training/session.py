@@ -1,0 +1,281 @@
+"""One process's part of a training run, from the first step of this start to the last."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from llmscale.checkpoint.fragments import engine_fragments
+from llmscale.checkpoint.run_state import RunState
+from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.config.hardware import model_flops_utilisation
+from llmscale.data.feed import Feed, MicroBatch
+from llmscale.data.record import SampleRecorder, ids_checksum
+from llmscale.data.shards import TokenShards
+from llmscale.data.validation import validation_batches
+from llmscale.engine.build import gradient_norm, set_learning_rate
+from llmscale.engine.distributed import World, leave_world
+from llmscale.engine.loss_scaling import get_scaler_state, loss_scale
+from llmscale.engine.randomness import seed_step
+from llmscale.engine.step import train_step
+from llmscale.engine.zero_shards import group_scalars, inner_optimizer
+from llmscale.errors import DataError
+from llmscale.training.agreement import Verdict, agree
+from llmscale.training.meter import StepMeter, peak_memory_bytes
+from llmscale.training.metrics import MetricsLog, StepMetrics
+from llmscale.training.prepared_run import PreparedRun, as_plain
+from llmscale.training.stop_request import StopRequest
+from llmscale.training.validation import validation_loss
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+@dataclass
+class Session:
+    """Everything the loop of train.py works with. Every rank calls every method at the same step."""
+
+    run: PreparedRun
+    world: World
+    engine: DeepSpeedEngine
+    feed: Feed
+    validation_shards: TokenShards | None
+    saver: CheckpointSaver
+    recorder: SampleRecorder | None
+    log: MetricsLog | None
+    """On the main rank only."""
+    stop: StopRequest
+    first_step: int
+    """Optimizer steps that were done before this start."""
+    first_sample: int
+    """Samples that were seen before this start: step 0 of this start begins there."""
+    skipped_before: int
+    identity: dict[str, object]
+    wandb_run_id: str | None
+    sample_text: Callable[[], str] | None
+    """Generates text on every rank alike; None when no tokenizer is at hand."""
+    report: Callable[[str], None]
+    """Prints one line on the main rank."""
+    startup_s: dict[str, float]
+    """Seconds per phase of the start, printed after the first step."""
+
+    def __post_init__(self) -> None:
+        self.meter = StepMeter(self.world.device)
+        self.step = self.first_step
+        self._loss = torch.zeros((), device=self.world.device)
+        self._ids_checksum = 0
+        self._last_save_s = time.monotonic()
+        self._saved_step: int | None = self.first_step or None
+        self._resumed_at = time.perf_counter()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.feed.close()
+        if self.recorder:
+            self.recorder.close()
+        if self.log:
+            self.log.close()
+        if kind is None:
+            leave_world()
+
+    def fetch(self, step: int) -> list[MicroBatch] | DataError:
+        """This rank's micro-batches of a step, or the error that every rank shall hear of in `agree`."""
+        self.meter.phases.mark("data_wait")
+        try:
+            batches = [next(self.feed) for _ in range(self.run.resolved.plan.gradient_accumulation_steps)]
+        except DataError as error:
+            return error
+        finally:
+            self.meter.phases.mark("other")
+        check_every = self.run.config.check_every
+        due = check_every > 0 and (step - self.first_step) % check_every == 0
+        self._ids_checksum = ids_checksum(self._ids(batches)) if due else 0
+        return batches
+
+    def agree(self, step: int, batches: list[MicroBatch] | DataError) -> Verdict:
+        """Decide with all ranks whether to stop or save before this step, and that all have their data."""
+        minutes = self.run.config.save_every_minutes
+        verdict = agree(
+            self.world.control,
+            stop=bool(self.stop.received),
+            save=self.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60,
+            ids_checksum=self._ids_checksum,
+            failure=str(batches) if isinstance(batches, DataError) else None,
+        )
+        if self._ids_checksum:
+            self._check_ids(step, verdict.ids_sum)
+        return verdict
+
+    def train(self, step: int, batches: list[MicroBatch]) -> None:
+        """One optimizer step."""
+        seed_step(self.run.config.seed, step, self.world.rank)
+        set_learning_rate(self.engine, self.run.resolved.schedule.learning_rate(step))
+        self._loss = train_step(
+            self.engine, [batch.tokens for batch in batches], self.world.device, self.meter.phases
+        )
+        self.step = step + 1
+        self.meter.count_step()
+        if self.recorder:
+            self.recorder.add(self._ids(batches))
+            self.recorder.end_step(step)
+
+    def after(self) -> None:
+        """Whatever is due at the end of a step: log, validate, sample, save."""
+        config, step, last = self.run.config, self.step, self.run.resolved.total_steps
+        if step == self.first_step + 1:
+            self._report_startup()
+        if step % config.log_every == 0 or step in (self.first_step + 1, last):
+            self._log_step()
+        if self.validation_shards and config.val_every and (step % config.val_every == 0 or step == last):
+            self._validate()
+        if self.sample_text and config.sample_every and step % config.sample_every == 0:
+            with self.meter.pause():
+                text = self.sample_text()
+            self.report(f"step {step:>6}/{last} | sample: {text!r}")
+        if config.save_every and step % config.save_every == 0:
+            self.save()
+
+    def save(self) -> None:
+        """Copy the state out and write it in the background; nothing when this step is saved already."""
+        if self._saved_step == self.step:
+            return
+        with self.meter.pause():
+            self.saver.wait()
+            snapshot = Snapshot(
+                step=self.step,
+                tokens_seen=self._samples_seen() * self.run.resolved.plan.seq_len,
+                zero_stage=self.run.zero_stage,
+                precision=self.run.precision,
+                state=self._run_state().as_dict(),
+                fragments=copy_out(engine_fragments(self.engine)),
+            )
+            self.saver.save(snapshot)
+        self._saved_step, self._last_save_s = self.step, time.monotonic()
+
+    def finish(self) -> None:
+        """Save what is not saved yet, and wait until it is on disk."""
+        total = self.run.resolved.total_steps
+        if self.step > self.first_step:
+            self.save()
+        self.saver.wait()
+        stopped = self.stop.received and self.step < total
+        why = f"stopped by {self.stop.received[0]}" if stopped else "finished"
+        if self.step < total and not stopped:
+            why = "stopped by a signal on another rank"
+        self.report(f"{why} at step {self.step} of {total}; run folder: {self.run.config.run}")
+        if self.log:
+            self.log.log_event(why.split()[0], step=self.step, reason=why)
+
+    def _run_state(self) -> RunState:
+        return RunState(
+            step=self.step,
+            samples_seen=self._samples_seen(),
+            tokens_seen=self._samples_seen() * self.run.resolved.plan.seq_len,
+            skipped_steps=self._skipped_steps(),
+            identity=self.identity,
+            precision=self.run.precision,
+            optimizer_scalars=group_scalars(self.engine),
+            optimizer_groups={
+                str(group["name"]): {key: value for key, value in group.items() if key not in ("name", "params")}
+                for group in inner_optimizer(self.engine).param_groups
+            },
+            loss_scaler=get_scaler_state(self.engine),
+            wandb_run_id=self.wandb_run_id,
+            config=as_plain(self.run.config),
+        )
+
+    def _samples_seen(self) -> int:
+        return self.first_sample + (self.step - self.first_step) * self.run.resolved.plan.global_batch_size
+
+    def _skipped_steps(self) -> int:
+        return self.skipped_before + self.engine.skipped_steps
+
+    def _log_step(self) -> None:
+        """Average the loss over ranks and write one record. The only place where the device is waited for."""
+        loss = self._loss / self.world.world_size
+        dist.all_reduce(loss)
+        value, norm = loss.item(), gradient_norm(self.engine)
+        interval = self.meter.read()
+        run, plan = self.run, self.run.resolved.plan
+        rate = plan.tokens_per_step / interval.step_s
+        per_device = rate / self.world.world_size
+        is_16bit = run.precision != "fp32"
+        if self.log is None:
+            return
+        self.log.log_step(
+            StepMetrics(
+                step=self.step,
+                tokens_seen=self._samples_seen() * plan.seq_len,
+                loss=value,
+                lr=run.resolved.schedule.learning_rate(self.step - 1),
+                grad_norm=norm,
+                loss_scale=loss_scale(self.engine),
+                skipped_steps=self._skipped_steps(),
+                tokens_per_second=rate,
+                tokens_per_second_per_device=per_device,
+                mfu=model_flops_utilisation(
+                    per_device, run.resolved.shape.flops_per_token, self.world.device_name, is_16bit
+                ),
+                peak_memory_bytes=peak_memory_bytes(),
+                data_wait_s=interval.data_wait_s,
+                forward_backward_s=interval.forward_backward_s,
+                optimizer_step_s=interval.optimizer_step_s,
+                other_s=interval.other_s,
+                eta_s=(run.resolved.total_steps - self.step) * interval.step_s,
+            )
+        )
+
+    def _validate(self) -> None:
+        assert self.validation_shards is not None
+        with self.meter.pause():
+            batches = validation_batches(
+                self.validation_shards,
+                self.feed.plan.layout,
+                self.run.resolved.plan.micro_batch_size,
+                self.run.config.val_samples,
+            )
+            loss, num_samples = validation_loss(self.engine, batches, self.world.device)
+        if self.log:
+            self.log.log_validation(self.step, loss, num_samples)
+
+    def _check_ids(self, step: int, ids_sum: int) -> None:
+        """The ranks' samples together must be exactly the global batch that the order gives for this step."""
+        size = self.run.resolved.plan.global_batch_size
+        begin = self.first_sample + (step - self.first_step) * size
+        expected = ids_checksum(self.feed.order.sample_ids(np.arange(begin, begin + size, dtype=np.int64)))
+        if ids_sum != expected % 2**62:
+            raise DataError(
+                f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes have the "
+                "same data set and the same version of llmscale?"
+            )
+
+    def _report_startup(self) -> None:
+        self.startup_s["first step"] = time.perf_counter() - self._resumed_at
+        phases = " + ".join(f"{name} {seconds:.1f}" for name, seconds in self.startup_s.items())
+        self.report(f"start-up: {phases} = {sum(self.startup_s.values()):.1f} s")
+
+    @staticmethod
+    def _ids(batches: list[MicroBatch]) -> np.ndarray:
+        return torch.cat([batch.sample_ids for batch in batches]).numpy()
+
+
+def report_on_main(world: World) -> Callable[[str], None]:
+    """One line on stdout from the main rank, nothing from the others."""
+
+    def report(line: str) -> None:
+        if world.is_main:
+            print(line, file=sys.stdout, flush=True)
+
+    return report

@@ -1,0 +1,60 @@
+"""Real prepared sets, small enough to prepare in a test."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.data.manifest import Manifest
+from llmscale.data.prepare import PrepareOptions, prepare
+from llmscale.data.sources import open_source
+from llmscale.data.tokenizer import load_tokenizer
+
+WORDS = "der die das und in zu den mit sich auf für ist im dem nicht ein eine als auch es 你好 naïve 🙂".split()
+
+
+def write_documents(path: Path, num_documents: int, seed: int = 0) -> list[str]:
+    """A JSONL file of random documents of very different lengths; returns their texts."""
+    rng = random.Random(seed)
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 60))) + f" {number}" for number in range(num_documents)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return texts
+
+
+MakeSet = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_set(tmp_path_factory: pytest.TempPathFactory) -> MakeSet:
+    """Prepares a set of many small shards and returns its folder."""
+
+    def make(num_documents: int = 120, *, seed: int = 0, compression: str = "", seq_len: int = 16) -> Path:
+        folder = tmp_path_factory.mktemp("set")
+        write_documents(folder / "documents.jsonl", num_documents, seed)
+        options = PrepareOptions(seq_len=seq_len, val_fraction=0.1, shard_bytes=4096, compression=compression)
+        source = open_source(str(folder / "documents.jsonl"))
+        prepare(source, folder / "set", load_tokenizer("bytes"), options, num_workers=1)
+        return folder / "set"
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_set(make_set: MakeSet) -> Path:
+    """One set for tests that do not change it."""
+    return make_set()
+
+
+def documents_of(tokens: list[int], manifest: Manifest) -> list[list[int]]:
+    """Token ids of each document in a stream that ends with end-of-text."""
+    documents: list[list[int]] = [[]]
+    for token in tokens:
+        if token == manifest.eot_token:
+            documents.append([])
+        else:
+            documents[-1].append(token)
+    return documents

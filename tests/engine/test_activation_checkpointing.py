@@ -1,0 +1,210 @@
+"""Run as a script under torchrun, this file is one rank of the distributed tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmscale.config.shape import GPTShape
+from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.errors import ConfigError
+from llmscale.model.gpt import GPT
+
+WAYS: dict[str, tuple[str, dict[str, object]]] = {
+    "none": ("none", {}),
+    "full": ("full", {"partition_activations": False, "number_checkpoints": 3}),
+    "full, on the host": ("full", {"cpu_checkpointing": True}),
+    "full, timed": ("full", {"profile": True, "synchronize_checkpoint_boundary": True}),
+    "selective": ("selective", {"cpu_checkpointing": False}),
+}
+
+
+def test_none_keeps_everything() -> None:
+    assert build_block_checkpoint("none", {"cpu_checkpointing": True}) is None
+
+
+@pytest.mark.parametrize("key", ["partition_activations", "contiguous_memory_optimization"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_keys_for_model_parallelism_are_refused(mode, key: str) -> None:
+    with pytest.raises(ConfigError, match=f"activation_checkpointing.{key} .* model-parallel.* Remove it"):
+        build_block_checkpoint(mode, {key: True})
+
+
+@pytest.mark.parametrize("key", ["cpu_checkpointing", "profile", "synchronize_checkpoint_boundary"])
+def test_selective_refuses_what_it_cannot_honour(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"'selective' .* {key}. Remove the key, or choose 'full'"):
+        build_block_checkpoint("selective", {key: True})
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_selective_recomputes_the_cheap_and_keeps_the_dear(dropout: float) -> None:
+    counts = {mode: count_operators_in_backward(mode, dropout) for mode in ("none", "selective")}
+    matrix_products = ("mm", "addmm")
+    assert [counts["selective"][op] for op in matrix_products] == [counts["none"][op] for op in matrix_products]
+    assert counts["none"]["gelu"] == 0
+    assert counts["selective"]["gelu"] == counts["selective"]["native_layer_norm"] / 2 == 3
+
+
+@pytest.mark.parametrize(("dropout", "runs"), [(0.0, 1), (0.1, 2)])
+def test_selective_runs_fused_attention_again_only_for_its_random_numbers(dropout: float, runs: int) -> None:
+    """Later dropouts of the block continue the sequence, so a recomputation must not skip its draws."""
+    checkpoint = build_block_checkpoint("selective", {})
+    assert checkpoint is not None
+    attention = torch.ops.aten._scaled_dot_product_flash_attention
+    count = 0
+
+    class FlashAttentionOfAGpu(TorchDispatchMode):
+        """Stands in for the kernels that a CPU lacks: as many results, of the right shapes."""
+
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            nonlocal count
+            if op is attention.default:
+                count += 1
+                query, small = args[0], torch.zeros(2)
+                return (query.clone(), query[..., 0].clone(), small, small, 8, 8, small, small, small)
+            if op is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
+                return tuple(torch.zeros_like(tensor) for tensor in args[1:4])
+            return op(*args, **(kwargs or {}))
+
+    x = torch.randn(1, 2, 8, 4, requires_grad=True)
+    with FlashAttentionOfAGpu():
+        y = checkpoint(lambda x: attention(x, x, x, dropout, True)[0] * 2, x)
+        y.sum().backward()
+    assert count == runs
+
+
+@pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 2), (2, 2), (3, 1), (3, 2)])
+def test_losses_and_gradients_are_identical(zero_stage: int, ranks: int) -> None:
+    """Bit by bit, over two steps of two micro-steps, with and without dropout, in fp32 and under autocast."""
+    for outcomes in run_ranks(ranks, f"stage{zero_stage}"):
+        assert len(outcomes) == 3 * len(WAYS)
+        for name, outcome in outcomes.items():
+            setting = name.split("/")[0]
+            assert outcome == outcomes[f"{setting}/none"], name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cpu_checkpointing_takes_activations_off_the_gpu() -> None:
+    (outcome,) = run_ranks(1, "gpu")
+    inputs_bytes = GPU_SHAPE.n_layer * GPU_BATCH * GPU_SHAPE.seq_len * GPU_SHAPE.n_embd * 4
+    # The last block's input may wait on the GPU, where it is needed first.
+    saved = outcome["full"]["bytes"] - outcome["full, on the host"]["bytes"]
+    assert saved > 0.5 * inputs_bytes
+    assert outcome["full"]["bytes"] < outcome["selective"]["bytes"] < outcome["none"]["bytes"]
+    assert all(outcome[way]["gradients"] == outcome["none"]["gradients"] for way in outcome)
+
+
+def run_ranks(ranks: int, job: str) -> list[dict]:
+    """What each rank of this file run as a script printed as JSON."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([*command, __file__, job], env=env, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    assert len(answers) == ranks
+    return answers
+
+
+def count_operators_in_backward(mode, dropout: float) -> Counter[str]:
+    model = GPT(GPTShape(3, 4, 64, 300, 32, dropout=dropout), seed=0)
+    model.checkpoint = build_block_checkpoint(mode, {})
+    loss = model(torch.zeros(2, 32, dtype=torch.long), torch.ones(2, 32, dtype=torch.long))
+    counts: Counter[str] = Counter()
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            counts[op.__name__.split(".")[0]] += 1
+            return op(*args, **(kwargs or {}))
+
+    with Count():
+        loss.backward()
+    return counts
+
+
+def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool) -> list[float]:
+    """Losses and the sums of every gradient, in full fp64 digits."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    ds_config: dict[str, object] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
+    }
+    mode, section = WAYS[way]
+    shape = GPTShape(3, 4, 64, 300, 32, dropout=dropout)
+    sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
+    with sharded:
+        model = GPT(shape, seed=7, checkpoint=build_block_checkpoint(mode, section))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    data = torch.Generator().manual_seed(rank)
+    record = []
+    for micro_step in range(4):
+        tokens = torch.randint(300, (2, 33), generator=data)
+        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        record.append(loss.item())
+        if micro_step % 2:
+            for parameter in model.parameters():
+                gradient = safe_get_full_grad(parameter) if zero_stage else parameter.grad
+                record += [gradient.double().sum().item(), gradient.double().abs().sum().item()]
+        engine.step()
+    record.append(torch.rand(1).item())  # the random state is where it would be
+    engine.destroy()
+    return record
+
+
+def compare_ways(zero_stage: int) -> dict[str, list[float]]:
+    settings = {"fp32": (0.0, False), "dropout": (0.1, False), "autocast": (0.1, True)}
+    return {
+        f"{setting}/{way}": train_two_steps(zero_stage, way, dropout=dropout, autocast=autocast)
+        for setting, (dropout, autocast) in settings.items()
+        for way in WAYS
+    }
+
+
+GPU_SHAPE = GPTShape(8, 4, 256, 300, 256, dropout=0.1)
+GPU_BATCH = 8
+
+
+def measure_on_gpu() -> dict[str, dict]:
+    outcome = {}
+    tokens = torch.randint(300, (GPU_BATCH, 257), device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    for way, (mode, section) in WAYS.items():
+        model = GPT(GPU_SHAPE, seed=7, checkpoint=build_block_checkpoint(mode, section)).cuda()
+        torch.manual_seed(0)
+        before = torch.cuda.memory_allocated()
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        torch.cuda.synchronize()
+        kept = torch.cuda.memory_allocated() - before
+        loss.backward()
+        gradients = [parameter.grad.double().sum().item() for parameter in model.parameters()]
+        outcome[way] = {"bytes": kept, "gradients": gradients}
+    return outcome
+
+
+def main(job: str) -> None:
+    from llmscale.engine.distributed import join_world, leave_world
+
+    join_world()
+    outcome = measure_on_gpu() if job == "gpu" else compare_ways(int(job.removeprefix("stage")))
+    sys.stdout.write(json.dumps(outcome) + "\n")
+    leave_world()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
