@@ -94,16 +94,14 @@ def import_transformers() -> ModuleType:
     """The transformers package, without torchvision where that is broken.
 
     Streaming requires torchvision, and transformers imports it for images. One that was built for another
-    torch (a CPU torch beside PyPI's torchvision, say) fails in that import and takes GPT2LMHeadModel with
-    it.
+    torch (a CPU torch beside PyPI's torchvision, say) fails in that import, and GPT2LMHeadModel with it.
+    Raises ConfigError where transformers is missing.
     """
     try:
         import transformers
         from transformers.utils import import_utils
     except ImportError as error:
-        raise ConfigError(
-            "Hugging Face models need transformers below 5: `pip install 'llmscale[eval]'`."
-        ) from error
+        raise ConfigError("Hugging Face models need transformers below 5: `pip install 'llmscale[eval]'`.") from error
     try:
         importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError):

@@ -20,7 +20,8 @@ from llmscale.model.gpt import BlockCheckpoint
 
 _aten = torch.ops.aten
 #: Dear to recompute for the memory they hold: matrix products and fused attention. What lies between them
-#: (norms, GELU, dropout, residual sums) is cheap and holds more than half of a block's activations.
+#: (norms, GELU, dropout, residual sums) is cheap. In units of batch x t x n_embd elements a block keeps 16
+#: without checkpointing, 11 with `selective` and 1 with `full`, all without dropout's masks.
 _SAVED_OPS = frozenset(
     {
         _aten.mm.default,

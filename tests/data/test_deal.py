@@ -43,7 +43,9 @@ def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
         deal(positions, positions, RankLayout(0, (3,)))
 
 
-@pytest.mark.parametrize(("rank", "nodes", "text"), [(2, (2,), "rank must be in 0..1"), (0, (2, 0), "at least one rank")])
+@pytest.mark.parametrize(
+    ("rank", "nodes", "text"), [(2, (2,), "rank must be in 0..1"), (0, (2, 0), "at least one rank")]
+)
 def test_impossible_layouts_are_refused(rank: int, nodes: tuple[int, ...], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         RankLayout(rank, nodes)

@@ -9,11 +9,13 @@ from llmscale.data.order import SampleOrder
 from llmscale.data.streaming_import import streaming_module
 from llmscale.errors import ConfigError
 
+PINNED = [1, 6, 12, 17, 0, 7, 13, 16, 4, 9, 11, 19, 3, 8, 14, 18, 2, 10, 15, 20, 5]
+PINNED += [0, 7, 12, 16, 3, 6, 13, 18, 1]
 SHARD_SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
 
 @given(SHARD_SIZES, st.integers(-5, 2**40), st.integers(1, 12), st.integers(1, 80), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_epoch_covers_every_sample_once(
     sizes: list[int], seed: int, num_rows: int, block_size: int, shuffle: bool
 ) -> None:
@@ -25,7 +27,7 @@ def test_every_epoch_covers_every_sample_once(
 
 
 @given(SHARD_SIZES, st.integers(0, 9), st.lists(st.integers(0, 2000), min_size=1, max_size=40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_any_position_is_found_on_its_own(sizes: list[int], seed: int, positions: list[int]) -> None:
     stream = SampleOrder(sizes, seed=seed, num_canonical_nodes=5, block_size=16).sample_ids(np.arange(2001))
     alone = SampleOrder(sizes, seed=seed, num_canonical_nodes=5, block_size=16).sample_ids(np.array(positions))
@@ -46,7 +48,7 @@ def test_unshuffled_order_is_the_order_of_the_set() -> None:
 
 def test_seed_and_epoch_change_the_order() -> None:
     n = 400
-    first, second = SampleOrder([100] * 4, seed=1), SampleOrder([100] * 4, seed=2)
+    first, second = (SampleOrder([100] * 4, seed=seed, num_canonical_nodes=4) for seed in (1, 2))
     epochs = first.sample_ids(np.arange(2 * n))
     assert (epochs[:n] == epochs[n:]).mean() < 0.05
     assert (epochs[:n] == second.sample_ids(np.arange(n))).mean() < 0.05
@@ -97,10 +99,10 @@ def _mean_gap(ids: np.ndarray) -> float:
 
 def test_first_and_last_samples_are_uniform() -> None:
     """No sample prefers a place: which comes first, over many seeds."""
-    firsts = [int(SampleOrder([8] * 4, seed=s, num_canonical_nodes=2, block_size=64).sample_ids(np.array([0]))[0])
-              for s in range(3200)]
-    counts = np.bincount(firsts, minlength=32)
-    assert ((counts - 100) ** 2 / 100).sum() < 62  # chi-square, 31 degrees of freedom: p < 0.001
+    zero = np.array([0])
+    orders = (SampleOrder([8] * 4, seed=seed, num_canonical_nodes=2, block_size=64) for seed in range(1600))
+    counts = np.bincount([int(order.sample_ids(zero)[0]) for order in orders], minlength=32)
+    assert ((counts - 50) ** 2 / 50).sum() < 62  # chi-square, 31 degrees of freedom: p < 0.001
 
 
 @pytest.mark.parametrize(("name", "value"), [("num_canonical_nodes", 0), ("block_size", -1)])

@@ -1,0 +1,150 @@
+"""What tests share: real ranks on gloo, and a small prepared data set."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+TRAIN = REPOSITORY / "llmscale" / "train.py"
+
+
+@dataclass
+class Ranks:
+    """Processes of one job, started as a launcher would start them."""
+
+    processes: list[subprocess.Popen[str]]
+
+    def wait(self, timeout_s: float = 240) -> list[str]:
+        """The ranks' output, once all have ended. A rank that ends badly or too late takes the others down with it."""
+        outputs = []
+        try:
+            for process in self.processes:
+                outputs.append(process.communicate(timeout=timeout_s)[0])
+        finally:
+            self.kill()
+        return outputs
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        return [process.returncode for process in self.processes]
+
+    def send(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
+        """Signal some ranks, or all."""
+        for rank in ranks if ranks is not None else range(len(self.processes)):
+            if self.processes[rank].poll() is None:
+                self.processes[rank].send_signal(number)
+
+    def kill(self) -> None:
+        """End what still runs, data workers included: each rank leads a process group of its own."""
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequence[int] | None = None) -> Ranks:
+    """Start `command` once per rank, with the environment that DeepSpeed's launcher sets."""
+    layout = list(ranks_per_node or [world_size])
+    port = free_port()
+    processes = []
+    for node, size in enumerate(layout):
+        for local_rank in range(size):
+            environment = {
+                **os.environ,
+                "RANK": str(sum(layout[:node]) + local_rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_SIZE": str(size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(REPOSITORY),
+                "PYTHONUNBUFFERED": "1",
+            }
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, *command],
+                    env=environment,
+                    cwd=REPOSITORY,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                    start_new_session=True,
+                )
+            )
+    return Ranks(processes)
+
+
+@pytest.fixture
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    """`ranks(command, world_size)` starts a job; whatever still runs when the test ends is killed."""
+    started: list[Ranks] = []
+
+    def start(command: Sequence[str], world_size: int, ranks_per_node: Sequence[int] | None = None) -> Ranks:
+        started.append(start_ranks(command, world_size, ranks_per_node))
+        return started[-1]
+
+    yield start
+    for job in started:
+        job.kill()
+
+
+@pytest.fixture(scope="session")
+def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of English-like text: bytes, seq_len 32, about 2,400 training samples."""
+    folder = tmp_path_factory.mktemp("tiny")
+    words = "the quick brown fox jumps over a lazy dog while many small models learn to read".split()
+    draw = random.Random(0)
+    lines = [json.dumps({"text": " ".join(draw.choice(words) for _ in range(80))}) for _ in range(200)]
+    (folder / "text.jsonl").write_text("\n".join(lines))
+    subprocess.run(
+        [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")]
+        + ["--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"]
+        + ["--workers", "1"],
+        check=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+    )
+    return folder / "set"
+
+
+#: A model that trains in milliseconds.
+TINY_MODEL = ("--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd", "32")
+
+
+@pytest.fixture
+def train_command(tiny_set: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """`train_command(*flags)`: train.py on the tiny set and a tiny model, run folder tmp_path/run, quiet extras off."""
+
+    def command(*flags: str) -> list[str]:
+        return [
+            *(str(TRAIN), "--data", str(tiny_set), *TINY_MODEL, "--run", str(tmp_path / "run")),
+            *("--log-every", "1", "--val-every", "0", "--num-workers", "0", "--global-batch-size", "8"),
+            *flags,
+        ]
+
+    return command
+
+
+def read_losses(run: Path) -> dict[int, float]:
+    """Training loss by step; of a step that was logged twice, the later one."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}

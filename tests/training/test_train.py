@@ -1,0 +1,23 @@
+"""train.py end to end on two gloo ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+
+def test_trains_logs_and_saves(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    job = ranks(train_command("--steps", "6", "--save-every", "3", "--val-every", "3", "--lr", "1e-2"), 2)
+    output = job.wait()[0]
+    assert job.exit_codes == [0, 0], output
+    run = tmp_path / "run"
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if record["kind"] == "train"]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0] - 0.3
+    assert [record["step"] for record in records if record["kind"] == "validation"] == [3, 6]
+    assert (run / "checkpoints" / "latest").read_text().strip() == "step-00000006"
+    assert json.loads((run / "config.json").read_text())["resolved"]["plan"]["global_batch_size"] == 8
+    assert json.loads((run / "ds_config.json").read_text())["train_batch_size"] == 8
+    assert "start-up: " in output
