@@ -22,6 +22,10 @@ class CheckpointError(LlmscaleError):
     """A checkpoint is missing, damaged, or does not belong to this run."""
 
 
+class TrainingError(LlmscaleError):
+    """Training cannot go on: the loss or the weights are no longer numbers."""
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` for the closest of `known`, or an empty string when none is close."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)

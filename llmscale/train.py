@@ -45,7 +45,7 @@ def train(run: PreparedRun, stop: StopRequest, began: float) -> int:
     with open_session(run, stop, began) as session:
         for step in range(session.first_step, run.resolved.total_steps):
             micro_batches = session.fetch(step)
-            verdict = session.agree(step, micro_batches)
+            verdict = session.agree(step)
             if verdict.save:
                 session.save()
             if verdict.stop:

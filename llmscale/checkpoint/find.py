@@ -17,9 +17,7 @@ def find_checkpoint(path: Path) -> Path:
     if checkpoints:
         return checkpoints[0]
     what = "has no checkpoints yet" if path.is_dir() else "does not exist"
-    raise CheckpointError(
-        f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*."
-    )
+    raise CheckpointError(f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*.")
 
 
 def read_state(folder: Path) -> dict[str, object]:

@@ -30,16 +30,14 @@ if TYPE_CHECKING:
 class Fragment(ShardView):
     """A ShardView that DCP can ask for its chunks.
 
-    Every stage and world size cuts the same flat tensor in other places; when loading, DCP reads what overlaps. `local` is a
-    live view when loading and a copy on the host when saving.
+    Every stage and world size cuts the same flat tensor in other places; when loading, DCP reads what overlaps. `local`
+    is a live view when loading and a copy on the host when saving.
     """
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if not self.local.numel():
             return []
-        return [
-            ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.local.numel()]))
-        ]
+        return [ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.local.numel()]))]
 
     def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
         return [
@@ -88,9 +86,7 @@ class FragmentLoadPlanner(DefaultLoadPlanner):
         for fqn, fragment in self.state_dict.items():
             entry = stored.get(fqn)
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(
-                    f"the checkpoint has no '{fqn}': it belongs to another model or optimizer."
-                )
+                raise CheckpointError(f"the checkpoint has no '{fqn}': it belongs to another model or optimizer.")
             if entry.size != torch.Size([fragment.total]):
                 raise CheckpointError(
                     f"'{fqn}' has {entry.size.numel()} elements in the checkpoint and {fragment.total} in the model. "

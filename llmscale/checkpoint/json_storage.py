@@ -53,7 +53,7 @@ class JsonIndexWriter(FileSystemWriter):
 
 
 class JsonIndexReader(FileSystemReader):
-    """Reads what JsonIndexWriter wrote. Tensors are loaded with `weights_only`, so nothing in a checkpoint is executed."""
+    """Reads what JsonIndexWriter wrote. Tensors are loaded with `weights_only`: nothing in a checkpoint is executed."""
 
     def read_metadata(self, *_: object, **__: object) -> Metadata:
         index = load_index(Path(self.path))

@@ -90,9 +90,7 @@ def hash_file(path: Path) -> StoredFile:
 def save_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Write the manifest, durable when this returns."""
     body = {"format": FORMAT_VERSION, **asdict(manifest)}
-    write_durably(
-        folder / MANIFEST_NAME, json.dumps({"manifest": body, "xxh3_128": _hash_json(body)}, indent=1)
-    )
+    write_durably(folder / MANIFEST_NAME, json.dumps({"manifest": body, "xxh3_128": _hash_json(body)}, indent=1))
 
 
 def load_manifest(folder: Path) -> CheckpointManifest:
@@ -104,9 +102,7 @@ def load_manifest(folder: Path) -> CheckpointManifest:
         if _hash_json(body) != stored["xxh3_128"]:
             raise CheckpointError(f"{path} is damaged: its content does not match its hash.")
         if body.pop("format") != FORMAT_VERSION:
-            raise CheckpointError(
-                f"{path} has another format than {FORMAT_VERSION}; use the llmscale that wrote it."
-            )
+            raise CheckpointError(f"{path} has another format than {FORMAT_VERSION}; use the llmscale that wrote it.")
         files = tuple(StoredFile(**file) for file in body.pop("files"))
         return CheckpointManifest(files=files, **body)
     except FileNotFoundError:

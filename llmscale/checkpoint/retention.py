@@ -16,7 +16,7 @@ def choose_expired(steps: list[int], keep_last: int, keep_every: int) -> list[in
 
 
 def apply_retention(run: Path, keep_last: int, keep_every: int) -> None:
-    """Delete what expired. Call it when a newer checkpoint is known to be good: the newest always stays (keep_last >= 1).
+    """Delete what expired, when a newer checkpoint is known to be good. The newest always stays (keep_last >= 1).
 
     A folder is renamed before it is emptied, so that a half-deleted checkpoint never has a finished one's name.
     """

@@ -13,8 +13,8 @@ from llmscale.errors import CheckpointError
 class RunState:
     """What a checkpoint says besides its tensors.
 
-    The data position is the number of samples seen. The learning rate and dropout's randomness are functions of the step
-    (config/schedule.py, engine/randomness.py), so neither has a state of its own.
+    The data position is the number of samples seen. The learning rate and dropout's randomness are functions of
+    the step (config/schedule.py, engine/randomness.py), so neither has a state of its own.
     """
 
     step: int
@@ -58,23 +58,20 @@ def parse_run_state(values: Mapping[str, object]) -> RunState:
 def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allowed: list[str]) -> list[str]:
     """Compare what defines the sample sequence with the checkpoint's.
 
-    Returns one warning per allowed change. Raises CheckpointError that names every other change with both values, what it
-    would break and the flag that accepts it.
+    Returns one warning per allowed change. Raises CheckpointError that names every other change with both values, what
+    it would break and the flag that accepts it.
     """
-    refused, warnings = [], []
+    refused: list[str] = []
+    warnings: list[str] = []
     for key, breaks in CHANGES_THAT_BREAK.items():
         if saved.get(key) == now.get(key):
             continue
-        change = (
-            f"{key} was {_short(saved.get(key), now.get(key))} and is {_short(now.get(key), saved.get(key))}"
-        )
+        change = f"{key} was {_short(saved.get(key), now.get(key))} and is {_short(now.get(key), saved.get(key))}"
         (warnings if key in allowed else refused).append(f"{change} ({breaks})")
         if key not in allowed:
             refused[-1] += f"; accept it with --allow-changed {key}"
     if refused:
-        raise CheckpointError(
-            f"this is not the run that was saved: {'. '.join(refused)}. Or start a new --run folder."
-        )
+        raise CheckpointError(f"this is not the run that was saved: {'. '.join(refused)}. Or start a new --run folder.")
     return warnings
 
 

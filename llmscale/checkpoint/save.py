@@ -63,8 +63,8 @@ def copy_out(fragments: dict[str, Fragment]) -> dict[str, Fragment]:
 class CheckpointSaver:
     """Writes snapshots, one at a time. Every rank calls every method at the same step.
 
-    A save that fails (disk full, no permission, a rank that cannot see the folder) is reported and leaves the run and the older
-    checkpoints as they were.
+    A save that fails (disk full, no permission, a rank that cannot see the folder) is reported and leaves the run and
+    the older checkpoints as they were.
     """
 
     def __init__(
@@ -122,9 +122,7 @@ class CheckpointSaver:
             )
             return
         self.last_saved_step = snapshot.step
-        self._report(
-            f"saved {folder / checkpoint_name(snapshot.step)} in {time.perf_counter() - began:.1f} s"
-        )
+        self._report(f"saved {folder / checkpoint_name(snapshot.step)} in {time.perf_counter() - began:.1f} s")
 
     def _prepare(self, partial: Path, snapshot: Snapshot) -> None:
         """Make the folder and see that there is room, before a byte is written."""
@@ -149,9 +147,7 @@ class CheckpointSaver:
 
     def _commit(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
         """Hash, write the manifest, rename, move `latest`: the main rank, when every rank has finished writing."""
-        own = self._together(
-            lambda: [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))]
-        )
+        own = self._together(lambda: [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))])
         files = [file for files_of_rank in own for file in files_of_rank]
 
         def commit() -> None:
@@ -171,7 +167,8 @@ class CheckpointSaver:
         self._together(commit if dist.get_rank() == 0 else None)
 
     def _together(self, action: Callable[[], object] | None) -> list:
-        """Run `action` where there is one, and raise on every rank when it failed on any. Returns the ranks' results."""
+        """Run `action` where there is one, and raise on every rank when it failed on any. Returns the ranks'
+        results."""
         result: object = None
         failure: str | None = None
         try:
@@ -199,7 +196,8 @@ def _check_visible(partial: Path) -> None:
             return
         time.sleep(0.1)
     raise OSError(
-        f"{partial.parent} on host {os.uname().nodename} is not the main rank's folder. Every node must write to one shared file "
+        f"{partial.parent} on host {os.uname().nodename} is not the main rank's folder. Every node must write to "
+        "one shared file "
         "system: put --run on NFS, Lustre or the like"
     )
 

@@ -39,9 +39,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 def _list(args: argparse.Namespace) -> int:
     folders = list_checkpoints(args.run)
     if not folders:
-        raise CheckpointError(
-            f"{args.run} has no checkpoints. Is it a run folder (one that train.py's --run named)?"
-        )
+        raise CheckpointError(f"{args.run} has no checkpoints. Is it a run folder (one that train.py's --run named)?")
     latest = read_latest(args.run)
     print(
         f"{'checkpoint':<16} {'step':>8} {'tokens':>16} {'ranks':>5} {'stage':>5} {'precision':>9} {'GiB':>8}  created"

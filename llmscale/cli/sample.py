@@ -32,9 +32,11 @@ def _run(args: argparse.Namespace) -> int:
 
     folder = find_checkpoint(args.run)
     # torch is imported only now: a wrong folder is answered at once.
+    from llmscale.engine.quiet import quiet_libraries
     from llmscale.evaluate.load_model import load_trained_model
     from llmscale.evaluate.text import generate_text
 
+    quiet_libraries()
     trained = load_trained_model(folder)
     for number in range(args.num_samples):
         if args.num_samples > 1:

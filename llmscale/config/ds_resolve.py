@@ -58,9 +58,7 @@ def resolve_ds_config(
     )
     if gradient_clipping is None:
         gradient_clipping = ds.gradient_clipping
-    config["gradient_clipping"] = (
-        DEFAULT_GRADIENT_CLIPPING if gradient_clipping is None else gradient_clipping
-    )
+    config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if gradient_clipping is None else gradient_clipping
     config["zero_optimization"] = _zero_section(keys, n_embd, num_parameters, has_gpu)
     config.update(_precision_sections(keys))
     config["zero_allow_untested_optimizer"] = True

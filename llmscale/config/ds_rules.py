@@ -166,11 +166,7 @@ def _gradient_refusals(keys: DsFile) -> Iterator[str]:
             'gradient_allreduce_op "sum" makes gradients grow with the number of ranks: the loss curve would '
             'depend on the world size. Delete it ("mean").'
         )
-    if (
-        stage >= 2
-        and keys.zero.reduce_scatter
-        and (keys.prescale_gradients or keys.gradient_predivide_factor != 1.0)
-    ):
+    if stage >= 2 and keys.zero.reduce_scatter and (keys.prescale_gradients or keys.gradient_predivide_factor != 1.0):
         yield (
             f"prescale_gradients and gradient_predivide_factor stop DeepSpeed at stage {stage} with "
             "reduce_scatter. Delete them, or set zero_optimization.reduce_scatter to false."
@@ -190,23 +186,16 @@ def ignored_keys(keys: DsFile) -> Iterator[str]:
     for name in sorted(keys.zero.model_fields_set & EFFECTIVE_STAGES.keys()):
         if stage not in EFFECTIVE_STAGES[name]:
             stages = sorted(EFFECTIVE_STAGES[name])
-            where = (
-                f"only at stage {', '.join(map(str, stages))}" if stages else "nowhere in DeepSpeed 0.19.8"
-            )
+            where = f"only at stage {', '.join(map(str, stages))}" if stages else "nowhere in DeepSpeed 0.19.8"
             yield f"zero_optimization.{name} has no effect at stage {stage} (read {where})."
     for name in ("offload_optimizer", "offload_param"):
         section = getattr(keys.zero, name)
         if section and section.device != "nvme":
             for key in sorted(section.model_fields_set & set(_NVME_KEYS)):
-                yield (
-                    f'zero_optimization.{name}.{key} has no effect with device "{section.device}" (NVMe '
-                    "only)."
-                )
+                yield (f'zero_optimization.{name}.{key} has no effect with device "{section.device}" (NVMe only).')
     if keys.aio and "nvme" not in (keys.offload_optimizer_device, keys.offload_param_device):
         yield "aio has no effect without NVMe offload."
-    for name in sorted(
-        keys.model_fields_set & {"disable_allgather", "dataloader_drop_last", "vocabulary_size"}
-    ):
+    for name in sorted(keys.model_fields_set & {"disable_allgather", "dataloader_drop_last", "vocabulary_size"}):
         yield f"{name} has no effect."
     if keys.fp16 and keys.fp16.loss_scale:
         for name in sorted(keys.fp16.model_fields_set & set(_DYNAMIC_SCALE_KEYS)):
@@ -214,10 +203,7 @@ def ignored_keys(keys: DsFile) -> Iterator[str]:
     if keys.bf16 and keys.bf16.immediate_grad_update and not _dedicated_bf16_optimizer(keys):
         yield "bf16.immediate_grad_update has no effect except at stage 1 with fp32 gradient accumulation."
     if keys.activation_checkpointing and keys.activation_checkpointing.number_checkpoints:
-        yield (
-            "activation_checkpointing.number_checkpoints has no effect without "
-            "contiguous_memory_optimization."
-        )
+        yield ("activation_checkpointing.number_checkpoints has no effect without contiguous_memory_optimization.")
 
 
 def _dedicated_bf16_optimizer(keys: DsFile) -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 _REMOVED = "DeepSpeed removed it in 2026. Delete it."
 _OWN_LOOP = "llmscale counts micro-batches itself. Delete it."
 _CPU_ADAM = "it needs DeepSpeed's own CPU Adam, llmscale passes torch.optim.AdamW. Delete it."
-_ZERO_PLUS_PLUS = (
-    "ZeRO++ changes the loss curve and the layout of the shards that llmscale checkpoints. Delete it."
-)
+_ZERO_PLUS_PLUS = "ZeRO++ changes the loss curve and the layout of the shards that llmscale checkpoints. Delete it."
 _PARALLELISM = "llmscale is data parallel only (ZeRO). Delete it."
 _CHECKPOINT_ONLY = "it configures DeepSpeed's own checkpoints, llmscale writes others. Delete it."
 _NO_BUFFERS = "the GPT has no buffers to keep in another type. Delete it."
@@ -17,8 +15,7 @@ _DATA = "the order and shape of batches come from llmscale's data feed. Delete i
 UNSUPPORTED: dict[str, str] = {
     "optimizer": "llmscale builds its own. Delete it and use --optimizer, --lr, --weight-decay, --beta1, "
     "--beta2, --eps.",
-    "scheduler": "llmscale sets the learning rate itself. Delete it and use --schedule, --lr, "
-    "--warmup-steps.",
+    "scheduler": "llmscale sets the learning rate itself. Delete it and use --schedule, --lr, --warmup-steps.",
     "checkpoint": "llmscale writes its own checkpoints, and a 'load_universal' left here makes the next "
     "restart read an old one. Delete it.",
     "datastates_ckpt": _CHECKPOINT_ONLY,
@@ -38,8 +35,7 @@ UNSUPPORTED: dict[str, str] = {
     "data_parallel_size": _PARALLELISM,
     "seq_parallel_communication_data_type": _PARALLELISM,
     "use_data_before_expert_parallelism": _PARALLELISM,
-    "allgather_size": "it belongs to a format that DeepSpeed gave up. Use "
-    "zero_optimization.allgather_bucket_size.",
+    "allgather_size": "it belongs to a format that DeepSpeed gave up. Use zero_optimization.allgather_bucket_size.",
     "nebula": _REMOVED,
     "compression_training": _REMOVED,
     "amp": "DeepSpeed removed Apex AMP in 2026. Use 'bf16', 'fp16' or 'torch_autocast'.",
@@ -56,8 +52,7 @@ UNSUPPORTED: dict[str, str] = {
     "zero_optimization.zeropp_loco_param": _REMOVED,
     "zero_optimization.cpu_offload": 'it is deprecated. Write "offload_optimizer": {"device": "cpu"}.',
     "zero_optimization.cpu_offload_param": 'it is deprecated. Write "offload_param": {"device": "cpu"}.',
-    "zero_optimization.cpu_offload_use_pin_memory": "it is deprecated. Write 'pin_memory' in the offload "
-    "section.",
+    "zero_optimization.cpu_offload_use_pin_memory": "it is deprecated. Write 'pin_memory' in the offload section.",
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": "it is deprecated. Rename it to "
     "'stage3_gather_16bit_weights_on_model_save'.",
     "zero_optimization.legacy_stage1": "DeepSpeed stops with an error when it is true. Delete it.",

@@ -15,11 +15,11 @@ NamespaceT = TypeVar("NamespaceT")
 class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError and knows the closest legal flag or subcommand."""
 
-    def parse_known_args(  # type: ignore[override]  # argparse overloads on the namespace's type
+    def parse_known_args(  # type: ignore[override]  # argparse overloads on the namespace
         self, args: Sequence[str] | None = None, namespace: NamespaceT | None = None
     ) -> tuple[NamespaceT, list[str]]:
         """As argparse, but what is unknown is an error here, where the legal flags of the subcommand are known."""
-        known, unknown = super().parse_known_args(args, namespace)  # type: ignore[arg-type]
+        known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]
             hint = did_you_mean(flag, self._option_string_actions)

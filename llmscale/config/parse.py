@@ -29,7 +29,8 @@ EXCLUSIVE_KEYS = (
 
 
 def parse_run_config(argv: Sequence[str]) -> RunConfig:
-    """The run's configuration: flags over the `--config` file over defaults. Raises ConfigError, SystemExit on --help."""
+    """The run's configuration: flags over the `--config` file over defaults. Raises ConfigError, SystemExit on
+    --help."""
     parser = FlagParser(prog="train.py", allow_abbrev=False, description=RunConfig.__doc__)
     source: CliSettingsSource[FlagParser] = CliSettingsSource(
         RunConfig, root_parser=parser, cli_parse_args=_normalise_flags(argv)
@@ -76,9 +77,7 @@ def load_run_file(path: Path) -> dict[str, object]:
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}.") from None
     except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--config {path} is not valid {path.suffix[1:]}: {' '.join(str(error).split())}."
-        ) from None
+        raise ConfigError(f"--config {path} is not valid {path.suffix[1:]}: {' '.join(str(error).split())}.") from None
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -100,9 +100,7 @@ def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
 
 
 def _resolve_schedule(config: RunConfig, preset_lr: float, plan: BatchPlan, total_steps: int) -> Schedule:
-    warmup_steps = (
-        config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
-    )
+    warmup_steps = config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
     if warmup_steps is None:
         warmup_steps = min(2000, total_steps // 100)
     decay_steps = config.decay_steps or _steps_of(config.decay_tokens, plan)
@@ -111,6 +109,4 @@ def _resolve_schedule(config: RunConfig, preset_lr: float, plan: BatchPlan, tota
     min_lr_frac = config.min_lr_frac
     if min_lr_frac is None:
         min_lr_frac = 0.1 if config.schedule == "cosine" else 0.0
-    return Schedule(
-        config.schedule, config.lr or preset_lr, warmup_steps, total_steps, decay_steps, min_lr_frac
-    )
+    return Schedule(config.schedule, config.lr or preset_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)

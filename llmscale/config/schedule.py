@@ -33,7 +33,8 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.name == "wsd" and self.warmup_steps + self.decay_steps > self.total_steps:
             raise ConfigError(
-                f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} is more than the {self.total_steps} "
+                f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} is more than the "
+                f"{self.total_steps} "
                 "steps of the run. Shorten one of them or lengthen the run."
             )
         if self.name in ("cosine", "linear") and self.warmup_steps >= self.decay_steps:

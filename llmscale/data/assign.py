@@ -16,40 +16,40 @@ def split_score(text_hash: bytes, seed: int) -> float:
 
 
 class SplitAssigner(Generic[_T]):
-    """Sends documents to train or val by score; of two or more documents at least one goes to val.
+    """Sends documents to train or val by score; of two or more different documents at least one goes to val.
 
-    While no document has scored below `val_fraction`, the one with the lowest score so far is held back: it
-    goes to val if none does until the end. So one document is kept in memory, not the corpus.
+    While no document has scored below `val_fraction`, the one with the lowest score so far is held back, with the
+    number of its copies: it goes to val if none does until the end. So one document is kept in memory, not the corpus.
     """
 
     def __init__(self, val_fraction: float) -> None:
         self._val_fraction = val_fraction
         self._has_val = val_fraction == 0
-        self._candidate: tuple[float, _T] | None = None
-        self._num_documents = 0
+        self._held: list[_T] = []
+        self._held_score = 1.0
+        self._has_others = False
 
     def assign(self, score: float, document: _T) -> Iterator[tuple[str, _T]]:
         """The documents whose split is now known."""
-        self._num_documents += 1
         if self._has_val or score < self._val_fraction:
-            yield from self._release()
+            yield from self._release("train")
             self._has_val = True
             yield ("val" if score < self._val_fraction else "train"), document
-        elif self._candidate is None:
-            self._candidate = (score, document)
-        elif score < self._candidate[0]:
-            yield "train", self._candidate[1]
-            self._candidate = (score, document)
+        elif score < self._held_score:
+            yield from self._release("train")
+            self._held, self._held_score = [document], score
+        elif score == self._held_score:
+            self._held.append(self._held[0])
         else:
+            self._has_others = True
             yield "train", document
 
     def finish(self) -> Iterator[tuple[str, _T]]:
-        """The document that was held back, if any. A single document is always train."""
-        if self._candidate is not None:
-            yield ("val" if self._num_documents > 1 else "train"), self._candidate[1]
-            self._candidate = None
+        """What was held back, if anything; a corpus of one document is all train."""
+        yield from self._release("val" if self._has_others else "train")
 
-    def _release(self) -> Iterator[tuple[str, _T]]:
-        if self._candidate is not None:
-            yield "train", self._candidate[1]
-            self._candidate = None
+    def _release(self, split: str) -> Iterator[tuple[str, _T]]:
+        self._has_others |= bool(self._held)
+        for document in self._held:
+            yield split, document
+        self._held = []

@@ -44,6 +44,8 @@ def streaming_module(name: str) -> ModuleType:
     """
     set_local_world_size()
     with _bare_packages():
+        # Its modules import each other in a circle, which only closes when it is entered here.
+        importlib.import_module("streaming.base.format")
         return importlib.import_module(f"streaming.base.{name}")
 
 

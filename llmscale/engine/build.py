@@ -36,11 +36,7 @@ def build_model(
 
     section = ds_config.get("activation_checkpointing", {})
     checkpoint = build_block_checkpoint(checkpointing, section if isinstance(section, dict) else {})
-    sharded = (
-        deepspeed.zero.Init(config_dict_or_path=dict(ds_config))
-        if zero_stage == 3
-        else contextlib.nullcontext()
-    )
+    sharded = deepspeed.zero.Init(config_dict_or_path=dict(ds_config)) if zero_stage == 3 else contextlib.nullcontext()
     with sharded:
         return GPT(resolved.shape, seed=seed, checkpoint=checkpoint)
 
@@ -54,7 +50,8 @@ def build_engine(
     precision: Precision,
     checkpointing: CheckpointingMode,
 ) -> DeepSpeedEngine:
-    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run `precision`."""
+    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run
+    `precision`."""
     import deepspeed
     from deepspeed.utils import logger
 

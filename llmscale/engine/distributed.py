@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 from dataclasses import dataclass
@@ -10,8 +11,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-#: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once; this
-#: bounds the wait for a host that is gone.
+from llmscale.engine.quiet import quiet_libraries
+
+#: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once;
+#: this bounds the wait for a host that is gone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
@@ -38,6 +41,7 @@ class World:
 def join_world() -> World:
     """Initialise torch.distributed through DeepSpeed. Collective: every rank must call it."""
     set_default_environment()
+    quiet_libraries()
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -100,7 +104,7 @@ def _gather_ranks_per_node(local_rank: int, group: dist.ProcessGroup) -> tuple[i
     local_ranks: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(local_ranks, local_rank, group=group)
     starts = [rank for rank, local in enumerate(local_ranks) if local == 0] + [len(local_ranks)]
-    return tuple(end - start for start, end in zip(starts[:-1], starts[1:], strict=True))
+    return tuple(end - start for start, end in itertools.pairwise(starts))
 
 
 def leave_world() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from llmscale.errors import TrainingError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -35,6 +39,25 @@ def set_scaler_state(engine: DeepSpeedEngine, state: dict[str, float] | None) ->
     for name, value in state.items():
         if hasattr(scaler, name):
             setattr(scaler, name, value)
+
+
+@contextmanager
+def explain_smallest_scale(step: int) -> Iterator[None]:
+    """Around optimizer step `step` (0-based): say what it means when DeepSpeed has no smaller loss scale left.
+
+    DeepSpeed raises a bare Exception, known by its text, on every rank alike.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not str(error).startswith("Current loss scale already at minimum"):
+            raise
+        raise TrainingError(
+            f"step {step + 1}: fp16 gradients overflow even at the smallest loss scale, so the model has diverged "
+            "or needs "
+            "a wider range than fp16's. Continue from the last checkpoint with a lower --lr or a longer warm-up, lower "
+            "fp16.min_loss_scale in the ds_config if it is above 1, or use bf16 (--precision bf16), which has no scale."
+        ) from None
 
 
 def _scaler(engine: DeepSpeedEngine) -> object:

@@ -19,9 +19,7 @@ class ParameterGroup(TypedDict):
     weight_decay: float
 
 
-def build_parameter_groups(
-    named: Iterable[tuple[str, nn.Parameter]], weight_decay: float
-) -> list[ParameterGroup]:
+def build_parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParameterGroup]:
     """Matrices and embeddings decay; biases and norms, of one dimension, do not (GPT-2/GPT-3 practice).
 
     Groups without parameters are left out: DeepSpeed would drop them and shift the numbers of the others.
@@ -50,10 +48,10 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """A torch optimizer over the model's parameters; ConfigError for Adafactor under ZeRO.
 
-    AdamW is torch's own fused kernel on every device: on a CPU, where offloaded states live, it needs no extension to be
-    compiled, which DeepSpeed's CPUAdam does.
+    AdamW is torch's own fused kernel on every device: on a CPU, where offloaded states live, it needs no extension to
+    be compiled, which DeepSpeed's CPUAdam does.
     """
-    groups = build_parameter_groups(model.named_parameters(), weight_decay)
+    groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), weight_decay)]
     if name == "adafactor":
         check_adafactor_stage(zero_stage)
         return torch.optim.Adafactor(groups, lr=lr, weight_decay=weight_decay)

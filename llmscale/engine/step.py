@@ -19,8 +19,8 @@ def train_step(
 ) -> Tensor:
     """Train on one rank's share of a global batch.
 
-    micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, seq_len + 1]. Returns this rank's mean
-    loss in nats as a scalar on the device, not yet read: reading it would make the host wait.
+    micro_batches: gradient_accumulation_steps tensors of token ids [micro_batch_size, seq_len + 1]. Returns this rank's
+    mean loss in nats as a scalar on the device, not yet read: reading it would make the host wait.
     """
     total = torch.zeros((), device=device)
     for micro_step, tokens in enumerate(micro_batches):

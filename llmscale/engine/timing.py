@@ -44,7 +44,7 @@ class PhaseTimer:
 
 
 def _elapsed_s(begin: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:
-    if isinstance(begin, float) and isinstance(end, float):
-        return end - begin
-    end.synchronize()  # type: ignore[union-attr]  # marks of one timer are all of one kind
-    return begin.elapsed_time(end) / 1000  # type: ignore[union-attr]
+    if isinstance(begin, float) or isinstance(end, float):
+        return float(end) - float(begin)  # type: ignore[arg-type]  # marks of one timer are all of one kind
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

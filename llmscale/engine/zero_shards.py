@@ -1,8 +1,8 @@
 """Where ZeRO keeps a parameter's master weights and optimizer states. The only file that knows DeepSpeed's internals.
 
-Stage 0: whole tensors on every rank. Stages 1 and 2: the parameters of an optimizer group are laid end to end and each rank owns
-one stretch, so a rank holds a (possibly empty) run of each parameter. Stage 3: every parameter is cut into equal pieces, the
-last one padded. Here all of them become views of flat tensors named after the parameter.
+Stage 0: whole tensors on every rank. Stages 1 and 2: the parameters of an optimizer group are laid end to end and each
+rank owns one stretch, so a rank holds a (possibly empty) run of each parameter. Stage 3: every parameter is cut into
+equal pieces, the last one padded. Here all of them become views of flat tensors named after the parameter.
 """
 
 from __future__ import annotations
@@ -68,16 +68,18 @@ def check_deepspeed_version() -> None:
     version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
     if not oldest <= version < too_new:
         raise CheckpointError(
-            f"DeepSpeed {deepspeed.__version__} is installed; checkpoints reach into its internals and were tested with "
-            f">={_dotted(oldest)},<{_dotted(too_new)}. Fix: pip install 'deepspeed>={_dotted(oldest)},<{_dotted(too_new)}'."
+            f"DeepSpeed {deepspeed.__version__} is installed; checkpoints reach into its internals and were "
+            "tested with "
+            f">={_dotted(oldest)},<{_dotted(too_new)}. Fix: pip install "
+            f"'deepspeed>={_dotted(oldest)},<{_dotted(too_new)}'."
         )
 
 
 def state_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
     """Live views of everything this rank owns: '<state>/<parameter>', 'frozen/<parameter>', 'buffer/<buffer>'.
 
-    <state> is `master` (fp32 weights) or the optimizer's own name of a tensor that has an element per weight (`exp_avg`, ...).
-    A state of another shape (Adafactor's row and column sums, stage 0 only) is kept whole.
+    <state> is `master` (fp32 weights) or the optimizer's own name of a tensor that has an element per weight
+    (`exp_avg`, ...). A state of another shape (Adafactor's row and column sums, stage 0 only) is kept whole.
     """
     states = inner_optimizer(engine).state
     views: dict[str, ShardView] = {}
@@ -149,9 +151,7 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
     """Copy the master weights into the weights that the forward pass uses. Collective."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
-        for low, master in zip(
-            zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True
-        ):
+        for low, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
             low.data.copy_(master.data)
     elif hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
@@ -193,14 +193,12 @@ def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
     optimizer = inner_optimizer(engine)
     group_of = {
         id(param): index
-        for index, group in enumerate(
-            getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.bf16_groups
-        )
+        for index, group in enumerate(getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.bf16_groups)
         for param in group
     }
     for name, param in _trainable(engine):
         group = optimizer.param_groups[group_of[id(param)]]
-        flat, mapping = group["params"][0], param._hp_mapping
+        flat, mapping = group["params"][0], param._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed sets it
         if mapping is None:
             yield Placement(name, group["name"], flat, 0, 0, 0, param.numel())
         else:
@@ -214,7 +212,8 @@ def _stage3_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
     for name, param in _trainable(engine):
         sub_group, offset, _ = zero.grad_position[zero.get_param_id(param)]
         group = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]]
-        size, total = param.ds_tensor.ds_numel, param.ds_numel
+        piece, total = param.ds_tensor, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
+        size = piece.ds_numel
         start = min(rank * size, total)
         flat = zero.fp32_partitioned_groups_flat[sub_group]
         yield Placement(name, group["name"], flat, offset, start, min(size, total - start), total)

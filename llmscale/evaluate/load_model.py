@@ -11,8 +11,8 @@ from llmscale.checkpoint.find import read_state
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.manifest import find_damage
 from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.parse import build_run_config
+from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.data.location import fetch_tokenizer, open_set
 from llmscale.data.tokenizer import Tokenizer, load_set_tokenizer
 from llmscale.errors import CheckpointError, DataError

@@ -24,8 +24,8 @@ def generate_text(
 ) -> Iterator[str]:
     """Pieces of text that continue `prompt`, as soon as they are known; see `sample` for the settings.
 
-    A token may end in the middle of a character, so a piece is held back until what it decodes to is whole. An empty prompt
-    begins a new document.
+    A token may end in the middle of a character, so a piece is held back until what it decodes to is whole. An empty
+    prompt begins a new document.
     """
     prompt_ids = torch.tensor(tokenizer.encode(prompt) or [tokenizer.eot_token])
     pending: list[int] = []

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from llmscale.errors import DataError
+from llmscale.errors import DataError, LlmscaleError
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -35,13 +39,27 @@ def agree(
     When any rank reports a failure, every rank raises DataError with the text of all that failed: one clear error
     everywhere, and nobody waits for a peer that is gone.
     """
-    votes = torch.tensor(
-        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62], dtype=torch.int64
-    )
+    votes = torch.tensor([int(stop), int(save), int(failure is not None), ids_checksum % 2**62], dtype=torch.int64)
     dist.all_reduce(votes, group=group)
     if votes[2]:
         _raise_together(group, failure)
     return Verdict(bool(votes[0]), bool(votes[1]), int(votes[3]) % 2**62)
+
+
+def together(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
+    """Run `action` on every rank; when it raises an LlmscaleError on any, every rank raises. Collective."""
+    result, failure = None, None
+    try:
+        result = action()
+    except LlmscaleError as error:
+        failure = str(error)
+    agree(group, stop=False, failure=failure)
+    return cast("_T", result)
+
+
+def on_main_rank(group: dist.ProcessGroup, action: Callable[[], object]) -> None:
+    """Run `action` on the main rank; when it raises an LlmscaleError there, every rank raises. Collective."""
+    together(group, action if dist.get_rank(group) == 0 else lambda: None)
 
 
 def _raise_together(group: dist.ProcessGroup, failure: str | None) -> None:

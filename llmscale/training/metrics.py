@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -21,10 +22,10 @@ class StepMetrics:
     tokens_seen: int
     """Tokens trained on since step 0, over all ranks."""
     loss: float
-    """Mean over the global batch, in nats per token."""
+    """Mean over the global batch, in nats per token; null in metrics.jsonl when it is NaN or infinite."""
     lr: float
     grad_norm: float | None
-    """Global norm before clipping."""
+    """Global norm before clipping; infinite when the step was skipped, which is null in metrics.jsonl."""
     loss_scale: float | None
     """fp16 only."""
     skipped_steps: int
@@ -51,7 +52,9 @@ class MetricsLog:
     def __init__(self, run_folder: Path, total_steps: int, wandb_run: Run | None = None) -> None:
         self._total_steps, self._wandb = total_steps, wandb_run
         # Line buffered: a record is on its way to the disk when the step is over, whatever happens next.
-        self._file = (run_folder / "metrics.jsonl").open("a", buffering=1)
+        self._file = (run_folder / "metrics.jsonl").open("a+", buffering=1)
+        if _ends_in_torn_line(self._file):
+            self._file.write("\n")
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
@@ -84,7 +87,22 @@ class MetricsLog:
             self._wandb.finish()
 
     def _write(self, record: dict[str, object]) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
+        finite = {key: None if _is_not_finite(value) else value for key, value in record.items()}
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+
+
+def _is_not_finite(value: object) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
+
+
+def _ends_in_torn_line(file: TextIO) -> bool:
+    """Whether a killed process left the last record without its end."""
+    end = file.seek(0, os.SEEK_END)
+    if end == 0:
+        return False
+    file.seek(end - 1)
+    return file.read(1) != "\n"
 
 
 def format_step(m: StepMetrics, total_steps: int) -> str:

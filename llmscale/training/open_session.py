@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from llmscale.checkpoint.find import find_checkpoint
@@ -17,7 +16,6 @@ from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver
-from llmscale.config.ds_resolve import resolve_ds_config
 from llmscale.data.build import FeedSettings, build_order
 from llmscale.data.deal import RankLayout
 from llmscale.data.feed import Feed, FeedPlan
@@ -25,12 +23,11 @@ from llmscale.data.order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES
 from llmscale.data.record import SampleRecorder, next_session
 from llmscale.data.shards import TokenShards
 from llmscale.data.tokenizer import load_set_tokenizer
-from llmscale.engine.build import build_engine
+from llmscale.engine.build import build_engine, check_precision
 from llmscale.engine.distributed import World, is_gpu, join_world
 from llmscale.engine.loss_scaling import set_scaler_state
-from llmscale.errors import LlmscaleError
 from llmscale.evaluate.text import generate_text
-from llmscale.training.agreement import agree
+from llmscale.training.agreement import on_main_rank, together
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.prepared_run import PreparedRun, as_plain
 from llmscale.training.resume import ResumePoint, find_resume_point
@@ -42,8 +39,6 @@ from llmscale.training.wandb_run import start_wandb
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from wandb.sdk.wandb_run import Run
-
-_T = TypeVar("_T")
 
 #: Tokens per sample printed during training.
 SAMPLE_TOKENS = 48
@@ -69,18 +64,21 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
     with clock.phase("ranks"):
         world = join_world()
         report = report_on_main(world)
-        on_main_rank(world, lambda: create_run_folder(config.run))
+        together(world.control, lambda: check_precision(run.precision))
+        on_main_rank(world.control, lambda: create_run_folder(config.run))
     settings = feed_settings(run)
     order = build_order(run.location, settings)
     with clock.phase("data"):
-        shards = together(world, lambda: TokenShards(run.location, "train", cache_limit_bytes=settings.cache_limit_bytes))
+        shards = together(
+            world.control, lambda: TokenShards(run.location, "train", cache_limit_bytes=settings.cache_limit_bytes)
+        )
         has_val = "val" in run.location.manifest.splits and config.val_every > 0
-        val_shards = together(world, lambda: TokenShards(run.location, "val")) if has_val else None
+        val_shards = together(world.control, lambda: TokenShards(run.location, "val")) if has_val else None
     identity = run.identity(dict(order.identity(run.location.manifest.fingerprint)))
     with clock.phase("checkpoint check"):
         point = find_resume_point(config, identity, world.control, report)
-        on_main_rank(world, lambda: _clean(config.run, report))
-    ds_config = _ds_config(run)
+        on_main_rank(world.control, lambda: _clean(config.run, report))
+    ds_config = resolve_ds(run)
     with clock.phase("engine"):
         engine = build_engine(
             config,
@@ -94,14 +92,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         _load(run, engine, point, world, report)
     state = point.state if point else None
     first_step, first_sample = (state.step, state.samples_seen) if state else (0, 0)
-    feed = Feed(
-        shards,
-        order,
-        feed_plan(run, world),
-        start_step=first_step,
-        num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory,
-    )
+    feed = build_feed_of(run, world, first_sample=first_sample, shards=shards)
     wandb_run = _start_wandb(run, world, state)
     if world.is_main:
         save_run_description(config.run, as_plain(config), run.resolved.as_dict(), ds_config)
@@ -147,28 +138,18 @@ def feed_settings(run: PreparedRun) -> FeedSettings:
     )
 
 
-def feed_plan(run: PreparedRun, world: World) -> FeedPlan:
-    """This rank's share of every step."""
-    plan = run.resolved.plan
-    return FeedPlan(
-        RankLayout(world.rank, world.ranks_per_node), plan.micro_batch_size, plan.gradient_accumulation_steps
+def build_feed_of(run: PreparedRun, world: World, *, first_sample: int, shards: TokenShards | None = None) -> Feed:
+    """This rank's micro-batches from stream position `first_sample` on."""
+    settings, plan = feed_settings(run), run.resolved.plan
+    layout = RankLayout(world.rank, world.ranks_per_node)
+    return Feed(
+        shards or TokenShards(run.location, "train", cache_limit_bytes=settings.cache_limit_bytes),
+        build_order(run.location, settings),
+        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps),
+        start_step=first_sample // plan.global_batch_size,
+        num_workers=settings.num_workers,
+        pin_memory=settings.pin_memory,
     )
-
-
-def together(world: World, action: Callable[[], _T]) -> _T:
-    """Run `action` on every rank; when it fails on any, raise its error on all. Collective."""
-    result, failure = None, None
-    try:
-        result = action()
-    except LlmscaleError as error:
-        failure = str(error)
-    agree(world.control, stop=False, failure=failure)
-    return cast("_T", result)
-
-
-def on_main_rank(world: World, action: Callable[[], object]) -> None:
-    """Run `action` on the main rank; when it fails there, raise its error on all. Collective."""
-    together(world, action if world.is_main else lambda: None)
 
 
 def describe_run(run: PreparedRun, world: World, num_samples: int, report: Callable[[str], None]) -> None:
@@ -200,20 +181,9 @@ def _clean(run_folder: Path, report: Callable[[str], None]) -> None:
         report(f"removed {name}, left behind by an interrupted save")
 
 
-def _ds_config(run: PreparedRun) -> dict[str, object]:
-    plan = run.resolved.plan
-    return resolve_ds_config(
-        run.ds,
-        micro_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        global_batch_size=plan.global_batch_size,
-        world_size=plan.world_size,
-        n_embd=run.resolved.shape.n_embd,
-        num_parameters=run.resolved.shape.num_parameters,
-        has_gpu=is_gpu(),
-        precision_override=run.config.precision,
-        gradient_clipping=run.config.gradient_clipping,
-    )
+def resolve_ds(run: PreparedRun) -> dict[str, object]:
+    """What DeepSpeed gets on this device."""
+    return run.ds_config(has_gpu=is_gpu())
 
 
 def _load(
@@ -235,7 +205,8 @@ def _load(
     report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
     if point.state.precision != run.precision:
         report(
-            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and optimizer states are "
+            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and "
+            "optimizer states are "
             "taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
 
@@ -245,7 +216,7 @@ def _start_wandb(run: PreparedRun, world: World, state: RunState | None) -> Run 
     started: list[Run] = []
     if config.wandb:
         on_main_rank(
-            world,
+            world.control,
             lambda: started.append(
                 start_wandb(
                     config.run,

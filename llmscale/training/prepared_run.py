@@ -1,11 +1,16 @@
-"""Everything that can be checked before torch is imported or a GPU is taken: configuration, ds_config, data, run folder."""
+"""Everything that can be checked before torch is imported or a GPU is taken: configuration, ds_config, data, run
+folder."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
+from llmscale.checkpoint.find import find_checkpoint
 from llmscale.checkpoint.manifest import checkpoints_folder, list_checkpoints
+from llmscale.config.ds_resolve import resolve_ds_config
 from llmscale.config.ds_schema import DsConfig, read_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import CheckpointingMode, Precision, RunConfig
@@ -30,13 +35,27 @@ class PreparedRun:
     @property
     def checkpointing(self) -> CheckpointingMode:
         """The flag, else `full` when the ds_config has an activation_checkpointing section."""
-        return self.config.activation_checkpointing or (
-            "full" if self.ds.activation_checkpointing else "none"
-        )
+        return self.config.activation_checkpointing or ("full" if self.ds.activation_checkpointing else "none")
 
     @property
     def zero_stage(self) -> int:
         return self.ds.zero_stage
+
+    def ds_config(self, has_gpu: bool) -> dict[str, object]:
+        """What DeepSpeed gets: the ds_config with every "auto" filled for this run. Raises ConfigError."""
+        plan = self.resolved.plan
+        return resolve_ds_config(
+            self.ds,
+            micro_batch_size=plan.micro_batch_size,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
+            global_batch_size=plan.global_batch_size,
+            world_size=plan.world_size,
+            n_embd=self.resolved.shape.n_embd,
+            num_parameters=self.resolved.shape.num_parameters,
+            has_gpu=has_gpu,
+            precision_override=self.config.precision,
+            gradient_clipping=self.config.gradient_clipping,
+        )
 
     def identity(self, order_identity: dict[str, object]) -> dict[str, object]:
         """What a checkpoint must have in common with the run that continues it (run_config.CHANGES_THAT_BREAK)."""
@@ -58,18 +77,23 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     location = open_set(config.data, config.data_cache)
     manifest = location.manifest
     if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:
-        raise DataError(
-            f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction."
-        )
+        raise DataError(f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction.")
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
     _check_run_folder(config)
-    return PreparedRun(config, ds, location, resolve_run(config, facts, world_size))
+    run = PreparedRun(config, ds, location, resolve_run(config, facts, world_size))
+    # Resolved again when the device is known; what contradicts the run is found here.
+    run.ds_config(has_gpu=False)
+    return run
 
 
 def _check_run_folder(config: RunConfig) -> None:
     """Refuse to begin anew over a run that has something to lose."""
-    if config.run.exists() and not config.run.is_dir():
-        raise ConfigError(f"--run {config.run} is a file; name a folder.")
+    # os.path, because Path.exists raises where a parent may not be read.
+    above = next(folder for folder in (config.run, *config.run.absolute().parents) if os.path.exists(folder))
+    if not os.path.isdir(above):
+        raise ConfigError(f"--run {config.run}: {above} is a file; name a folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"--run {config.run}: {above} may not be written to; name a folder elsewhere.")
     existing = list_checkpoints(config.run)
     if existing and (config.resume == "none" or config.init_from):
         flag = "--resume none" if config.resume == "none" else "--init-from"
@@ -79,6 +103,11 @@ def _check_run_folder(config: RunConfig) -> None:
         )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
+    # A checkpoint that is not there is found before anything is built.
+    if config.init_from:
+        find_checkpoint(config.init_from)
+    elif config.resume not in ("auto", "none"):
+        find_checkpoint(Path(config.resume))
 
 
 def as_plain(config: RunConfig) -> dict[str, object]:

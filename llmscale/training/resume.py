@@ -28,8 +28,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """The checkpoint to continue from; None for a run that begins. Collective.
 
-    Raises CheckpointError when the named checkpoint is damaged, when none of a run's checkpoints is whole, or when the run
-    that was saved is not this one and the differences were not allowed.
+    Raises CheckpointError when the named checkpoint is damaged, when none of a run's checkpoints is whole, or when the
+    run that was saved is not this one and the differences were not allowed.
     """
     if config.resume == "none" or config.init_from is not None:
         return None
@@ -49,5 +49,3 @@ def _named(path: str, group: dist.ProcessGroup) -> Path:
     if damage:
         raise CheckpointError(f"--resume {path}: {damage} Name another checkpoint, or use --resume auto.")
     return folder
-
-

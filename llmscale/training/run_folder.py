@@ -29,7 +29,8 @@ def create_run_folder(run: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(
-            f"--run {run} cannot be written to: {error.strerror or error}. Name a folder on a disk with space and permission."
+            f"--run {run} cannot be written to: {error.strerror or error}. Name a folder on a disk with space and "
+            "permission."
         ) from None
 
 

@@ -20,15 +20,16 @@ from llmscale.config.hardware import model_flops_utilisation
 from llmscale.data.feed import Feed, MicroBatch
 from llmscale.data.record import SampleRecorder, ids_checksum
 from llmscale.data.shards import TokenShards
-from llmscale.data.validation import validation_batches
+from llmscale.data.validation import ValidationBatch, validation_batches
 from llmscale.engine.build import gradient_norm, set_learning_rate
 from llmscale.engine.distributed import World, leave_world
-from llmscale.engine.loss_scaling import get_scaler_state, loss_scale
+from llmscale.engine.loss_scaling import explain_smallest_scale, get_scaler_state, loss_scale
 from llmscale.engine.randomness import seed_step
 from llmscale.engine.step import train_step
-from llmscale.engine.zero_shards import group_scalars, inner_optimizer
+from llmscale.engine.zero_shards import MASTER, group_scalars, inner_optimizer
 from llmscale.errors import DataError
-from llmscale.training.agreement import Verdict, agree
+from llmscale.training.agreement import Verdict, agree, together
+from llmscale.training.divergence import LostSteps, check_weights
 from llmscale.training.meter import StepMeter, peak_memory_bytes
 from llmscale.training.metrics import MetricsLog, StepMetrics
 from llmscale.training.prepared_run import PreparedRun, as_plain
@@ -71,7 +72,9 @@ class Session:
         self.meter = StepMeter(self.world.device)
         self.step = self.first_step
         self._loss = torch.zeros((), device=self.world.device)
+        self._lost = LostSteps(self.world.device)
         self._ids_checksum = 0
+        self._fetch_failure: str | None = None
         self._last_save_s = time.monotonic()
         self._saved_step: int | None = self.first_step or None
         self._resumed_at = time.perf_counter()
@@ -90,13 +93,14 @@ class Session:
         if kind is None:
             leave_world()
 
-    def fetch(self, step: int) -> list[MicroBatch] | DataError:
-        """This rank's micro-batches of a step, or the error that every rank shall hear of in `agree`."""
+    def fetch(self, step: int) -> list[MicroBatch]:
+        """This rank's micro-batches of a step. A failure is kept for `agree`, where every rank hears of it."""
         self.meter.phases.mark("data_wait")
         try:
             batches = [next(self.feed) for _ in range(self.run.resolved.plan.gradient_accumulation_steps)]
         except DataError as error:
-            return error
+            self._fetch_failure = str(error)
+            return []
         finally:
             self.meter.phases.mark("other")
         check_every = self.run.config.check_every
@@ -104,7 +108,7 @@ class Session:
         self._ids_checksum = ids_checksum(self._ids(batches)) if due else 0
         return batches
 
-    def agree(self, step: int, batches: list[MicroBatch] | DataError) -> Verdict:
+    def agree(self, step: int) -> Verdict:
         """Decide with all ranks whether to stop or save before this step, and that all have their data."""
         minutes = self.run.config.save_every_minutes
         verdict = agree(
@@ -112,7 +116,7 @@ class Session:
             stop=bool(self.stop.received),
             save=self.world.is_main and minutes is not None and time.monotonic() - self._last_save_s > minutes * 60,
             ids_checksum=self._ids_checksum,
-            failure=str(batches) if isinstance(batches, DataError) else None,
+            failure=self._fetch_failure,
         )
         if self._ids_checksum:
             self._check_ids(step, verdict.ids_sum)
@@ -122,9 +126,14 @@ class Session:
         """One optimizer step."""
         seed_step(self.run.config.seed, step, self.world.rank)
         set_learning_rate(self.engine, self.run.resolved.schedule.learning_rate(step))
-        self._loss = train_step(
-            self.engine, [batch.tokens for batch in batches], self.world.device, self.meter.phases
-        )
+        skipped_before = self.engine.skipped_steps
+        with explain_smallest_scale(step):
+            self._loss = train_step(
+                self.engine, [batch.tokens for batch in batches], self.world.device, self.meter.phases
+            )
+        # fp16 skips many steps in a row while it looks for its scale, and has an end of its own: the smallest scale.
+        skipped = self.engine.skipped_steps > skipped_before and self.run.precision != "fp16"
+        self._lost.note(self._loss, skipped)
         self.step = step + 1
         self.meter.count_step()
         if self.recorder:
@@ -138,6 +147,7 @@ class Session:
             self._report_startup()
         if step % config.log_every == 0 or step in (self.first_step + 1, last):
             self._log_step()
+            self._lost.check(step, config.run)
         if self.validation_shards and config.val_every and (step % config.val_every == 0 or step == last):
             self._validate()
         if self.sample_text and config.sample_every and step % config.sample_every == 0:
@@ -153,13 +163,16 @@ class Session:
             return
         with self.meter.pause():
             self.saver.wait()
+            fragments = engine_fragments(self.engine)
+            weights = (fragment.local for key, fragment in fragments.items() if key.startswith(f"{MASTER}/"))
+            check_weights(weights, self.world.control, self.step, self.run.config.run)
             snapshot = Snapshot(
                 step=self.step,
                 tokens_seen=self._samples_seen() * self.run.resolved.plan.seq_len,
                 zero_stage=self.run.zero_stage,
                 precision=self.run.precision,
                 state=self._run_state().as_dict(),
-                fragments=copy_out(engine_fragments(self.engine)),
+                fragments=copy_out(fragments),
             )
             self.saver.save(snapshot)
         self._saved_step, self._last_save_s = self.step, time.monotonic()
@@ -238,17 +251,18 @@ class Session:
         )
 
     def _validate(self) -> None:
-        assert self.validation_shards is not None
         with self.meter.pause():
-            batches = validation_batches(
-                self.validation_shards,
-                self.feed.plan.layout,
-                self.run.resolved.plan.micro_batch_size,
-                self.run.config.val_samples,
-            )
+            # Read everything first: a rank that cannot read must not leave the others waiting in a forward pass.
+            batches = together(self.world.control, self._read_validation)
             loss, num_samples = validation_loss(self.engine, batches, self.world.device)
         if self.log:
             self.log.log_validation(self.step, loss, num_samples)
+
+    def _read_validation(self) -> list[ValidationBatch]:
+        assert self.validation_shards is not None
+        plan, config = self.run.resolved.plan, self.run.config
+        layout = self.feed.plan.layout
+        return list(validation_batches(self.validation_shards, layout, plan.micro_batch_size, config.val_samples))
 
     def _check_ids(self, step: int, ids_sum: int) -> None:
         """The ranks' samples together must be exactly the global batch that the order gives for this step."""
@@ -257,7 +271,8 @@ class Session:
         expected = ids_checksum(self.feed.order.sample_ids(np.arange(begin, begin + size, dtype=np.int64)))
         if ids_sum != expected % 2**62:
             raise DataError(
-                f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes have the "
+                f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all "
+                "nodes have the "
                 "same data set and the same version of llmscale?"
             )
 

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
 
 
-def start_wandb(
-    run_folder: Path, *, project: str, name: str, config: Mapping[str, object], run_id: str | None
-) -> Run:
+def start_wandb(run_folder: Path, *, project: str, name: str, config: Mapping[str, object], run_id: str | None) -> Run:
     """Begin a wandb run, or continue `run_id`. WANDB_MODE=offline keeps everything in the run folder.
 
     Raises ConfigError when wandb is not installed or cannot log in.

@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.manifest import Manifest
 from llmscale.data.prepare import PrepareOptions, prepare
 from llmscale.data.sources import open_source
 from llmscale.data.tokenizer import load_tokenizer
 
-WORDS = "der die das und in zu den mit sich auf für ist im dem nicht ein eine als auch es 你好 naïve 🙂".split()
+WORDS = ["der", "die", "das", "und", "in", "nicht", "ein", "auch", "es", "\n", "\t", "你好", "naïve", "🙂"]
 
 
-def write_documents(path: Path, num_documents: int, seed: int = 0) -> list[str]:
+def _write_documents(path: Path, num_documents: int, seed: int = 0) -> list[str]:
     """A JSONL file of random documents of very different lengths; returns their texts."""
     rng = random.Random(seed)
     texts = [" ".join(rng.choices(WORDS, k=rng.randint(1, 60))) + f" {number}" for number in range(num_documents)]
@@ -29,12 +28,18 @@ MakeSet = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
+def write_documents() -> Callable[..., list[str]]:
+    """The function that writes a JSONL file of random documents."""
+    return _write_documents
+
+
+@pytest.fixture(scope="session")
 def make_set(tmp_path_factory: pytest.TempPathFactory) -> MakeSet:
     """Prepares a set of many small shards and returns its folder."""
 
     def make(num_documents: int = 120, *, seed: int = 0, compression: str = "", seq_len: int = 16) -> Path:
         folder = tmp_path_factory.mktemp("set")
-        write_documents(folder / "documents.jsonl", num_documents, seed)
+        _write_documents(folder / "documents.jsonl", num_documents, seed)
         options = PrepareOptions(seq_len=seq_len, val_fraction=0.1, shard_bytes=4096, compression=compression)
         source = open_source(str(folder / "documents.jsonl"))
         prepare(source, folder / "set", load_tokenizer("bytes"), options, num_workers=1)
@@ -47,14 +52,3 @@ def make_set(tmp_path_factory: pytest.TempPathFactory) -> MakeSet:
 def shared_set(make_set: MakeSet) -> Path:
     """One set for tests that do not change it."""
     return make_set()
-
-
-def documents_of(tokens: list[int], manifest: Manifest) -> list[list[int]]:
-    """Token ids of each document in a stream that ends with end-of-text."""
-    documents: list[list[int]] = [[]]
-    for token in tokens:
-        if token == manifest.eot_token:
-            documents.append([])
-        else:
-            documents[-1].append(token)
-    return documents

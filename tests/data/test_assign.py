@@ -25,6 +25,12 @@ def test_every_document_once_and_at_least_one_for_val(scores: list[float], val_f
     assert splits["val"] == (chosen or lowest)
 
 
+def test_copies_of_the_document_that_is_held_back_stay_together() -> None:
+    splits = _assign([0.9, 0.4, 0.7, 0.4, 0.4], 0.1)
+    assert (len(splits["train"]), len(splits["val"])) == (2, 3)
+    assert _assign([0.4] * 4, 0.1)["val"] == []
+
+
 def test_no_val_when_none_is_wanted() -> None:
     assert _assign([0.0, 0.5], 0.0) == {"train": [0, 1], "val": []}
 

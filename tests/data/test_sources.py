@@ -74,13 +74,13 @@ def test_text_field(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
     parquet.write_table(pyarrow.table({"body": ["y", None]}), tmp_path / "b.parquet")
     assert _documents(tmp_path, text_field="body") == ["x", "y", ""]
-    with pytest.raises(DataError, match="no column 'text'. Its columns: body"):
+    with pytest.raises(DataError, match=r"no column 'text'\. Its columns: body"):
         _documents(tmp_path / "b.parquet")
 
 
 def test_parquet_that_is_none_or_holds_numbers(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1 nonsense")
-    with pytest.raises(DataError, match="a.parquet is not a readable Parquet file"):
+    with pytest.raises(DataError, match=r"a\.parquet is not a readable Parquet file"):
         _documents(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.table({"text": [1]}), tmp_path / "b.parquet")
     with pytest.raises(DataError, match="holds int64, not strings"):
@@ -143,5 +143,5 @@ def test_hugging_face_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert _documents(f"hf:{tmp_path / 'data'}") == ["a", "b"]
     with pytest.raises(DataError, match=r"no text in the field 'body'\. Its fields: text"):
         _documents(f"hf:{tmp_path / 'data'}", text_field="body")
-    with pytest.raises(DataError, match="Cannot read hf:.*split test"):
+    with pytest.raises(DataError, match=r"Cannot read hf:.*split test"):
         _documents(f"hf:{tmp_path / 'data'}", hf_split="test")

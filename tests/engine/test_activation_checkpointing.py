@@ -1,11 +1,9 @@
-"""Run as a script under torchrun, this file is one rank of the distributed tests."""
+"""Run as a script, this file is one rank of the distributed tests."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 
@@ -81,10 +79,23 @@ def test_selective_runs_fused_attention_again_only_for_its_random_numbers(dropou
     assert count == runs
 
 
-@pytest.mark.parametrize(("zero_stage", "ranks"), [(0, 2), (2, 2), (3, 1), (3, 2)])
-def test_losses_and_gradients_are_identical(zero_stage: int, ranks: int) -> None:
+def test_selective_recomputes_to_the_end_before_gradients_enter() -> None:
+    """ZeRO-3 releases weights in forward hooks and gathers them in backward hooks: in any other order they clash."""
+    model = GPT(GPTShape(1, 4, 64, 300, 32), seed=0, checkpoint=build_block_checkpoint("selective", {}))
+    events: list[str] = []
+    last = model.blocks[0].mlp.down
+    last.register_forward_pre_hook(lambda *_: events.append("begins"))
+    last.register_forward_hook(lambda *_: events.append("ends"))
+    last.register_full_backward_pre_hook(lambda *_: events.append("gradient"))
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    model(tokens, tokens).backward()
+    assert events == ["begins", "ends", "begins", "ends", "gradient"]
+
+
+@pytest.mark.parametrize(("zero_stage", "world_size"), [(0, 2), (2, 2), (3, 1), (3, 2)])
+def test_losses_and_gradients_are_identical(run_ranks, zero_stage: int, world_size: int) -> None:
     """Bit by bit, over two steps of two micro-steps, with and without dropout, in fp32 and under autocast."""
-    for outcomes in run_ranks(ranks, f"stage{zero_stage}"):
+    for outcomes in run_ranks(world_size, f"stage{zero_stage}"):
         assert len(outcomes) == 3 * len(WAYS)
         for name, outcome in outcomes.items():
             setting = name.split("/")[0]
@@ -93,7 +104,7 @@ def test_losses_and_gradients_are_identical(zero_stage: int, ranks: int) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cpu_checkpointing_takes_activations_off_the_gpu() -> None:
+def test_cpu_checkpointing_takes_activations_off_the_gpu(run_ranks) -> None:
     (outcome,) = run_ranks(1, "gpu")
     inputs_bytes = GPU_SHAPE.n_layer * GPU_BATCH * GPU_SHAPE.seq_len * GPU_SHAPE.n_embd * 4
     # The last block's input may wait on the GPU, where it is needed first.
@@ -103,15 +114,20 @@ def test_cpu_checkpointing_takes_activations_off_the_gpu() -> None:
     assert all(outcome[way]["gradients"] == outcome["none"]["gradients"] for way in outcome)
 
 
-def run_ranks(ranks: int, job: str) -> list[dict]:
-    """What each rank of this file run as a script printed as JSON."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([*command, __file__, job], env=env, capture_output=True, text=True, timeout=240, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    answers = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
-    assert len(answers) == ranks
-    return answers
+@pytest.fixture
+def run_ranks(ranks):
+    """`run_ranks(n, job)`: what each of n ranks of this file run as a script printed as JSON."""
+
+    def run(world_size: int, job: str) -> list[dict]:
+        jobs = ranks([__file__, job], world_size)
+        outputs = jobs.wait()
+        assert jobs.exit_codes == [0] * world_size, outputs
+        lines = [line for output in outputs for line in output.splitlines()]
+        answers = [json.loads(line) for line in lines if line.startswith("{")]
+        assert len(answers) == world_size
+        return answers
+
+    return run
 
 
 def count_operators_in_backward(mode, dropout: float) -> Counter[str]:

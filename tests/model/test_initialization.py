@@ -1,10 +1,8 @@
-"""Run as a script under torchrun, this file is one rank of the zero.Init test."""
+"""Run as a script, this file is one rank of the zero.Init test."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
 import sys
 
 import pytest
@@ -66,14 +64,13 @@ def test_large_tensors_do_not_depend_on_the_number_of_threads() -> None:
     assert not torch.equal(drawn[0][:1000], drawn[0][CHUNK_ELEMENTS:])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_zero_init_shards_the_same_numbers(ranks: int) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([*command, __file__], env=env, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    for precision in DTYPES:
-        assert run.stdout.count(f"{precision} equal\n") == ranks
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_zero_init_shards_the_same_numbers(ranks, world_size: int) -> None:
+    jobs = ranks([__file__], world_size)
+    for output in jobs.wait(timeout_s=120):
+        for precision in DTYPES:
+            assert f"{precision} equal\n" in output, output
+    assert jobs.exit_codes == [0] * world_size
 
 
 def compare_zero_init_with_a_plain_build() -> None:

@@ -1,0 +1,32 @@
+"""Silence three messages of the libraries that tell a user nothing they could act on, and only those. No torch."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+
+def quiet_libraries() -> None:
+    """Call it before DeepSpeed is imported.
+
+    - torch 2.13 deprecates two collectives that DeepSpeed 0.19 still calls; both work.
+    - torch.distributed.checkpoint says that it loads in a single process, which is what was asked for.
+    - DeepSpeed says on every rank of a CPU machine that it found no GPU; train.py prints the device it uses. The choice
+      stays DeepSpeed's: setting DS_ACCELERATOR instead would need its whole detection of vendors again.
+    """
+    warnings.filterwarnings(
+        "ignore",
+        message=r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+        category=FutureWarning,
+    )
+    warnings.filterwarnings(
+        "ignore",
+        message=r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to load",
+        category=UserWarning,
+    )
+    # DeepSpeed's own name of its logger; a filter outlives the level that DeepSpeed sets at import.
+    logging.getLogger("DeepSpeed").addFilter(_is_news)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("Setting accelerator to CPU.")

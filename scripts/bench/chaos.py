@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""Kill a run again and again, restart it elsewhere each time, and compare it with a run that nobody touched.
+
+    python scripts/bench/chaos.py --faults 50 --seed 1
+
+Each fault is SIGKILL, of one rank or of all, at a random moment: during start-up, during training, or in the middle of
+writing a checkpoint. Each restart takes a random ds_config and a random legal number of ranks. The data are real text
+through the real feed, the ranks are real processes on gloo, the weights are fp32. At the end it checks that
+
+- every step consumed exactly the samples that the untouched run consumed, so each was seen once per epoch,
+- the losses of the last steps equal the untouched run's within --tolerance (relative),
+- no finished checkpoint was ever damaged, and no restart began from scratch after the first save.
+
+Exit status 1 when any of it is not so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(REPOSITORY))
+
+from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, list_checkpoints  # noqa: E402
+from llmscale.checkpoint.retention import step_of  # noqa: E402
+from llmscale.data.record import load_recorded  # noqa: E402
+
+DS_CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+GLOBAL_BATCH = 12
+LEGAL_WORLDS = (1, 2, 3, 4)
+SAVE_EVERY = 5
+STEPS_PER_FAULT = 40
+#: A launcher ends the other ranks of a host within a second of one's death.
+LAUNCHER_DELAY_S = 1.0
+DEADLINE_S = 180
+
+
+@dataclass
+class Fault:
+    """One fault and what came of it."""
+
+    number: int
+    ds_config: str
+    world_size: int
+    victims: str
+    moment: str
+    died_at_step: int | None
+    """Last step in metrics.jsonl when the run was killed; None when it had not trained yet."""
+    newest_checkpoint: int | None
+    """Step from which the next start continues."""
+    seconds: float
+    """From the start of this attempt to its end."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference of the last losses")
+    parser.add_argument("--json", type=Path, help="also write the faults and the findings to this file")
+    args = parser.parse_args()
+    draw = random.Random(args.seed)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:
+        folder = Path(scratch)
+        prepare_text(folder)
+        total_steps = STEPS_PER_FAULT * args.faults
+        straight = run_to_end(folder, "straight", total_steps, "zero1", 1)
+        faults = []
+        for number in range(1, args.faults + 1):
+            fault = inject(folder, draw, number, total_steps)
+            print(
+                f"{number:>3} {fault.ds_config:<14} x{fault.world_size} {fault.victims:<7} {fault.moment:<10} "
+                "died at step "
+                f"{fault.died_at_step!s:>5}, goes on from {fault.newest_checkpoint!s:>5}, {fault.seconds:5.1f} s",
+                flush=True,
+            )
+            faults.append(fault)
+        broken = run_to_end(folder, "chaos", total_steps, draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS))
+        findings = compare(straight, broken, total_steps, args.tolerance)
+    for line in findings.values():
+        print(line)
+    failed = any(line.startswith("FAILED") for line in findings.values())
+    if args.json:
+        args.json.write_text(
+            json.dumps({"seed": args.seed, "findings": findings, "faults": [asdict(f) for f in faults]}, indent=1)
+        )
+    return int(failed)
+
+
+def prepare_text(folder: Path) -> None:
+    command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", json.__path__[0]]
+    command += ["--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0"]
+    subprocess.run(
+        [*command, "--workers", "1"],
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def start(folder: Path, run: str, total_steps: int, ds_config: str, world_size: int) -> list[subprocess.Popen]:
+    """The ranks of one attempt; their output goes to one file per rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, str(REPOSITORY / "llmscale" / "train.py")]
+    command += ["--ds", str(REPOSITORY / "ds_configs" / f"{ds_config}.json"), "--data", str(folder / "set")]
+    command += ["--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd", "32", "--precision", "fp32"]
+    command += ["--global-batch-size", str(GLOBAL_BATCH), "--steps", str(total_steps), "--lr", "1e-3"]
+    command += ["--log-every", "1", "--save-every", str(SAVE_EVERY), "--val-every", "0", "--num-workers", "0"]
+    command += ["--record-samples", "--run", str(folder / run)]
+    ranks = []
+    for rank in range(world_size):
+        environment = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        environment |= {"LOCAL_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        with (folder / f"rank-{rank}.log").open("w") as log:
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env={**os.environ, **environment},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=REPOSITORY,
+                    start_new_session=True,
+                )
+            )
+    return ranks
+
+
+def run_to_end(folder: Path, run: str, total_steps: int, ds_config: str, world_size: int) -> Path:
+    """Train until the last step; SystemExit with the log when it fails."""
+    ranks = start(folder, run, total_steps, ds_config, world_size)
+    codes = [rank.wait() for rank in ranks]
+    if any(codes):
+        raise SystemExit(f"{run} ended with {codes}:\n{(folder / 'rank-0.log').read_text()[-3000:]}")
+    return folder / run
+
+
+def inject(folder: Path, draw: random.Random, number: int, total_steps: int) -> Fault:
+    """Start an attempt, kill it at a random moment, and see what is left."""
+    began = time.monotonic()
+    ds_config, world_size = draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS)
+    moment = draw.choices(["start-up", "training", "saving"], weights=[1, 5, 4])[0]
+    victims = draw.choice(["one", "all"])
+    ranks = start(folder, "chaos", total_steps, ds_config, world_size)
+    chosen = ranks if victims == "all" else [draw.choice(ranks)]
+    wait_for(moment, folder, ranks, draw)
+    for rank in chosen:
+        kill(rank)
+    time.sleep(0 if victims == "all" else LAUNCHER_DELAY_S)
+    for rank in ranks:
+        kill(rank)
+        rank.wait()
+    return Fault(
+        number=number,
+        ds_config=ds_config,
+        world_size=world_size,
+        victims=victims,
+        moment=moment,
+        died_at_step=last_step(folder),
+        newest_checkpoint=check_checkpoints(folder),
+        seconds=time.monotonic() - began,
+    )
+
+
+def wait_for(moment: str, folder: Path, ranks: list[subprocess.Popen], draw: random.Random) -> None:
+    """Block until the moment of the fault has come."""
+    if moment == "start-up":
+        time.sleep(draw.uniform(0.5, 6.0))
+        return
+    log, deadline = folder / "rank-0.log", time.monotonic() + DEADLINE_S
+    until(lambda: "start-up:" in log.read_text(), ranks, deadline, log)
+    time.sleep(draw.uniform(0.0, 0.6))
+    if moment == "saving":
+        saves = checkpoints_folder(folder / "chaos")
+        until(lambda: any(saves.glob(".step-*.partial")), ranks, deadline, log)
+        time.sleep(draw.uniform(0.0, 0.05))
+
+
+def until(condition, ranks: list[subprocess.Popen], deadline: float, log: Path) -> None:
+    while not condition():
+        if time.monotonic() > deadline or any(rank.poll() is not None for rank in ranks):
+            raise SystemExit(f"the attempt ended before its fault:\n{log.read_text()[-3000:]}")
+        time.sleep(0.002)
+
+
+def kill(rank: subprocess.Popen) -> None:
+    """SIGKILL a rank and whatever it started."""
+    if rank.poll() is None:
+        os.killpg(rank.pid, signal.SIGKILL)
+
+
+def last_step(folder: Path) -> int | None:
+    steps = [record["step"] for record in train_records(folder / "chaos")]
+    return steps[-1] if steps else None
+
+
+def check_checkpoints(folder: Path) -> int | None:
+    """The newest finished checkpoint; SystemExit when any finished one is damaged."""
+    finished = list_checkpoints(folder / "chaos")
+    for checkpoint in finished:
+        damage = find_damage(checkpoint)
+        if damage:
+            raise SystemExit(f"FAILED: a finished checkpoint is damaged: {damage}")
+    return step_of(finished[0]) if finished else None
+
+
+def train_records(run: Path) -> list[dict]:
+    """Training records of metrics.jsonl; a line that a kill cut short is skipped."""
+    records = []
+    path = run / "metrics.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["kind"] == "train":
+            records.append(record)
+    return records
+
+
+def compare(straight: Path, broken: Path, total_steps: int, tolerance: float) -> dict[str, str]:
+    """What must be true, one line each."""
+    expected, consumed = load_recorded(straight), load_recorded(broken)
+    wrong = [s for s in range(total_steps) if s not in consumed or not np.array_equal(consumed[s], expected[s])]
+    counts = np.bincount(np.concatenate([consumed[step] for step in sorted(consumed)]))
+    samples = (
+        f"samples: all {total_steps} steps consumed exactly the untouched run's; "
+        f"each of {len(counts)} samples was seen {counts.min()} or {counts.max()} times"
+    )
+    if wrong or len(consumed) != total_steps:
+        samples = f"FAILED: steps {wrong[:5]}... consumed other samples"
+    if counts.max() - counts.min() > 1:
+        samples = f"FAILED: samples were seen between {counts.min()} and {counts.max()} times"
+    reference = {record["step"]: record["loss"] for record in train_records(straight)}
+    losses = {record["step"]: record["loss"] for record in train_records(broken)}
+    last = range(total_steps - 9, total_steps + 1)
+    worst = max(abs(losses[step] - reference[step]) / reference[step] for step in last)
+    verdict = "FAILED: loss" if worst > tolerance else "loss"
+    loss = (
+        f"{verdict}: {losses[total_steps]:.6f} at the last step, untouched {reference[total_steps]:.6f}; largest "
+        "relative "
+        f"difference of the last ten steps {worst:.1e} (tolerance {tolerance:.0e})"
+    )
+    return {"samples": samples, "loss": loss, "checkpoints": "checkpoints: no finished one was ever damaged"}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,228 @@
+#!/usr/bin/env python3
+"""Save under every (ds_config, world size), resume under every other, and print how far the losses are from the
+uninterrupted run's.
+
+    python scripts/bench/resume_matrix.py                          # the whole matrix, 18 x 18 cells
+    python scripts/bench/resume_matrix.py --configs zero1,zero3 --worlds 1,2
+
+A cell is the largest relative difference over the steps after the resume between the resumed run and the uninterrupted
+run of the configuration that resumes; `=` means that every loss is equal to the last bit. Exit status 1 when a cell is
+above --tolerance, or when a cell of the same ds_config and world size is not `=`.
+
+Each world size is one job of real gloo ranks that builds engine after engine; the data come from a prepared set through
+the real feed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
+GLOBAL_BATCH = 8
+SAVE_AT = 10
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.rank_job:
+        run_rank_job(args)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="resume-matrix-") as scratch:
+        folder = Path(scratch)
+        prepare_text(folder)
+        for phase in ("save", "resume"):
+            for world_size in args.worlds:
+                start_job(args, phase, world_size, folder)
+        results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("losses-*.json"))}
+    return report(args, {key: value for losses in results.values() for key, value in losses.items()})
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--configs", type=lambda text: text.split(","), default=list(CONFIGS))
+    parser.add_argument("--worlds", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16", "autocast"])
+    parser.add_argument("--steps", type=int, default=20, help="steps after the resume (default: 20)")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference (default: 1e-5)")
+    parser.add_argument("--json", type=Path, help="also write the cells to this file")
+    parser.add_argument("--rank-job", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def prepare_text(folder: Path) -> None:
+    """A small set of real text: this repository's own prose and code would change, so a fixed part of the library's."""
+    command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", json.__path__[0]]
+    command += ["--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0"]
+    subprocess.run([*command, "--workers", "1"], check=True, env=environment(), stdout=subprocess.DEVNULL)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+
+
+def start_job(args: argparse.Namespace, phase: str, world_size: int, folder: Path) -> None:
+    """One job of `world_size` ranks; its losses land in folder/losses-<phase>-<world_size>.json."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, __file__, "--rank-job", phase, "--folder", str(folder)]
+    command += ["--configs", ",".join(args.configs), "--worlds", ",".join(map(str, args.worlds))]
+    command += ["--precision", args.precision, "--steps", str(args.steps), "--dropout", str(args.dropout)]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env=environment()
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_SIZE": str(world_size)}
+            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        if any([rank.wait() for rank in ranks]):
+            raise SystemExit(f"the {phase} job of {world_size} ranks failed")
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def run_rank_job(args: argparse.Namespace) -> None:
+    """Inside a rank: train and save, or resume from every checkpoint there is."""
+    import torch
+
+    from llmscale.engine.distributed import join_world, leave_world
+
+    torch.set_num_threads(1)
+    world = join_world()
+    losses = {}
+    for config in args.configs:
+        if args.rank_job == "save":
+            losses[f"{config}/{world.world_size}"] = train(args, config, world, None)
+            continue
+        for saved_config in args.configs:
+            for saved_world in args.worlds:
+                source = args.folder / f"run-{saved_config}-{saved_world}"
+                key = f"{saved_config}/{saved_world} -> {config}/{world.world_size}"
+                losses[key] = train(args, config, world, source)
+    if world.is_main:
+        path = args.folder / f"losses-{args.rank_job}-{world.world_size}.json"
+        path.write_text(json.dumps(losses))
+    leave_world()
+
+
+def train(args: argparse.Namespace, config_name: str, world, source: Path | None) -> list[float]:
+    """Losses of the steps after SAVE_AT: uninterrupted (saving on the way) without `source`, else resumed from it."""
+    import torch.distributed as dist
+    from deepspeed.runtime import torch_autocast
+
+    from llmscale.checkpoint.find import find_checkpoint, read_state
+    from llmscale.checkpoint.fragments import engine_fragments
+    from llmscale.checkpoint.load import load_engine
+    from llmscale.checkpoint.run_state import RunState, parse_run_state
+    from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+    from llmscale.config.run_config import RunConfig
+    from llmscale.engine.build import build_engine, set_learning_rate
+    from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
+    from llmscale.engine.randomness import seed_step
+    from llmscale.engine.step import train_step
+    from llmscale.engine.timing import PhaseTimer
+    from llmscale.engine.zero_shards import group_scalars
+    from llmscale.training.open_session import build_feed_of, resolve_ds
+    from llmscale.training.prepared_run import prepare_run
+
+    config = RunConfig(
+        ds=REPOSITORY / "ds_configs" / f"{config_name}.json",
+        data=str(args.folder / "set"),
+        model="tiny-1m",
+        n_layer=2,
+        n_head=2,
+        n_embd=48,
+        dropout=args.dropout,
+        global_batch_size=GLOBAL_BATCH,
+        micro_batch_size=2,
+        steps=SAVE_AT + args.steps,
+        lr=3e-3,
+        precision=args.precision,
+        num_workers=0,
+        run=args.folder / f"run-{config_name}-{world.world_size}",
+    )
+    run = prepare_run(config, world.world_size)
+    # DeepSpeed keeps autocast's state per process and never resets it, and this process builds many engines.
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
+    engine = build_engine(
+        config, run.resolved, resolve_ds(run), zero_stage=run.zero_stage, precision=run.precision, checkpointing="none"
+    )
+    first_step = 0
+    if source is not None:
+        checkpoint = find_checkpoint(source)
+        state = parse_run_state(read_state(checkpoint))
+        load_engine(engine, checkpoint, state, world.control)
+        set_scaler_state(engine, state.loss_scaler)
+        first_step = state.step
+    feed = build_feed_of(run, world, first_sample=first_step * GLOBAL_BATCH)
+    losses, timer = [], PhaseTimer(world.device)
+    for step in range(first_step, run.resolved.total_steps):
+        seed_step(config.seed, step, world.rank)
+        set_learning_rate(engine, run.resolved.schedule.learning_rate(step))
+        micro_batches = [next(feed).tokens for _ in range(run.resolved.plan.gradient_accumulation_steps)]
+        loss = train_step(engine, micro_batches, world.device, timer) / world.world_size
+        dist.all_reduce(loss)
+        losses.append(loss.item())
+        if source is None and step + 1 == SAVE_AT:
+            saver = CheckpointSaver(config.run, keep_last=1, keep_every=0, in_background=False, report=raise_warning)
+            counts = {"step": SAVE_AT, "samples_seen": SAVE_AT * GLOBAL_BATCH, "tokens_seen": 0, "skipped_steps": 0}
+            run_state = RunState(
+                **counts,
+                identity={},
+                precision=run.precision,
+                optimizer_scalars=group_scalars(engine),
+                optimizer_groups={},
+                loss_scaler=get_scaler_state(engine),
+            )
+            fragments = copy_out(engine_fragments(engine))
+            saver.save(Snapshot(SAVE_AT, 0, run.zero_stage, run.precision, run_state.as_dict(), fragments))
+    feed.close()
+    engine.destroy()
+    return losses[SAVE_AT - first_step :]
+
+
+def raise_warning(line: str) -> None:
+    """A save that fails is only a warning in a run; here it is the end."""
+    if line.startswith("WARNING"):
+        raise SystemExit(line)
+
+
+def report(args: argparse.Namespace, losses: dict[str, list[float]]) -> int:
+    """Print the matrix, rows saved, columns resumed; returns the exit status."""
+    names = [f"{config}/{world}" for config in args.configs for world in args.worlds]
+    cells = {}
+    for key, resumed in losses.items():
+        if " -> " in key:
+            straight = losses[key.split(" -> ")[1]]
+            cells[key] = max(abs(a - b) / abs(b) for a, b in zip(resumed, straight, strict=True))
+    width = max(map(len, names)) + 1
+    print(f"{args.precision}, {args.steps} steps after the resume; rows: saved by, columns: resumed by\n")
+    print(" " * width + "".join(f"{name:>{width}}" for name in names))
+    for saved in names:
+        row = [cells[f"{saved} -> {resumed}"] for resumed in names]
+        print(f"{saved:<{width}}" + "".join(f"{'=' if cell == 0 else format(cell, '.1e'):>{width}}" for cell in row))
+    worst = max(cells, key=lambda key: cells[key])
+    unequal = [name for name in names if cells[f"{name} -> {name}"] != 0]
+    print(f"\nlargest relative difference: {cells[worst]:.2e} ({worst}); tolerance {args.tolerance:.0e}")
+    print(f"same ds_config and world size: {'all bit-equal' if not unequal else f'NOT bit-equal: {unequal}'}")
+    if args.json:
+        args.json.write_text(json.dumps({"precision": args.precision, "steps": args.steps, "cells": cells}, indent=1))
+    return int(cells[worst] > args.tolerance or bool(unequal))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
