@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,18 +168,12 @@ def _write_set(
     with show_progress(f"Tokenising {source.name}", "B") as progress:
         for split, document in _assigned(texts, tokenizer, options, num_workers, progress):
             writers[split].add_document(document.parts, tokenizer.eot_token, document.num_text_bytes)
-    splits = {split: writer.finish() for split, writer in writers.items() if split == "train" or writer.num_documents}
+    splits = _finish(writers, folder)
     _check_sizes(splits, source, options)
-    for split in writers.keys() - splits.keys():
-        (folder / split / "index.json").unlink(missing_ok=True)
-        (folder / split).rmdir()
-    (folder / TOKENIZER_FOLDER).mkdir()
-    saved = tokenizer.save(folder / TOKENIZER_FOLDER)
-    if not saved:
-        (folder / TOKENIZER_FOLDER).rmdir()
+    tokenizer_files = _save_tokenizer(tokenizer, folder)
     return Manifest(
         tokenizer=tokenizer.spec,
-        tokenizer_files=f"{TOKENIZER_FOLDER}/{saved}" if saved else "",
+        tokenizer_files=tokenizer_files,
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,
         eot_token=tokenizer.eot_token,
@@ -192,6 +187,24 @@ def _write_set(
         empty_documents=texts.num_empty,
         splits=splits,
     )
+
+
+def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitManifest]:
+    """Close every split; a val split without documents is taken away again."""
+    splits = {split: writer.finish() for split, writer in writers.items()}
+    if not splits["val"].num_documents:
+        del splits["val"]
+        shutil.rmtree(folder / "val")
+    return splits
+
+
+def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
+    """Copy the tokenizer into the set; its path relative to the set, empty when it needs no files."""
+    (folder / TOKENIZER_FOLDER).mkdir()
+    saved = tokenizer.save(folder / TOKENIZER_FOLDER)
+    if not saved:
+        (folder / TOKENIZER_FOLDER).rmdir()
+    return f"{TOKENIZER_FOLDER}/{saved}" if saved else ""
 
 
 class _NonEmpty:
