@@ -34,6 +34,8 @@ from llmscale.checkpoint.retention import apply_retention
 
 #: Space beyond the tensors that a save asks for: index, manifest, state, and the file system's own overhead.
 SPARE_BYTES = 64 * 2**20
+#: Tenths of a second that a network file system may take to show a new folder to another host.
+_VISIBLE_TRIES = 50
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class CheckpointSaver:
                 process_group=self._group,
             )
             self._commit(partial, folder / checkpoint_name(snapshot.step), snapshot)
-        except Exception as error:
+        except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception but a BaseException
             # Whatever went wrong on one rank was raised on all of them: DCP and _together see to that.
             self._discard(partial)
             self._report(
@@ -190,7 +192,7 @@ class CheckpointSaver:
 def _check_visible(partial: Path) -> None:
     """The main rank made the folder just now; who cannot see it does not share its file system."""
     # A network file system may show a new name late; opening the parent asks the server again.
-    for _ in range(50):
+    for _ in range(_VISIBLE_TRIES):
         os.listdir(partial.parent) if partial.parent.is_dir() else None
         if partial.is_dir():
             return
