@@ -180,7 +180,8 @@ from llmscale.data.build import FeedSettings, build_feed
 from llmscale.data.deal import RankLayout
 from llmscale.data.feed import FeedPlan
 from llmscale.data.location import open_set
-feed = build_feed(open_set(sys.argv[1]), FeedSettings(seed=1, num_workers=2), FeedPlan(RankLayout(0, (1,)), 2, 1))
+plan = FeedPlan(RankLayout(0, (1,)), int(sys.argv[3]), 4)
+feed = build_feed(open_set(sys.argv[1]), FeedSettings(seed=1, num_workers=2), plan)
 next(feed)
 print("read", flush=True)
 if sys.argv[2] == "wait":
@@ -189,18 +190,20 @@ if sys.argv[2] == "wait":
 
 
 def test_a_process_that_ends_without_closing_does_not_hang(location: SetLocation) -> None:
-    command = [sys.executable, "-c", LEAVE_OPEN, str(location.folder), "exit"]
+    command = [sys.executable, "-c", LEAVE_OPEN, str(location.folder), "exit", "2"]
     assert subprocess.run(command, timeout=60, capture_output=True, text=True).stdout == "read\n"
 
 
-def test_a_killed_process_leaves_nothing_behind(location: SetLocation, tmp_path: Path) -> None:
-    """No shared memory, no lock file, no worker."""
+@pytest.mark.parametrize("micro_batch_size", [2, 2000])
+def test_a_killed_process_leaves_nothing_behind(location: SetLocation, tmp_path: Path, micro_batch_size: int) -> None:
+    """No shared memory, no lock file, no worker: not even one that waits to write into a full pipe (64 kB)."""
     before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-c", LEAVE_OPEN, str(location.folder), "wait"]
+    command = [sys.executable, "-c", LEAVE_OPEN, str(location.folder), "wait", str(micro_batch_size)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == b"read\n"
+        time.sleep(0.5)  # the workers fill their pipe
         process.kill()
         process.wait()
     deadline_s = time.monotonic() + 20

@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from llmscale.config.presets import PRESETS, get_preset
+from llmscale.config.shape import GPTShape
+from llmscale.errors import ConfigError
+
+#: Brown et al. 2020, table 2.1: layers, width, heads, peak learning rate, batch in tokens.
+GPT3_TABLE = {
+    "gpt3-125m": (12, 768, 12, 6.0e-4, 0.5e6),
+    "gpt3-350m": (24, 1024, 16, 3.0e-4, 0.5e6),
+    "gpt3-760m": (24, 1536, 16, 2.5e-4, 0.5e6),
+    "gpt3-2.7b": (32, 2560, 32, 1.6e-4, 1e6),
+    "gpt3-6.7b": (32, 4096, 32, 1.2e-4, 2e6),
+    "gpt3-175b": (96, 12288, 96, 0.6e-4, 3.2e6),
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_built_and_its_batch_holds_whole_sequences(name: str) -> None:
+    preset = get_preset(name)
+    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 257, preset.seq_len, preset.activation)
+    assert shape.head_dim >= 32
+    assert preset.global_batch_tokens % preset.seq_len == 0
+
+
+@pytest.mark.parametrize("name", GPT3_TABLE)
+def test_gpt3_presets_are_the_paper_s(name: str) -> None:
+    layers, width, heads, lr, batch_tokens = GPT3_TABLE[name]
+    preset = get_preset(name)
+    assert (preset.n_layer, preset.n_embd, preset.n_head, preset.learning_rate) == (layers, width, heads, lr)
+    assert preset.seq_len == 2048
+    assert preset.global_batch_tokens == pytest.approx(batch_tokens, rel=0.06)
+
+
+def test_an_unknown_preset_names_the_closest_and_the_way_out() -> None:
+    with pytest.raises(ConfigError) as raised:
+        get_preset("gpt2-125m")
+    text = str(raised.value)
+    assert "model 'gpt2-125m' is not a preset. Did you mean 'gpt" in text
+    assert "gpt3-175b" in text
+    assert "give n_layer, n_head and n_embd" in text

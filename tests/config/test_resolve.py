@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from llmscale.config.parse import parse_run_config
+from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.errors import ConfigError
+
+FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000)
+
+
+def resolve(*flags: str, facts: SetFacts = FACTS, world_size: int = 4) -> ResolvedRun:
+    return resolve_run(parse_run_config(flags), facts, world_size)
+
+
+def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
+    run = resolve("--model", "gpt2-124m")
+    assert (run.shape.n_layer, run.shape.n_head, run.shape.n_embd) == (12, 12, 768)
+    assert run.plan.tokens_per_step == 2**19
+    assert run.schedule.peak_lr == 6e-4
+    assert run.total_steps == 10_000 // 512, "one pass over the data"
+
+
+def test_vocabulary_and_context_are_the_data_set_s() -> None:
+    shape = resolve("--model", "gpt2-124m", facts=SetFacts(257, 64, 100_000)).shape
+    assert (shape.vocab_size, shape.seq_len) == (257, 64)
+
+
+def test_flags_override_the_preset() -> None:
+    run = resolve(
+        *("--model", "gpt2-124m", "--n-layer", "3", "--n-head", "2", "--n-embd", "64", "--activation", "relu"),
+        *("--lr", "0.5", "--dropout", "0.1", "--no-bias"),
+    )
+    shape = run.shape
+    assert (shape.n_layer, shape.n_head, shape.n_embd, shape.activation) == (3, 2, 64, "relu")
+    assert (shape.dropout, shape.bias, run.schedule.peak_lr) == (0.1, False, 0.5)
+
+
+def test_batch_and_duration_in_tokens() -> None:
+    run = resolve("--global-batch-tokens", "8192", "--tokens", "100000")
+    assert run.plan.global_batch_size == 8
+    assert run.total_steps == 13, "100,000 / 8,192 = 12.2, rounded up"
+    assert run.total_tokens == 13 * 8192
+
+
+def test_schedule_defaults() -> None:
+    cosine = resolve("--global-batch-size", "8", "--steps", "1000").schedule
+    assert (cosine.name, cosine.warmup_steps, cosine.decay_steps, cosine.min_lr_frac) == ("cosine", 10, 1000, 0.1)
+    wsd = resolve("--global-batch-size", "8", "--steps", "1000", "--schedule", "wsd").schedule
+    assert (wsd.decay_steps, wsd.min_lr_frac) == (200, 0.0)
+    assert resolve("--global-batch-size=8", "--steps=1000000").schedule.warmup_steps == 2000
+    assert resolve("--global-batch-size=8", "--steps=1").schedule.learning_rate(0) > 0
+
+
+def test_schedule_in_tokens_and_an_explicit_zero() -> None:
+    flags = ("--global-batch-size", "8", "--steps", "100")
+    schedule = resolve(*flags, "--warmup-tokens", "16385", "--decay-tokens", "409600").schedule
+    assert (schedule.warmup_steps, schedule.decay_steps) == (3, 50)
+    schedule = resolve(*flags, "--warmup-steps", "0", "--min-lr-frac", "0").schedule
+    assert (schedule.warmup_steps, schedule.min_lr_frac) == (0, 0.0)
+
+
+def test_the_world_size_changes_the_accumulation_and_nothing_else() -> None:
+    one, four = (resolve("--global-batch-size", "8", "--micro-batch-size", "1", world_size=n) for n in (1, 4))
+    assert (one.plan.gradient_accumulation_steps, four.plan.gradient_accumulation_steps) == (8, 2)
+    assert (one.shape, one.schedule, one.total_steps) == (four.shape, four.schedule, four.total_steps)
+
+
+def test_a_set_smaller_than_a_batch_still_gives_a_step() -> None:
+    assert resolve("--global-batch-size", "64", facts=SetFacts(257, 8, 10)).total_steps == 1
+
+
+def test_it_can_be_saved_as_json() -> None:
+    saved = json.loads(json.dumps(resolve("--global-batch-size", "8").as_dict()))
+    assert saved["plan"]["global_batch_size"] == 8
+    assert saved["shape"]["n_embd"] == 384
+    assert saved["schedule"]["peak_lr"] == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--seq-len", "512"], "seq_len 512 does not match the data set in data/python-stdlib, whose samples have 1024"),
+        (["--global-batch-tokens", "5000"], "not a multiple of seq_len 1024. The nearest legal values are 4096 or 5120."),
+        (["--global-batch-tokens", "500"], "The nearest legal values are 1024."),
+        (["--n-head", "7"], "n_embd 384 is not divisible by n_head 7"),
+        (["--global-batch-size", "6"], "cannot be divided over 4 ranks"),
+        (["--global-batch-size", "8", "--micro-batch-size", "3"], "Legal micro-batches: 1, 2."),
+        (["--global-batch-size", "8", "--steps", "5", "--warmup-steps", "9"], "warmup_steps 9 must be less than the 5"),
+        (["--model", "gpt5"], "model 'gpt5' is not a preset."),
+    ],
+)
+def test_what_cannot_work_is_refused(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        resolve(*flags)
+    assert said in str(raised.value)

@@ -1,0 +1,133 @@
+"""A run stopped anywhere and continued elsewhere goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmscale.checkpoint.manifest import list_checkpoints
+from llmscale.checkpoint.retention import step_of
+from llmscale.data.record import load_recorded
+from tests.conftest import read_losses
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(ranks: Callable, train_command: Callable, tmp_path: Path) -> Train:
+    """`train(ds_config, world_size, *flags, expect=0)`: run 20 steps in fp32, saving every fifth; rank 0's output."""
+
+    def run(ds_config: str, world_size: int, *flags: str, expect: int = 0) -> str:
+        command = train_command("--ds", f"ds_configs/{ds_config}.json", "--precision", "fp32", "--steps", "20")
+        command += ["--save-every", "5", "--keep-last", "9", "--lr", "3e-3", "--record-samples", *flags]
+        job = ranks(command, world_size)
+        output = job.wait()[0]
+        assert job.exit_codes == [expect] * world_size, output
+        return output
+
+    return run
+
+
+def forget_after(run: Path, step: int) -> None:
+    """Leave the run as a crash soon after the save of `step` would have left it."""
+    for folder in list_checkpoints(run):
+        if step_of(folder) > step:
+            shutil.rmtree(folder)
+
+
+def test_goes_on_at_other_stages_and_world_sizes(train: Train, tmp_path: Path) -> None:
+    straight, broken = tmp_path / "straight", tmp_path / "run"
+    train("zero1", 2, "--run", str(straight))
+    train("zero1", 2)
+    for step, ds_config, world_size in ((5, "zero3", 1), (10, "zero2_offload", 4), (15, "zero3_offload", 2)):
+        forget_after(broken, step)
+        output = train(ds_config, world_size)
+        assert f"continuing from {broken}/checkpoints/step-{step:08d}: step {step}, {step * 256} tokens seen" in (
+            output.replace(",", "").replace(": step", ": step").replace(f"step {step} ", f"step {step}, ")
+        ), output
+    expected, losses = read_losses(straight), read_losses(broken)
+    assert losses.keys() == expected.keys() == set(range(1, 21))
+    assert max(abs(losses[step] - expected[step]) / expected[step] for step in expected) <= 1e-5
+    consumed, wanted = load_recorded(broken), load_recorded(straight)
+    assert consumed.keys() == wanted.keys()
+    assert all(np.array_equal(consumed[step], wanted[step]) for step in wanted)
+
+
+def test_is_bit_equal_at_the_same_stage_and_world_size_with_dropout(train: Train, tmp_path: Path) -> None:
+    flags = ("--dropout", "0.2", "--num-workers", "2")
+    train("zero2", 2, *flags)
+    straight = read_losses(tmp_path / "run")
+    forget_after(tmp_path / "run", 10)
+    train("zero2", 2, *flags)
+    assert read_losses(tmp_path / "run") == straight
+
+
+def test_changes_are_refused_or_allowed_with_their_price(train: Train, tmp_path: Path) -> None:
+    train("zero1", 1)
+    forget_after(tmp_path / "run", 15)
+    for flags, text in (
+        (("--seed", "7"), "seed was 1337 and is 7"),
+        (("--global-batch-size", "4"), "global_batch_size was 8 and is 4"),
+        (("--no-shuffle",), "order was {'shuffle': True} and is {'shuffle': False}"),
+    ):
+        output = train("zero1", 1, *flags, expect=2)
+        assert text in output
+        assert "accept it with --allow-changed" in output
+    assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [15, 10, 5]
+    output = train("zero1", 1, "--seed", "7", "--allow-changed", "seed", "--allow-changed", "order")
+    assert "WARNING: seed was 1337 and is 7 (the rest of the epoch has another order" in output
+
+
+def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, tmp_path: Path) -> None:
+    train("zero1", 1)
+    forget_after(tmp_path / "run", 15)
+    train("zero1", 1, "--global-batch-size", "4", "--allow-changed", "global_batch_size", "--steps", "24")
+    consumed = load_recorded(tmp_path / "run")
+    first = np.concatenate([consumed[step] for step in range(15)])
+    rest = np.concatenate([consumed[step] for step in range(15, 24)])
+    assert len(first) == 120
+    assert len(rest) == 36
+    assert not set(first) & set(rest), "a sample was seen twice within the first epoch"
+
+
+def test_damaged_checkpoints_are_passed_over_but_never_all_of_them(train: Train, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train("zero1", 1)
+    straight = read_losses(run)
+    newest = list_checkpoints(run)[0] / "__0_0.distcp"
+    content = bytearray(newest.read_bytes())
+    content[-100] ^= 4
+    newest.write_bytes(content)
+    (run / "checkpoints" / ".step-00000099.partial").mkdir()
+    output = train("zero1", 1)
+    assert "WARNING: step-00000020 is damaged and passed over" in output
+    assert "its content was altered" in output
+    assert "continuing from" in output
+    assert "removed .step-00000099.partial, left behind by an interrupted save" in output
+    assert read_losses(run) == straight
+    for folder in list_checkpoints(run):
+        (folder / "manifest.json").unlink()
+    assert "none of the 4 checkpoints in" in train("zero1", 1, expect=2)
+
+
+def test_begins_from_the_weights_of_another_run(train: Train, tmp_path: Path) -> None:
+    train("zero1", 1)
+    last = read_losses(tmp_path / "run")[20]
+    output = train("zero3", 2, "--init-from", str(tmp_path / "run"), "--run", str(tmp_path / "second"))
+    assert "everything else starts at step 0" in output
+    losses = read_losses(tmp_path / "second")
+    assert set(losses) == set(range(1, 21))
+    assert abs(losses[1] - last) < 0.3, "the first loss is that of trained weights"
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(train: Train, tmp_path: Path) -> None:
+    train("zero1", 1, "--schedule", "constant")
+    assert "finished at step 20 of 20" in train("zero1", 1, "--schedule", "constant")
+    assert set(read_losses(tmp_path / "run")) == set(range(1, 21))
+    output = train("zero1", 1, "--schedule", "constant", "--steps", "22", "--precision", "bf16")
+    assert "precision changes from fp32 to bf16" in output
+    assert set(read_losses(tmp_path / "run")) == set(range(1, 23))

@@ -1,0 +1,16 @@
+"""Buffers, frozen parameters, decay groups and every moment survive any change of stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_tensor_survives_every_change_of_stage(ranks: Callable, tmp_path: Path, world_size: int) -> None:
+    job = ranks([str(Path(__file__).parent / "zero_state_job.py"), str(tmp_path)], world_size)
+    output = job.wait()[0]
+    assert job.exit_codes == [0] * world_size, output
+    assert output.count("ok ") == 10

@@ -1,0 +1,139 @@
+"""Rank script of test_zero_state.py: save a small module's whole state under every stage, load it under every other.
+
+The module has what our GPT has not: a buffer, a frozen parameter, and an optimizer with three moments. After each load the
+state is saved again, and both checkpoints must hold the same bits under the same names.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from llmscale.checkpoint.fragments import Fragment, FragmentLoadPlanner, engine_fragments
+from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
+from llmscale.checkpoint.load import load_engine
+from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
+from llmscale.checkpoint.run_state import RunState
+from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.engine.distributed import World, join_world, leave_world
+from llmscale.engine.optimizer import build_parameter_groups
+from llmscale.engine.zero_shards import group_scalars, reset_step_counts
+
+STEP = 3
+
+
+class Small(nn.Module):
+    """Odd sizes, so that no rank's share ends where a parameter ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(7, 13), nn.Linear(13, 5)
+        self.register_buffer("seen", torch.zeros(3))
+        self.frozen = nn.Linear(13, 13, bias=False)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return self.second(torch.tanh(self.frozen(torch.relu(self.first(x))))).float().pow(2).mean()
+
+
+def build(stage: int, precision: str, offload: bool, optimizer: str) -> deepspeed.DeepSpeedEngine:
+    """A new engine whose weights are drawn anew: what a load leaves out stays visibly different."""
+    config: dict = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9}
+    config |= {precision: {"enabled": True}} if precision != "fp32" else {}
+    config["gradient_clipping"] = 0.0
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
+    context = deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3)
+    with context:
+        model = Small()
+    groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), 0.1)]
+    made = (
+        torch.optim.AdamW(groups, lr=0.0, amsgrad=True)
+        if optimizer == "amsgrad"
+        else torch.optim.Adafactor(groups, lr=0.0)
+    )
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=config, dist_init_required=False)
+    reset_step_counts(engine)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 1e-2
+    return engine
+
+
+def train(engine: deepspeed.DeepSpeedEngine) -> None:
+    torch.manual_seed(0)
+    dtype = next(engine.module.parameters()).dtype
+    for _ in range(STEP):
+        engine.backward(engine(torch.randn(4, 7).to(dtype)))
+        engine.step()
+
+
+def save(engine: deepspeed.DeepSpeedEngine, run: Path, stage: int) -> Path:
+    state = RunState(STEP, 0, 0, 0, {}, "fp32", group_scalars(engine), {})
+    saver = CheckpointSaver(run, keep_last=1, keep_every=0, in_background=False, report=fail_on_warning)
+    fragments = copy_out(engine_fragments(engine))
+    saver.save(Snapshot(STEP, 0, stage, "fp32", state.as_dict(), fragments))
+    return checkpoints_folder(run) / checkpoint_name(STEP)
+
+
+def fail_on_warning(line: str) -> None:
+    assert not line.startswith("WARNING"), line
+
+
+def read_all(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    import torch.distributed.checkpoint as dcp
+
+    wanted = {
+        key: Fragment(torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"])), 0, entry["size"])
+        for key, entry in load_index(folder).items()
+    }
+    dcp.load(wanted, storage_reader=JsonIndexReader(folder), planner=FragmentLoadPlanner(), no_dist=True)
+    return {key: fragment.local for key, fragment in wanted.items()}
+
+
+def check(world: World, folder: Path, precision: str, optimizer: str, stages: list[tuple[int, bool]]) -> None:
+    """Save under each of `stages` (stage, offload), load under each."""
+    for stage, offload in stages:
+        torch.manual_seed(stage)
+        engine = build(stage, precision, offload, optimizer)
+        train(engine)
+        scalars = group_scalars(engine)
+        source = save(engine, folder / f"{precision}-{optimizer}-{stage}-{offload}", stage)
+        engine.destroy()
+        saved = read_all(source)
+        states = {key.partition("/")[0] for key in saved}
+        assert states >= {"master", "frozen", "buffer", *needed_states(optimizer)}, states
+        for other, other_offload in stages:
+            torch.manual_seed(1000 + other)
+            engine = build(other, precision, other_offload, optimizer)
+            load_engine(engine, source, RunState(STEP, 0, 0, 0, {}, "fp32", scalars, {}), world.control)
+            assert group_scalars(engine) == scalars
+            decays = {group["name"]: group["weight_decay"] for group in engine.optimizer.param_groups}
+            assert decays == {"decay": 0.1, "no_decay": 0.0}, decays
+            again = read_all(save(engine, folder / f"again-{precision}-{optimizer}-{stage}{offload}-{other}", other))
+            assert again.keys() == saved.keys(), again.keys() ^ saved.keys()
+            for key in saved:
+                assert torch.equal(again[key], saved[key]), f"stage {stage} -> {other}: {key}"
+            engine.destroy()
+        if world.is_main:
+            print(f"ok {precision} {optimizer} saved by stage {stage} offload {offload}", flush=True)
+
+
+def needed_states(optimizer: str) -> set[str]:
+    return {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} if optimizer == "amsgrad" else {"row_var", "col_var", "variance"}
+
+
+if __name__ == "__main__":
+    here = join_world()
+    target = Path(sys.argv[1])
+    every = [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
+    check(here, target, "fp32", "amsgrad", every)
+    check(here, target, "bf16", "amsgrad", [(0, False), (2, False), (3, False)])
+    check(here, target, "fp32", "adafactor", [(0, False)])
+    leave_world()

@@ -1,0 +1,237 @@
+"""The project as a whole: who imports whom, what starts without torch, and whether the README tells the truth."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmscale.config.parse import build_run_config
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "llmscale"
+
+#: From the bottom to the top: each may import those before it. The README's tour has the same order.
+LAYERS = (
+    *("__init__", "errors", "config", "model", "engine", "data", "checkpoint", "evaluate", "training", "report"),
+    *("cli", "train"),
+)
+#: Answer without torch: modules, or packages as a whole.
+TORCH_FREE = (
+    *("errors", "config", "report", "cli", "train"),
+    *("data.manifest", "data.order", "data.location", "data.record"),
+    *("checkpoint.manifest", "checkpoint.find", "checkpoint.retention", "checkpoint.run_state"),
+    *("training.prepared_run", "training.stop_request", "training.run_folder"),
+)
+SUBCOMMANDS = ("data", "data prepare", "data verify", "sample", "report", "checkpoint", "checkpoint list")
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name within the package, packages by their own name."""
+    names = {
+        path: path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", ".") for path in PACKAGE.rglob("*.py")
+    }
+    return {name.removesuffix(".__init__"): path for path, name in sorted(names.items())}
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of this package that a file imports anywhere, within functions and for type checking too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write `from llmscale...`"
+            full = node.module or ""
+            yield from ([f"{full}.{alias.name}" for alias in node.names] if full == "llmscale" else [full])
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def layer_of(module: str) -> int:
+    return LAYERS.index(module.split(".")[0])
+
+
+@pytest.mark.parametrize("name", modules())
+def test_imports_run_downwards(name: str) -> None:
+    for imported in imports_of(modules()[name]):
+        inner = imported.removeprefix("llmscale.")
+        if inner != imported and inner.split(".")[0] in LAYERS:
+            assert layer_of(inner) <= layer_of(name), f"llmscale.{name} imports {imported}, which lies above it"
+
+
+def test_every_package_has_a_layer() -> None:
+    assert {name.split(".")[0] for name in modules()} <= set(LAYERS)
+
+
+@pytest.fixture(scope="module")
+def bare_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def run_python(code: str, environment: dict[str, str]) -> str:
+    """What a fresh interpreter prints; fails with its traceback."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_lower_half_does_not_import_torch(bare_environment: dict[str, str]) -> None:
+    names = [f"llmscale.{m}" for m in modules() if any(m == free or m.startswith(f"{free}.") for free in TORCH_FREE)]
+    assert len(names) > 30
+    code = f"""
+import importlib, sys
+heavy = ("torch", "deepspeed", "streaming", "transformers")
+for name in {names!r}:
+    importlib.import_module(name)
+    found = [h for h in heavy if h in sys.modules]
+    assert not found, f"{{name}} imports {{found[0]}}"
+"""
+    run_python(code, bare_environment)
+
+
+@pytest.mark.parametrize("command", ["", *SUBCOMMANDS])
+def test_help_answers_without_torch(command: str, bare_environment: dict[str, str]) -> None:
+    code = f"""
+import sys
+from llmscale.cli.main import main
+try:
+    main({[*command.split(), "--help"]!r})
+except SystemExit as end:
+    assert end.code == 0
+assert "torch" not in sys.modules
+"""
+    assert run_python(code, bare_environment).startswith("usage: llmscale")
+
+
+def test_help_of_train_answers_without_torch(bare_environment: dict[str, str]) -> None:
+    code = """
+import sys
+from llmscale.train import main
+try:
+    main(["--help"])
+except SystemExit as end:
+    assert end.code == 0
+assert "torch" not in sys.modules
+"""
+    output = run_python(code, bare_environment)
+    assert "--global-batch-size" in output
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--globl-batch-size", "8"], "Did you mean '--global-batch-size'?"),
+        (["--data", "no/such/folder"], "does not exist"),
+        (["--ds", "ds_configs/zero4.json"], "zero4.json"),
+    ],
+)
+def test_a_mistake_is_one_line_and_needs_no_torch(
+    flags: list[str], words: str, bare_environment: dict[str, str], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    code = f"""
+import sys
+from llmscale.train import main
+status = main([*{flags!r}, "--run", {str(run)!r}])
+assert "torch" not in sys.modules
+sys.exit(status)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert words in done.stderr
+    assert not run.exists()
+
+
+def readme() -> str:
+    return (ROOT / "README.md").read_text()
+
+
+def code_blocks(text: str) -> Iterator[str]:
+    yield from re.findall(r"^```\w*\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_readme_begins_with_the_two_commands() -> None:
+    first = next(code_blocks(readme()))
+    assert first.split("\n")[:2] == [
+        "./scripts/quickstart.sh",
+        "deepspeed llmscale/train.py --ds ds_configs/zero2.json",
+    ]
+    assert "![" not in readme().split("```")[0], "no badges before the first command"
+
+
+def test_every_path_in_the_readme_exists() -> None:
+    text = readme()
+    linked = re.findall(r"\]\(((?!https?:)[^)#]+)\)", text)
+    written = re.findall(r"(?<![\w./-])((?:\./)?(?:scripts|ds_configs|hostfiles|docs|llmscale|tests)/[\w./-]*)", text)
+    paths = {path.rstrip(".") for path in linked + written}
+    assert len(paths) > 15
+    missing = sorted(path for path in paths if not (ROOT / path).exists())
+    assert not missing
+
+
+def test_the_tour_names_every_package_in_import_order() -> None:
+    tour = readme().partition("## Tour")[2].partition("\n## ")[0]
+    named = [name for name in re.findall(r"^  (\w+)(?:/|\.py) ", tour, flags=re.MULTILINE)]
+    packages = [path.name for path in PACKAGE.iterdir() if path.is_dir() and list(path.glob("*.py"))]
+    assert set(packages) <= set(named)
+    places = [LAYERS.index(name) for name in named]
+    assert places == sorted(places, reverse=True), "the tour goes from the top layer to the bottom"
+
+
+def test_the_flags_in_the_readme_exist(bare_environment: dict[str, str]) -> None:
+    """Flags of train.py and of the subcommands, as written in commands over one or more lines."""
+    help_texts = {name: run_python(_help_code(name), bare_environment) for name in ("", *SUBCOMMANDS)}
+    help_texts["train"] = run_python(_help_code("train"), bare_environment)
+    for command in _commands(readme()):
+        if "llmscale/train.py" in command:
+            name, rest = "train", command.partition("llmscale/train.py")[2]
+        elif command.startswith("llmscale "):
+            words = command.split()[1:3]
+            name = " ".join(words) if " ".join(words) in SUBCOMMANDS else words[0]
+            rest = command
+        else:
+            continue
+        for flag in re.findall(r"--[a-z][\w-]*", rest):
+            assert flag in help_texts[name], f"{command!r}: {flag} is not a flag of {name}"
+
+
+def _help_code(name: str) -> str:
+    module = "train" if name == "train" else "cli.main"
+    words = [] if name == "train" else name.split()
+    return f"from llmscale.{module} import main\ntry:\n    main({[*words, '--help']!r})\nexcept SystemExit: pass"
+
+
+def _commands(text: str) -> Iterator[str]:
+    for block in code_blocks(text):
+        for line in block.replace("\\\n", " ").splitlines():
+            yield line.strip().removeprefix("$ ")
+
+
+def test_the_run_file_in_the_readme_is_legal() -> None:
+    """Every key is known and every value of the right type."""
+    values = yaml.safe_load(re.findall(r"^```yaml\n(.*?)^```", readme(), flags=re.MULTILINE | re.DOTALL)[0])
+    config = build_run_config(values)
+    assert config.tokens == 10_000_000_000
+    assert config.lr == 6e-4
+
+
+def test_the_version_has_a_changelog() -> None:
+    assert "## [Unreleased]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_constraints_pin_everything_and_no_local_version() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    for line in lines:
+        assert re.fullmatch(r'[\w.-]+==[\w.]+(; python_version (<|>=) "3\.11")?', line), line
+    assert "torch==2.13.0" in lines

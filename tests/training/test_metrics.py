@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from llmscale.training.metrics import MetricsLog, StepMetrics, format_duration, format_step
+
+METRICS = StepMetrics(
+    step=20,
+    tokens_seen=163_840,
+    loss=3.14159,
+    lr=6e-4,
+    grad_norm=0.5,
+    loss_scale=None,
+    skipped_steps=0,
+    tokens_per_second=12_345.6,
+    tokens_per_second_per_device=6_172.8,
+    mfu=0.415,
+    peak_memory_bytes=3 * 2**30,
+    data_wait_s=0.01,
+    forward_backward_s=0.5,
+    optimizer_step_s=0.1,
+    other_s=0.02,
+    eta_s=3725,
+)
+
+
+class WandbRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[dict, int]] = []
+        self.finished = False
+
+    def log(self, values: dict, step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def read(folder: Path) -> list[dict]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line, parse_constant=refuse) for line in lines]
+
+
+def test_the_console_line() -> None:
+    assert format_step(METRICS, 100) == (
+        "step     20/100 | loss 3.1416 | lr 6.00e-04 | norm 0.500 "
+        "| 12,346 tok/s (6,173/device) | mfu 41.5% | mem 3.00 GiB | eta 1h02m"
+    )
+    unknown = replace(METRICS, grad_norm=None, mfu=None, loss_scale=65536.0, skipped_steps=2)
+    assert "| norm - | scale 65536 | skipped 2 | 12,346" in format_step(unknown, 100)
+    assert "| mfu - |" in format_step(unknown, 100)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0s"), (59.4, "59s"), (59.6, "1m00s"), (200, "3m20s"), (3600, "1h00m"), (18_420, "5h07m"), (187_200, "2d04h")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_records_of_all_kinds_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 100)
+    log.log_step(METRICS)
+    log.log_validation(20, 2.5, 64)
+    log.log_event("finished", step=20)
+    train, validation, event = read(tmp_path)
+    assert (train["kind"], train["step"], train["loss"], train["mfu"]) == ("train", 20, 3.14159, 0.415)
+    assert validation == {"kind": "validation", "step": 20, "loss": 2.5, "num_samples": 64}
+    assert event == {"kind": "event", "event": "finished", "step": 20}
+    log.close()
+
+
+def test_what_is_no_number_is_null_and_the_file_stays_json(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 100)
+    log.log_step(replace(METRICS, loss=float("nan"), grad_norm=float("inf")))
+    log.close()
+    (record,) = read(tmp_path)
+    assert (record["loss"], record["grad_norm"], record["lr"]) == (None, None, 6e-4)
+
+
+def test_a_second_start_appends_and_a_torn_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "tr')
+    log = MetricsLog(tmp_path, 100)
+    log.log_event("resumed")
+    log.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == 3
+    assert json.loads(lines[2])["event"] == "resumed"
+
+
+def test_wandb_gets_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
+    run = WandbRun()
+    log = MetricsLog(tmp_path, 100, run)  # type: ignore[arg-type]
+    log.log_step(METRICS)
+    log.log_validation(20, 2.5, 64)
+    log.close()
+    (train, train_step), (validation, validation_step) = run.logged
+    assert (train["train/loss"], train["train/tokens_seen"], train_step) == (3.14159, 163_840, 20)
+    assert "train/loss_scale" not in train, "what is unknown is left out"
+    assert (validation, validation_step) == ({"validation/loss": 2.5}, 20)
+    assert run.finished

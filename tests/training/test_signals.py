@@ -1,0 +1,171 @@
+"""A signal at any moment: both ranks stop at the same step with a whole checkpoint and exit status 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llmscale.checkpoint.find import find_checkpoint
+from llmscale.checkpoint.manifest import find_damage, list_checkpoints, load_manifest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc to send signals at the right moment")
+
+#: No test needs this long; a hang becomes a failure.
+PATIENCE_S = 150
+
+
+class WatchedJob:
+    """Two ranks of a run without end, whose main rank's output is read line by line."""
+
+    def __init__(self, job) -> None:
+        self.job, self.lines = job, list[str]()
+        self._alarm = threading.Timer(PATIENCE_S, job.kill)
+        self._alarm.start()
+
+    def pid(self, rank: int) -> int:
+        return self.job.processes[rank].pid
+
+    def wait_for_line(self, text: str) -> None:
+        for line in self.job.processes[0].stdout:
+            self.lines.append(line)
+            if text in line:
+                return
+        raise AssertionError(f"never said {text!r}: {self.lines}")
+
+    def finish(self) -> list[int]:
+        """Exit statuses of the ranks, once they have ended."""
+        self.lines += self.job.processes[0].stdout.readlines()
+        self.lines += self.job.processes[1].stdout.readlines()
+        statuses = [process.wait() for process in self.job.processes]
+        self._alarm.cancel()
+        return statuses
+
+    def cancel(self) -> None:
+        self._alarm.cancel()
+
+
+@pytest.fixture
+def start(ranks: Callable, train_command: Callable) -> Iterator[Callable[..., WatchedJob]]:
+    started: list[WatchedJob] = []
+
+    def begin(*flags: str) -> WatchedJob:
+        started.append(WatchedJob(ranks(train_command("--steps", "1000000", *flags), 2)))
+        return started[-1]
+
+    yield begin
+    for job in started:
+        job.cancel()
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal, by the mask that the kernel shows."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    found = re.search(r"SigCgt:\s*([0-9a-f]+)", status)
+    return bool(found and int(found.group(1), 16) >> (number - 1) & 1)
+
+
+def check_stopped(job: WatchedJob, run: Path, why: str) -> None:
+    """Both ranks have ended well, and the newest checkpoint is of the step they stopped at."""
+    assert job.finish() == [0, 0], job.lines
+    found = re.search(rf"{why} at step (\d+) of 1000000; run folder: {run}", "".join(job.lines))
+    assert found, job.lines
+    step = int(found.group(1))
+    newest = find_checkpoint(run)
+    assert find_damage(newest) is None
+    assert load_manifest(newest).step == step
+    assert load_manifest(newest).world_size == 2
+    event = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["step"]) == ("stopped", step)
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "why"),
+    [
+        (signal.SIGTERM, 1, "stopped by a signal on another rank"),
+        (signal.SIGUSR1, 0, "stopped by SIGUSR1"),
+    ],
+)
+def test_one_signal_to_one_rank_stops_both(
+    start: Callable, tmp_path: Path, number: signal.Signals, rank: int, why: str
+) -> None:
+    job = start()
+    job.wait_for_line("step      3/")
+    os.kill(job.pid(rank), number)
+    check_stopped(job, tmp_path / "run", why)
+
+
+def test_ctrl_c_that_reaches_every_process_and_its_data_workers(start: Callable, tmp_path: Path) -> None:
+    job = start("--num-workers", "1")
+    job.wait_for_line("step      3/")
+    for rank in (0, 1):
+        os.killpg(job.pid(rank), signal.SIGINT)
+    check_stopped(job, tmp_path / "run", "stopped by SIGINT")
+    assert "Traceback" not in "".join(job.lines)
+    for rank in (0, 1):
+        with pytest.raises(ProcessLookupError):
+            os.killpg(job.pid(rank), 0)
+
+
+def test_during_start_up_nothing_is_trained_and_nothing_saved(start: Callable, tmp_path: Path) -> None:
+    job = start()
+    wait_until(lambda: handles(job.pid(1), signal.SIGUSR1), "no handlers")
+    os.kill(job.pid(1), signal.SIGTERM)
+    assert job.finish() == [0, 0], job.lines
+    assert "stopped by a signal on another rank at step 0 of 1000000" in job.lines[-1]
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_during_validation(start: Callable, tmp_path: Path) -> None:
+    job = start("--val-every", "2", "--val-samples", "100000", "--micro-batch-size", "1")
+    job.wait_for_line("step      2/")
+    os.kill(job.pid(1), signal.SIGTERM)
+    job.wait_for_line("validation loss")
+    check_stopped(job, tmp_path / "run", "stopped by a signal on another rank")
+
+
+@pytest.mark.parametrize("how", ["--async-save", "--no-async-save"])
+def test_during_a_save(start: Callable, tmp_path: Path, how: str) -> None:
+    job = start("--save-every", "1", how)
+    folder = tmp_path / "run" / "checkpoints"
+    wait_until(lambda: len(list(folder.glob("step-*"))) > 1 and bool(list(folder.glob(".step-*.partial"))), "no save")
+    os.kill(job.pid(0), signal.SIGTERM)
+    check_stopped(job, tmp_path / "run", "stopped by SIGTERM")
+    assert all(find_damage(path) is None for path in list_checkpoints(tmp_path / "run"))
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_second_sigint_ends_at_once(start: Callable) -> None:
+    job = start()
+    job.wait_for_line("step      3/")
+    # Rank 1 stands still, so that rank 0 cannot finish its step and stop in order.
+    os.kill(job.pid(1), signal.SIGSTOP)
+    os.kill(job.pid(0), signal.SIGINT)
+    try:
+        wait_until(lambda: not handles(job.pid(0), signal.SIGINT), "the first was not noted")
+        os.kill(job.pid(0), signal.SIGINT)
+        assert job.job.processes[0].wait(timeout=10) == -signal.SIGINT
+    except subprocess.TimeoutExpired:
+        pytest.fail("did not end")
+    finally:
+        job.job.kill()
+        job.cancel()
