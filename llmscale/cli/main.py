@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from llmscale import __version__
-from llmscale.cli import checkpoint, data, sample
+from llmscale.cli import checkpoint, data, report, sample
 from llmscale.config.flag_parser import FlagParser
 from llmscale.errors import LlmscaleError
 
@@ -15,13 +15,12 @@ def build_parser() -> FlagParser:
     """All subcommands; each sets `handler`, a function from parsed arguments to the exit status."""
     parser = FlagParser(
         prog="llmscale",
-        allow_abbrev=False,
         description="Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample.",
         epilog="Training itself: deepspeed llmscale/train.py --ds ds_configs/zero2.json (--help lists every key).",
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (data, sample, checkpoint):
+    for module in (data, sample, report, checkpoint):
         module.add_parser(subcommands)
     return parser
 

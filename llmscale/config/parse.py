@@ -31,7 +31,7 @@ EXCLUSIVE_KEYS = (
 def parse_run_config(argv: Sequence[str]) -> RunConfig:
     """The run's configuration: flags over the `--config` file over defaults. Raises ConfigError, SystemExit on
     --help."""
-    parser = FlagParser(prog="train.py", allow_abbrev=False, description=RunConfig.__doc__)
+    parser = FlagParser(prog="train.py", description=RunConfig.__doc__)
     source: CliSettingsSource[FlagParser] = CliSettingsSource(
         RunConfig, root_parser=parser, cli_parse_args=_normalise_flags(argv)
     )

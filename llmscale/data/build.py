@@ -47,15 +47,15 @@ def build_feed(
     settings: FeedSettings,
     plan: FeedPlan,
     *,
-    start_step: int = 0,
+    start_sample: int = 0,
     split: str = "train",
 ) -> Feed:
-    """One rank's micro-batches from `start_step` on; see Feed. `location` comes from `open_set`."""
+    """One rank's micro-batches from stream position `start_sample` on; see Feed. `location` comes from `open_set`."""
     return Feed(
         TokenShards(location, split, cache_limit_bytes=settings.cache_limit_bytes),
         build_order(location, settings, split),
         plan,
-        start_step=start_step,
+        start_sample=start_sample,
         num_workers=settings.num_workers,
         pin_memory=settings.pin_memory,
     )

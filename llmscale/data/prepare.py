@@ -21,6 +21,7 @@ from llmscale.data.manifest import (
     TokenDtype,
     load_manifest,
 )
+from llmscale.data.preflight import check_files
 from llmscale.data.progress import Progress, show_progress
 from llmscale.data.sources import Source
 from llmscale.data.split_writer import HASH_ALGORITHM, SplitWriter
@@ -137,8 +138,6 @@ def _is_already_there(out: Path, request: Request, *, overwrite: bool) -> bool:
             f"{out} already holds a set of {manifest.source} prepared differently: {'; '.join(different)}. "
             "Replace it with --overwrite, or choose another --out."
         )
-    from llmscale.data.preflight import check_files
-
     for split in manifest.splits:
         check_files(out, split, manifest)
     return True

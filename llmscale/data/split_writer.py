@@ -13,7 +13,8 @@ from llmscale.data.manifest import ShardInfo, SplitManifest, TokenDtype
 from llmscale.data.streaming_import import streaming_module
 from llmscale.data.tokenizer import TokenArray
 
-#: Fast enough to check a shard while it is read: about 10 GB/s per core. Streaming's name of the algorithm.
+#: Fast enough to check a shard when it is first read: 65 MB in 9 to 14 ms from the page cache.
+#: Streaming's name of the algorithm.
 HASH_ALGORITHM = "xxh3_64"
 #: Tokens that are gathered before windows are cut off.
 _BUFFER_TOKENS = 1 << 18

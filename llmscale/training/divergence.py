@@ -48,6 +48,6 @@ def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int
 
 def _diverged(what: str, step: int, run_folder: Path) -> TrainingError:
     return TrainingError(
-        f"step {step}: the {what}. Lower --lr, lengthen the warm-up or check the data, and continue from the last "
+        f"step {step}: the {what}. Lower --lr, lengthen the warm-up or check the data, and continue from a "
         f"checkpoint in {checkpoints_folder(run_folder)}, or start anew when there is none."
     )

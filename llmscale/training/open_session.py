@@ -16,21 +16,18 @@ from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver
-from llmscale.data.build import FeedSettings, build_order
-from llmscale.data.deal import RankLayout
-from llmscale.data.feed import Feed, FeedPlan
-from llmscale.data.order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES
 from llmscale.data.record import SampleRecorder, next_session
-from llmscale.data.shards import TokenShards
 from llmscale.data.tokenizer import load_set_tokenizer
 from llmscale.engine.build import build_engine, check_precision
 from llmscale.engine.distributed import World, is_gpu, join_world
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.evaluate.text import generate_text
 from llmscale.training.agreement import on_main_rank, together
+from llmscale.training.describe import describe_run
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.prepared_run import PreparedRun, as_plain
 from llmscale.training.resume import ResumePoint, find_resume_point
+from llmscale.training.run_data import open_feed, open_validation, run_order
 from llmscale.training.run_folder import create_run_folder, save_run_description
 from llmscale.training.session import Session, report_on_main
 from llmscale.training.stop_request import StopRequest
@@ -66,18 +63,17 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         report = report_on_main(world)
         together(world.control, lambda: check_precision(run.precision))
         on_main_rank(world.control, lambda: create_run_folder(config.run))
-    settings = feed_settings(run)
-    order = build_order(run.location, settings)
-    with clock.phase("data"):
-        shards = together(
-            world.control, lambda: TokenShards(run.location, "train", cache_limit_bytes=settings.cache_limit_bytes)
-        )
-        has_val = "val" in run.location.manifest.splits and config.val_every > 0
-        val_shards = together(world.control, lambda: TokenShards(run.location, "val")) if has_val else None
+    order = run_order(run)
     identity = run.identity(dict(order.identity(run.location.manifest.fingerprint)))
     with clock.phase("checkpoint check"):
         point = find_resume_point(config, identity, world.control, report)
         on_main_rank(world.control, lambda: _clean(config.run, report))
+    state = point.state if point else None
+    first_step, first_sample = (state.step, state.samples_seen) if state else (0, 0)
+    with clock.phase("data"):
+        # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
+        feed = together(world.control, lambda: open_feed(run, world, start_sample=first_sample))
+        validation_shards = together(world.control, lambda: open_validation(run))
     ds_config = resolve_ds(run)
     with clock.phase("engine"):
         engine = build_engine(
@@ -90,9 +86,6 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         )
     with clock.phase("checkpoint load"):
         _load(run, engine, point, world, report)
-    state = point.state if point else None
-    first_step, first_sample = (state.step, state.samples_seen) if state else (0, 0)
-    feed = build_feed_of(run, world, first_sample=first_sample, shards=shards)
     wandb_run = _start_wandb(run, world, state)
     if world.is_main:
         save_run_description(config.run, as_plain(config), run.resolved.as_dict(), ds_config)
@@ -102,7 +95,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         world=world,
         engine=engine,
         feed=feed,
-        validation_shards=val_shards,
+        validation_shards=validation_shards,
         saver=CheckpointSaver(
             config.run,
             keep_last=config.keep_last,
@@ -121,58 +114,6 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         sample_text=_sampler(run, engine) if config.sample_every else None,
         report=report,
         startup_s=clock.seconds,
-    )
-
-
-def feed_settings(run: PreparedRun) -> FeedSettings:
-    """How the training split is ordered and read."""
-    config = run.config
-    return FeedSettings(
-        seed=config.seed,
-        shuffle=config.shuffle,
-        num_canonical_nodes=config.num_canonical_nodes or DEFAULT_CANONICAL_NODES,
-        block_size=config.shuffle_block_size or DEFAULT_BLOCK_SIZE,
-        num_workers=config.num_workers,
-        pin_memory=is_gpu(),
-        cache_limit_bytes=None if config.cache_limit_gib is None else int(config.cache_limit_gib * 2**30),
-    )
-
-
-def build_feed_of(run: PreparedRun, world: World, *, first_sample: int, shards: TokenShards | None = None) -> Feed:
-    """This rank's micro-batches from stream position `first_sample` on."""
-    settings, plan = feed_settings(run), run.resolved.plan
-    layout = RankLayout(world.rank, world.ranks_per_node)
-    return Feed(
-        shards or TokenShards(run.location, "train", cache_limit_bytes=settings.cache_limit_bytes),
-        build_order(run.location, settings),
-        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps),
-        start_step=first_sample // plan.global_batch_size,
-        num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory,
-    )
-
-
-def describe_run(run: PreparedRun, world: World, num_samples: int, report: Callable[[str], None]) -> None:
-    """What is about to be trained, before step 1."""
-    shape, plan, manifest = run.resolved.shape, run.resolved.plan, run.location.manifest
-    for warning in run.ds.warnings:
-        report(f"WARNING: {warning}")
-    report(
-        f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
-        f"{shape.num_parameters:,} parameters, {shape.flops_per_token:.3e} FLOPs per token"
-    )
-    report(
-        f"engine: ZeRO stage {run.zero_stage}, {run.precision}, activation checkpointing {run.checkpointing}, "
-        f"{world.world_size} ranks on {len(world.ranks_per_node)} node(s), {world.device_name}"
-    )
-    report(f"batch: {plan.describe()}")
-    report(
-        f"data: {run.location.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
-        f"{num_samples / plan.global_batch_size:,.1f} steps per epoch"
-    )
-    report(
-        f"run: {run.resolved.total_steps:,} steps, {run.resolved.total_tokens:,} tokens, "
-        f"{run.resolved.total_steps * plan.global_batch_size / num_samples:.2f} epochs; folder {run.config.run}"
     )
 
 

@@ -136,8 +136,9 @@ def train(args: argparse.Namespace, config_name: str, world, source: Path | None
     from llmscale.engine.step import train_step
     from llmscale.engine.timing import PhaseTimer
     from llmscale.engine.zero_shards import group_scalars
-    from llmscale.training.open_session import build_feed_of, resolve_ds
+    from llmscale.training.open_session import resolve_ds
     from llmscale.training.prepared_run import prepare_run
+    from llmscale.training.run_data import open_feed
 
     config = RunConfig(
         ds=REPOSITORY / "ds_configs" / f"{config_name}.json",
@@ -168,7 +169,7 @@ def train(args: argparse.Namespace, config_name: str, world, source: Path | None
         load_engine(engine, checkpoint, state, world.control)
         set_scaler_state(engine, state.loss_scaler)
         first_step = state.step
-    feed = build_feed_of(run, world, first_sample=first_step * GLOBAL_BATCH)
+    feed = open_feed(run, world, start_sample=first_step * GLOBAL_BATCH)
     losses, timer = [], PhaseTimer(world.device)
     for step in range(first_step, run.resolved.total_steps):
         seed_step(config.seed, step, world.rank)

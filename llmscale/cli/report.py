@@ -1,0 +1,58 @@
+"""`llmscale report RUN`: the loss curve and the numbers that matter, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmscale.checkpoint.manifest import checkpoints_folder, read_latest
+from llmscale.report.ascii_chart import draw_chart
+from llmscale.report.run_history import load_history, load_run_manifest
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from llmscale.config.flag_parser import FlagParser
+    from llmscale.data.manifest import Manifest
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `report`."""
+    parser = subparsers.add_parser("report", help="a run's loss curve and results, in the terminal")
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder of train.py")
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    history = load_history(args.run)
+    manifest = load_run_manifest(args.run)
+    entropy = _entropy(manifest, "train")
+    print("loss, nats per token: * training, o validation" + (", --- unigram entropy" if entropy else ""))
+    print(draw_chart({"*": list(history.train.items()), "o": list(history.validation.items())}, entropy))
+    losses = list(history.train.values())
+    last_step = list(history.train)[-1]
+    print(f"\ntraining loss    {losses[0]:.3f} -> {losses[-1]:.3f}{_compare(losses[-1], entropy)}")
+    if history.validation:
+        final = list(history.validation.values())[-1]
+        print(f"validation loss  {final:.3f}{_compare(final, _entropy(manifest, 'val'))}")
+    print(
+        f"progress         {last_step:,} steps, {history.tokens_seen[last_step]:,} tokens, "
+        f"{history.median_tokens_per_second:,.0f} tokens/s"
+    )
+    latest = read_latest(args.run)
+    print(f"checkpoint       {checkpoints_folder(args.run) / latest if latest else 'none yet'}")
+    return 0
+
+
+def _entropy(manifest: Manifest | None, split: str) -> float | None:
+    """Unigram entropy of a split in nats: the loss of a model that knows the tokens' frequencies and nothing else."""
+    return manifest.splits[split].unigram_entropy_nats if manifest and split in manifest.splits else None
+
+
+def _compare(loss: float, entropy: float | None) -> str:
+    """How the loss stands to the unigram entropy, when that is known."""
+    if entropy is None:
+        return ""
+    side = "below" if loss < entropy else "ABOVE"
+    return f"  ({abs(entropy - loss):.3f} {side} the unigram entropy of its tokens, {entropy:.3f})"

@@ -1,0 +1,90 @@
+"""What Streaming would pass over in silence ends a run with one clear error on every rank, soon and without a hang."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SECONDS = 60
+
+
+@pytest.fixture
+def own_set(tiny_set: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny set that a test may damage."""
+    return Path(shutil.copytree(tiny_set, tmp_path / "set"))
+
+
+def shard_of(folder: Path, split: str) -> Path:
+    (shard,) = (folder / split).glob("*.mds")
+    return shard
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda shard: shard.unlink(), "missing"),
+        (lambda shard: shard.write_bytes(shard.read_bytes()[:-3]), "bytes"),
+        (flip_a_bit, "was altered"),
+    ],
+    ids=["missing", "truncated", "altered"],
+)
+def test_a_damaged_set_ends_the_start(
+    ranks: Callable, train_command: Callable, own_set: Path, damage: Callable[[Path], None], text: str
+) -> None:
+    shard = shard_of(own_set, "train")
+    damage(shard)
+    job = ranks(train_command("--steps", "5", "--data", str(own_set), "--num-workers", "1"), 2)
+    outputs = job.wait(SECONDS)
+    assert job.exit_codes == [2, 2], outputs
+    errors = [line for line in outputs[0].splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, outputs[0]
+    assert shard.name in errors[0]
+    assert text in errors[0]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_shard_that_goes_in_mid_run_ends_it_on_every_rank(
+    ranks: Callable, train_command: Callable, own_set: Path, split: str
+) -> None:
+    flags = ("--steps", "100000", "--log-every", "20", "--val-every", "20", "--data", str(own_set))
+    job = ranks(train_command(*flags), 2)
+    wait_for_line(job, "step     20/")
+    shard_of(own_set, split).unlink()
+    began = time.monotonic()
+    outputs = job.wait(SECONDS)
+    assert job.exit_codes == [2, 2], outputs
+    assert time.monotonic() - began < 20
+    assert "error: " in outputs[0]
+    assert shard_of_name(split) in outputs[0]
+
+
+def shard_of_name(split: str) -> str:
+    return f"{split}/shard.00000.mds"
+
+
+def wait_for_line(job: object, text: str) -> None:
+    """Read rank 0's output until `text` comes."""
+    for line in job.processes[0].stdout:  # type: ignore[attr-defined]
+        if text in line:
+            return
+    raise AssertionError(f"the run ended before it printed {text!r}")
+
+
+def test_a_killed_rank_does_not_leave_the_other_waiting(ranks: Callable, train_command: Callable) -> None:
+    job = ranks(train_command("--steps", "100000", "--log-every", "20"), 2)
+    wait_for_line(job, "step     20/")
+    job.processes[1].kill()
+    began = time.monotonic()
+    job.wait(SECONDS)
+    assert time.monotonic() - began < 30
+    assert job.exit_codes[0] not in (0, None)
