@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import torch.distributed as dist
 
@@ -28,7 +28,7 @@ from llmscale.training.metrics import MetricsLog
 from llmscale.training.prepared_run import PreparedRun, as_plain
 from llmscale.training.resume import ResumePoint, find_resume_point
 from llmscale.training.run_data import open_feed, open_validation, run_order
-from llmscale.training.run_folder import create_run_folder, save_run_description
+from llmscale.training.run_folder import create_run_folder, lock_run_folder, save_run_description
 from llmscale.training.session import Session, report_on_main
 from llmscale.training.stop_request import StopRequest
 from llmscale.training.wandb_run import start_wandb
@@ -63,6 +63,8 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         report = report_on_main(world)
         together(world.control, lambda: check_precision(run.precision))
         on_main_rank(world.control, lambda: create_run_folder(config.run))
+        locks: list[TextIO] = []
+        on_main_rank(world.control, lambda: locks.append(lock_run_folder(config.run)))
     order = run_order(run)
     identity = run.identity(dict(order.identity(run.location.manifest.fingerprint)))
     with clock.phase("checkpoint check"):
@@ -114,6 +116,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         sample_text=_sampler(run, engine) if config.sample_every else None,
         report=report,
         startup_s=clock.seconds,
+        locks=locks,
     )
 
 

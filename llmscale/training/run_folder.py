@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
@@ -9,6 +10,7 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
+from typing import TextIO
 
 from llmscale import __version__
 from llmscale.errors import ConfigError
@@ -16,6 +18,7 @@ from llmscale.errors import ConfigError
 CONFIG_NAME = "config.json"
 DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
+LOCK_NAME = ".lock"
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
 
@@ -32,6 +35,29 @@ def create_run_folder(run: Path) -> None:
             f"--run {run} cannot be written to: {error.strerror or error}. Name a folder on a disk with space and "
             "permission."
         ) from None
+
+
+def lock_run_folder(run: Path) -> TextIO:
+    """Claim the folder for this process for as long as the returned file stays open; death releases it too.
+
+    A POSIX record lock: forked data workers do not inherit it, and network file systems know it. Raises ConfigError when
+    another process holds it: two runs in one folder would overwrite each other's checkpoints.
+    """
+    file = (run / LOCK_NAME).open("a+")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise ConfigError(f"--run {run} is in use by {owner}. Wait for it to end, or name another folder.") from None
+    except OSError:
+        # A file system without locks: nothing to claim, and no reason not to train.
+        return file
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on host {platform.node()}\n")
+    file.flush()
+    return file
 
 
 def save_run_description(

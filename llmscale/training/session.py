@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import numpy as np
 import torch
@@ -67,6 +67,8 @@ class Session:
     """Prints one line on the main rank."""
     startup_s: dict[str, float]
     """Seconds per phase of the start, printed after the first step."""
+    locks: list[TextIO]
+    """Held on the main rank until the session ends: the claim on the run folder."""
 
     def __post_init__(self) -> None:
         self.meter = StepMeter(self.world.device)
@@ -90,6 +92,8 @@ class Session:
             self.recorder.close()
         if self.log:
             self.log.close()
+        for lock in self.locks:
+            lock.close()
         if kind is None:
             leave_world()
 

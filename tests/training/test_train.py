@@ -21,3 +21,17 @@ def test_trains_logs_and_saves(ranks: Callable, train_command: Callable, tmp_pat
     assert json.loads((run / "config.json").read_text())["resolved"]["plan"]["global_batch_size"] == 8
     assert json.loads((run / "ds_config.json").read_text())["train_batch_size"] == 8
     assert "start-up: " in output
+
+
+def test_two_runs_cannot_share_a_folder(ranks: Callable, train_command: Callable) -> None:
+    first = ranks(train_command("--steps", "100000", "--log-every", "20"), 1)
+    for line in first.processes[0].stdout:
+        if "step     20/" in line:
+            break
+    second = ranks(train_command("--steps", "5"), 1)
+    output = second.wait()[0]
+    assert second.exit_codes == [2]
+    assert f"is in use by process {first.processes[0].pid} on host" in output
+    first.kill()
+    third = ranks(train_command("--steps", "30"), 1)
+    assert "finished at step 30 of 30" in third.wait()[0]

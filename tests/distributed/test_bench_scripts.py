@@ -1,0 +1,51 @@
+"""The two scripts that show what resuming is worth, small in the default suite and whole in the slow one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+
+def run_script(name: str, *flags: str) -> str:
+    """Run a script of scripts/bench; its output. A failed check in it is a failed test."""
+    result = subprocess.run(
+        [sys.executable, str(REPOSITORY / "scripts" / "bench" / name), *flags],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_ten_faults() -> None:
+    output = run_script("chaos.py", "--faults", "10", "--seed", "7")
+    assert "all 400 steps consumed exactly the untouched run's" in output
+    assert "no finished one was ever damaged" in output
+
+
+def test_a_part_of_the_resume_matrix() -> None:
+    output = run_script("resume_matrix.py", "--configs", "zero1,zero3_offload", "--worlds", "1,2")
+    assert "all bit-equal" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", "1e-5"), ("bf16", "2e-2")])
+def test_the_whole_resume_matrix(precision: str, tolerance: str) -> None:
+    assert "all bit-equal" in run_script("resume_matrix.py", "--precision", precision, "--tolerance", tolerance)
+
+
+@pytest.mark.slow
+def test_dropout_is_bit_equal_in_the_whole_matrix() -> None:
+    """With dropout on, another world size draws other numbers, so only the same world size is compared."""
+    output = run_script("resume_matrix.py", "--worlds", "2", "--configs", "zero1,zero3", "--dropout", "0.1")
+    assert "all bit-equal" in output
+
+
+@pytest.mark.slow
+def test_fifty_faults() -> None:
+    assert "all 2000 steps consumed" in run_script("chaos.py", "--faults", "50", "--seed", "1")
