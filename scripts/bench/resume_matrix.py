@@ -9,6 +9,9 @@ A cell is the largest relative difference over the steps after the resume betwee
 run of the configuration that resumes; `=` means that every loss is equal to the last bit. Exit status 1 when a cell is
 above --tolerance, or when a cell of the same ds_config and world size is not `=`.
 
+In fp32 the differences come from sums taken in another order (another world size, another bucket). In bf16 they start
+from the rounding of one weight or gradient, 2^-9 = 2e-3 relative, so that is the tolerance to give: --tolerance 2e-3.
+
 Each world size is one job of real gloo ranks that builds engine after engine; the data come from a prepared set through
 the real feed.
 """

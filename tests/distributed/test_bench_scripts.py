@@ -34,7 +34,7 @@ def test_a_part_of_the_resume_matrix() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", "1e-5"), ("bf16", "2e-2")])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", "1e-5"), ("bf16", "2e-3")])
 def test_the_whole_resume_matrix(precision: str, tolerance: str) -> None:
     assert "all bit-equal" in run_script("resume_matrix.py", "--precision", precision, "--tolerance", tolerance)
 
