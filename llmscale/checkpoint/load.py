@@ -19,6 +19,7 @@ from llmscale.engine.zero_shards import (
     materialise_optimizer_state,
     refresh_low_precision_weights,
     set_group_scalars,
+    write_back,
 )
 from llmscale.errors import CheckpointError
 
@@ -61,7 +62,9 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
     stored = load_index(folder)
     if any(not key.startswith((f"{MASTER}/", "frozen/", "buffer/")) for key in stored):
         materialise_optimizer_state(engine)
-    _fill(folder, engine_fragments(engine), group)
+    fragments = engine_fragments(engine)
+    _fill(folder, fragments, group)
+    write_back(engine, fragments)
     set_group_scalars(engine, state.optimizer_scalars)
     refresh_low_precision_weights(engine)
     engine.global_steps = state.step
@@ -72,6 +75,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup
     kinds = (f"{MASTER}/", "frozen/", "buffer/")
     fragments = {key: value for key, value in engine_fragments(engine).items() if key.startswith(kinds)}
     _fill(folder, fragments, group)
+    write_back(engine, fragments)
     refresh_low_precision_weights(engine)
 
 

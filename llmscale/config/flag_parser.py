@@ -16,7 +16,8 @@ class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError and knows the closest legal flag or subcommand."""
 
     def __init__(self, **settings: object) -> None:
-        """As argparse, but no flag may be abbreviated, in subcommands neither: `--se` must not come to mean `--seed`."""
+        """As argparse, but no flag may be abbreviated, in subcommands neither: `--se` must not come to mean
+        `--seed`."""
         super().__init__(**settings)  # type: ignore[arg-type]  # argparse's own keywords
         self.allow_abbrev = False
 

@@ -7,7 +7,8 @@ equal pieces, the last one padded. Here all of them become views of flat tensors
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 #: DeepSpeed releases whose layout was tested, [from, to).
 TESTED_DEEPSPEED = ((0, 19, 8), (0, 20))
@@ -76,46 +78,55 @@ def check_deepspeed_version() -> None:
 
 
 def state_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
-    """Live views of everything this rank owns: '<state>/<parameter>', 'frozen/<parameter>', 'buffer/<buffer>'.
+    """Views of everything this rank owns: '<state>/<parameter>', 'frozen/<parameter>', 'buffer/<buffer>'.
 
     <state> is `master` (fp32 weights) or the optimizer's own name of a tensor that has an element per weight
-    (`exp_avg`, ...). A state of another shape (Adafactor's row and column sums, stage 0 only) is kept whole.
+    (`exp_avg`, ...). A state of another shape (Adafactor's row and column sums, stage 0 only) is kept whole. The views
+    are live, but for what lies on NVMe, which is copied into host memory: hand those to write_back after changing them.
     """
-    states = inner_optimizer(engine).state
     views: dict[str, ShardView] = {}
-    for place in placements(engine):
-        views[f"{MASTER}/{place.name}"] = place.view(place.flat)
-        for key, value in states.get(place.flat, {}).items():
-            if not isinstance(value, Tensor) or value.numel() == 1 != place.flat.numel():
-                continue
-            if value.numel() == place.flat.numel():
-                views[f"{key}/{place.name}"] = place.view(value)
-            else:
-                views[f"{key}/{place.name}"] = ShardView(value.detach().view(-1), 0, value.numel())
+    for places in _places_by_flat(engine):
+        with _in_memory(engine, places[0].flat, write=False) as was_on_nvme:
+            for key, view in _views_of(engine, places):
+                views[key] = ShardView(view.local.clone(), view.start, view.total) if was_on_nvme else view
     return views | _frozen_views(engine) | _buffer_views(engine)
+
+
+def write_back(engine: DeepSpeedEngine, views: Mapping[str, ShardView]) -> None:
+    """Store views that state_views gave out and the caller has filled; only what lies on NVMe needs it."""
+    for places in _places_by_flat(engine):
+        if not _is_on_nvme(engine, places[0].flat):
+            continue
+        with _in_memory(engine, places[0].flat, write=True):
+            for key, view in _views_of(engine, places):
+                if key in views:
+                    view.local.copy_(views[key].local)
 
 
 def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
     """Per optimizer group, the states that are one number (Adam's `step`)."""
-    states = inner_optimizer(engine).state
     scalars: dict[str, dict[str, float]] = {}
-    for place in placements(engine):
-        for key, value in states.get(place.flat, {}).items():
-            if not isinstance(value, Tensor) or value.numel() == 1 != place.flat.numel():
-                scalars.setdefault(place.group, {})[key] = float(value)
-    return scalars
+    for places in _places_by_flat(engine):
+        flat, group = places[0].flat, places[0].group
+        if group in scalars:
+            continue
+        with _in_memory(engine, flat, write=False):
+            state = inner_optimizer(engine).state.get(flat, {})
+            scalars[group] = {key: float(value) for key, value in state.items() if not _has_elements(value, flat)}
+    return {group: values for group, values in scalars.items() if values}
 
 
-def set_group_scalars(engine: DeepSpeedEngine, scalars: dict[str, dict[str, float]]) -> None:
+def set_group_scalars(engine: DeepSpeedEngine, scalars: Mapping[str, Mapping[str, float]]) -> None:
     """The inverse of group_scalars; groups that are not in `scalars` are left alone."""
-    states = inner_optimizer(engine).state
-    for place in placements(engine):
-        state = states.get(place.flat, {})
-        for key, number in scalars.get(place.group, {}).items():
-            if isinstance(state.get(key), Tensor):
-                state[key].fill_(number)
-            else:
-                state[key] = type(state.get(key, number))(number)
+    for places in _places_by_flat(engine):
+        flat = places[0].flat
+        with _in_memory(engine, flat, write=True):
+            state = inner_optimizer(engine).state.get(flat, {})
+            for key, number in scalars.get(places[0].group, {}).items():
+                if isinstance(state.get(key), Tensor):
+                    state[key].fill_(number)
+                else:
+                    state[key] = type(state.get(key, number))(number)
 
 
 def materialise_optimizer_state(engine: DeepSpeedEngine) -> None:
@@ -124,20 +135,29 @@ def materialise_optimizer_state(engine: DeepSpeedEngine) -> None:
     One step with gradients of zero and a learning rate of zero changes no weight.
     """
     optimizer = inner_optimizer(engine)
-    groups = {group["name"]: group for group in optimizer.param_groups}
-    for flat, name in {id(p.flat): (p.flat, p.group) for p in placements(engine)}.values():
+    for places in _places_by_flat(engine):
+        flat = places[0].flat
         if optimizer.state.get(flat):
             continue
-        group = groups[name]
-        params, lr, grad = group["params"], group["lr"], flat.grad
-        others = [(other, other["params"]) for other in optimizer.param_groups if other is not group]
-        for other, _ in others:
-            other["params"] = []
-        group["params"], group["lr"], flat.grad = [flat], 0.0, torch.zeros_like(flat)
-        optimizer.step()
-        group["params"], group["lr"], flat.grad = params, lr, grad
-        for other, kept in others:
-            other["params"] = kept
+        with _in_memory(engine, flat, write=True), _only(optimizer, places[0].group, flat):
+            optimizer.step()
+
+
+@contextmanager
+def _only(optimizer: torch.optim.Optimizer, group_name: str, flat: Tensor) -> Iterator[None]:
+    """For the time being the optimizer has one tensor, with a gradient of zero and a learning rate of zero."""
+    kept = [(group, group["params"], group["lr"]) for group in optimizer.param_groups]
+    gradient = flat.grad
+    for group in optimizer.param_groups:
+        group["params"] = [flat] if group["name"] == group_name else []
+        group["lr"] = 0.0
+    flat.grad = torch.zeros_like(flat)
+    try:
+        yield
+    finally:
+        flat.grad = gradient
+        for group, params, lr in kept:
+            group["params"], group["lr"] = params, lr
 
 
 def reset_step_counts(engine: DeepSpeedEngine) -> None:
@@ -151,8 +171,13 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
     """Copy the master weights into the weights that the forward pass uses. Collective."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
-        for low, master in zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True):
-            low.data.copy_(master.data)
+        for index, master in enumerate(zero.fp32_partitioned_groups_flat):
+            low = zero.fp16_partitioned_groups_flat[index]
+            with _in_memory(engine, master, write=False):
+                if low is None:  # the parameters lie on NVMe
+                    zero._partitioned_params_swap_out(index)
+                else:
+                    low.data.copy_(master.data)
     elif hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
     elif hasattr(zero, "fp16_groups"):  # stage 0 in 16 bit
@@ -174,6 +199,57 @@ def placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
     if hasattr(zero, "partition_count") or hasattr(zero, "single_partition_of_fp32_groups"):
         return _stage12_placements(engine)
     return _stage0_placements(engine)
+
+
+def _places_by_flat(engine: DeepSpeedEngine) -> list[list[Placement]]:
+    """Placements that lie in the same flat tensor, together."""
+    flats: dict[int, list[Placement]] = {}
+    for place in placements(engine):
+        flats.setdefault(id(place.flat), []).append(place)
+    return list(flats.values())
+
+
+def _views_of(engine: DeepSpeedEngine, places: list[Placement]) -> Iterator[tuple[str, ShardView]]:
+    """Master weights and optimizer states of parameters that lie in one flat tensor."""
+    state = inner_optimizer(engine).state.get(places[0].flat, {})
+    for place in places:
+        yield f"{MASTER}/{place.name}", place.view(place.flat)
+        for key, value in state.items():
+            if not _has_elements(value, place.flat):
+                continue
+            whole = value.numel() != place.flat.numel()
+            view = ShardView(value.detach().view(-1), 0, value.numel()) if whole else place.view(value)
+            yield f"{key}/{place.name}", view
+
+
+def _has_elements(value: object, flat: Tensor) -> bool:
+    """Whether an optimizer state is a tensor of elements, not one number such as Adam's `step`."""
+    return isinstance(value, Tensor) and (value.numel() > 1 or value.numel() == flat.numel())
+
+
+def _is_on_nvme(engine: DeepSpeedEngine, flat: Tensor) -> bool:
+    zero = engine.optimizer
+    return getattr(zero, "swap_optimizer", False) and zero._swappable_optimizer_subgroup(_sub_group_of(zero, flat))
+
+
+def _sub_group_of(zero: DeepSpeedZeroOptimizer_Stage3, flat: Tensor) -> int:
+    return next(index for index, other in enumerate(zero.fp32_partitioned_groups_flat) if other is flat)
+
+
+@contextmanager
+def _in_memory(engine: DeepSpeedEngine, flat: Tensor, *, write: bool) -> Iterator[bool]:
+    """Have a flat tensor and its optimizer states in memory; gives whether they lay on NVMe, and goes back there."""
+    if not _is_on_nvme(engine, flat):
+        yield False
+        return
+    zero = engine.optimizer
+    index = _sub_group_of(zero, flat)
+    zero._optimizer_states_and_gradient_swap_in(index)
+    yield True
+    if write:
+        zero._optimizer_states_and_gradient_swap_out(index)
+    else:
+        zero._release_swap_buffers(index)
 
 
 def _stage0_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:

@@ -31,7 +31,8 @@ def run_order(run: PreparedRun) -> SampleOrder:
 
 
 def open_feed(run: PreparedRun, world: World, *, start_sample: int) -> Feed:
-    """This rank's micro-batches from stream position `start_sample` on. Raises DataError when a shard is not as it was."""
+    """This rank's micro-batches from stream position `start_sample` on. Raises DataError when a shard is not as it
+    was."""
     plan = run.resolved.plan
     layout = RankLayout(world.rank, world.ranks_per_node)
     feed_plan = FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps)

@@ -40,8 +40,8 @@ def create_run_folder(run: Path) -> None:
 def lock_run_folder(run: Path) -> TextIO:
     """Claim the folder for this process for as long as the returned file stays open; death releases it too.
 
-    A POSIX record lock: forked data workers do not inherit it, and network file systems know it. Raises ConfigError when
-    another process holds it: two runs in one folder would overwrite each other's checkpoints.
+    A POSIX record lock: forked data workers do not inherit it, and network file systems know it. Raises ConfigError
+    when another process holds it: two runs in one folder would overwrite each other's checkpoints.
     """
     file = (run / LOCK_NAME).open("a+")
     try:
