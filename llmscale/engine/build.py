@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ def build_engine(
 
     logger.setLevel(logging.ERROR)
     check_deepspeed_version()
+    check_async_io(ds_config)
     check_precision(precision)
     model = build_model(
         resolved, seed=config.seed, checkpointing=checkpointing, ds_config=ds_config, zero_stage=zero_stage
@@ -77,6 +79,20 @@ def build_engine(
     reset_step_counts(engine)
     keep_gradient_norm_of_plain_optimizer(engine)
     return engine
+
+
+def check_async_io(ds_config: Mapping[str, object]) -> None:
+    """Offload to NVMe needs DeepSpeed's async_io, which is compiled against libaio on first use."""
+    from deepspeed.accelerator import get_accelerator
+
+    if '"device": "nvme"' not in json.dumps(ds_config):
+        return
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    if builder is None or not builder.is_compatible(verbose=False):
+        raise ConfigError(
+            "offload to NVMe needs DeepSpeed's async_io extension, and libaio is not installed. Fix: apt-get install "
+            "libaio-dev (or libaio-devel), or use ds_configs/zero3_offload.json, which offloads to host memory."
+        )
 
 
 def check_precision(precision: Precision) -> None:

@@ -4,6 +4,7 @@ folder."""
 from __future__ import annotations
 
 import os
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -79,11 +80,25 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:
         raise DataError(f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction.")
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
+    _check_nvme_paths(ds)
     _check_run_folder(config)
     run = PreparedRun(config, ds, location, resolve_run(config, facts, world_size))
     # Resolved again when the device is known; what contradicts the run is found here.
     run.ds_config(has_gpu=False)
     return run
+
+
+def _check_nvme_paths(ds: DsConfig) -> None:
+    """The ds_config names a folder on a local disk of every node; DeepSpeed would find out late that one has none."""
+    for name in ("offload_optimizer", "offload_param"):
+        offload = getattr(ds.keys.zero, name)
+        if offload is None or offload.device != "nvme":
+            continue
+        if not os.access(offload.nvme_path, os.W_OK):
+            raise ConfigError(
+                f"{ds.source}: {name}.nvme_path {offload.nvme_path} is no folder that can be written to on this host. "
+                "Make it on a local NVMe disk of every node, or name another in a copy of the file."
+            )
 
 
 def _check_run_folder(config: RunConfig) -> None:
