@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -49,7 +50,8 @@ class Ranks:
         """End what still runs, data workers included: each rank leads a process group of its own."""
         for process in self.processes:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
@@ -110,7 +112,24 @@ def ranks() -> Iterator[Callable[..., Ranks]]:
 def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared set of English-like text: bytes, seq_len 32, about 2,400 training samples."""
     folder = tmp_path_factory.mktemp("tiny")
-    words = "the quick brown fox jumps over a lazy dog while many small models learn to read".split()
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "while",
+        "many",
+        "small",
+        "models",
+        "learn",
+        "to",
+        "read",
+    ]
     draw = random.Random(0)
     lines = [json.dumps({"text": " ".join(draw.choice(words) for _ in range(80))}) for _ in range(200)]
     (folder / "text.jsonl").write_text("\n".join(lines))

@@ -4,7 +4,6 @@ folder."""
 from __future__ import annotations
 
 import os
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast

@@ -13,7 +13,9 @@ IDENTITY = {"global_batch_size": 8, "seq_len": 32, "data": "abc", "seed": 1, "or
 
 
 def test_survives_json() -> None:
-    state = RunState(3, 24, 768, 1, IDENTITY, "fp16", {"decay": {"step": 2.0}}, {"decay": {"lr": 0.1}}, {"cur_scale": 8})
+    state = RunState(
+        3, 24, 768, 1, IDENTITY, "fp16", {"decay": {"step": 2.0}}, {"decay": {"lr": 0.1}}, {"cur_scale": 8}
+    )
     assert parse_run_state(json.loads(json.dumps(state.as_dict()))) == state
 
 

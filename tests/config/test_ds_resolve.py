@@ -122,9 +122,7 @@ def test_an_inconsistent_plan_is_refused() -> None:
         (0.5, 0.0, 0.0),
     ],
 )
-def test_gradient_clipping_flag_over_file_over_default(
-    written: object, flag: float | None, clipping: float
-) -> None:
+def test_gradient_clipping_flag_over_file_over_default(written: object, flag: float | None, clipping: float) -> None:
     assert resolve({"gradient_clipping": written}, gradient_clipping=flag)["gradient_clipping"] == clipping
 
 
@@ -149,9 +147,7 @@ def test_stage_0_has_nothing_to_configure() -> None:
         (False, {"pin_memory": True}, False),
     ],
 )
-def test_host_memory_is_pinned_for_a_gpu_only(
-    has_gpu: bool, written: dict[str, object], pinned: bool
-) -> None:
+def test_host_memory_is_pinned_for_a_gpu_only(has_gpu: bool, written: dict[str, object], pinned: bool) -> None:
     config = zero(3, offload_optimizer={"device": "cpu", **written}, offload_param={"device": "none"})
     resolved = section(resolve(config, has_gpu=has_gpu), "zero_optimization")
     assert resolved["offload_optimizer"] == {"device": "cpu", "pin_memory": pinned}
@@ -177,9 +173,7 @@ def test_types_of_gradients_are_written_out(
     resolved = resolve(zero(stage), precision_override=precision)
     assert section(resolved, "data_types") == {"grad_accum_dtype": accumulation}
     assert resolved["communication_data_type"] == communication
-    switched_on = {
-        name for name in ("bf16", "fp16", "torch_autocast") if section(resolved, name)["enabled"] is True
-    }
+    switched_on = {name for name in ("bf16", "fp16", "torch_autocast") if section(resolved, name)["enabled"] is True}
     assert switched_on == {"torch_autocast" if precision == "autocast" else precision} - {"fp32"}
 
 

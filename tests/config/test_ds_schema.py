@@ -237,9 +237,7 @@ def test_precision(config: dict[str, object], precision: str) -> None:
 
 
 def test_fp16_settings_are_readable() -> None:
-    config = parse(
-        zero_optimization={"stage": 2}, fp16={"enabled": True, "loss_scale_window": 50, "min_loss_scale": 4}
-    )
+    config = parse(zero_optimization={"stage": 2}, fp16={"enabled": True, "loss_scale_window": 50, "min_loss_scale": 4})
     assert config.fp16 is not None
     assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window) == (16, 50)
     assert parse(bf16={"enabled": True}, fp16={"enabled": False}).fp16 is None

@@ -54,9 +54,7 @@ def pydantic_sections() -> list[tuple[str, type[Section], type[BaseModel]]]:
 
 
 @pytest.mark.parametrize(("path", "ours", "theirs"), pydantic_sections(), ids=lambda value: str(value)[:40])
-def test_a_section_has_deepspeeds_keys_and_defaults(
-    path: str, ours: type[Section], theirs: type[BaseModel]
-) -> None:
+def test_a_section_has_deepspeeds_keys_and_defaults(path: str, ours: type[Section], theirs: type[BaseModel]) -> None:
     from deepspeed.runtime.config import _REMOVED_ZERO_CONFIG_KEYS
 
     fields = {field.alias or name: field for name, field in theirs.model_fields.items()}
@@ -71,15 +69,11 @@ def test_a_section_has_deepspeeds_keys_and_defaults(
 class Recorder(dict[str, object]):
     """A dict that notes which keys are asked for, and hands out recorders for its sections."""
 
-    def __init__(
-        self, asked: set[str], prefix: str = "", sections: Mapping[str, object] | None = None
-    ) -> None:
+    def __init__(self, asked: set[str], prefix: str = "", sections: Mapping[str, object] | None = None) -> None:
         super().__init__()
         self.asked, self.prefix = asked, prefix
         for name, section in (sections or {}).items():
-            self[name] = (
-                Recorder(asked, f"{prefix}{name}.", section) if isinstance(section, dict) else section
-            )
+            self[name] = Recorder(asked, f"{prefix}{name}.", section) if isinstance(section, dict) else section
 
     def __copy__(self) -> Recorder:
         return self
@@ -106,9 +100,7 @@ def test_every_key_that_deepspeed_asks_for_is_known() -> None:
 
     plain_sections = ("activation_checkpointing", "aio", "data_types", "flops_profiler", "torch_autocast")
     asked: set[str] = set()
-    DeepSpeedConfig(
-        Recorder(asked, sections={"train_batch_size": 1, **{name: {} for name in plain_sections}})
-    )
+    DeepSpeedConfig(Recorder(asked, sections={"train_batch_size": 1, **{name: {} for name in plain_sections}}))
     assert "zero_optimization" in asked
     assert "torch_autocast.enabled" in asked
     top = {key.split(".")[0] for key in asked}

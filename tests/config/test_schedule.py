@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -67,7 +69,7 @@ def test_never_above_the_peak_never_below_the_floor_and_never_rising_after_warm_
     total = warmup + decay + 5
     s = schedule(name, warmup=warmup, total=total, decay=decay if name == "wsd" else total, floor=floor)
     rates = [s.learning_rate(step) for step in range(warmup, total + 10)]
-    assert all(earlier >= later for earlier, later in zip(rates, rates[1:], strict=False))
+    assert all(earlier >= later for earlier, later in itertools.pairwise(rates))
     assert max(rates) <= 1e-3 * (1 + 1e-12)
     assert min(rates) >= 1e-3 * floor * (1 - 1e-12)
     assert all(0 < s.learning_rate(step) <= 1e-3 for step in range(warmup))

@@ -1,7 +1,7 @@
 """Rank script of test_zero_state.py: save a small module's whole state under every stage, load it under every other.
 
-The module has what our GPT has not: a buffer, a frozen parameter, and an optimizer with three moments. After each load the
-state is saved again, and both checkpoints must hold the same bits under the same names.
+The module has what our GPT has not: a buffer, a frozen parameter, and an optimizer with three moments. After each load
+the state is saved again, and both checkpoints must hold the same bits under the same names.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ def test_without_a_launcher_there_is_one_rank(environment: pytest.MonkeyPatch) -
     assert 1024 <= int(os.environ["MASTER_PORT"]) < 65536
 
 
-@pytest.mark.parametrize(
-    ("said", "copied"), [("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
-)
+@pytest.mark.parametrize(("said", "copied"), [("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")])
 def test_each_launcher_s_word_for_the_ranks_of_a_node_is_understood(
     environment: pytest.MonkeyPatch, said: str, copied: str
 ) -> None:

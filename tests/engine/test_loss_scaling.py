@@ -70,7 +70,7 @@ def test_overflow_at_the_smallest_scale_is_explained_in_one_line_on_every_rank(
 def test_other_failures_are_not_explained_away() -> None:
     with pytest.raises(ValueError, match="something else"), explain_smallest_scale(3):
         raise ValueError("something else")
-    with pytest.raises(TrainingError, match="^step 4: "), explain_smallest_scale(3):
+    with pytest.raises(TrainingError, match=r"^step 4: "), explain_smallest_scale(3):
         raise Exception("Current loss scale already at minimum - cannot decrease scale anymore. Exiting run.")
 
 

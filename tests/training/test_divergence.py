@@ -66,7 +66,7 @@ def test_a_run_whose_loss_is_nan_ends(
     outputs = job.wait()
     assert job.exit_codes == [2] * world_size, outputs
     last = outputs[0].splitlines()[-1]
-    assert last.startswith("error: step 11: the last 10 steps had a loss or a gradient that is NaN or infinite. Lower --lr")
+    assert last.startswith("error: step 11: the last 10 steps had a loss or a gradient that is NaN or infinite. Lower")
     assert str(tmp_path / "run" / "checkpoints") in last
     assert "Traceback" not in "".join(outputs)
     assert list_checkpoints(tmp_path / "run") == []

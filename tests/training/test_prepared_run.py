@@ -56,9 +56,7 @@ def test_a_run_is_identified_by_what_decides_its_samples_and_not_by_ranks_or_pat
     assert prepare(tiny_set, tmp_path, "--seed=2").identity(order)["seed"] == 2
 
 
-def test_a_folder_that_may_not_be_written_to(
-    tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_may_not_be_written_to(tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(ConfigError, match=f"--run {tmp_path}/run: {tmp_path} may not be written to; name a folder"):
         prepare(tiny_set, tmp_path)

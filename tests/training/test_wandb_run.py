@@ -20,7 +20,8 @@ def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     run = tmp_path / "run"
-    job = ranks([__file__, *train_command("--wandb", "--wandb-name", "a name", "--steps", "3", "--val-every", "3")[1:]], 2)
+    flags = ("--wandb", "--wandb-name", "a name", "--steps", "3", "--val-every", "3")
+    job = ranks([__file__, *train_command(*flags)[1:]], 2)
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
     assert "wandb imported: True" in outputs[0]

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+
+
+@pytest.fixture
+def run(trained_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run that may be damaged."""
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))
+
+
+def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = main(["checkpoint", *words])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_list_has_one_line_each_the_newest_first(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, "list", str(trained_run))
+    assert (status, err) == (0, "")
+    heading, newest, older = out.splitlines()
+    assert heading.split() == ["checkpoint", "step", "tokens", "ranks", "stage", "precision", "GiB", "created"]
+    assert newest.split()[:6] == ["step-00000003", "3", str(3 * 4 * 32), "1", "2", "bf16"]
+    assert newest.endswith("<- latest")
+    assert older.startswith("step-00000002")
+    assert "latest" not in older
+
+
+def test_list_shows_a_damaged_manifest_and_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/step-00000003/manifest.json").write_text("{}")
+    status, out, _ = call(capsys, "list", str(run))
+    assert status == 0
+    assert "step-00000003    DAMAGED: " in out
+    assert out.splitlines()[2].startswith("step-00000002")
+
+
+def test_show_prints_files_and_state(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = call(capsys, "show", str(trained_run / "checkpoints/step-00000002"))
+    assert status == 0
+    assert "  tokens_seen: 256\n" in out
+    assert "state.json  xxh3_128 " in out
+    state = json.loads(out[out.index("\n{\n") :])
+    assert (state["step"], state["samples_seen"], state["config"]["model"]) == (2, 8, "tiny-1m")
+
+
+def test_verify_says_whole_and_needs_no_torch(trained_run: Path, llmscale: Callable) -> None:
+    done = llmscale("checkpoint", "verify", str(trained_run), torch_free=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "step-00000003: whole\nstep-00000002: whole\n", "")
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+def test_verify_names_the_damaged_file_and_ends_with_1(
+    run: Path, capsys: pytest.CaptureFixture[str], damage: str
+) -> None:
+    shard = next((run / "checkpoints/step-00000003").glob("*.distcp"))
+    content = bytearray(shard.read_bytes())
+    if damage == "flip":
+        content[1000] ^= 1
+    shard.write_bytes(content[:-1] if damage == "cut" else content)
+    if damage == "delete":
+        shard.unlink()
+    status, out, _ = call(capsys, "verify", str(run))
+    assert status == 1
+    newest, older = out.splitlines()
+    assert newest.startswith(f"step-00000003: DAMAGED: {shard} ")
+    assert older == "step-00000002: whole"
+    assert call(capsys, "verify", str(run / "checkpoints/step-00000002"))[0] == 0
+
+
+def test_diff_shows_what_differs_and_only_that(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    newer, older = (str(trained_run / "checkpoints" / f"step-0000000{step}") for step in (3, 2))
+    status, out, _ = call(capsys, "diff", older, newer)
+    assert status == 0
+    assert out.startswith(f"- {older}\n+ {newer}\n")
+    assert "\nstep\n  - 2\n  + 3\n" in out
+    assert "\nsamples_seen\n  - 8\n  + 12\n" in out
+    assert "seed" not in out
+    assert call(capsys, "diff", newer, newer)[1] == f"- {newer}\n+ {newer}\n"
+
+
+def test_a_folder_without_checkpoints_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in ("list", "show", "verify"):
+        status, out, err = call(capsys, action, str(tmp_path))
+        assert (status, out) == (2, "")
+        assert err.startswith(f"error: {tmp_path} has no checkpoints")
+        assert len(err.splitlines()) == 1

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale import __version__
+from llmscale.cli import main as cli
+
+
+def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Callable) -> None:
+    done = llmscale("--help", torch_free=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("data", "sample", "checkpoint"):
+        assert re.search(rf"^    {command}\b", done.stdout, re.MULTILINE)
+    assert "deepspeed llmscale/train.py --ds ds_configs/zero2.json" in " ".join(done.stdout.split())
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"llmscale {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("smple",), "error: 'smple' is not known. Did you mean 'sample'? Legal: data, "),
+        ((), "error: the following arguments are required: COMMAND."),
+        (("checkpoint", "lst"), "error: 'lst' is not known. Did you mean 'list'? Legal: list, show, verify, diff.\n"),
+        (("sample", "r", "p", "--temprature=1"), "error: unknown argument '--temprature'. Did you mean '--temp"),
+        (
+            ("sample", "r", "p", "--top-k", "x"),
+            "error: argument --top-k: must be a whole number of at least 1, not 'x'.",
+        ),
+        (("sample", "r"), "error: the following arguments are required: PROMPT."),
+        (("sample", "nowhere", "p"), "error: nowhere does not exist. Name a run folder of train.py (--run), or one of"),
+        (("checkpoint", "show", "nowhere"), "error: nowhere does not exist. Name a run folder"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(
+    words: tuple[str, ...],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(said)
+    assert len(err.splitlines()) == 1
+
+
+def test_mistakes_are_answered_without_torch(llmscale: Callable) -> None:
+    for words in (("smple",), ("sample", "nowhere", "p"), ("checkpoint", "list", "nowhere")):
+        done = llmscale(*words, torch_free=True)
+        assert done.returncode == 2, done
+        assert done.stderr.startswith("error: ")
+
+
+def run_with_handler(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> int:
+    def handler(_: argparse.Namespace) -> int:
+        raise error
+
+    class Parser:
+        def parse_args(self, _: object) -> argparse.Namespace:
+            return argparse.Namespace(handler=handler)
+
+    monkeypatch.setattr(cli, "build_parser", Parser)
+    return cli.main([])
+
+
+def test_ctrl_c_has_the_shell_s_status_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_with_handler(monkeypatch, KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_closed_pipe_is_no_error(trained_run: Path) -> None:
+    """`llmscale ... | head`: the reader goes away before the writer is done."""
+    show = f"'{sys.executable}' -m llmscale.cli.main checkpoint show '{trained_run}'"
+    script = f"{{ {show}; echo status $? >&2; }} | true"
+    done = subprocess.run(["bash", "-c", script], cwd=Path(cli.__file__).parents[2], capture_output=True, text=True)
+    assert done.stderr == "status 0\n"

@@ -1,0 +1,91 @@
+"""The scripts in scripts/bench start, and the shortest run of those that measure gives every number they promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BENCH = REPOSITORY / "scripts" / "bench"
+SCRIPTS = ("chaos", "checkpoint", "engine_overhead", "order_memory", "resume_matrix")
+
+
+def run_script(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCH / f"{name}.py"), *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_says_what_is_measured_and_how_to_run_it(name: str) -> None:
+    answer = run_script(name, "--help")
+    assert answer.returncode == 0, answer.stderr
+    assert f"python scripts/bench/{name}.py" in answer.stdout
+
+
+def test_readme_describes_every_script_and_every_result_has_a_script() -> None:
+    readme = (BENCH / "README.md").read_text()
+    assert [name for name in SCRIPTS if f"`{name}.py`" not in readme] == []
+    assert [path.name for path in (BENCH / "results").iterdir() if not path.name.startswith(SCRIPTS)] == []
+
+
+def test_engine_overhead_needs_the_plain_loop_to_compare_with() -> None:
+    answer = run_script("engine_overhead", "--only", "train.py, ZeRO-2")
+    assert answer.returncode == 2
+    assert "--only must keep 'plain loop'" in answer.stderr
+
+
+@pytest.mark.slow
+def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_path: Path) -> None:
+    contestants = ["plain loop", "train.py, ZeRO-2", "train.py, ZeRO-3"]
+    if importlib.util.find_spec("accelerate"):
+        contestants.append("Trainer, ZeRO-2")
+    answer = run_script(
+        *("engine_overhead", "--data", str(tiny_set), "--seq-len", "32", "--model", "tiny-1m", "--layers", "1"),
+        *("--batch", "4", "--rounds", "1", "--steps", "3", "--starts", "1", "--json", str(tmp_path / "result.json")),
+        *("--only", *contestants),
+        timeout_s=300,
+    )
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert set(result["wall"]) == set(result["processor"]) == set(result["last_losses"]) == set(contestants)
+    assert result["wall"]["plain loop"]["ratio"] == 1
+    for name in contestants:
+        assert result["last_losses"][name] == pytest.approx(result["last_losses"]["plain loop"], rel=1e-4)
+        assert name in answer.stdout
+    assert {"cpu", "cores", "torch", "deepspeed", "load_average"} <= set(result["machine"])
+    assert result["first_step"][0]["seconds"] > 1
+    assert "engine" in result["first_step"][0]["phases"]
+
+
+@pytest.mark.slow
+def test_checkpoint_measures_both_ways_of_saving_and_resuming(tmp_path: Path) -> None:
+    answer = run_script(
+        *("checkpoint", "--stages", "2", "--worlds", "2,1", "--rounds", "1", "--layers", "1", "--width", "64"),
+        *("--json", str(tmp_path / "result.json")),
+        timeout_s=300,
+    )
+    assert answer.returncode == 0, answer.stderr
+    stage = json.loads((tmp_path / "result.json").read_text())["stages"]["zero2"]
+    saves = {"save ours", "save deepspeed", "convert"}
+    same_size = {"resume ours 2 to 2", "resume deepspeed 2 to 2", "resume ours 1 to 1"}
+    assert set(stage["measurements"]) == saves | same_size | {"resume ours 2 to 1", "resume universal 2 to 1"}
+    for taken in stage["measurements"].values():
+        assert len(taken) == 1
+        assert taken[0]["seconds"] > 0
+        assert taken[0]["peak_rss_bytes"] > 2**20
+    assert 0 < stage["measurements"]["save ours"][0]["held_s"] <= stage["measurements"]["save ours"][0]["seconds"]
+    # fp32 weights and two moments: twelve bytes a parameter, whatever the training precision.
+    assert stage["measurements"]["save ours"][0]["bytes"] > 12 * stage["parameters"]
+    assert "no extra disk" in answer.stdout
