@@ -134,9 +134,11 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = [json.dumps({"text": " ".join(draw.choice(words) for _ in range(80))}) for _ in range(200)]
     (folder / "text.jsonl").write_text("\n".join(lines))
     subprocess.run(
-        [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")]
-        + ["--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"]
-        + ["--workers", "1"],
+        [
+            *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")),
+            *("--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"),
+            *("--workers", "1"),
+        ],
         check=True,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},

@@ -27,7 +27,7 @@ from llmscale.engine.loss_scaling import explain_smallest_scale, get_scaler_stat
 from llmscale.engine.randomness import seed_step
 from llmscale.engine.step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, inner_optimizer
-from llmscale.errors import DataError
+from llmscale.errors import CheckpointError, DataError
 from llmscale.training.agreement import Verdict, agree, together
 from llmscale.training.divergence import LostSteps, check_weights
 from llmscale.training.meter import StepMeter, peak_memory_bytes
@@ -182,11 +182,18 @@ class Session:
         self._saved_step, self._last_save_s = self.step, time.monotonic()
 
     def finish(self) -> None:
-        """Save what is not saved yet, and wait until it is on disk."""
+        """Save what is not saved yet, and wait until it is on disk. Raises CheckpointError when it cannot be."""
         total = self.run.resolved.total_steps
         if self.step > self.first_step:
             self.save()
-        self.saver.wait()
+            self.saver.wait()
+            if self.saver.last_saved_step != self.step:
+                raise CheckpointError(
+                    f"training ended at step {self.step} of {total}, but its last checkpoint could not be saved "
+                    "(see the "
+                    "warning above). Make room or mend the folder, and start again to repeat the steps since the "
+                    "last one."
+                )
         stopped = self.stop.received and self.step < total
         why = f"stopped by {self.stop.received[0]}" if stopped else "finished"
         if self.step < total and not stopped:

@@ -24,7 +24,7 @@ def test_trains_logs_and_saves(ranks: Callable, train_command: Callable, tmp_pat
 
 
 def test_two_runs_cannot_share_a_folder(ranks: Callable, train_command: Callable) -> None:
-    first = ranks(train_command("--steps", "100000", "--log-every", "20"), 1)
+    first = ranks(train_command("--steps", "100000", "--log-every", "20", "--save-every", "0"), 1)
     for line in first.processes[0].stdout:
         if "step     20/" in line:
             break
@@ -35,3 +35,20 @@ def test_two_runs_cannot_share_a_folder(ranks: Callable, train_command: Callable
     first.kill()
     third = ranks(train_command("--steps", "30"), 1)
     assert "finished at step 30 of 30" in third.wait()[0]
+
+
+def test_an_end_that_cannot_be_saved_is_not_a_success(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    """The kernel refuses to let any file grow beyond 64 kB, as a full disk would; the optimizer's state is larger."""
+    limited = (
+        "import resource, runpy, signal, sys;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536));"
+        "runpy.run_path(sys.argv.pop(1), run_name='__main__')"
+    )
+    job = ranks(["-c", limited, *train_command("--steps", "4", "--save-every", "2")], 1)
+    (output,) = job.wait()
+    assert job.exit_codes == [2], output
+    assert output.count("was NOT saved") == 2
+    assert "step      4/4" in output
+    assert "error: training ended at step 4 of 4, but its last checkpoint could not be saved" in output
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
