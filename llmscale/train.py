@@ -57,4 +57,9 @@ def train(run: PreparedRun, stop: StopRequest, began: float) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after an error gloo's threads still wait for their peers, and the interpreter's way out would now
+    # and then abort with SIGABRT instead of the exit code. Everything that must be on disk is there by now.
+    os._exit(exit_code)

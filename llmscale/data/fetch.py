@@ -144,7 +144,7 @@ class ShardFetcher:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return DataError(
                 f"The disk of the data cache {self._folder} is full: {where} needs {shard.bytes:,} bytes "
-                f"({error.strerror}). Free space, choose another --data-cache, or set --data-cache-limit."
+                f"({error.strerror}). Free space, choose another --data-cache, or set --cache-limit-gib."
             )
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
             return DataError(f"Cannot write {where} to {self._folder}: {error.strerror}. Choose another --data-cache.")

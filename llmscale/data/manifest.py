@@ -245,15 +245,13 @@ def check_set_matches(
     largest = max(split.max_token_id for split in manifest.splits.values())
     if largest >= vocab_size:
         raise DataError(
-            f"{where} holds token ids up to {largest}, beyond the model's vocab_size {vocab_size}. Use "
-            "--vocab-size "
-            f"{manifest.vocab_size}, or prepare the text with the model's tokenizer."
+            f"{where} holds token ids up to {largest}, beyond the model's vocab_size {vocab_size}. Prepare the text "
+            "with the model's tokenizer."
         )
     if manifest.vocab_size != vocab_size:
         raise DataError(
             f"{where} was prepared with the tokenizer {manifest.tokenizer} of {manifest.vocab_size} tokens, "
-            "the model "
-            f"has vocab_size {vocab_size}. Use --vocab-size {manifest.vocab_size}, or another set."
+            f"the model has vocab_size {vocab_size}. Prepare the text with the model's tokenizer, or use another set."
         )
     if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
         raise DataError(

@@ -96,7 +96,7 @@ class TokenShards:
         raise DataError(
             f"Shard {self._folder / shard.name} was removed from the cache {_ATTEMPTS} times while it was "
             "needed: "
-            "--data-cache-limit is too small for the runs that share the cache."
+            "--cache-limit-gib is too small for the runs that share the cache."
         )
 
     def _verify(self, shard: ShardInfo, reader: ShardReader) -> None:

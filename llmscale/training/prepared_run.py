@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.find import find_checkpoint
+from llmscale.checkpoint.find import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder, list_checkpoints
+from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.ds_resolve import resolve_ds_config
 from llmscale.config.ds_schema import DsConfig, read_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import CheckpointingMode, Precision, RunConfig
 from llmscale.data.location import SetLocation, open_set
+from llmscale.data.manifest import Manifest, check_set_matches
 from llmscale.engine.adafactor import check_adafactor_stage
 from llmscale.errors import ConfigError, DataError
 
@@ -64,6 +66,9 @@ class PreparedRun:
             "global_batch_size": self.resolved.plan.global_batch_size,
             "seq_len": self.resolved.plan.seq_len,
             "data": self.location.manifest.fingerprint,
+            # Not compared on resume, where the fingerprint says it all, but when another run begins from these weights.
+            "vocab_size": self.location.manifest.vocab_size,
+            "tokenizer_sha256": self.location.manifest.tokenizer_sha256,
             "seed": self.config.seed,
             "order": {key: value for key, value in order_identity.items() if key not in elsewhere},
         }
@@ -81,10 +86,25 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
     _check_nvme_paths(ds)
     _check_run_folder(config)
+    if config.init_from is not None:
+        _check_same_tokenizer(manifest, config)
     run = PreparedRun(config, ds, location, resolve_run(config, facts, world_size))
     # Resolved again when the device is known; what contradicts the run is found here.
     run.ds_config(has_gpu=False)
     return run
+
+
+def _check_same_tokenizer(manifest: Manifest, config: RunConfig) -> None:
+    """Weights mean tokens and positions: those of another run are of use only with its tokenizer and seq_len."""
+    assert config.init_from is not None
+    state = parse_run_state(read_state(find_checkpoint(config.init_from)))
+    check_set_matches(
+        manifest,
+        config.data,
+        vocab_size=cast("int", state.identity["vocab_size"]),
+        seq_len=cast("int", state.identity["seq_len"]),
+        tokenizer_sha256=cast("str", state.identity["tokenizer_sha256"]),
+    )
 
 
 def _check_nvme_paths(ds: DsConfig) -> None:

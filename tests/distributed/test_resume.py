@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +16,7 @@ import pytest
 from llmscale.checkpoint.manifest import list_checkpoints
 from llmscale.checkpoint.retention import step_of
 from llmscale.data.record import load_recorded
-from tests.conftest import read_losses
+from tests.conftest import REPOSITORY, read_losses
 
 Train = Callable[..., str]
 
@@ -131,3 +135,15 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(train: Train, tmp_path:
     output = train("zero1", 1, "--schedule", "constant", "--steps", "22", "--precision", "bf16")
     assert "precision changes from fp32 to bf16" in output
     assert set(read_losses(tmp_path / "run")) == set(range(1, 23))
+
+
+def test_weights_of_another_tokenizer_are_refused(train: Train, tmp_path: Path) -> None:
+    train("zero1", 1)
+    other = tmp_path / "other"
+    command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", json.__path__[0]]
+    command += ["--out", str(other), "--tokenizer", "bytes", "--seq-len", "16", "--workers", "1"]
+    subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    flags = ("--init-from", str(tmp_path / "run"), "--data", str(other), "--run", str(tmp_path / "second"))
+    output = train("zero1", 1, *flags, expect=2)
+    assert "was prepared for seq_len 16, the model has seq_len 32" in output
+    assert not (tmp_path / "second").exists()

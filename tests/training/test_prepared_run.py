@@ -52,7 +52,7 @@ def test_a_run_is_identified_by_what_decides_its_samples_and_not_by_ranks_or_pat
     two = prepare(tiny_set, tmp_path, "--lr=1", "--micro-batch-size=1", world_size=2).identity(order)
     assert one == two
     assert one["order"] == {"block_size": 64}, "what has a key of its own is not named twice"
-    assert set(one) == {"global_batch_size", "seq_len", "data", "seed", "order"}
+    assert set(one) == {"global_batch_size", "seq_len", "data", "seed", "order", "vocab_size", "tokenizer_sha256"}
     assert prepare(tiny_set, tmp_path, "--seed=2").identity(order)["seed"] == 2
 
 

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Everything that can be checked without running a test: style, types, shell scripts. People, pre-commit and CI run this.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/lib/environment.sh
+source scripts/lib/environment.sh
+
+main() {
+    local failed=()
+    ensure_environment
+    check ruff check .
+    check ruff format --check .
+    check mypy
+    check shellcheck --external-sources scripts/*.sh scripts/lib/*.sh .ci/run
+    if ((${#failed[@]})); then
+        printf '== failed: %s\n' "${failed[@]}" >&2
+        return 1
+    fi
+}
+
+# Run one check and go on when it fails, so that one run shows everything there is to mend.
+check() {
+    printf '== %s\n' "$*"
+    "$@" || failed+=("$*")
+}
+
+main

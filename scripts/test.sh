@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The checks of check.sh, then the tests. Arguments go to pytest: ./scripts/test.sh -m slow, ./scripts/test.sh tests/data -k order
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=scripts/lib/environment.sh
+source scripts/lib/environment.sh
+ensure_environment
+
+./scripts/check.sh
+echo "== pytest"
+# Every rank of a distributed test is a process of its own, so one thread each is plenty.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Two at a time: most tests wait for processes of their own. A file's tests stay together, for what they share.
+pytest --numprocesses 2 --dist loadfile "$@"
