@@ -94,6 +94,12 @@ def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequenc
     return Ranks(processes)
 
 
+def shared_memory_segments() -> set[str]:
+    """Names in /dev/shm, without the semaphores that Python's multiprocessing makes and unlinks at once: tests that run
+    beside this one make them too."""
+    return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
+
+
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Ranks]]:
     """`ranks(command, world_size)` starts a job; whatever still runs when the test ends is killed."""

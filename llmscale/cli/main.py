@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,15 +30,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a user's mistake is one line on stderr and exit status 2."""
     try:
         args = build_parser().parse_args(argv)
-        return args.handler(args)
+        status = args.handler(args)
+        sys.stdout.flush()
+        return status
     except LlmscaleError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # `llmscale ... | head` closed the pipe: not an error, and Python must not complain of it at exit.
-        sys.stderr.close()
+        # `llmscale ... | head` closed the pipe: not an error, and Python's own flush at exit must not make it one.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 

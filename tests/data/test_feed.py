@@ -23,6 +23,7 @@ from llmscale.data.location import SetLocation, open_set
 from llmscale.data.order import SampleOrder
 from llmscale.data.shards import TokenShards
 from llmscale.errors import ConfigError, DataError
+from tests.conftest import shared_memory_segments
 
 GLOBAL_BATCH = 24
 #: World sizes 1, 2, 3, 4, 6 and 8 on one to six nodes, equal and unequal.
@@ -197,7 +198,7 @@ def test_a_process_that_ends_without_closing_does_not_hang(location: SetLocation
 @pytest.mark.parametrize("micro_batch_size", [2, 2000])
 def test_a_killed_process_leaves_nothing_behind(location: SetLocation, tmp_path: Path, micro_batch_size: int) -> None:
     """No shared memory, no lock file, no worker: not even one that waits to write into a full pipe (64 kB)."""
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory_segments()
     command = [sys.executable, "-c", LEAVE_OPEN, str(location.folder), "wait", str(micro_batch_size)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -210,7 +211,7 @@ def test_a_killed_process_leaves_nothing_behind(location: SetLocation, tmp_path:
     while _group_exists(process.pid) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     assert not _group_exists(process.pid)
-    assert set(os.listdir("/dev/shm")) <= before | {name for name in os.listdir("/dev/shm") if "deepspeed" in name}
+    assert shared_memory_segments() <= before
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
