@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,14 +78,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         validation_shards = together(world.control, lambda: open_validation(run))
     ds_config = resolve_ds(run)
     with clock.phase("engine"):
-        engine = build_engine(
-            config,
-            run.resolved,
-            ds_config,
-            zero_stage=run.zero_stage,
-            precision=run.precision,
-            checkpointing=run.checkpointing,
-        )
+        engine = build_run_engine(run, ds_config)
     with clock.phase("checkpoint load"):
         _load(run, engine, point, world, report)
     wandb_run = _start_wandb(run, world, state)
@@ -98,13 +91,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         engine=engine,
         feed=feed,
         validation_shards=validation_shards,
-        saver=CheckpointSaver(
-            config.run,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-            in_background=config.async_save,
-            report=report,
-        ),
+        saver=_saver(run, report),
         recorder=_recorder(run, world, first_step),
         log=MetricsLog(config.run, run.resolved.total_steps, wandb_run) if world.is_main else None,
         stop=stop,
@@ -117,6 +104,29 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         report=report,
         startup_s=clock.seconds,
         locks=locks,
+    )
+
+
+def build_run_engine(run: PreparedRun, ds_config: Mapping[str, object]) -> DeepSpeedEngine:
+    """The engine of a run, untrained. Collective."""
+    return build_engine(
+        run.config,
+        run.resolved,
+        ds_config,
+        zero_stage=run.zero_stage,
+        precision=run.precision,
+        checkpointing=run.checkpointing,
+    )
+
+
+def _saver(run: PreparedRun, report: Callable[[str], None]) -> CheckpointSaver:
+    config = run.config
+    return CheckpointSaver(
+        config.run,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        in_background=config.async_save,
+        report=report,
     )
 
 

@@ -1,0 +1,272 @@
+#!/usr/bin/env python3
+"""Save and resume, beside DeepSpeed's own save and load and its universal conversion, on the same state. Linux.
+
+    python scripts/bench/checkpoint.py --json result.json
+
+At each ZeRO stage the first of --worlds saves, and every one of them resumes: with ours directly, with DeepSpeed's at
+the same number of ranks by load_checkpoint, at another by ds_to_universal and then load_checkpoint. Ours is also
+resumed at W ranks from a checkpoint that W ranks wrote: what that takes is what resuming costs without any change of
+size, by the same number of processes, and the ratio to it is what the change costs.
+
+Every save and every load happens in processes of its own with a fresh engine, forked from ranks that have imported
+everything; all is repeated --rounds times in alternating order. Every load is checked: sums over the loaded weights and
+moments must be the saved ones.
+Ours counts what train.py does: `held` is how long a step waits for a save, `total` runs until the files are hashed,
+synced and renamed; a resume includes the verification of all hashes. DeepSpeed's save does not sync, so the seconds
+for a sync of its files are given beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from machine import describe_machine
+from paced_ranks import REPOSITORY, Job, Orders, free_port
+
+sys.path.insert(0, str(REPOSITORY))
+
+#: Measurements by what was measured: "save ours", "resume ours 2 to 1", ...
+Taken = dict[str, list[dict[str, float]]]
+SETTINGS = ("stages", "worlds", "layers", "width", "precision", "rounds")
+GLOBAL_BATCH = 4
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.convert:
+        run_conversion(*args.convert)
+        return 0
+    if args.rank_job:
+        run_rank_job(args)
+        return 0
+    machine = describe_machine()
+    stages = {}
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.scratch) as scratch:
+        prepare_text(Path(scratch) / "set")
+        for stage in args.stages:
+            folder = Path(scratch) / f"zero{stage}"
+            folder.mkdir()
+            stages[f"zero{stage}"] = measure_stage(args, stage, folder, Path(scratch) / "set")
+    result = {
+        "machine": {**machine, "load_average_after": [round(load, 2) for load in os.getloadavg()]},
+        "settings": {key: getattr(args, key) for key in SETTINGS},
+        "stages": stages,
+    }
+    print(format_result(args, result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser.add_argument("--stages", type=numbers, default=[2, 3], help="ZeRO stages (default: 2,3)")
+    parser.add_argument("--worlds", type=numbers, default=[2, 1, 4], help="the first one saves (default: 2,1,4)")
+    parser.add_argument("--layers", type=int, default=8, help="default: 8")
+    parser.add_argument("--width", type=int, default=640, help="heads are 64 wide (default: 640)")
+    parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"], help="default: bf16")
+    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--scratch", type=Path, help="where the checkpoints are written; default: the temporary folder")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--rank-job", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--convert", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def prepare_text(folder: Path) -> None:
+    """A small set: what is trained on plays no part here."""
+    command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", json.__path__[0]]
+    command += ["--out", str(folder), "--tokenizer", "bytes", "--seq-len", "64", "--workers", "1"]
+    subprocess.run([*command, "--val-fraction", "0"], check=True, cwd=REPOSITORY, capture_output=True)
+
+
+def measure_stage(args: argparse.Namespace, stage: int, folder: Path, data: Path) -> dict[str, object]:
+    """All rounds of one stage: bytes, and every measurement by name."""
+    saver, *_ = args.worlds
+    jobs: dict[int, Job] = {}
+    taken: Taken = {}
+    try:
+        for world in args.worlds:
+            command = [__file__, "--rank-job", str(folder), "--data", str(data), "--stages", str(stage)]
+            command += ["--layers", str(args.layers), "--width", str(args.width), "--precision", args.precision]
+            jobs[world] = Job(command, world, threads=1, log=folder / f"world-{world}.log")
+        for world, job in jobs.items():
+            if world != saver:
+                job.order(f"{free_port()} save ours")
+        for number in range(args.rounds):
+            one_round(jobs, saver, folder, number, taken)
+            print(f"zero{stage}: round {number + 1}/{args.rounds}", file=sys.stderr, flush=True)
+        for job in jobs.values():
+            job.finish()
+    finally:
+        for job in jobs.values():
+            job.kill()
+    parameters = [values.pop("parameters") for values in taken["save ours"]]
+    return {"parameters": parameters[0], "measurements": taken}
+
+
+def one_round(jobs: dict[int, Job], saver: int, folder: Path, number: int, taken: Taken) -> None:
+    """Save both ways, convert, resume in every way; the order within alternates from round to round."""
+    direction = 1 if number % 2 == 0 else -1
+
+    def take(name: str, values: dict[str, float]) -> None:
+        taken.setdefault(name, []).append(values)
+
+    for whose in ("ours", "deepspeed")[::direction]:
+        take(f"save {whose}", worst(jobs[saver].order(f"{free_port()} save {whose}")))
+    take("convert", convert(folder / "deepspeed", folder / "universal"))
+    for world, job in jobs.items():
+        sources = [("ours", saver), ("ours", world), ("deepspeed" if world == saver else "universal", saver)]
+        for whose, source in list(dict.fromkeys(sources))[::direction]:
+            answers = job.order(f"{free_port()} resume {whose} {source}")
+            take(f"resume {whose} {source} to {world}", worst(answers))
+
+
+def worst(answers: list[dict]) -> dict[str, float]:
+    """The slowest, the largest rank."""
+    return {key: max(answer[key] for answer in answers) for key in answers[0]}
+
+
+def convert(source: Path, target: Path) -> dict[str, float]:
+    """DeepSpeed's conversion as its user runs it; seconds of the command and of its work, and the disk it needs."""
+    for old in (target, target.parent / "latest_universal"):
+        subprocess.run(["rm", "-rf", str(old)], check=True)
+    began, peak_bytes = time.perf_counter(), 0
+    command = [sys.executable, __file__, "--convert", str(source / "step"), str(target)]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        outputs: list[str] = []
+        reader = threading.Thread(target=lambda: outputs.extend(process.communicate()))
+        reader.start()
+        while reader.is_alive():
+            peak_bytes = max(peak_bytes, folder_bytes(target))
+            reader.join(0.02)
+    if process.returncode:
+        raise SystemExit(f"the conversion failed:\n{outputs[1][-4000:]}")
+    measured = json.loads(outputs[0].splitlines()[-1])
+    final = folder_bytes(target)
+    return {"command_s": time.perf_counter() - began, "bytes": final, "most_bytes": max(peak_bytes, final), **measured}
+
+
+def run_conversion(source: str, target: str) -> None:
+    """Inside the process that converts: what is measured begins when everything is imported."""
+    import resource
+
+    from deepspeed.checkpoint import ds_to_universal
+
+    sys.argv = ["ds_to_universal", "--input_folder", source, "--output_folder", target, "--inject_missing_state"]
+    began = time.perf_counter()
+    ds_to_universal.main(ds_to_universal.parse_arguments())
+    seconds = time.perf_counter() - began
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    peak = max(resource.getrusage(kind).ru_maxrss * 1024 for kind in kinds)
+    print(json.dumps({"seconds": seconds, "peak_rss_bytes": peak}))
+
+
+def folder_bytes(folder: Path) -> int:
+    """Bytes of all files below; files that disappear meanwhile do not count."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.stat(os.path.join(path, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def run_rank_job(args: argparse.Namespace) -> None:
+    """Inside a rank: do what is ordered, each time in a fork, until there are no more orders.
+
+    A fork starts without engine, threads or ranks, and takes all its memory with it when it ends: DeepSpeed does not
+    let go of a stage-3 engine.
+    """
+    orders = Orders()
+    from checkpoint_rank import CheckpointRank
+
+    while order := orders.wait():
+        port, *task = order.split()
+        child = os.fork()
+        if child:
+            if os.waitpid(child, 0)[1]:
+                raise SystemExit(f"'{order}' failed")
+            continue
+        status = 1
+        try:
+            os.environ["MASTER_PORT"] = port
+            rank = CheckpointRank(args.rank_job, args.data, args.stages[0], args.layers, args.width, args.precision)
+            orders.answer(rank.obey(task))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+
+
+def format_result(args: argparse.Namespace, result: dict) -> str:
+    saver, *others = args.worlds
+    lines = []
+    for stage, found in result["stages"].items():
+
+        def median(name: str, key: str = "seconds", taken: Taken = found["measurements"]) -> float:
+            return statistics.median(values[key] for values in taken[name])
+
+        def spread(name: str, taken: Taken = found["measurements"]) -> str:
+            seconds = [values["seconds"] for values in taken[name]]
+            peak = max(values["peak_rss_bytes"] for values in taken[name]) / 2**20
+            text = f"{statistics.median(seconds):6.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
+            return f"{text}, largest process {peak:,.0f} MiB"
+
+        lines.append(f"{stage} x{saver}, {found['parameters'] / 1e6:.1f}M parameters, {args.precision}")
+        lines.append(
+            f"  save ours        {spread('save ours')}; training held up for {median('save ours', 'held_s'):.2f} s; "
+            f"{median('save ours', 'bytes') / 2**20:,.0f} MiB on disk"
+        )
+        lines.append(
+            f"  save DeepSpeed   {spread('save deepspeed')}, all held up, + {median('save deepspeed', 'sync_s'):.2f} "
+            f"s to sync; {median('save deepspeed', 'bytes') / 2**20:,.0f} MiB on disk"
+        )
+        lines.append(f"  resume at the same {saver} ranks")
+        lines.append(f"    ours           {spread(f'resume ours {saver} to {saver}')}")
+        lines.append(f"    DeepSpeed      {spread(f'resume deepspeed {saver} to {saver}')}")
+        for world in others:
+            change = median(f"resume ours {saver} to {world}")
+            same = median(f"resume ours {world} to {world}")
+            ratio = change / median(f"resume ours {saver} to {saver}")
+            theirs = median("convert") + median(f"resume universal {saver} to {world}")
+            lines.append(f"  resume at {world} ranks what {saver} saved")
+            lines.append(f"    ours           {spread(f'resume ours {saver} to {world}')}")
+            lines.append(
+                f"                   {change / same:.2f} x the resume of what {world} saved ({same:.2f} s), "
+                f"{ratio:.2f} x the resume at {saver} ranks; no extra disk"
+            )
+            lines.append(f"    DeepSpeed      conversion {spread('convert')}")
+            lines.append(f"                   + load {spread(f'resume universal {saver} to {world}')}")
+            lines.append(
+                f"                   = {theirs:.2f} s, {theirs / change:.1f} x ours; extra disk "
+                f"{median('convert', 'bytes') / 2**20:,.0f} MiB, {median('convert', 'most_bytes') / 2**20:,.0f} MiB "
+                "while it converts"
+            )
+    machine = result["machine"]
+    load = f"{machine['load_average'][0]} before, {machine['load_average_after'][0]} after"
+    lines.append(f"medians (smallest-largest); {machine['cpu']}, {machine['cores']} cores; load average {load}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""One rank of checkpoint.py: saves and resumes on order, both ways, and says what it took."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import deepspeed  # noqa: F401  # here rather than once per fork, where everything else imports it
+import torch
+import torch.distributed as dist
+from checkpoint import GLOBAL_BATCH, folder_bytes
+from paced_ranks import REPOSITORY
+
+from llmscale.checkpoint.find import find_checkpoint, read_state
+from llmscale.checkpoint.fragments import engine_fragments
+from llmscale.checkpoint.load import find_damage_together, load_engine
+from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.config.run_config import RunConfig
+from llmscale.engine.build import build_engine, set_learning_rate
+from llmscale.engine.distributed import join_world, leave_world
+from llmscale.engine.loss_scaling import set_scaler_state
+from llmscale.engine.step import train_step
+from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
+from llmscale.training.divergence import check_weights
+from llmscale.training.open_session import resolve_ds
+from llmscale.training.prepared_run import prepare_run
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+class CheckpointRank:
+    """Everything that a rank does here. Collective: all ranks get the same orders."""
+
+    def __init__(self, folder: Path, data: Path, stage: int, layers: int, width: int, precision: str) -> None:
+        self._folder = folder
+        self._world = join_world()
+        config = RunConfig(
+            ds=REPOSITORY / "ds_configs" / f"zero{stage}.json",
+            data=str(data),
+            model="tiny-1m",
+            n_layer=layers,
+            n_head=width // min(64, width),
+            n_embd=width,
+            precision=precision,
+            global_batch_size=GLOBAL_BATCH,
+            micro_batch_size=GLOBAL_BATCH // self._world.world_size,
+            steps=10,
+            run=folder / "unused",
+        )
+        self._run = prepare_run(config, self._world.world_size)
+
+    def obey(self, task: list[str]) -> dict[str, float]:
+        """`save ours|deepspeed` or `resume ours|deepspeed|universal SAVED_BY`; once per process."""
+        if task[0] == "resume":
+            answer = self._resume(task[1], int(task[2]))
+        elif task[1] == "ours":
+            answer = self._save_ours(self._train())
+        else:
+            answer = self._save_deepspeed(self._train())
+        leave_world()
+        return answer
+
+    def _build(self, extra: dict[str, object]) -> DeepSpeedEngine:
+        run = self._run
+        ds_config = {**resolve_ds(run), **extra}
+        return build_engine(
+            run.config,
+            run.resolved,
+            ds_config,
+            zero_stage=run.zero_stage,
+            precision=run.precision,
+            checkpointing="none",
+        )
+
+    def _train(self) -> DeepSpeedEngine:
+        """An engine after one step, so that no moment is zero."""
+        engine = self._build({})
+        shape, plan = self._run.resolved.shape, self._run.resolved.plan
+        generator = torch.Generator().manual_seed(self._world.rank)
+        size = (plan.micro_batch_size, shape.seq_len + 1)
+        tokens = torch.randint(shape.vocab_size, size, generator=generator)
+        set_learning_rate(engine, 1e-3)
+        train_step(engine, [tokens], self._world.device, PhaseTimer(self._world.device))
+        sums = self._sums(engine)
+        if self._world.is_main:
+            torch.save(sums, self._sums_path(self._world.world_size))
+        return engine
+
+    def _save_ours(self, engine: DeepSpeedEngine) -> dict[str, float]:
+        """What Session.save does, and then the wait for the background that only the end of a run has."""
+        folder = self._folder / f"ours-{self._world.world_size}"
+        saver = CheckpointSaver(folder, keep_last=1, keep_every=0, in_background=True, report=stop_at_warning)
+        with self._measured() as taken:
+            began = time.perf_counter()
+            fragments = engine_fragments(engine)
+            weights = (fragment.local for key, fragment in fragments.items() if key.startswith(f"{MASTER}/"))
+            check_weights(weights, self._world.control, 1, folder)
+            state = self._run_state(engine).as_dict()
+            stage, precision = self._run.zero_stage, self._run.precision
+            saver.save(Snapshot(1, 0, stage, precision, state, copy_out(fragments)))
+            taken["held_s"] = time.perf_counter() - began
+            saver.wait()
+        return {**taken, "bytes": folder_bytes(folder), "parameters": self._run.resolved.shape.num_parameters}
+
+    def _run_state(self, engine: DeepSpeedEngine) -> RunState:
+        return RunState(
+            step=1,
+            samples_seen=GLOBAL_BATCH,
+            tokens_seen=0,
+            skipped_steps=0,
+            identity={},
+            precision=self._run.precision,
+            optimizer_scalars=group_scalars(engine),
+            optimizer_groups={},
+        )
+
+    def _save_deepspeed(self, engine: DeepSpeedEngine) -> dict[str, float]:
+        folder = self._folder / "deepspeed"
+        if self._world.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+        with self._measured() as taken:
+            engine.save_checkpoint(str(folder), tag="step")
+        began = time.perf_counter()
+        if self._world.is_main:
+            sync_files(folder)
+        return {**taken, "sync_s": time.perf_counter() - began, "bytes": folder_bytes(folder)}
+
+    def _resume(self, whose: str, saved_by: int) -> dict[str, float]:
+        """Fill a fresh engine; what is measured begins when the engine is there."""
+        engine = self._build({"checkpoint": {"load_universal": True}} if whose == "universal" else {})
+        with self._measured() as taken:
+            if whose == "ours":
+                began = time.perf_counter()
+                checkpoint = find_checkpoint(self._folder / f"ours-{saved_by}")
+                damage = find_damage_together(checkpoint, self._world.control)
+                if damage:
+                    raise SystemExit(damage)
+                taken["verify_s"] = time.perf_counter() - began
+                state = parse_run_state(read_state(checkpoint))
+                load_engine(engine, checkpoint, state, self._world.control)
+                set_scaler_state(engine, state.loss_scaler)
+            elif whose == "deepspeed":
+                engine.load_checkpoint(str(self._folder / "deepspeed"), tag="step")
+            else:
+                engine.load_checkpoint(str(self._folder), tag="universal")
+        self._check(engine, saved_by)
+        return taken
+
+    @contextmanager
+    def _measured(self) -> Iterator[dict[str, float]]:
+        """Seconds between two barriers, and the largest resident size of this process in between, in bytes."""
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what building the engine left behind would hide the growth
+        before = resident_bytes("VmRSS")
+        # Begins a new maximum: proc(5), clear_refs.
+        Path("/proc/self/clear_refs").write_text("5")
+        taken: dict[str, float] = {}
+        dist.barrier(self._world.control)
+        began = time.perf_counter()
+        yield taken
+        dist.barrier(self._world.control)
+        taken["seconds"] = time.perf_counter() - began
+        taken["peak_rss_bytes"] = resident_bytes("VmHWM")
+        taken["peak_rss_growth_bytes"] = taken["peak_rss_bytes"] - before
+
+    def _sums(self, engine: DeepSpeedEngine) -> torch.Tensor:
+        """Sums of magnitudes of weights and of each moment over all ranks, fp64 [3]."""
+        totals = torch.zeros(3, dtype=torch.float64)
+        for key, view in state_views(engine).items():
+            kind = key.partition("/")[0]
+            if kind in STATES:
+                totals[STATES.index(kind)] += view.local.double().abs().sum()
+        dist.all_reduce(totals, group=self._world.control)
+        return totals
+
+    def _sums_path(self, saved_by: int) -> Path:
+        return self._folder / f"sums-{saved_by}.pt"
+
+    def _check(self, engine: DeepSpeedEngine, saved_by: int) -> None:
+        loaded, saved = self._sums(engine), torch.load(self._sums_path(saved_by), weights_only=True)
+        if not torch.allclose(loaded, saved, rtol=1e-9):
+            raise SystemExit(f"sums of {STATES} were {saved.tolist()} when saved and are {loaded.tolist()}")
+
+
+STATES = (MASTER, "exp_avg", "exp_avg_sq")
+
+
+def resident_bytes(field: str) -> int:
+    """A field of /proc/self/status that is in kB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def sync_files(folder: Path) -> None:
+    """Wait until every file below is on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def stop_at_warning(line: str) -> None:
+    """A save that fails is only a warning in a run; here it is the end."""
+    if line.startswith("WARNING"):
+        raise SystemExit(line)

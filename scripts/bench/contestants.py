@@ -1,0 +1,255 @@
+"""The three training loops that engine_overhead.py compares, each as one rank runs it.
+
+They share the model, the initial weights, the samples and their order, the optimizer and its groups, clipping, the
+learning-rate schedule and the interval at which the loss is read. All of that is resolved by train.py's own code.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from paced_ranks import Orders
+
+from llmscale.config.parse import parse_run_config
+from llmscale.training.prepared_run import PreparedRun, prepare_run
+
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import Dataset
+
+
+class Pace:
+    """Called at the end of each step. Stops at the border of each block of steps until the next block is ordered.
+
+    A block's clock runs from its order to the end of its last step, with the device synchronised at both ends, so it
+    holds everything that the loop does per step: fetching data, logging, agreement between ranks.
+    """
+
+    def __init__(self, orders: Orders, warmup_steps: int, block_steps: int) -> None:
+        self._orders, self._warmup, self._block = orders, warmup_steps, block_steps
+        self._steps, self._began_s, self._began_cpu_s = 0, time.perf_counter(), time.process_time()
+
+    def step_done(self) -> None:
+        self._steps += 1
+        done = self._steps - self._warmup
+        if done < 0 or done % self._block:
+            return
+        _synchronize()
+        seconds, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._began_cpu_s
+        self._orders.answer({"seconds": seconds, "cpu_s": cpu_s})
+        self._orders.wait()
+        self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What one rank of one contestant needs."""
+
+    run: PreparedRun
+    arguments: list[str]
+    """train.py's command line."""
+    windows: Path
+    """The samples of the whole run, in the order in which train.py's feed deals them: uint16 [samples, seq_len + 1]."""
+    pace: Pace
+
+
+def prepare(arguments: list[str], world_size: int) -> PreparedRun:
+    return prepare_run(parse_run_config(arguments), world_size)
+
+
+def save_windows(run: PreparedRun, path: Path) -> None:
+    """Every sample of the run, in order: the other loops read them from one memory-mapped file, the cheapest feed."""
+    from llmscale.data.build import build_order
+    from llmscale.data.shards import TokenShards
+    from llmscale.training.run_data import feed_settings
+
+    samples = np.arange(run.resolved.total_steps * run.resolved.plan.global_batch_size, dtype=np.int64)
+    ids = build_order(run.location, feed_settings(run)).sample_ids(samples)
+    np.save(path, TokenShards(run.location, "train").read(ids))
+
+
+def run_train_py(contest: Contest) -> float:
+    """train.py itself, from its command line on; only the end of a step is watched."""
+    from llmscale import train
+    from llmscale.training.session import Session
+
+    after = Session.after
+
+    def after_and_pace(session: Session) -> None:
+        after(session)
+        contest.pace.step_done()
+
+    Session.after = after_and_pace  # type: ignore[method-assign]
+    if train.main(contest.arguments):
+        raise SystemExit("train.py failed")
+    records = [json.loads(line) for line in (contest.run.config.run / "metrics.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["kind"] == "train"][-1]
+
+
+def run_plain(contest: Contest) -> float:
+    """What one would write by hand: no DeepSpeed, no agreement, no metrics file; DDP where there are ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from llmscale.engine.distributed import join_world, leave_world
+    from llmscale.model.gpt import GPT
+
+    resolved, config, plan = contest.run.resolved, contest.run.config, contest.run.resolved.plan
+    world = join_world()
+    model: torch.nn.Module = GPT(resolved.shape, seed=config.seed).to(world.device)
+    optimizer = _build_optimizer(contest.run, model)
+    if world.world_size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    windows = np.load(contest.windows, mmap_mode="r")
+    autocast = contest.run.precision == "autocast"
+    for step in range(resolved.total_steps):
+        begin = step * plan.global_batch_size + world.rank * plan.micro_batch_size
+        rows = windows[begin : begin + plan.micro_batch_size].astype(np.int64)
+        tokens = torch.from_numpy(rows).to(world.device, non_blocking=True)
+        with torch.autocast(world.device.type, torch.bfloat16, enabled=autocast):
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = resolved.schedule.learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if (step + 1) % config.log_every == 0 or step in (0, resolved.total_steps - 1):
+            mean = loss.detach() / world.world_size
+            dist.all_reduce(mean)
+            print(f"step {step + 1} loss {mean.item():.4f} norm {norm.item():.3f}")
+        contest.pace.step_done()
+    leave_world()
+    return mean.item()
+
+
+def run_trainer(contest: Contest) -> float:
+    """Hugging Face Trainer with DeepSpeed, with the ds_config that train.py gives to DeepSpeed."""
+    import torch.distributed as dist
+
+    from llmscale.checkpoint.huggingface import import_transformers
+    from llmscale.engine.distributed import is_gpu, join_world, leave_world
+    from llmscale.model.gpt import GPT
+
+    transformers = import_transformers()
+    resolved, config = contest.run.resolved, contest.run.config
+    world = join_world()
+    model = _model_for_trainer(GPT(resolved.shape, seed=config.seed))
+    arguments = transformers.TrainingArguments(
+        output_dir=str(config.run),
+        deepspeed=contest.run.ds_config(has_gpu=is_gpu()),
+        per_device_train_batch_size=resolved.plan.micro_batch_size,
+        max_steps=resolved.total_steps,
+        max_grad_norm=1.0,
+        logging_steps=config.log_every,
+        logging_first_step=True,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=is_gpu(),
+        use_cpu=not is_gpu(),
+    )
+    trainer = _contest_trainer(transformers, contest)
+    trainer(model=model, args=arguments, train_dataset=_windows_for_trainer(contest.windows)).train()
+    mean = model.last_loss / world.world_size
+    dist.all_reduce(mean)
+    leave_world()
+    return mean.item()
+
+
+CONTESTANT_LOOPS: dict[str, Callable[[Contest], float]] = {
+    "plain": run_plain,
+    "trainer": run_trainer,
+    "train.py": run_train_py,
+}
+
+
+def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
+    from llmscale.engine.optimizer import build_optimizer
+
+    config = run.config
+    betas = (config.beta1, config.beta2)
+    return build_optimizer(
+        model, name="adamw", zero_stage=0, lr=lr, weight_decay=config.weight_decay, betas=betas, eps=config.eps
+    )
+
+
+def _model_for_trainer(gpt: torch.nn.Module) -> torch.nn.Module:
+    """Trainer calls a model by keyword and takes the loss out of a dict."""
+    import torch
+
+    class TrainerModel(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gpt, self.last_loss = gpt, torch.zeros(())
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            loss = self.gpt(input_ids, labels)
+            self.last_loss = loss.detach()
+            return {"loss": loss}
+
+    return TrainerModel()
+
+
+def _windows_for_trainer(path: Path) -> Dataset[dict[str, torch.Tensor]]:
+    import torch
+
+    class Windows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __init__(self) -> None:
+            self._windows = np.load(path, mmap_mode="r")
+
+        def __len__(self) -> int:
+            return len(self._windows)
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            tokens = torch.from_numpy(self._windows[index].astype(np.int64))
+            return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+    return Windows()
+
+
+def _contest_trainer(transformers, contest: Contest) -> type:
+    """Trainer with our optimizer and schedule, the samples in the order in which they lie, and its steps watched.
+
+    Under DeepSpeed Trainer ignores an optimizer that it is given, so the methods that make one are replaced.
+    """
+    import torch
+
+    schedule = contest.run.resolved.schedule
+
+    class EndOfStep(transformers.TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            contest.pace.step_done()
+
+    class ContestTrainer(transformers.Trainer):
+        def __init__(self, **arguments: object) -> None:
+            super().__init__(**arguments)
+            self.add_callback(EndOfStep)
+
+        def create_optimizer(self) -> torch.optim.Optimizer:
+            self.optimizer = _build_optimizer(contest.run, self.model, lr=1.0)
+            return self.optimizer
+
+        def create_scheduler(
+            self, num_training_steps: int, optimizer: torch.optim.Optimizer
+        ) -> torch.optim.lr_scheduler.LambdaLR:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule.learning_rate)
+            return self.lr_scheduler
+
+        def _get_train_sampler(self, *_: object) -> torch.utils.data.Sampler[int]:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    return ContestTrainer
+
+
+def _synchronize() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""What the toolkit costs per step: train.py at ZeRO 0-3 and Hugging Face Trainer with DeepSpeed, beside a plain loop.
+
+    python scripts/bench/engine_overhead.py --json result.json
+    python scripts/bench/engine_overhead.py --model gpt2-124m --layers 12 --precision autocast      # on a GPU
+
+All of them train the same model from the same weights on the same samples in the same order, with the same optimizer,
+clipping and schedule; that their last losses agree is printed as the evidence. Each is a process of its own that keeps
+running, and they take turns of a few steps (A B C ..., B C ... A, ...), so other load on the machine falls on all of
+them; the ratio to the plain loop is taken within each round. A process keeps the luck of its memory layout for as long
+as it lives, a few per cent, so everything is repeated with --sets sets of fresh processes, and the spread that is
+printed is the one between their medians. The plain loop takes part twice: the ratio between its two selves is what this
+machine cannot tell apart. Processor seconds are compared too, where the work is done by the
+processor: neighbours take time away, but hardly change how much of it a step needs.
+
+Then the time from the command `deepspeed --num_gpus N llmscale/train.py ...` to its first training step is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from machine import describe_machine, gpu_names
+from paced_ranks import REPOSITORY, Job, Orders
+
+sys.path.insert(0, str(REPOSITORY))
+
+#: Contestant -> (loop, ZeRO stage of its ds_config).
+CONTESTANTS = {
+    "plain loop": ("plain", 0),
+    "plain loop again": ("plain", 0),
+    "Trainer, ZeRO-2": ("trainer", 2),
+    "train.py, ZeRO-0": ("train.py", 0),
+    "train.py, ZeRO-1": ("train.py", 1),
+    "train.py, ZeRO-2": ("train.py", 2),
+    "train.py, ZeRO-3": ("train.py", 3),
+}
+SETTINGS = ("model", "layers", "seq_len", "batch", "precision", "world_size", "threads", "sets", "rounds", "steps")
+WARMUP_STEPS = 3
+WINDOWS = "windows.npy"
+Round = dict[str, dict[str, float]]
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.rank_job:
+        run_rank_job(args)
+        return 0
+    machine = describe_machine()
+    with tempfile.TemporaryDirectory(prefix="engine-overhead-") as scratch:
+        folder = Path(scratch)
+        args.data = args.data.absolute() if args.data else prepare_text(folder, args.seq_len)
+        save_samples(args, folder)
+        sets, losses = [], {}
+        for number in range(args.sets):
+            (folder / f"set-{number}").mkdir()
+            rounds, losses = compete(args, folder / f"set-{number}", folder / WINDOWS)
+            sets.append(rounds)
+            print(f"set {number + 1}/{args.sets}", file=sys.stderr, flush=True)
+        first_steps = [time_first_step(args, folder, number) for number in range(args.starts)]
+    result = {
+        "machine": {**machine, "load_average_after": [round(load, 2) for load in os.getloadavg()]},
+        "settings": {key: getattr(args, key) for key in SETTINGS},
+        "tokens_per_block": args.steps * args.batch * args.seq_len,
+        "wall": summarize(sets, "seconds"),
+        "processor": summarize(sets, "cpu_s"),
+        "last_losses": losses,
+        "first_step": first_steps,
+        "sets": sets,
+    }
+    print(format_result(result))
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="tiny-10m", help="preset (default: tiny-10m)")
+    parser.add_argument("--layers", type=int, default=4, help="blocks, instead of the preset's (default: 4)")
+    parser.add_argument("--seq-len", type=int, default=256, help="of the text that is prepared (default: 256)")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per step over all ranks (default: 8)")
+    parser.add_argument("--precision", default="fp32", choices=["fp32", "autocast"], help="default: fp32")
+    parser.add_argument("--world-size", type=int, default=1, help="ranks per contestant (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank (default: 1)")
+    parser.add_argument("--sets", type=int, default=3, help="sets of fresh processes (default: 3)")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant per set (default: 8)")
+    parser.add_argument("--steps", type=int, default=1, help="steps per turn (default: 1)")
+    parser.add_argument("--starts", type=int, default=3, help="times the start is taken (default: 3)")
+    parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), default=list(CONTESTANTS))
+    parser.add_argument("--data", type=Path, help="a prepared set of --seq-len, instead of the standard library's text")
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--rank-job", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--windows", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if "plain loop" not in args.only:
+        parser.error("--only must keep 'plain loop': everything is compared with it")
+    return args
+
+
+def prepare_text(folder: Path, seq_len: int) -> Path:
+    """The Python standard library as bytes: real text that every machine has."""
+    command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", "python-stdlib"]
+    command += ["--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", str(seq_len)]
+    subprocess.run(command, check=True, cwd=REPOSITORY, capture_output=True)
+    return folder / "set"
+
+
+def save_samples(args: argparse.Namespace, folder: Path) -> None:
+    """What every contestant trains on, in order."""
+    from contestants import prepare, save_windows
+
+    save_windows(prepare(train_arguments(args, "plain loop", folder), args.world_size), folder / WINDOWS)
+
+
+def train_arguments(args: argparse.Namespace, name: str, folder: Path) -> list[str]:
+    """train.py's command line for a contestant; everything that is not named here is train.py's default."""
+    stage = CONTESTANTS[name][1]
+    total_steps = WARMUP_STEPS + args.rounds * args.steps
+    return [
+        *("--ds", str(REPOSITORY / "ds_configs" / f"zero{stage}.json"), "--data", str(args.data)),
+        *("--model", args.model, "--n-layer", str(args.layers), "--precision", args.precision),
+        *("--global-batch-size", str(args.batch), "--micro-batch-size", str(args.batch // args.world_size)),
+        *("--steps", str(total_steps), "--warmup-steps", "2", "--num-workers", "0", "--save-every", "0"),
+        *("--val-every", "0"),
+        *("--run", str(folder / name)),
+    ]
+
+
+def compete(args: argparse.Namespace, folder: Path, windows: Path) -> tuple[list[Round], dict[str, float]]:
+    """Start every contestant, let them take turns; seconds per round and contestant, and each one's last loss."""
+    jobs: dict[str, Job] = {}
+    rounds = []
+    try:
+        for name in args.only:
+            log = folder / f"{name}.log"
+            jobs[name] = Job(rank_command(args, name, folder, windows), args.world_size, threads=args.threads, log=log)
+        for job in jobs.values():
+            job.answers()  # warm
+        for number in range(args.rounds):
+            first = number % len(jobs)
+            order = args.only[first:] + args.only[:first]
+            rounds.append({name: slowest(jobs[name].order("steps")) for name in order})
+        losses = {name: job.order("end")[0]["loss"] for name, job in jobs.items()}
+        for job in jobs.values():
+            job.finish()
+    finally:
+        for job in jobs.values():
+            job.kill()
+    return rounds, losses
+
+
+def rank_command(args: argparse.Namespace, name: str, folder: Path, windows: Path) -> list[str]:
+    passed_on = ("model", "layers", "precision", "batch", "world_size", "rounds", "steps", "data")
+    options = [[f"--{key.replace('_', '-')}", str(getattr(args, key))] for key in passed_on]
+    places = ["--folder", str(folder), "--windows", str(windows)]
+    return [__file__, "--rank-job", name, *places, *(text for option in options for text in option)]
+
+
+def slowest(answers: list[dict]) -> dict[str, float]:
+    """A block takes as long as its slowest rank, and the processor time of all of them."""
+    return {"seconds": max(a["seconds"] for a in answers), "cpu_s": sum(a["cpu_s"] for a in answers)}
+
+
+def run_rank_job(args: argparse.Namespace) -> None:
+    """Inside a rank."""
+    from contestants import CONTESTANT_LOOPS, Contest, Pace, prepare
+
+    orders = Orders()
+    arguments = train_arguments(args, args.rank_job, args.folder)
+    contest = Contest(
+        run=prepare(arguments, args.world_size),
+        arguments=arguments,
+        windows=args.windows,
+        pace=Pace(orders, WARMUP_STEPS, args.steps),
+    )
+    loss = CONTESTANT_LOOPS[CONTESTANTS[args.rank_job][0]](contest)
+    orders.answer({"loss": loss})
+
+
+def time_first_step(args: argparse.Namespace, folder: Path, number: int) -> dict[str, object]:
+    """Seconds from the launcher's command to the line of step 1, and what train.py says of its phases."""
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", str(launcher_ranks())]
+    command += [str(REPOSITORY / "llmscale" / "train.py"), "--ds", str(REPOSITORY / "ds_configs" / "zero2.json")]
+    command += ["--data", str(args.data), "--model", args.model, "--n-layer", str(args.layers), "--steps", "1"]
+    command += ["--global-batch-size", str(args.batch), "--run", str(folder / f"start-{number}")]
+    began, seconds, phases, lines = time.perf_counter(), None, "", []
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as launcher:
+        for line in launcher.stdout:
+            lines.append(line)
+            if line.startswith("start-up: "):
+                phases = line.strip()
+            if seconds is None and line.startswith("step      1/"):
+                seconds = time.perf_counter() - began
+    if launcher.returncode or seconds is None:
+        raise SystemExit(f"the start failed:\n{''.join(lines[-40:])}")
+    return {"ranks": launcher_ranks(), "seconds": seconds, "phases": phases}
+
+
+def launcher_ranks() -> int:
+    """Every GPU; two ranks on a machine without one."""
+    return len(gpu_names()) or 2
+
+
+def summarize(sets: list[list[Round]], key: str) -> dict[str, dict[str, float]]:
+    """Per contestant: median seconds of a block, and its speed as a fraction of the plain loop's of the same round."""
+    return {
+        name: {
+            "block_s": statistics.median(taken[name][key] for rounds in sets for taken in rounds),
+            **ratio(sets, key, name),
+        }
+        for name in sorted(sets[0][0], key=list(CONTESTANTS).index)
+    }
+
+
+def ratio(sets: list[list[Round]], key: str, name: str, baseline: str = "plain loop") -> dict[str, float]:
+    """Speed of `name` as a fraction of `baseline`'s, round by round: the median of each set, their median and range."""
+    medians = [statistics.median(taken[baseline][key] / taken[name][key] for taken in rounds) for rounds in sets]
+    return {"ratio": statistics.median(medians), "min": min(medians), "max": max(medians)}
+
+
+def format_result(result: dict) -> str:
+    def column(values: dict[str, float]) -> str:
+        return f"{values['ratio']:.3f} ({values['min']:.3f}-{values['max']:.3f})"
+
+    lines = [f"{'':<18}{'tokens/s':>10}  {'of the plain loop, wall':<26}{'by processor time':<26}{'last loss':>10}"]
+    for name, wall in result["wall"].items():
+        rate, loss = result["tokens_per_block"] / wall["block_s"], result["last_losses"][name]
+        columns = f"{column(wall):<26}{column(result['processor'][name]):<26}"
+        lines.append(f"{name:<18}{rate:>10,.0f}  {columns}{loss:>10.5f}")
+    lines.append("median (smallest-largest) of the sets' medians; tokens/s is the median round's")
+    if {"Trainer, ZeRO-2", "train.py, ZeRO-2"} <= set(result["wall"]):
+        pair = [ratio(result["sets"], key, "train.py, ZeRO-2", "Trainer, ZeRO-2") for key in ("seconds", "cpu_s")]
+        lines.append(f"train.py of Trainer, both at ZeRO-2: wall {column(pair[0])}, processor {column(pair[1])}")
+    for start in result["first_step"]:
+        lines.append(f"command to first step, {start['ranks']} ranks: {start['seconds']:.1f} s | {start['phases']}")
+    machine = result["machine"]
+    load = f"{machine['load_average'][0]} before, {machine['load_average_after'][0]} after"
+    lines.append(f"{machine['cpu']}, {machine['cores']} cores, GPUs {machine['gpus'] or 'none'}; load average {load}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
