@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,8 @@ def main() -> int:
     if args.rank_job:
         run_rank_job(args)
         return 0
+    # A stop from outside ends the ranks and removes what was written, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     machine = describe_machine()
     stages = {}
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.scratch) as scratch:

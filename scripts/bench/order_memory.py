@@ -78,7 +78,7 @@ def main() -> None:
     cost["rss_growth_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - rss_before
     result: dict[str, object] = {
         "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, NumPy "
-        "{np.__version__}",
+        f"{np.__version__}",
         "samples": args.samples,
         "shards": len(sizes),
         "num_canonical_nodes": DEFAULT_CANONICAL_NODES,
