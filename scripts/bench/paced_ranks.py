@@ -82,8 +82,9 @@ class Job:
             rank.wait()
 
     def _fail(self) -> None:
+        codes = [rank.poll() for rank in self._ranks]
         self.kill()
-        raise SystemExit(f"a rank ended too early:\n{self._log.read_text()[-4000:]}")
+        raise SystemExit(f"a rank ended too early (exit codes {codes}):\n{self._log.read_text()[-4000:]}")
 
 
 class Orders:
