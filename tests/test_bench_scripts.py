@@ -53,20 +53,8 @@ def test_engine_overhead_compares_loops_that_train_the_same(tiny_set: Path, tmp_
         contestants.append("Trainer, ZeRO-2")
     answer = run_script(
         *("engine_overhead", "--data", str(tiny_set), "--seq-len", "32", "--model", "tiny-1m", "--layers", "1"),
-        *(
-            "--batch",
-            "4",
-            "--sets",
-            "1",
-            "--rounds",
-            "1",
-            "--steps",
-            "3",
-            "--starts",
-            "1",
-            "--json",
-            str(tmp_path / "result.json"),
-        ),
+        *("--batch", "4", "--sets", "1", "--rounds", "1", "--steps", "3", "--starts", "1"),
+        *("--json", str(tmp_path / "result.json")),
         *("--only", *contestants),
         timeout_s=300,
     )

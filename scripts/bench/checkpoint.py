@@ -161,7 +161,7 @@ def convert(source: Path, target: Path) -> dict[str, float]:
             peak_bytes = max(peak_bytes, folder_bytes(target))
             reader.join(0.02)
     if process.returncode:
-        raise SystemExit(f"the conversion failed:\n{outputs[1][-4000:]}")
+        raise SystemExit(f"the conversion failed (exit code {process.returncode}):\n{outputs[1][-4000:]}")
     measured = json.loads(outputs[0].splitlines()[-1])
     final = folder_bytes(target)
     return {"command_s": time.perf_counter() - began, "bytes": final, "most_bytes": max(peak_bytes, final), **measured}
