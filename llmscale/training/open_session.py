@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TextIO
 
 import torch.distributed as dist
 
-from llmscale.checkpoint.find import find_checkpoint
 from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
@@ -26,7 +25,7 @@ from llmscale.training.agreement import on_main_rank, together
 from llmscale.training.describe import describe_run
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.prepared_run import PreparedRun, as_plain
-from llmscale.training.resume import ResumePoint, find_resume_point
+from llmscale.training.resume import ResumePoint, find_named_checkpoint, find_resume_point
 from llmscale.training.run_data import open_feed, open_validation, run_order
 from llmscale.training.run_folder import create_run_folder, lock_run_folder, save_run_description
 from llmscale.training.session import Session, report_on_main
@@ -150,7 +149,7 @@ def _load(
     """Fill the engine from the checkpoint, or from another run's weights."""
     if point is None:
         if run.config.init_from is not None:
-            folder = find_checkpoint(run.config.init_from)
+            folder = find_named_checkpoint(run.config.init_from, "--init-from", world.control)
             load_weights(engine, folder, world.control)
             report(f"weights from {folder}; everything else starts at step 0")
         return
@@ -159,9 +158,8 @@ def _load(
     report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
     if point.state.precision != run.precision:
         report(
-            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and "
-            "optimizer states are "
-            "taken over exactly; a loss scaler, where there is one, starts from its configuration"
+            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and optimizer "
+            "states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
 
 

@@ -33,7 +33,11 @@ def find_resume_point(
     """
     if config.resume == "none" or config.init_from is not None:
         return None
-    folder = find_newest_good(config.run, group, report) if config.resume == "auto" else _named(config.resume, group)
+    folder = (
+        find_newest_good(config.run, group, report)
+        if config.resume == "auto"
+        else (find_named_checkpoint(config.resume, "--resume", group))
+    )
     if folder is None:
         return None
     state = parse_run_state(read_state(folder))
@@ -42,10 +46,10 @@ def find_resume_point(
     return ResumePoint(folder, state)
 
 
-def _named(path: str, group: dist.ProcessGroup) -> Path:
-    """The checkpoint the user named, verified."""
+def find_named_checkpoint(path: str | Path, flag: str, group: dist.ProcessGroup) -> Path:
+    """The checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
     folder = find_checkpoint(Path(path))
     damage = find_damage_together(folder, group)
     if damage:
-        raise CheckpointError(f"--resume {path}: {damage} Name another checkpoint, or use --resume auto.")
+        raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")
     return folder

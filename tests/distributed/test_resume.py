@@ -126,6 +126,12 @@ def test_begins_from_the_weights_of_another_run(train: Train, tmp_path: Path) ->
     losses = read_losses(tmp_path / "second")
     assert set(losses) == set(range(1, 21))
     assert abs(losses[1] - last) < 0.3, "the first loss is that of trained weights"
+    damaged = list_checkpoints(tmp_path / "run")[0]
+    content = bytearray((damaged / "__0_0.distcp").read_bytes())
+    content[-100] ^= 4
+    (damaged / "__0_0.distcp").write_bytes(content)
+    output = train("zero1", 1, "--init-from", str(tmp_path / "run"), "--run", str(tmp_path / "third"), expect=2)
+    assert f"--init-from {tmp_path / 'run'}: {damaged / '__0_0.distcp'} does not match its hash" in output
 
 
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(train: Train, tmp_path: Path) -> None:
