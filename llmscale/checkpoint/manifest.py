@@ -20,13 +20,13 @@ from pathlib import Path
 
 import xxhash
 
+from llmscale.data.preflight import hash_file as hash_content
 from llmscale.errors import CheckpointError
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 LATEST_NAME = "latest"
-_READ_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,7 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 def hash_file(path: Path) -> StoredFile:
     """Size and hash of a file as it is on disk."""
-    digest, num_bytes = xxhash.xxh3_128(), 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-            num_bytes += len(block)
-    return StoredFile(path.name, num_bytes, digest.hexdigest())
+    return StoredFile(path.name, path.stat().st_size, hash_content(path, "xxh3_128"))
 
 
 def save_manifest(folder: Path, manifest: CheckpointManifest) -> None:

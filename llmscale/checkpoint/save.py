@@ -199,8 +199,7 @@ def _check_visible(partial: Path) -> None:
         time.sleep(0.1)
     raise OSError(
         f"{partial.parent} on host {os.uname().nodename} is not the main rank's folder. Every node must write to "
-        "one shared file "
-        "system: put --run on NFS, Lustre or the like"
+        "one shared file system: put --run on NFS, Lustre or the like"
     )
 
 

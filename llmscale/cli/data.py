@@ -180,11 +180,9 @@ def _print_manifest(manifest: Manifest, folder: str) -> None:
     )
     for name, split in manifest.splits.items():
         print(
-            f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, "
-            f"{split.num_samples:,} samples "
-            f"(+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, {split.bytes_per_token:.2f} "
-            "bytes/token, "
-            f"unigram entropy {split.unigram_entropy_nats:.3f} nats"
+            f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
+            f"samples (+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
+            f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
         )
     if manifest.skipped_documents or manifest.empty_documents:
         print(f"  left out: {manifest.skipped_documents} undecodable, {manifest.empty_documents} empty documents")

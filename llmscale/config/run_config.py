@@ -9,9 +9,9 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from llmscale.config.ds_sections import Precision
 from llmscale.config.shape import Activation
 
-Precision = Literal["fp32", "bf16", "fp16", "autocast"]
 CheckpointingMode = Literal["none", "selective", "full"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 

@@ -34,8 +34,7 @@ class Schedule:
         if self.name == "wsd" and self.warmup_steps + self.decay_steps > self.total_steps:
             raise ConfigError(
                 f"warmup_steps {self.warmup_steps} + decay_steps {self.decay_steps} is more than the "
-                f"{self.total_steps} "
-                "steps of the run. Shorten one of them or lengthen the run."
+                f"{self.total_steps} steps of the run. Shorten one of them or lengthen the run."
             )
         if self.name in ("cosine", "linear") and self.warmup_steps >= self.decay_steps:
             raise ConfigError(

@@ -47,9 +47,8 @@ def deal(positions: IntArray, rows: IntArray, layout: RankLayout) -> IntArray:
     """
     if len(positions) % layout.world_size:
         raise ConfigError(
-            f"A global batch of {len(positions)} samples cannot be dealt to {layout.world_size} ranks "
-            "equally: "
-            "the world size must divide it."
+            f"A global batch of {len(positions)} samples cannot be dealt to {layout.world_size} ranks equally: the "
+            "world size must divide it."
         )
     share = len(positions) // layout.world_size
     order = np.argsort(preferred_nodes(rows, layout.ranks_per_node), kind="stable")

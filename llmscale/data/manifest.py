@@ -208,9 +208,8 @@ def _explain_missing(folder: Path) -> str:
         return f"Data folder {folder} is empty{note}. {make}"
     if (folder / "index.json").exists() or any(folder.glob("*/index.json")):
         return (
-            f"{folder} holds MDS shards but no {MANIFEST_NAME}: they were not written by `llmscale data "
-            "prepare`, so "
-            "their tokenizer and windows are unknown. Prepare the set from its text."
+            f"{folder} holds MDS shards but no {MANIFEST_NAME}: they were not written by `llmscale data prepare`, "
+            "so their tokenizer and windows are unknown. Prepare the set from its text."
         )
     return f"{folder} is not a prepared set: it has no {MANIFEST_NAME}. {make}"
 
@@ -238,8 +237,7 @@ def check_set_matches(
     """
     if manifest.seq_len != seq_len:
         raise DataError(
-            f"{where} was prepared for seq_len {manifest.seq_len}, the model has seq_len {seq_len}. Use "
-            "--seq-len "
+            f"{where} was prepared for seq_len {manifest.seq_len}, the model has seq_len {seq_len}. Use --seq-len "
             f"{manifest.seq_len}, or prepare the text again with `llmscale data prepare --seq-len {seq_len}`."
         )
     largest = max(split.max_token_id for split in manifest.splits.values())

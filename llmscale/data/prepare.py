@@ -252,7 +252,6 @@ def _check_sizes(splits: dict[str, SplitManifest], source: Source, options: Prep
         elif "val" in splits and splits["val"].num_documents:
             remedy += f" (val took {splits['val'].num_documents} documents: --val-fraction 0 leaves them in train)"
         raise DataError(
-            f"{source.name}: the {split} split holds {made.num_tokens} tokens in {made.num_documents} "
-            "documents, less "
-            f"than one window of {options.seq_len + 1}: {remedy}."
+            f"{source.name}: the {split} split holds {made.num_tokens} tokens in {made.num_documents} documents, "
+            f"less than one window of {options.seq_len + 1}: {remedy}."
         )

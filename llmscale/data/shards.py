@@ -94,8 +94,7 @@ class TokenShards:
                 self._check(shard)
                 raise DataError(f"Shard {self._folder / shard.name} cannot be read: {error}.") from error
         raise DataError(
-            f"Shard {self._folder / shard.name} was removed from the cache {_ATTEMPTS} times while it was "
-            "needed: "
+            f"Shard {self._folder / shard.name} was removed from the cache {_ATTEMPTS} times while it was needed: "
             "--cache-limit-gib is too small for the runs that share the cache."
         )
 

@@ -57,9 +57,8 @@ def load_gpt2() -> TiktokenTokenizer:
         encoding = tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network stack of the day raises
         raise DataError(
-            f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}). Pass --tokenizer "
-            "FILE.tiktoken (its "
-            "ranks in tiktoken's format), a tokenizer trained by `llmscale data train-tokenizer`, or bytes."
+            f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}). Pass --tokenizer FILE.tiktoken "
+            "(its ranks in tiktoken's format), a tokenizer trained by `llmscale data train-tokenizer`, or bytes."
         ) from None
     return TiktokenTokenizer("gpt2", encoding._mergeable_ranks)
 

@@ -118,8 +118,7 @@ def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> 
     tokenizer = load_tokenizer(spec)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise DataError(
-            f"{spec} is not the tokenizer that {folder} was prepared with (sha256 {tokenizer.sha256[:12]}, "
-            "the manifest "
-            f"says {manifest.tokenizer_sha256[:12]}). Prepare the set again with --overwrite."
+            f"{spec} is not the tokenizer that {folder} was prepared with (sha256 {tokenizer.sha256[:12]}, the "
+            f"manifest says {manifest.tokenizer_sha256[:12]}). Prepare the set again with --overwrite."
         )
     return tokenizer

@@ -56,9 +56,8 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
     fast.train_from_iterator(_texts(source), trainer)
     if fast.get_vocab_size() < vocab_size:
         raise DataError(
-            f"{source.name} is too small for {vocab_size} tokens: only {fast.get_vocab_size()} could be "
-            "learnt. "
-            f"Use --vocab-size {fast.get_vocab_size()} or less, or more text."
+            f"{source.name} is too small for {vocab_size} tokens: only {fast.get_vocab_size()} could be learnt. Use "
+            f"--vocab-size {fast.get_vocab_size()} or less, or more text."
         )
     fast.save(str(folder / JSON_NAME))
     config = {

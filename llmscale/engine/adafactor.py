@@ -9,8 +9,7 @@ def check_adafactor_stage(zero_stage: int) -> None:
     """Refuse Adafactor where ZeRO would give it flat one-dimensional shards without rows and columns to factor."""
     if zero_stage != 0:
         raise ConfigError(
-            f"optimizer 'adafactor' cannot run at ZeRO stage {zero_stage}: ZeRO hands it flat shards, which have "
-            "no rows and "
-            "columns to factor. Use --optimizer adamw (ZeRO already divides its states among the ranks), or "
-            "--ds ds_configs/zero0.json."
+            f"optimizer 'adafactor' cannot run at ZeRO stage {zero_stage}: ZeRO hands it flat shards, which have no "
+            "rows and columns to factor. Use --optimizer adamw (ZeRO already divides its states among the ranks), "
+            "or --ds ds_configs/zero0.json."
         )

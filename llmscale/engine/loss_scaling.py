@@ -54,9 +54,9 @@ def explain_smallest_scale(step: int) -> Iterator[None]:
             raise
         raise TrainingError(
             f"step {step + 1}: fp16 gradients overflow even at the smallest loss scale, so the model has diverged "
-            "or needs "
-            "a wider range than fp16's. Continue from the last checkpoint with a lower --lr or a longer warm-up, lower "
-            "fp16.min_loss_scale in the ds_config if it is above 1, or use bf16 (--precision bf16), which has no scale."
+            "or needs a wider range than fp16's. Continue from the last checkpoint with a lower --lr or a longer "
+            "warm-up, lower fp16.min_loss_scale in the ds_config if it is above 1, or use bf16 (--precision bf16), "
+            "which has no scale."
         ) from None
 
 

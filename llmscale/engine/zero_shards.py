@@ -70,9 +70,8 @@ def check_deepspeed_version() -> None:
     version = tuple(int(part) for part in deepspeed.__version__.split("+")[0].split(".")[:3])
     if not oldest <= version < too_new:
         raise CheckpointError(
-            f"DeepSpeed {deepspeed.__version__} is installed; checkpoints reach into its internals and were "
-            "tested with "
-            f">={_dotted(oldest)},<{_dotted(too_new)}. Fix: pip install "
+            f"DeepSpeed {deepspeed.__version__} is installed; checkpoints reach into its internals and were tested "
+            f"with >={_dotted(oldest)},<{_dotted(too_new)}. Fix: pip install "
             f"'deepspeed>={_dotted(oldest)},<{_dotted(too_new)}'."
         )
 

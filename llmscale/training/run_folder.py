@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from llmscale import __version__
+from llmscale.checkpoint.manifest import write_durably
 from llmscale.errors import ConfigError
 
 CONFIG_NAME = "config.json"
@@ -79,9 +80,7 @@ def save_run_description(
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:
-    temporary = path.with_suffix(".partial")
-    temporary.write_text(json.dumps(values, indent=1) + "\n")
-    temporary.replace(path)
+    write_durably(path, json.dumps(values, indent=1) + "\n")
 
 
 def _version(library: str) -> str | None:

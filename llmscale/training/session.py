@@ -190,9 +190,8 @@ class Session:
             if self.saver.last_saved_step != self.step:
                 raise CheckpointError(
                     f"training ended at step {self.step} of {total}, but its last checkpoint could not be saved "
-                    "(see the "
-                    "warning above). Make room or mend the folder, and start again to repeat the steps since the "
-                    "last one."
+                    "(see the warning above). Make room or mend the folder, and start again to repeat the steps "
+                    "since the last one."
                 )
         stopped = self.stop.received and self.step < total
         why = f"stopped by {self.stop.received[0]}" if stopped else "finished"
@@ -282,9 +281,8 @@ class Session:
         expected = ids_checksum(self.feed.order.sample_ids(np.arange(begin, begin + size, dtype=np.int64)))
         if ids_sum != expected % 2**62:
             raise DataError(
-                f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all "
-                "nodes have the "
-                "same data set and the same version of llmscale?"
+                f"step {step}: the samples that the ranks hold are not the global batch of this step. Do all nodes "
+                "have the same data set and the same version of llmscale?"
             )
 
     def _report_startup(self) -> None:

@@ -82,9 +82,9 @@ def main() -> int:
         for number in range(1, args.faults + 1):
             fault = inject(folder, draw, number, total_steps)
             print(
-                f"{number:>3} {fault.ds_config:<14} x{fault.world_size} {fault.victims:<7} {fault.moment:<10} "
-                "died at step "
-                f"{fault.died_at_step!s:>5}, goes on from {fault.newest_checkpoint!s:>5}, {fault.seconds:5.1f} s",
+                f"{number:>3} {fault.ds_config:<14} x{fault.world_size} {fault.victims:<7} {fault.moment:<10} died "
+                f"at step {fault.died_at_step!s:>5}, goes on from {fault.newest_checkpoint!s:>5}, "
+                f"{fault.seconds:5.1f} s",
                 flush=True,
             )
             faults.append(fault)
@@ -254,8 +254,7 @@ def compare(straight: Path, broken: Path, total_steps: int, tolerance: float) ->
     verdict = "FAILED: loss" if worst > tolerance else "loss"
     loss = (
         f"{verdict}: {losses[total_steps]:.6f} at the last step, untouched {reference[total_steps]:.6f}; largest "
-        "relative "
-        f"difference of the last ten steps {worst:.1e} (tolerance {tolerance:.0e})"
+        f"relative difference of the last ten steps {worst:.1e} (tolerance {tolerance:.0e})"
     )
     return {"samples": samples, "loss": loss, "checkpoints": "checkpoints: no finished one was ever damaged"}
 

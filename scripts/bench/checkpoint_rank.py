@@ -24,14 +24,14 @@ from llmscale.checkpoint.load import find_damage_together, load_engine
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.build import build_engine, set_learning_rate
+from llmscale.engine.build import set_learning_rate
 from llmscale.engine.distributed import join_world, leave_world
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.step import train_step
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
 from llmscale.training.divergence import check_weights
-from llmscale.training.open_session import resolve_ds
+from llmscale.training.open_session import build_run_engine, resolve_ds
 from llmscale.training.prepared_run import prepare_run
 
 if TYPE_CHECKING:
@@ -71,16 +71,7 @@ class CheckpointRank:
         return answer
 
     def _build(self, extra: dict[str, object]) -> DeepSpeedEngine:
-        run = self._run
-        ds_config = {**resolve_ds(run), **extra}
-        return build_engine(
-            run.config,
-            run.resolved,
-            ds_config,
-            zero_stage=run.zero_stage,
-            precision=run.precision,
-            checkpointing="none",
-        )
+        return build_run_engine(self._run, {**resolve_ds(self._run), **extra})
 
     def _train(self) -> DeepSpeedEngine:
         """An engine after one step, so that no moment is zero."""
