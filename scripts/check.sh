@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that can be checked without running a test: style, types, shell scripts. People, pre-commit and CI run this.
+# Everything that can be checked without running a test: style, types, shell scripts, the Dockerfile. People, pre-commit
+# and CI run this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib/environment.sh
@@ -11,7 +12,9 @@ main() {
     check ruff check .
     check ruff format --check .
     check mypy
-    check shellcheck --external-sources scripts/*.sh scripts/lib/*.sh .ci/run
+    shopt -s globstar
+    check shellcheck --external-sources scripts/**/*.sh scripts/**/*.sbatch .ci/run
+    check hadolint scripts/cloud/Dockerfile
     if ((${#failed[@]})); then
         printf '== failed: %s\n' "${failed[@]}" >&2
         return 1

@@ -1,0 +1,81 @@
+"""Cog's training: prepare the text, train with DeepSpeed on all GPUs, hand over an archive that predict.py loads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path as LocalPath
+
+from cog import BaseModel, Input, Path
+
+ROOT = LocalPath(__file__).resolve().parents[2]
+# Cog copies the repository without installing it.
+sys.path.insert(0, str(ROOT))
+
+from llmscale.checkpoint.find import find_checkpoint  # noqa: E402
+from llmscale.data.manifest import load_manifest  # noqa: E402
+
+
+class TrainingOutput(BaseModel):
+    """What Replicate stores, and gives to Predictor.setup."""
+
+    weights: Path
+
+
+def train(
+    text: Path = Input(description="Text, JSONL or Parquet, also .gz or .zst"),  # noqa: B008  Cog reads it
+    model: str = Input(description="Preset, tiny-1m to gpt3-175b", default="tiny-10m"),
+    tokenizer: str = Input(description="bytes needs no download", default="gpt2", choices=["gpt2", "bytes"]),
+    seq_len: int = Input(description="Context length in tokens", default=256, ge=8),
+    steps: int = Input(description="Optimizer steps", default=1000, ge=1),
+    global_batch_size: int = Input(description="Sequences per step", default=64, ge=1),
+    zero: str = Input(description="ds_configs/NAME.json", default="zero2", choices=["zero1", "zero2", "zero3"]),
+) -> TrainingOutput:
+    """Raises CalledProcessError when a step fails; its reason is in the log above."""
+    work = LocalPath(tempfile.mkdtemp(prefix="llmscale-"))
+    _run(
+        [
+            *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(text), "--out", "data"),
+            *("--tokenizer", tokenizer, "--seq-len", str(seq_len)),
+        ],
+        work,
+    )
+    _run(
+        [
+            *("deepspeed", "--num_gpus", str(_count_processes()), str(ROOT / "llmscale" / "train.py")),
+            *("--ds", str(ROOT / "ds_configs" / f"{zero}.json"), "--data", "data", "--run", "run"),
+            *("--model", model, "--steps", str(steps), "--global-batch-size", str(global_batch_size)),
+        ],
+        work,
+    )
+    return TrainingOutput(weights=Path(pack_weights(work)))
+
+
+def pack_weights(work: LocalPath) -> LocalPath:
+    """An archive of the newest checkpoint of `work/run`, and of the manifest and tokenizer of `work/data`."""
+    checkpoint = find_checkpoint(work / "run")
+    names = [checkpoint.relative_to(work), LocalPath("data/manifest.json")]
+    tokenizer_files = load_manifest(work / "data").tokenizer_files
+    if tokenizer_files:
+        names.append((LocalPath("data") / tokenizer_files).parent)
+    archive = work / "weights.tar"
+    with tarfile.open(archive, "w") as tar:
+        for name in names:
+            tar.add(work / name, arcname=str(name))
+    return archive
+
+
+def _count_processes() -> int:
+    import torch
+
+    return torch.cuda.device_count() or 1
+
+
+def _run(command: Sequence[str], folder: LocalPath) -> None:
+    """In `folder`, with this repository importable; output goes to Cog's log."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run(command, cwd=folder, env=environment, check=True)

@@ -1,0 +1,62 @@
+"""Cog's prediction: text from weights that cog_train.py made."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+import tempfile
+from pathlib import Path as LocalPath
+
+from cog import BasePredictor, ConcatenateIterator, Input, Path
+
+# Cog copies the repository without installing it.
+sys.path.insert(0, str(LocalPath(__file__).resolve().parents[2]))
+
+from llmscale.checkpoint.find import find_checkpoint
+from llmscale.engine.quiet import quiet_libraries
+from llmscale.evaluate.load_model import load_trained_model
+from llmscale.evaluate.text import generate_text
+
+
+class Predictor(BasePredictor):
+    """Holds one model; `weights` is the archive of cog_train.py, which Cog downloads and names."""
+
+    def setup(self, weights: Path | None = None) -> None:
+        """Load the model once. Raises ValueError when there are no weights."""
+        archive = weights or os.environ.get("COG_WEIGHTS")
+        if not archive:
+            raise ValueError("no weights: run the training first, or name its archive in COG_WEIGHTS.")
+        quiet_libraries()
+        with tempfile.TemporaryDirectory() as folder:
+            with tarfile.open(str(archive)) as tar:
+                # The filter refuses names that lead out of the folder.
+                tar.extractall(folder, filter="data")
+            before = os.getcwd()
+            # The run names its data set, whose tokenizer is needed, by a path relative to this folder.
+            os.chdir(folder)
+            try:
+                self.trained = load_trained_model(find_checkpoint(LocalPath("run")))
+            finally:
+                os.chdir(before)
+
+    def predict(
+        self,
+        prompt: str = Input(description="Text to continue", default=""),
+        max_new_tokens: int = Input(description="Tokens to generate", default=200, ge=1, le=4096),
+        temperature: float = Input(description="0 takes the likeliest token", default=0.8, ge=0.0, le=5.0),
+        top_k: int = Input(description="Draw from the k likeliest tokens", default=50, ge=1),
+        top_p: float = Input(description="Draw from the likeliest that reach this", default=1.0, ge=0.01, le=1.0),
+        seed: int = Input(description="Of the draws", default=1337),
+    ) -> ConcatenateIterator[str]:
+        """Pieces of the text, as they are generated."""
+        yield from generate_text(
+            self.trained.model,
+            self.trained.tokenizer,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+        )

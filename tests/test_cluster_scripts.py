@@ -1,0 +1,430 @@
+"""scripts/slurm, scripts/cloud and the image workflow: linted, and run against stand-ins for Slurm and rclone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+SLURM = ROOT / "scripts" / "slurm"
+SBATCH_SCRIPTS = ("train.sbatch", "train_plain.sbatch")
+#: Nothing may be expanded, split or executed on the way to train.py.
+AWKWARD = ["--wandb-name", "two  words", 'a"b', "it's", "$(touch owned)", "`touch owned`", "a;b", "*", "--flag=", ""]
+
+#: Starts the command once per task, each in a process group of its own, and sends SIGUSR1 and SIGTERM on to the groups,
+#: as Slurm does; ends with the highest exit status.
+FAKE_SRUN = """#!{python}
+import os, signal, subprocess, sys
+words = sys.argv[1:]
+count = int(words[words.index("--ntasks") + 1])
+start = next(i for i, word in enumerate(words) if word.endswith("node.sh"))
+tasks = [
+    subprocess.Popen(words[start:], env={{**os.environ, "SLURM_NODEID": str(i)}}, start_new_session=True)
+    for i in range(count)
+]
+def forward(number, frame):
+    for task in tasks:
+        if task.poll() is None:
+            os.killpg(task.pid, number)
+signal.signal(signal.SIGUSR1, forward)
+signal.signal(signal.SIGTERM, forward)
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+#: Records what it was asked, and answers with two names for this machine.
+FAKE_SCONTROL = """#!/bin/bash
+printf '%s\\n' "$*" >>"$RECORDS/scontrol"
+if [[ $1 == show ]]; then printf 'localhost\\n127.0.0.1\\n' | head -n "$SLURM_JOB_NUM_NODES"; fi
+if [[ $1 == requeue ]]; then exit "${REQUEUE_STATUS:-0}"; fi
+"""
+#: A launcher that runs until a signal comes, takes a while to save, and ends as $END says.
+FAKE_LAUNCH = """#!{python}
+import json, os, pathlib, signal, sys, time
+records = pathlib.Path(os.environ["RECORDS"])
+signals = []
+def note(number, frame):
+    signals.append(signal.Signals(number).name)
+    (records / "signals").write_text(" ".join(signals))
+signal.signal(signal.SIGUSR1, note)
+signal.signal(signal.SIGTERM, note)
+(records / "arguments").write_text(json.dumps(sys.argv[1:]))
+while "WAIT" in os.environ and not signals:
+    time.sleep(0.02)
+time.sleep(0.5)
+(records / "saved").touch()
+sys.exit(int(os.environ.get("END", "0")))
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`slurm(script, *arguments, **environment)` starts a script as sbatch would, from a copy in a spool folder."""
+    programs, records = tmp_path / "bin", tmp_path / "records"
+    programs.mkdir()
+    records.mkdir()
+    for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL), ("llmscale", FAKE_LAUNCH)):
+        (programs / name).write_text(text.format(python=sys.executable) if "{python}" in text else text)
+        (programs / name).chmod(0o755)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        spooled = tmp_path / "slurm_script"
+        shutil.copy(SLURM / script, spooled)
+        process = subprocess.Popen(
+            ["bash", str(spooled), *arguments],
+            cwd=tmp_path,
+            env={
+                **os.environ,
+                "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORDS": str(records)},
+                **{"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[0-1]"},
+                **{"SLURM_JOB_NUM_NODES": "2", "RANKS_PER_NODE": "1", **environment},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            # srun and the launchers are sessions of their own; SIGTERM reaches them through the script.
+            process.terminate()
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    """Until it is true; fails when it does not come true in time."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def requeues(tmp_path: Path) -> list[str]:
+    """Every `scontrol requeue` that was called."""
+    calls = tmp_path / "records" / "scontrol"
+    return [line for line in calls.read_text().splitlines() if "requeue" in line] if calls.exists() else []
+
+
+def write_end(run: Path, event: str) -> None:
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(json.dumps({"kind": "event", "event": event, "step": 7}) + "\n")
+
+
+def test_arguments_reach_the_supervisor_unchanged(slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    job = slurm("train.sbatch", *AWKWARD)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, output
+    arguments = json.loads((tmp_path / "records" / "arguments").read_text())
+    assert arguments == ["launch", "--launcher", "slurm", "--slots", "1", "--", *AWKWARD]
+    assert not (ROOT / "owned").exists()
+    assert requeues(tmp_path) == []
+
+
+@pytest.mark.parametrize("status", [1, 2, 137])
+def test_a_failure_is_the_exit_status_and_no_requeue(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, status: int
+) -> None:
+    job = slurm("train.sbatch", END=str(status))
+    job.communicate(timeout=60)
+    assert job.returncode == status
+    assert requeues(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("signals", "event", "end", "status", "requeued"),
+    [
+        pytest.param(["SIGUSR1"], "stopped", 0, 0, True, id="time is up"),
+        pytest.param(["SIGUSR1"], None, 0, 0, True, id="time is up before the first step"),
+        pytest.param(["SIGUSR1"], "finished", 0, 0, False, id="finished in the last minute"),
+        pytest.param(["SIGUSR1"], "stopped", 3, 3, False, id="the save failed"),
+        pytest.param(["SIGTERM"], "stopped", 0, 0, False, id="scancel"),
+        pytest.param(["SIGUSR1", "SIGTERM"], "stopped", 0, 0, True, id="pre-empted with a warning"),
+    ],
+)
+def test_requeue_is_decided_by_signal_and_end(
+    slurm: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    signals: list[str],
+    event: str | None,
+    end: int,
+    status: int,
+    requeued: bool,
+) -> None:
+    run = tmp_path / "run"
+    job = slurm("train.sbatch", "--run", str(run), WAIT="1", END=str(end))
+    wait_for((tmp_path / "records" / "arguments").exists)
+    if event:
+        write_end(run, event)
+    for name in signals:
+        job.send_signal(signal.Signals[name])
+        wait_for(lambda name=name: name in read(tmp_path / "records" / "signals"))
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == status, output
+    assert (tmp_path / "records" / "saved").exists(), "the script did not wait for the save"
+    assert requeues(tmp_path) == (["requeue 4711"] if requeued else [])
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"REQUEUE_STATUS": "1"}, "the run is saved, but job 4711 could not be requeued"),
+        ({"SLURM_RESTART_COUNT": "3", "MAX_RESTARTS": "3"}, "not finished after 3 restarts"),
+    ],
+)
+def test_an_unfinished_run_that_nobody_continues_is_a_failure(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, environment: dict[str, str], words: str
+) -> None:
+    job = slurm("train.sbatch", "--run", str(tmp_path / "run"), WAIT="1", **environment)
+    wait_for((tmp_path / "records" / "arguments").exists)
+    job.send_signal(signal.SIGUSR1)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 1
+    assert words in output
+
+
+@pytest.mark.parametrize("script", SBATCH_SCRIPTS)
+def test_another_folder_than_the_repository_is_refused(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, script: str
+) -> None:
+    job = slurm(script, SLURM_SUBMIT_DIR=str(tmp_path))
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2
+    assert "is not llmscale's repository" in output
+
+
+def test_an_unknown_launcher_is_named(slurm: Callable[..., subprocess.Popen[str]]) -> None:
+    job = slurm("train_plain.sbatch", LAUNCHER="mpirun", SLURM_JOB_NUM_NODES="1")
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == 2
+    assert "LAUNCHER is 'mpirun'. Legal: torchrun, deepspeed." in output
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    [
+        ("torchrun", signal.SIGUSR1),
+        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param("deepspeed", signal.SIGUSR1, marks=pytest.mark.slow),
+        pytest.param("deepspeed", signal.SIGTERM, marks=pytest.mark.slow),
+    ],
+)
+def test_two_nodes_save_at_a_signal_and_finish_afterwards(
+    slurm: Callable[..., subprocess.Popen[str]],
+    train_command: Callable[..., list[str]],
+    tmp_path: Path,
+    launcher: str,
+    number: signal.Signals,
+) -> None:
+    """The real train.py under the real launcher; only srun and scontrol are stand-ins."""
+    flags = train_command("--save-every", "0", "--precision", "fp32")[1:]
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    job = slurm("train_plain.sbatch", *flags, "--steps", "100000", LAUNCHER=launcher)
+    wait_for(lambda: job.poll() is not None or '"step": 5' in read(metrics))
+    job.send_signal(number)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, output
+    stop = last_event(metrics)
+    assert stop["event"] == "stopped"
+    assert requeues(tmp_path) == (["requeue 4711"] if number == signal.SIGUSR1 else [])
+
+    total = int(stop["step"]) + 5
+    job = slurm("train_plain.sbatch", *flags, "--steps", str(total), LAUNCHER=launcher, SLURM_RESTART_COUNT="1")
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, output
+    end = last_event(metrics)
+    assert (end["event"], end["step"]) == ("finished", total)
+    assert min(read_losses_after(metrics, stop)) == int(stop["step"]) + 1, "the second job did not go on from the first"
+
+
+def read_losses_after(metrics: Path, event: dict[str, int | str]) -> list[int]:
+    """Steps trained since an event."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record["step"] for record in records[records.index(event) :] if record["kind"] == "train"]
+
+
+def test_a_signal_before_the_ranks_have_begun_is_not_lost(
+    slurm: Callable[..., subprocess.Popen[str]], train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    job = slurm("train_plain.sbatch", *train_command("--precision", "fp32", "--steps", "100000")[1:])
+    # The next thing that the script does is srun; torchrun then takes seconds to start its ranks.
+    wait_for((tmp_path / "records" / "scontrol").exists)
+    time.sleep(0.7)
+    assert not (tmp_path / "run").exists(), "too late to test this"
+    job.send_signal(signal.SIGUSR1)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 0, output
+    assert requeues(tmp_path) == ["requeue 4711"]
+
+
+def last_event(metrics: Path) -> dict[str, int | str]:
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [record for record in records if record.get("event") in ("stopped", "finished")][-1]
+
+
+def test_a_rank_that_fails_fails_the_job(
+    slurm: Callable[..., subprocess.Popen[str]], train_command: Callable[..., list[str]]
+) -> None:
+    flags = train_command("--globl-batch-size", "8")[1:]
+    job = slurm("train_plain.sbatch", *flags, SLURM_JOB_NUM_NODES="1")
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode != 0
+    assert "Did you mean" in output
+
+
+def test_every_sbatch_script_asks_for_a_warning_and_a_requeue() -> None:
+    for name in SBATCH_SCRIPTS:
+        options = re.findall(r"^#SBATCH (\S+)", (SLURM / name).read_text(), flags=re.MULTILINE)
+        assert {"--signal=B:USR1@120", "--requeue", "--open-mode=append"} <= set(options)
+
+
+# What runs in the cloud.
+
+FAKE_RCLONE = """#!/bin/bash
+printf '%s\\n' "$*" >>"$RECORDS/rclone"
+if [[ $1 == lsf ]]; then exit "${LSF_STATUS:-0}"; fi
+if [[ $1 == copy ]]; then mkdir -p "$3" && echo restored >"$3/restored"; fi
+"""
+FAKE_CLOUD_LLMSCALE = """#!/bin/bash
+printf '%s\\n' "$1" >>"$RECORDS/commands"
+if [[ $1 == launch ]]; then printf '%s\\0' "$@" >"$RECORDS/arguments"; mkdir -p "$RUN"; sleep 2.5; exit "${END:-0}"; fi
+if [[ $1 == doctor ]]; then exit "${DOCTOR_STATUS:-0}"; fi
+"""
+
+
+@pytest.fixture
+def vast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`vast(**environment)` runs the on-start script in a clone that is installed already."""
+    programs, records, repository = tmp_path / "bin", tmp_path / "records", tmp_path / "app"
+    for folder in (programs, records, repository):
+        folder.mkdir()
+    for name, text in (("rclone", FAKE_RCLONE), ("llmscale", FAKE_CLOUD_LLMSCALE)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    # The installation clones and downloads: it is left out, and the rest is the script's own text.
+    text = (ROOT / "scripts" / "cloud" / "vast_start.sh").read_text()
+    script = tmp_path / "onstart.sh"
+    script.write_text(text.replace("    install_llmscale\n", f"    cd {repository}\n", 1))
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(script)],
+            env={
+                **{"HOME": str(tmp_path), "PATH": f"{programs}:{os.environ['PATH']}", "RECORDS": str(records)},
+                **{"RUN": "runs/one", **environment},
+            },
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+
+    return run
+
+
+def test_vast_passes_arguments_unchanged_and_keeps_a_copy(
+    vast: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    arguments = "--wandb-name 'two  words' \"it's\" '$(touch owned)' '*' ''"
+    done = vast(TRAIN_ARGS=arguments, SYNC_TO="s3:bucket/run", SYNC_EVERY_S="1", LSF_STATUS="3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert read(tmp_path / "records" / "commands").split() == ["doctor", "launch"]
+    given = read(tmp_path / "records" / "arguments").split("\0")[:-1]
+    words = ["--wandb-name", "two  words", "it's", "$(touch owned)", "*", ""]
+    assert given == ["launch", "--", *words, "--run", "runs/one"]
+    assert not list(tmp_path.rglob("owned"))
+    copies = [line for line in read(tmp_path / "records" / "rclone").splitlines() if line.startswith("sync")]
+    assert len(copies) >= 2, "one while it trains, one at the end"
+
+
+def test_vast_continues_from_the_copy(vast: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path) -> None:
+    assert vast(SYNC_TO="s3:bucket/run").returncode == 0
+    assert read(tmp_path / "app" / "runs" / "one" / "restored") == "restored\n"
+    assert not (tmp_path / "app" / "runs" / "one.restoring").exists()
+
+
+def test_vast_never_replaces_a_copy_that_it_cannot_read(
+    vast: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    done = vast(SYNC_TO="s3:bucket/run", LSF_STATUS="1")
+    assert done.returncode == 1
+    assert "SYNC_TO=s3:bucket/run cannot be read (rclone status 1)" in done.stdout + done.stderr
+    assert not (tmp_path / "records" / "commands").exists()
+    assert "sync" not in read(tmp_path / "records" / "rclone").split()
+
+
+@pytest.mark.parametrize(("environment", "status"), [({"END": "9"}, 9), ({"DOCTOR_STATUS": "1"}, 1)])
+def test_vast_tells_the_truth_at_the_end(
+    vast: Callable[..., subprocess.CompletedProcess[str]], environment: dict[str, str], status: int
+) -> None:
+    assert vast(**environment).returncode == status
+
+
+def test_the_filtered_environment_example_is_what_deepspeed_reads() -> None:
+    lines = (ROOT / ".deepspeed_env.example").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith("#") and line.strip()]
+    assert len(kept) > 8
+    for line in kept:
+        # As in deepspeed/launcher/runner.py; what is not plain would reach a remote shell.
+        key, value = line.split("=", maxsplit=1)
+        assert re.fullmatch(r"[A-Z][A-Z0-9_]*", key), line
+        assert not re.search(r"[^\w@%+=:,./-]", value.strip()), line
+
+
+def test_cog_names_files_that_exist() -> None:
+    config = yaml.safe_load((ROOT / "scripts" / "cloud" / "cog.yaml").read_text())
+    for key, name in (("predict", "class Predictor"), ("train", "def train")):
+        path, _, symbol = config[key].partition(":")
+        assert symbol == name.split()[1]
+        assert name in (ROOT / path).read_text()
+    assert (ROOT / config["build"]["python_requirements"]).is_file()
+
+
+def test_the_image_is_pushed_on_tags_only() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "image.yml").read_text())["jobs"]
+    assert jobs["build"]["env"]["PUSH"] == "${{ startsWith(github.ref, 'refs/tags/v') }}"
+    pushing = [
+        step for step in jobs["build"]["steps"] if "login-action" in str(step) or step.get("with", {}).get("push")
+    ]
+    assert len(pushing) == 2
+    assert all(step["if"] == "env.PUSH == 'true'" for step in pushing)
+
+
+def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
+    tool = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if tool is None:
+        pytest.skip(f"{command[0]} is not installed; it is in the dev extra")
+    return subprocess.run([tool, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_shell_scripts_are_clean() -> None:
+    scripts = [str(path) for kind in ("*.sh", "*.sbatch") for path in (ROOT / "scripts").rglob(kind)]
+    assert len(scripts) > 6
+    done = run_tool("shellcheck", "--external-sources", *scripts)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_dockerfile_is_clean() -> None:
+    done = run_tool("hadolint", "scripts/cloud/Dockerfile")
+    assert done.returncode == 0, done.stdout
