@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BENCH = REPOSITORY / "scripts" / "bench"
-SCRIPTS = ("chaos", "checkpoint", "engine_overhead", "order_memory", "resume_matrix")
+SCRIPTS = ("chaos", "checkpoint", "engine_overhead", "memory_grid", "order_memory", "resume_matrix")
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
@@ -44,6 +44,43 @@ def test_engine_overhead_needs_the_plain_loop_to_compare_with() -> None:
     answer = run_script("engine_overhead", "--only", "train.py, ZeRO-2")
     assert answer.returncode == 2
     assert "--only must keep 'plain loop'" in answer.stderr
+
+
+def test_memory_grid_compares_every_estimator_with_the_same_peak(tmp_path: Path) -> None:
+    cells = ["gpt2-124m-z0-bf16-mb4", "gpt2-124m-z3-bf16-mb16-full"]
+    answer = run_script(
+        *("memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells),
+        timeout_s=300,
+    )
+    assert answer.returncode == 0, answer.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [row["cell"] for row in result["rows"]] == cells
+    assert result["measured_by"] == "dry-run"
+    for row in result["rows"]:
+        assert row["estimates"]["llmscale"] == pytest.approx(row["peak_bytes"], rel=0.03)
+    # DeepSpeed's estimator knows stages 2 and 3 alone, and counts no activations.
+    assert result["rows"][0]["estimates"]["deepspeed"] is None
+    assert result["rows"][1]["estimates"]["deepspeed"] < 0.5 * result["rows"][1]["peak_bytes"]
+    counts = {name: errors["cells"] for name, errors in result["errors"].items()}
+    assert counts == {"llmscale": 2, "deepspeed": 1, "cookbook": 2, "accelerate": 2}
+
+
+def test_memory_grid_says_that_there_is_no_gpu_to_measure_on() -> None:
+    answer = run_script("memory_grid", "--measure", "gpu", "--only", "gpt2-124m-z0-bf16-mb4")
+    if answer.returncode == 0:
+        pytest.skip("this machine has a GPU")
+    assert answer.returncode == 2
+    assert "--measure gpu: this machine has no GPU; --measure dry-run needs none" in answer.stderr
+
+
+def test_memory_grid_has_at_least_forty_cells_of_every_stage() -> None:
+    answer = run_script("memory_grid", "--only", "no-such-cell")
+    assert answer.returncode == 2
+    assert "--only: no cell is called no-such-cell" in answer.stderr
+    cells = [word.strip(",") for word in run_script("memory_grid", "--help").stdout.split() if "-bf16-mb" in word]
+    assert len(cells) >= 40
+    assert {cell.split("-z")[1][0] for cell in cells} == {"0", "1", "2", "3"}
+    assert any("gpt3-6.7b" in cell for cell in cells)
 
 
 @pytest.mark.slow

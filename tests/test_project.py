@@ -20,17 +20,20 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The README's tour has the same order.
 LAYERS = (
-    *("__init__", "errors", "config", "model", "engine", "data", "checkpoint", "evaluate", "training", "report"),
-    *("cli", "train"),
+    *("__init__", "errors", "config", "memory", "planning", "model", "engine", "dry_run", "data", "checkpoint"),
+    *("evaluate", "training", "report", "cluster", "cli", "train"),
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *("errors", "config", "report", "cli", "train"),
+    *("errors", "config", "memory", "planning", "report", "cluster", "cli", "train"),
     *("data.manifest", "data.order", "data.location", "data.record"),
     *("checkpoint.manifest", "checkpoint.find", "checkpoint.retention", "checkpoint.run_state"),
     *("training.prepared_run", "training.stop_request", "training.run_folder"),
 )
-SUBCOMMANDS = ("data", "data prepare", "data verify", "sample", "report", "checkpoint", "checkpoint list")
+SUBCOMMANDS = (
+    *("plan", "estimate", "data", "data prepare", "data verify", "doctor", "launch", "sample", "report"),
+    *("checkpoint", "checkpoint list"),
+)
 
 
 def modules() -> dict[str, Path]:

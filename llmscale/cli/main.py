@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 
 from llmscale import __version__
-from llmscale.cli import checkpoint, data, report, sample
 from llmscale.config.flag_parser import FlagParser
 from llmscale.errors import LlmscaleError
 
+#: In the order of the questions that they answer; each is a module of this folder.
+COMMANDS = ("plan", "estimate", "data", "doctor", "launch", "report", "sample", "checkpoint")
 
-def build_parser() -> FlagParser:
-    """All subcommands; each sets `handler`, a function from parsed arguments to the exit status."""
+
+def build_parser(argv: Sequence[str]) -> FlagParser:
+    """The subcommand that `argv` names, or all; each sets `handler`, from parsed arguments to the exit status.
+
+    Only what is needed is imported: an estimate must not wait for the supervisor's modules.
+    """
     parser = FlagParser(
         prog="llmscale",
         description="Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample.",
@@ -21,15 +27,16 @@ def build_parser() -> FlagParser:
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for module in (data, sample, report, checkpoint):
-        module.add_parser(subcommands)
+    for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
+        importlib.import_module(f"llmscale.cli.{name}").add_parser(subcommands)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a user's mistake is one line on stderr and exit status 2."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        args = build_parser().parse_args(argv)
+        args = build_parser(argv).parse_args(argv)
         status = args.handler(args)
         sys.stdout.flush()
         return status

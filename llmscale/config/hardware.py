@@ -1,41 +1,194 @@
-"""Peak arithmetic rates of GPUs, for model FLOPs utilisation. Unknown hardware gives None, never a guess. No torch."""
+"""The one table of GPUs: rates, memory, links and power, each with its source. Unknown hardware gives None, never a
+guess. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmscale.errors import ConfigError, did_you_mean
+
 
 @dataclass(frozen=True)
 class GPU:
-    """One GPU model."""
+    """One GPU model. Rates are peaks without sparsity (vendors' tables often print twice that)."""
 
+    name: str
+    """The command line's word for it."""
     pattern: str
-    """Lower-case text that identifies it in the name that the driver reports."""
+    """Words, in lower case, that the name which the driver reports must all have."""
+    memory_gib: float
+    """Memory in GiB (2^30 bytes): what the driver reports to CUDA where `memory_source` says so, else nominal."""
     dense_16bit_flops: float
     """Peak dense FLOP/s with 16-bit inputs and fp32 accumulation; bf16, or fp16 where there is no bf16."""
+    fp32_flops: float | None
+    """Peak FLOP/s of true fp32 (no TF32), or None when sources disagree."""
+    has_bf16: bool
+    """Tensor cores that take bf16."""
+    memory_bytes_per_s: float | None
+    """Peak bandwidth of the GPU's own memory."""
+    link_bytes_per_s: float
+    """To the other GPUs of its node in ONE direction: half of the bidirectional figure that datasheets print."""
+    host_link_bytes_per_s: float
+    """To the memory of its host in one direction: PCIe x16."""
+    power_w: float | None
+    """Board power at its limit."""
     source: str
-    """Where the rate is printed."""
+    """Where the rates are printed."""
+    memory_source: str
+    """Where the memory size is from."""
 
 
-#: First match wins, so the more specific names stand first. Vendors' tables often print the rate with sparsity, which
-#: is twice these.
+#: CUDA sees less than the nominal memory: ECC and the driver keep some, more or less of it by driver version. These
+#: are the lowest totals found in users' out-of-memory messages for the card.
+_REPORTED = "as CUDA reports it (lowest total found in torch's out-of-memory messages)"
+#: PCIe x16 in one direction, bytes/s.
+_PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
+
+#: In order: name, pattern, memory_gib, dense_16bit_flops, fp32_flops, has_bf16, memory_bytes_per_s, link_bytes_per_s,
+#: host_link_bytes_per_s, power_w, source, memory_source.
 GPUS = (
-    GPU("b200", 2250e12, "NVIDIA B200 datasheet"),
-    GPU("h200", 989e12, "NVIDIA H200 datasheet"),
-    GPU("h100 pcie", 756e12, "NVIDIA H100 datasheet"),
-    GPU("h100", 989e12, "NVIDIA H100 datasheet (SXM)"),
-    GPU("a100", 312e12, "NVIDIA A100 datasheet"),
-    GPU("v100", 125e12, "NVIDIA V100 datasheet, fp16"),
-    GPU("l4", 121e12, "NVIDIA L4 datasheet"),
-    GPU("t4", 65e12, "NVIDIA T4 datasheet, fp16"),
-    GPU("mi300x", 1307e12, "AMD MI300X datasheet"),
-)
+    GPU(
+        "a100-40gb", "a100 sxm4 40gb", 39.25, 312e12, 19.5e12, True, 1.555e12, 300e9, _PCIE4, 400,
+        "NVIDIA A100 datasheet (SXM)", _REPORTED,
+    ),
+    GPU(
+        "a100-80gb", "a100 sxm4 80gb", 79.14, 312e12, 19.5e12, True, 2.039e12, 300e9, _PCIE4, 400,
+        "NVIDIA A100 datasheet (SXM)", _REPORTED,
+    ),
+    GPU(
+        "a100-40gb-pcie", "a100 pcie 40gb", 39.25, 312e12, 19.5e12, True, 1.555e12, _PCIE4, _PCIE4, 250,
+        "NVIDIA A100 40GB PCIe product brief; link without NVLink bridges", _REPORTED,
+    ),
+    GPU(
+        "a100-80gb-pcie", "a100 80gb pcie", 79.14, 312e12, 19.5e12, True, 1.935e12, _PCIE4, _PCIE4, 300,
+        "NVIDIA A100 datasheet (PCIe); link without NVLink bridges", _REPORTED,
+    ),
+    GPU(
+        "h100-80gb", "h100 80gb hbm3", 79.10, 989e12, 67e12, True, 3.35e12, 450e9, _PCIE5, 700,
+        "NVIDIA H100 datasheet (SXM)", _REPORTED,
+    ),
+    GPU(
+        "h100-80gb-pcie", "h100 pcie", 79.10, 756e12, 51e12, True, 2.0e12, _PCIE5, _PCIE5, 350,
+        "NVIDIA H100 datasheet (PCIe); link without NVLink bridges", _REPORTED,
+    ),
+    GPU(
+        "h200", "h200", 139.72, 989e12, 67e12, True, 4.8e12, 450e9, _PCIE5, 700,
+        "NVIDIA H200 datasheet (SXM)", _REPORTED,
+    ),
+    GPU(
+        "b200", "b200", 178.35, 2250e12, None, True, 7.672e12, 900e9, _PCIE5, 1000,
+        "NVIDIA Blackwell architecture brief (HGX B200, 1000 W); memory bandwidth: pytorch/ao#4002",
+        "as CUDA reports it (pytorch/ao#4002)",
+    ),
+    GPU(
+        "l4", "l4", 22.03, 121e12, 30.3e12, True, 300e9, _PCIE4, _PCIE4, 72,
+        "NVIDIA L4 datasheet", _REPORTED,
+    ),
+    GPU(
+        "l40s", "l40s", 44.34, 362e12, 91.6e12, True, 864e9, _PCIE4, _PCIE4, 350,
+        "NVIDIA L40S datasheet", _REPORTED,
+    ),
+    GPU(
+        "a10g", "a10g", 22.05, 70e12, None, True, 600e9, _PCIE4, _PCIE4, None,
+        "baseten.co 'A10 vs A10G' (NVIDIA publishes no datasheet of AWS's A10G)", _REPORTED,
+    ),
+    GPU(
+        "t4", "t4", 14.56, 65e12, 8.1e12, False, 320e9, _PCIE3, _PCIE3, 70,
+        "NVIDIA T4 datasheet, fp16", _REPORTED,
+    ),
+    GPU(
+        "v100-16gb", "v100 sxm2 16gb", 15.77, 125e12, 15.7e12, False, 900e9, 150e9, _PCIE3, 300,
+        "NVIDIA V100 datasheet (SXM2), fp16", _REPORTED,
+    ),
+    GPU(
+        "v100-32gb", "v100 sxm2 32gb", 31.73, 125e12, 15.7e12, False, 900e9, 150e9, _PCIE3, 300,
+        "NVIDIA V100 datasheet (SXM2), fp16", _REPORTED,
+    ),
+    GPU(
+        "rtx3090", "rtx 3090", 23.55, 71e12, 35.6e12, True, 936e9, _PCIE4, _PCIE4, 350,
+        "NVIDIA GA102 whitepaper, fp32 accumulation; link without an NVLink bridge", _REPORTED,
+    ),
+    GPU(
+        "rtx4090", "rtx 4090", 23.52, 165.2e12, 82.6e12, True, 1.008e12, _PCIE4, _PCIE4, 450,
+        "NVIDIA Ada whitepaper, fp32 accumulation; peers only through the host", _REPORTED,
+    ),
+    GPU(
+        "rtx5090", "rtx 5090", 31.36, 209.5e12, 104.8e12, True, 1.792e12, _PCIE5, _PCIE5, 575,
+        "NVIDIA RTX Blackwell whitepaper, fp32 accumulation; peers only through the host", _REPORTED,
+    ),
+    GPU(
+        "mi300x", "mi300x", 191.69, 1307.4e12, 163.4e12, True, 5.3e12, 448e9, _PCIE5, 750,
+        "AMD MI300X datasheet", _REPORTED,
+    ),
+)  # fmt: skip
+
+#: Words that make another card of a known name: a part of it, a slower or a smaller one.
+_OTHER_CARD = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """The GPU that the driver calls `device_name`, or None when the table does not have it (L40 is not an L4)."""
-    words = device_name.lower().replace("-", " ")
-    return next((gpu for gpu in GPUS if all(part in words.split() for part in gpu.pattern.split())), None)
+    """The GPU that the driver calls `device_name`, or None when the table does not have it (an L40 is not an L4, nor a
+    MIG slice the whole card)."""
+    words = set(device_name.lower().replace("-", " ").split())
+    if words & _OTHER_CARD:
+        return None
+    return next((gpu for gpu in GPUS if words.issuperset(gpu.pattern.split())), None)
+
+
+def get_gpu(name: str) -> GPU:
+    """The GPU of that name on the command line. Raises ConfigError naming the closest and all legal names."""
+    for gpu in GPUS:
+        if gpu.name == name.lower():
+            return gpu
+    names = [gpu.name for gpu in GPUS]
+    raise ConfigError(
+        f"GPU '{name}' is not in the table.{did_you_mean(name.lower(), names)} GPUs: {', '.join(names)}. "
+        "For any other card give --gpu-memory-gib and --bf16-tflops."
+    )
+
+
+def custom_gpu(memory_gib: float, bf16_tflops: float, *, has_bf16: bool = True) -> GPU:
+    """A card that is not in the table. Its memory bandwidth and power stay unknown; its link is taken to be PCIe 4.0
+    x16, the least that a card of today has. Raises ConfigError when a number is not positive."""
+    for flag, value in (("--gpu-memory-gib", memory_gib), ("--bf16-tflops", bf16_tflops)):
+        if not 0 < value < float("inf"):
+            raise ConfigError(f"{flag} must be above 0, not {value:g}.")
+    return GPU(
+        name="custom",
+        pattern="",
+        memory_gib=memory_gib,
+        dense_16bit_flops=bf16_tflops * 1e12,
+        fp32_flops=None,
+        has_bf16=has_bf16,
+        memory_bytes_per_s=None,
+        link_bytes_per_s=_PCIE4,
+        host_link_bytes_per_s=_PCIE4,
+        power_w=None,
+        source="given on the command line; link taken as PCIe 4.0 x16",
+        memory_source="given on the command line",
+    )
+
+
+#: Heads of `gpu_table_rows`.
+GPU_TABLE_HEAD = ("GPU", "GiB", "16-bit TFLOP/s", "fp32", "bf16", "memory TB/s", "link GB/s", "W", "source")
+
+
+def gpu_table_rows() -> list[tuple[str, ...]]:
+    """The table as text, one row a GPU under GPU_TABLE_HEAD; '-' where a number is not known."""
+    return [
+        (
+            gpu.name,
+            f"{gpu.memory_gib:.2f}",
+            f"{gpu.dense_16bit_flops / 1e12:g}",
+            f"{gpu.fp32_flops / 1e12:g}" if gpu.fp32_flops else "-",
+            "yes" if gpu.has_bf16 else "no",
+            f"{gpu.memory_bytes_per_s / 1e12:.3g}" if gpu.memory_bytes_per_s else "-",
+            f"{gpu.link_bytes_per_s / 1e9:g}",
+            f"{gpu.power_w:g}" if gpu.power_w else "-",
+            f"{gpu.source}. Memory {gpu.memory_source}",
+        )
+        for gpu in GPUS
+    ]
 
 
 def model_flops_utilisation(
@@ -43,7 +196,7 @@ def model_flops_utilisation(
 ) -> float | None:
     """Fraction of the peak 16-bit rate that the model's own FLOPs reach (PaLM, Chowdhery et al. 2022, appendix B).
 
-    None when the device is unknown, or the run is in fp32 whose peak is not in the table.
+    None when the device is unknown, or the run is in fp32, which torch may compute in TF32 at another rate.
     """
     gpu = find_gpu(device_name)
     if gpu is None or not is_16bit:

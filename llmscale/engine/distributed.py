@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llmscale.engine.network_interface import set_network_interface
 from llmscale.engine.quiet import quiet_libraries
 
 #: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once;
@@ -41,6 +42,7 @@ class World:
 def join_world() -> World:
     """Initialise torch.distributed through DeepSpeed. Collective: every rank must call it."""
     set_default_environment()
+    set_network_interface()
     quiet_libraries()
     import deepspeed
     from deepspeed.accelerator import get_accelerator

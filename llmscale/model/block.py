@@ -36,7 +36,8 @@ class CausalSelfAttention(nn.Module):
         """[batch, t, n_embd] -> [batch, t, n_embd]."""
         batch, t, width = x.shape
         qkv = self.qkv(x).view(batch, t, 3, self.n_head, self.head_dim)
-        q, k, v = qkv.transpose(1, 3).unbind(2)  # each [batch, n_head, t, head_dim]
+        # Taken apart before they are transposed: the other way round the backward pass copies [batch, t, 3 width] more.
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))  # each [batch, n_head, t, head_dim]
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return F.dropout(self.proj(y.transpose(1, 2).reshape(batch, t, width)), self.dropout, self.training)

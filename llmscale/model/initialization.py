@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 #: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
 INIT_STD = 0.02
@@ -33,9 +34,10 @@ def residual_std(n_layer: int) -> float:
 def fill_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
     """Overwrite `parameter` with numbers from N(0, std^2), whatever the number of threads.
 
-    `generator` gives the seed of each piece. Parameters on the meta device hold nothing and are left alone.
+    `generator` gives the seed of each piece. Parameters on the meta device, and fake ones, hold nothing and are left
+    alone.
     """
-    if parameter.is_meta:
+    if parameter.is_meta or isinstance(parameter, FakeTensor):
         return
     pieces = parameter.detach().view(-1).split(CHUNK_ELEMENTS)
     seeds = [int(torch.randint(2**63 - 1, (1,), generator=generator)) for _ in pieces]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from llmscale.engine.timing import PhaseTimer
+from llmscale.training.memory_report import MeasuredMemory
 
 
 @dataclass(frozen=True)
@@ -71,3 +72,17 @@ def peak_memory_bytes() -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes.
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def measured_memory() -> MeasuredMemory | None:
+    """Peaks of this rank's GPU; None on a CPU, where a process's size is no measure of what a GPU would hold."""
+    if not torch.cuda.is_available():
+        return None
+    return MeasuredMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+
+
+def device_memory_bytes() -> int | None:
+    """All memory of this rank's GPU; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

@@ -23,6 +23,8 @@ from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.evaluate.text import generate_text
 from llmscale.training.agreement import on_main_rank, together
 from llmscale.training.describe import describe_run
+from llmscale.training.memory_report import estimate_line, estimate_run
+from llmscale.training.meter import device_memory_bytes
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.prepared_run import PreparedRun, as_plain
 from llmscale.training.resume import ResumePoint, find_named_checkpoint, find_resume_point
@@ -76,6 +78,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         feed = together(world.control, lambda: open_feed(run, world, start_sample=first_sample))
         validation_shards = together(world.control, lambda: open_validation(run))
     ds_config = resolve_ds(run)
+    estimate = estimate_run(run, ds_config)
     with clock.phase("engine"):
         engine = build_run_engine(run, ds_config)
     with clock.phase("checkpoint load"):
@@ -84,6 +87,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
     if world.is_main:
         save_run_description(config.run, as_plain(config), run.resolved.as_dict(), ds_config)
     describe_run(run, world, order.num_samples, report)
+    report(estimate_line(estimate, device_memory_bytes()))
     return Session(
         run=run,
         world=world,
@@ -98,6 +102,7 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
         first_sample=first_sample,
         skipped_before=state.skipped_steps if state else 0,
         identity=identity,
+        estimate=estimate,
         wandb_run_id=wandb_run.id if wandb_run else (state.wandb_run_id if state else None),
         sample_text=_sampler(run, engine) if config.sample_every else None,
         report=report,

@@ -38,13 +38,13 @@ def create_run_folder(run: Path) -> None:
         ) from None
 
 
-def lock_run_folder(run: Path) -> TextIO:
+def lock_run_folder(run: Path, name: str = LOCK_NAME) -> TextIO:
     """Claim the folder for this process for as long as the returned file stays open; death releases it too.
 
     A POSIX record lock: forked data workers do not inherit it, and network file systems know it. Raises ConfigError
     when another process holds it: two runs in one folder would overwrite each other's checkpoints.
     """
-    file = (run / LOCK_NAME).open("a+")
+    file = (run / name).open("a+")
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
@@ -28,9 +28,11 @@ from llmscale.engine.randomness import seed_step
 from llmscale.engine.step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, inner_optimizer
 from llmscale.errors import CheckpointError, DataError
+from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.agreement import Verdict, agree, together
 from llmscale.training.divergence import LostSteps, check_weights
-from llmscale.training.meter import StepMeter, peak_memory_bytes
+from llmscale.training.memory_report import MEASURED_AFTER_STEPS, measured_line
+from llmscale.training.meter import StepMeter, measured_memory, peak_memory_bytes
 from llmscale.training.metrics import MetricsLog, StepMetrics
 from llmscale.training.prepared_run import PreparedRun, as_plain
 from llmscale.training.stop_request import StopRequest
@@ -61,6 +63,8 @@ class Session:
     skipped_before: int
     identity: dict[str, object]
     wandb_run_id: str | None
+    estimate: MemoryEstimate | None
+    """Of one rank's GPU memory; None where there is none for the optimizer."""
     sample_text: Callable[[], str] | None
     """Generates text on every rank alike; None when no tokenizer is at hand."""
     report: Callable[[str], None]
@@ -149,6 +153,8 @@ class Session:
         config, step, last = self.run.config, self.step, self.run.resolved.total_steps
         if step == self.first_step + 1:
             self._report_startup()
+        if step == self.first_step + MEASURED_AFTER_STEPS:
+            self._report_memory()
         if step % config.log_every == 0 or step in (self.first_step + 1, last):
             self._log_step()
             self._lost.check(step, config.run)
@@ -289,6 +295,16 @@ class Session:
         self.startup_s["first step"] = time.perf_counter() - self._resumed_at
         phases = " + ".join(f"{name} {seconds:.1f}" for name, seconds in self.startup_s.items())
         self.report(f"start-up: {phases} = {sum(self.startup_s.values()):.1f} s")
+
+    def _report_memory(self) -> None:
+        """The measured peak beside the estimate; nothing on a CPU."""
+        measured = measured_memory()
+        if measured is None:
+            return
+        self.report(measured_line(self.estimate, measured))
+        if self.log:
+            estimated = self.estimate.allocated_bytes if self.estimate else None
+            self.log.log_event("memory", step=self.step, estimated_bytes=estimated, **asdict(measured))
 
     @staticmethod
     def _ids(batches: list[MicroBatch]) -> np.ndarray:

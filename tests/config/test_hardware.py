@@ -2,30 +2,60 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.hardware import find_gpu, model_flops_utilisation
+from llmscale.config.hardware import (
+    GPU_TABLE_HEAD,
+    GPUS,
+    custom_gpu,
+    find_gpu,
+    get_gpu,
+    gpu_table_rows,
+    model_flops_utilisation,
+)
+from llmscale.errors import ConfigError
 
 
 @pytest.mark.parametrize(
-    ("name", "teraflops"),
+    ("device_name", "name", "teraflops"),
     [
-        ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA A100-PCIE-40GB", 312),
-        ("NVIDIA H100 80GB HBM3", 989),
-        ("NVIDIA H100 PCIe", 756),
-        ("NVIDIA H200", 989),
-        ("Tesla V100-SXM2-32GB", 125),
-        ("Tesla T4", 65),
-        ("NVIDIA L4", 121),
-        ("NVIDIA B200", 2250),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb", 312),
+        ("A100-SXM4-40GB", "a100-40gb", 312),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie", 312),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie", 312),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb", 989),
+        ("NVIDIA H100 PCIe", "h100-80gb-pcie", 756),
+        ("NVIDIA H200", "h200", 989),
+        ("Tesla V100-SXM2-32GB", "v100-32gb", 125),
+        ("Tesla T4", "t4", 65),
+        ("NVIDIA L4", "l4", 121),
+        ("NVIDIA L40S", "l40s", 362),
+        ("NVIDIA A10G", "a10g", 70),
+        ("NVIDIA GeForce RTX 4090", "rtx4090", 165.2),
+        ("NVIDIA B200", "b200", 2250),
+        ("AMD Instinct MI300X", "mi300x", 1307.4),
     ],
 )
-def test_names_as_drivers_report_them(name: str, teraflops: float) -> None:
-    gpu = find_gpu(name)
+def test_names_as_drivers_report_them(device_name: str, name: str, teraflops: float) -> None:
+    gpu = find_gpu(device_name)
     assert gpu is not None
-    assert gpu.dense_16bit_flops == teraflops * 1e12
+    assert (gpu.name, gpu.dense_16bit_flops) == (name, teraflops * 1e12)
 
 
-@pytest.mark.parametrize("name", ["cpu", "NVIDIA L40S", "NVIDIA GeForce RTX 4090", "NVIDIA A10G", "", "NVIDIA T400"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "cpu",
+        "",
+        "NVIDIA L40",
+        "NVIDIA A10",
+        "NVIDIA T400",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA H100 NVL",
+        "NVIDIA GH200 480GB",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+    ],
+)
 def test_unknown_hardware_gives_none_and_not_a_neighbour(name: str) -> None:
     assert find_gpu(name) is None
     assert model_flops_utilisation(1e5, 10**9, name, is_16bit=True) is None
@@ -36,5 +66,55 @@ def test_utilisation_is_achieved_over_peak() -> None:
     assert model_flops_utilisation(1e5, 1_560_000_000, "NVIDIA A100-SXM4-80GB", is_16bit=True) == pytest.approx(0.5)
 
 
-def test_fp32_has_no_peak_in_the_table() -> None:
+def test_fp32_has_no_utilisation() -> None:
     assert model_flops_utilisation(1e5, 10**9, "NVIDIA A100-SXM4-80GB", is_16bit=False) is None
+
+
+def test_a_gpu_is_found_by_its_name_in_any_case() -> None:
+    assert get_gpu("H100-80GB").link_bytes_per_s == 450e9  # NVLink 4: 900 GB/s counting both directions
+
+
+def test_a_misspelt_gpu_names_the_closest_and_all() -> None:
+    with pytest.raises(ConfigError, match=r"GPU 'h100-80' is not in the table\. Did you mean 'h100-80gb'\?") as error:
+        get_gpu("h100-80")
+    assert all(gpu.name in str(error.value) for gpu in GPUS)
+    assert "--gpu-memory-gib" in str(error.value)
+
+
+def test_cards_older_than_ampere_have_no_bf16() -> None:
+    assert [gpu.name for gpu in GPUS if not gpu.has_bf16] == ["t4", "v100-16gb", "v100-32gb"]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_numbers_are_in_the_units_that_they_claim(gpu) -> None:
+    assert 10 < gpu.memory_gib < 300
+    assert 50e12 < gpu.dense_16bit_flops < 3e15
+    assert gpu.fp32_flops is None or gpu.fp32_flops < gpu.dense_16bit_flops
+    assert gpu.memory_bytes_per_s is not None and 2e11 < gpu.memory_bytes_per_s < 1e13
+    assert 1e10 < gpu.link_bytes_per_s < gpu.memory_bytes_per_s
+    assert gpu.source and gpu.memory_source
+
+
+def test_reported_memory_is_below_the_nominal() -> None:
+    # 80 GB cards have 80 GiB of chips; the driver shows less than that.
+    assert 79 < get_gpu("a100-80gb").memory_gib < 80
+    assert 14 < get_gpu("t4").memory_gib < 16
+
+
+def test_table_rows_say_what_is_not_known() -> None:
+    rows = {row[0]: row for row in gpu_table_rows()}
+    assert all(len(row) == len(GPU_TABLE_HEAD) for row in rows.values())
+    assert rows["a10g"][GPU_TABLE_HEAD.index("W")] == "-"
+    assert rows["h100-80gb"][GPU_TABLE_HEAD.index("link GB/s")] == "450"
+
+
+def test_a_custom_card_keeps_what_nobody_said_unknown() -> None:
+    gpu = custom_gpu(48, 150)
+    assert (gpu.memory_gib, gpu.dense_16bit_flops, gpu.has_bf16) == (48, 150e12, True)
+    assert gpu.memory_bytes_per_s is None and gpu.power_w is None
+
+
+@pytest.mark.parametrize(("memory", "tflops", "flag"), [(0, 100, "--gpu-memory-gib"), (24, -1, "--bf16-tflops")])
+def test_a_custom_card_needs_positive_numbers(memory: float, tflops: float, flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag} must be above 0"):
+        custom_gpu(memory, tflops)

@@ -1,0 +1,148 @@
+"""`llmscale doctor`: will this cluster and this configuration start? One table, each red row with its fix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
+from llmscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from llmscale.cluster.doctor import Diagnosis, Question
+    from llmscale.cluster.rows import Row, Status
+    from llmscale.config.flag_parser import FlagParser
+
+_COLOURS = {"ok": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
+_RESET = "\033[0m"
+_MAX_WIDTH = 120
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `doctor`."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check hosts, network, disks and configuration before a launch",
+        description="Looks at this machine, or at every host of a hostfile at once through ssh, and prints one table "
+        "with the fix for whatever is wrong. Exit status: 0 nothing is red, 1 something is, 2 it could not be asked.",
+    )
+    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts to check (default: this machine)")
+    parser.add_argument("--ds", type=Path, metavar="FILE", help="ds_config to check, on every host")
+    parser.add_argument("--run-config", type=Path, metavar="FILE", help="run file of train.py (its --config) to check")
+    parser.add_argument("--json", action="store_true", help="print rows and all facts as JSON")
+    parser.add_argument(
+        "--build-ops", action="store_true", help="build the DeepSpeed ops that the ds_config needs, now"
+    )
+    parser.add_argument("--no-network-test", action="store_true", help="leave out the timed all-reduce")
+    parser.add_argument(
+        "--interconnect",
+        metavar="NAME",
+        help="what the network between hosts should be, to judge the all-reduce by: "
+        f"{', '.join(network.name for network in INTERCONNECTS)} (default: what the links say)",
+    )
+    parser.add_argument("--port", type=int, default=29500, help="where the ranks will meet (default: 29500)")
+    parser.add_argument(
+        "--timeout", type=float, default=60.0, metavar="S", help="seconds that a host may take (default: 60)"
+    )
+    parser.add_argument(
+        "flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, as they will be given to it (after --)"
+    )
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from llmscale.cluster.doctor import diagnose
+    from llmscale.cluster.rows import worst
+
+    diagnosis = diagnose(_question(args))
+    if args.json:
+        print(json.dumps(_as_plain(diagnosis), indent=1))
+    else:
+        _print_table(diagnosis)
+    return 1 if worst(diagnosis.rows) == "fail" else 0
+
+
+def _question(args: argparse.Namespace) -> Question:
+    from llmscale.cluster.doctor import Question
+
+    if not 1 <= args.port <= 65535:
+        raise ConfigError(f"--port must be from 1 to 65535, not {args.port}.")
+    if not 0 < args.timeout < float("inf"):
+        raise ConfigError(f"--timeout must be above 0 seconds, not {args.timeout:g}.")
+    flags = list(args.flags)
+    if args.run_config is not None:
+        flags = ["--config", str(args.run_config), *flags]
+    if flags and args.ds is not None:
+        flags += ["--ds", str(args.ds)]
+    network = get_interconnect(args.interconnect) if args.interconnect else None
+    return Question(
+        hostfile=args.hostfile,
+        ds=args.ds,
+        train_flags=tuple(flags),
+        port=args.port,
+        network_test=not args.no_network_test,
+        # One adapter's rate: a host with one per GPU carries more, and is then faster than promised.
+        promised_bytes_per_s=network.bytes_per_s if network else None,
+        build_ops=args.build_ops,
+        timeout_s=args.timeout,
+    )
+
+
+def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
+    from llmscale.cluster.facts import facts_as_plain
+    from llmscale.cluster.rows import worst
+
+    return {
+        "status": worst(diagnosis.rows),
+        "hosts": [asdict(host) for host in diagnosis.hosts],
+        "rows": [asdict(row) for row in diagnosis.rows],
+        "facts": {host: facts_as_plain(facts) for host, facts in diagnosis.facts.items()},
+    }
+
+
+def _print_table(diagnosis: Diagnosis) -> None:
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 24)).columns)
+    for line in table_lines(diagnosis.rows, colour=colour, width=width):
+        print(line)
+    print(_summary(diagnosis))
+
+
+def table_lines(rows: Sequence[Row], *, colour: bool, width: int) -> list[str]:
+    """Status, name, finding; the fix below it."""
+    first = max((len(row.name) for row in rows), default=0) + 8
+    lines = []
+    for row in rows:
+        text = textwrap.wrap(row.found, max(40, width - first)) or [""]
+        if row.fix:
+            text += textwrap.wrap(f"fix: {row.fix}", max(40, width - first), subsequent_indent="     ")
+        head = f"{_paint(row.status, colour)}{' ' * (6 - len(row.status))}{row.name:{first - 6}}"
+        lines.append(head + text[0])
+        lines += [" " * first + line for line in text[1:]]
+    return lines
+
+
+def _paint(status: Status, colour: bool) -> str:
+    word = status.upper() if status == "fail" else status
+    return f"{_COLOURS[status]}{word}{_RESET}" if colour else word
+
+
+def _summary(diagnosis: Diagnosis) -> str:
+    count = {status: sum(row.status == status for row in diagnosis.rows) for status in _COLOURS}
+    ranks = sum(host.slots for host in diagnosis.hosts)
+    machines = f"{_plural(len(diagnosis.hosts), 'host')}, {_plural(ranks, 'rank')}"
+    return f"\n{machines}: {count['ok']} ok, {count['warn']} warnings, {count['fail']} to repair"
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

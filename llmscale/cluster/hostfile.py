@@ -1,0 +1,98 @@
+"""Read a hostfile: `name slots=N` per line. What DeepSpeed only warns about, or misreads, is an error here."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale.errors import ConfigError
+
+#: What ssh, pdsh and DeepSpeed's --include all read as one plain name: pdsh expands [ ] and commas, DeepSpeed splits at
+#: @ and :, and a leading dash would be an option.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]?(:\d+)?")
+
+
+@dataclass(frozen=True)
+class Host:
+    """One line of a hostfile."""
+
+    name: str
+    """As ssh knows it."""
+    slots: int
+    """Ranks to run there: GPUs, or processes on a CPU machine."""
+
+
+def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """The hosts in the file's order. Raises ConfigError when it is missing, empty or has a line that cannot be used."""
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--hostfile {path} does not exist. Write one with a line `name slots=N` per host, "
+            "or leave --hostfile out to use this machine."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"--hostfile {path} cannot be read: {reason}.") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, start=1):
+        entry = line.split("#", 1)[0].strip()
+        if not entry:
+            continue
+        host = _parse_line(entry, f"{path}:{number}")
+        if host.name in hosts:
+            raise ConfigError(
+                f"{path}:{number}: host '{host.name}' is there twice. Give it one line with all its slots."
+            )
+        hosts[host.name] = host
+    if not hosts:
+        raise ConfigError(f"--hostfile {path} names no host. Write one line `name slots=N` per host.")
+    return tuple(hosts.values())
+
+
+def _parse_line(entry: str, where: str) -> Host:
+    """`entry` is a line without its comment. Raises ConfigError that begins with `where`."""
+    name, *rest = entry.split()
+    _check_name(name, where)
+    if not rest:
+        raise ConfigError(f"{where}: '{entry}' does not say how many ranks to run there. Write `{name} slots=8`.")
+    slots = re.fullmatch(r"slots=(\d+)", rest[0])
+    if len(rest) > 1 or slots is None:
+        raise ConfigError(
+            f"{where}: '{entry}' is not `name slots=N`, with no space around the =. Write `{name} slots=8`."
+        )
+    if int(slots.group(1)) == 0:
+        raise ConfigError(f"{where}: slots=0 runs nothing on '{name}'. Drop the line, or give at least one slot.")
+    return Host(name, int(slots.group(1)))
+
+
+def _check_name(name: str, where: str) -> None:
+    """Raises ConfigError for what ssh, pdsh or DeepSpeed would misread."""
+    if _NAME.fullmatch(name):
+        return
+    if _IPV6.fullmatch(name):
+        raise ConfigError(
+            f"{where}: '{name}' is an IPv6 address, which DeepSpeed's and pdsh's host lists cannot hold. "
+            "Give the host a name in /etc/hosts or DNS and write that."
+        )
+    if re.fullmatch(r"[^:@]+:\d+", name):
+        host, port = name.split(":")
+        raise ConfigError(
+            f"{where}: '{name}' names a port, which a hostfile cannot hold. "
+            f"Write '{host}' here and `Port {port}` for it in ~/.ssh/config."
+        )
+    if "@" in name:
+        user, host = name.split("@", 1)
+        raise ConfigError(
+            f"{where}: '{name}' names a user, which a hostfile cannot hold. "
+            f"Write '{host}' here and `User {user}` for it in ~/.ssh/config."
+        )
+    if "[" in name or "," in name:
+        raise ConfigError(f"{where}: '{name}' looks like a range or a list. Write one line per host.")
+    raise ConfigError(
+        f"{where}: '{name}' is no host name. Letters, digits, dots, dashes and underscores are legal, "
+        "and it begins with a letter or digit."
+    )

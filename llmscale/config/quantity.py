@@ -1,0 +1,29 @@
+"""Large numbers as people write them: 70B, 1.4T, 300e9. No torch."""
+
+from __future__ import annotations
+
+import math
+import re
+
+_SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+
+
+def parse_quantity(text: str) -> float:
+    """`70B`, `1.4T`, `300e9` or `811,008` as a number above 0. Raises ValueError, whose text argparse does not show."""
+    match = re.fullmatch(r"([0-9.,_]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]?)", text.strip())
+    if match is None or match.group(2).lower() not in {"", *_SUFFIXES}:
+        raise ValueError(text)
+    number = float(match.group(1).replace(",", "").replace("_", ""))
+    value = number * _SUFFIXES.get(match.group(2).lower(), 1)
+    if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def format_quantity(value: float) -> str:
+    """Three digits and a suffix: `72.2B`, `1.33T`, `124M`; powers of ten beyond."""
+    for suffix, unit in (("", 1.0), ("K", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12)):
+        # 999.6 would be printed as 1000.
+        if value < 999.5 * unit:
+            return f"{value / unit:.3g}{suffix}"
+    return f"{value:.3g}"

@@ -1,0 +1,167 @@
+"""Fake tensors on the CPU take the operators that a CUDA GPU takes, so that autograd saves the same tensors.
+
+Three of our model's operators keep other things for the backward pass on a GPU than on a CPU: attention (another fused
+kernel), dropout (a mask of one byte an element, not a scaled one in the input's type) and layer norm (statistics in
+fp32). Autograd treats fake tensors differently where it sums gradients. And some kernels allocate memory while they
+run, which no tensor shows: `kernel_workspace`.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+#: Rows of one block of FlashAttention-2's backward kernel.
+_FLASH_ROWS = 128
+#: Files of torch whose frames lie between an operator and its caller.
+_TORCH_WRAPPERS = ("_ops.py", "eval_frame.py", "_compile.py", "_python_dispatch.py")
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """Enter it inside of `FakeTensorMode` and before the `MemoryTracker`; everything is restored at the end."""
+    attention, dropout = F.scaled_dot_product_attention, F.dropout
+    F.scaled_dot_product_attention, F.dropout = _attention, _dropout
+    try:
+        with _RealTensors():
+            yield
+    finally:
+        F.scaled_dot_product_attention, F.dropout = attention, dropout
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` of [batch, n_head, t, head_dim] as an Ampere or newer GPU runs it
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention in 16 bit, the memory-efficient kernel in
+    fp32, separate matrix products where neither can. cuDNN's kernel, which recent releases prefer on Hopper, saves what
+    FlashAttention saves.
+    """
+    if attn_mask is not None or enable_gqa:
+        raise NotImplementedError("only attention without a mask and with as many key heads as query heads is routed")
+    head_dim = query.shape[-1]
+    if query.dtype in _HALF and head_dim <= 256:
+        scale = 1 / math.sqrt(head_dim) if scale is None else scale
+        padding = -head_dim % 8
+        if padding:
+            query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+        y = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return y[..., :head_dim] if padding else y
+    if head_dim % (8 if query.dtype in _HALF else 4) == 0:
+        for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        return _aten._scaled_dot_product_efficient_attention(
+            query, key, value, None, for_backward, dropout_p, is_causal, scale=scale
+        )[0]
+    return _aten._scaled_dot_product_attention_math(query, key, value, None, dropout_p, is_causal, scale=scale)[0]
+
+
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`F.dropout` as CUDA's fused kernel runs it; out of place, whatever `inplace` says, as that kernel is."""
+    if p == 0.0 or not training:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+class _RealTensors(TorchDispatchMode):
+    """Two ways in which real tensors on a GPU differ from fake ones on a CPU.
+
+    - Layer norm's mean and 1/std, [..., 1] each, are in fp32 and not in the input's type.
+    - Where a tensor has two uses, as the residual stream and the tied table have, autograd adds the second gradient to
+      the first in place if nothing else refers to that (torch/csrc/autograd/input_buffer.cpp); of fake tensors it
+      always makes a third.
+    """
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is _aten.add.Tensor and not kwargs and _is_called_by_autograd() and _is_as_free_as(*args):
+            return _aten.add_.Tensor(*args)
+        result = func(*args, **(kwargs or {}))
+        if func is not _aten.native_layer_norm.default:
+            return result
+        output, mean, rstd = result
+        return output, mean.float(), rstd.float()
+
+
+def _is_called_by_autograd() -> bool:
+    """Whether nothing but torch's dispatch lies between the operator and autograd's engine."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_TORCH_WRAPPERS)
+    ):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _is_as_free_as(waiting: object, arriving: object) -> bool:
+    """Whether the gradient that waits has as few references as the one that has just been made, whose are the least
+    that a tensor has at this place. The tied table's has more: it is a transposed view, which knows its base."""
+
+    def references(tensor: object) -> tuple[int, int]:
+        assert isinstance(tensor, Tensor)
+        storage = tensor.untyped_storage()
+        return tensor._use_count(), torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+    return references(waiting) == references(arriving)
+
+
+def kernel_workspace(func: torch._ops.OpOverload, args: tuple[object, ...]) -> Sequence[int]:
+    """Sizes in bytes of what a CUDA kernel takes from the allocator beside its results, freed when it returns.
+
+    - FlashAttention-2's backward kernel sums dQ in fp32, with t and head_dim rounded up to whole blocks, and one fp32
+      number a row (mha_bwd in flash_attn/flash_api.cpp);
+    - the memory-efficient backward kernel in fp32 is preceded by rowsum(dO x O), whose product is a tensor
+      (attention_backward.cu, where the kernel does not compute delta);
+    - isinf is |x| == infinity, and |x| a tensor (Tensor isinf in TensorCompare.cpp);
+    - log-softmax copies an input that is not contiguous, such as logits without their padding columns
+      (host_softmax in SoftMax.cu).
+
+    Not counted: cuBLAS's work space, which is allocated once, and a few KiB of partial sums.
+    """
+    if func is _aten._scaled_dot_product_flash_attention_backward.default:
+        batch, heads, t, head_dim = _shape_of(args[1])
+        rows = batch * heads * _round_up(t, _FLASH_ROWS)
+        return rows * _round_up(head_dim, 32 if head_dim <= 128 else 64) * 4, rows * 4
+    if func is _aten._scaled_dot_product_efficient_attention_backward.default:
+        batch, heads, t, head_dim = _shape_of(args[1])
+        rows = batch * heads * t
+        return rows * head_dim * 4, rows * 4, rows * 4
+    if func is _aten.isinf.default:
+        tested = args[0]
+        assert isinstance(tested, Tensor)
+        return (tested.numel() * tested.element_size(),)
+    if func is _aten._log_softmax.default:
+        logits = args[0]
+        assert isinstance(logits, Tensor)
+        return () if logits.is_contiguous() else (logits.numel() * logits.element_size(),)
+    return ()
+
+
+def _shape_of(argument: object) -> torch.Size:
+    assert isinstance(argument, Tensor)
+    return argument.shape
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

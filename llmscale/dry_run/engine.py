@@ -1,0 +1,212 @@
+"""The real DeepSpeed engine around our real model on fake tensors: what it allocates, without a GPU and without memory.
+
+Nothing is estimated here: `build_engine` is the training run's, DeepSpeed's code runs line by line as rank 0 of any
+number of ranks, and every storage is followed from the operator that makes it to its release. What a simulation cannot
+see: work space inside of kernels, memory that waits for another CUDA stream, the allocator's fragmentation, the CUDA
+context and NCCL's own buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.resolve import ResolvedRun
+from llmscale.config.run_config import CheckpointingMode, Precision, RunConfig
+from llmscale.config.schedule import Schedule
+from llmscale.config.shape import GPTShape
+from llmscale.dry_run.attribution import Attribution
+from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
+from llmscale.dry_run.fake_gpu import GPU, fake_gpu
+from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
+from llmscale.dry_run.peaks import peaks_by_phase
+from llmscale.dry_run.tracker import Category, MemoryTracker
+from llmscale.engine.build import build_engine
+from llmscale.errors import ConfigError
+from llmscale.memory.breakdown import Breakdown
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+#: Optimizer steps that are simulated; the last one is measured. ZeRO-3 records the order of the modules in the first
+#: micro-step and prefetches and keeps parameters by it afterwards.
+_STEPS = 2
+
+#: Micro-steps per optimizer step that are simulated: the first one allocates what the later ones add to, and the last
+#: one prepares the step. Those between allocate nothing else.
+_MOST_MICRO_STEPS = 2
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Live bytes of rank 0 in the last simulated step."""
+
+    resident: Breakdown
+    """Between steps."""
+    forward: Breakdown
+    """At the peak of the forward passes."""
+    backward: Breakdown
+    """At the peak of the backward passes."""
+    step: Breakdown
+    """At the peak of the optimizer step."""
+    states: dict[str, Breakdown]
+    """The same peaks of everything but activations and logits: forward, backward, step."""
+    host_bytes: int
+    """In host memory between steps, by this rank."""
+    seconds: float
+    """What the simulation took."""
+
+
+def dry_run(
+    shape: GPTShape,
+    plan: BatchPlan,
+    ds_config: Mapping[str, object],
+    *,
+    zero_stage: int,
+    precision: Precision,
+    checkpointing: CheckpointingMode,
+) -> DryRun:
+    """Simulate training on the GPUs of a plan. `ds_config` is a resolved one (`resolve_ds_config`).
+
+    Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
+    """
+    _refuse_nvme(ds_config)
+    start = time.perf_counter()
+    micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
+    with contextlib.ExitStack() as stack:
+        tracker = _enter_simulation(stack, shape, plan.world_size)
+        with tracker.phase("build", Category.OPTIMIZER):
+            engine = _build(shape, plan, ds_config, micro_steps, zero_stage, precision, checkpointing)
+        _label(engine, tracker)
+        _watch_gradients(engine, tracker)
+        for _ in range(_STEPS):
+            gc.collect()
+            before = tracker.live
+            tracker.reset_peaks()
+            _train_step(engine, tracker, shape, plan.micro_batch_size, micro_steps)
+            _label(engine, tracker)
+        gc.collect()
+        result = _measure(tracker, before, time.perf_counter() - start)
+        engine.destroy()
+    return result
+
+
+def _refuse_nvme(ds_config: Mapping[str, object]) -> None:
+    if '"device": "nvme"' in json.dumps(ds_config):
+        raise ConfigError(
+            "a dry run cannot simulate offload to NVMe, whose buffers are filled from files. Without --dry-run it is "
+            'estimated; with "device": "cpu" it is simulated.'
+        )
+
+
+def _enter_simulation(stack: contextlib.ExitStack, shape: GPTShape, world_size: int) -> MemoryTracker:
+    """Everything that is patched, in order; leaving the stack puts it back."""
+    stack.enter_context(fake_gpu())
+    stack.enter_context(fake_world(world_size))
+    stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    stack.enter_context(fake_tensors_move())
+    stack.enter_context(cuda_kernels())
+    return stack.enter_context(
+        MemoryTracker(device=GPU, classify=Attribution(shape).category_of, workspace=kernel_workspace, keep_events=True)
+    )
+
+
+def _build(
+    shape: GPTShape,
+    plan: BatchPlan,
+    ds_config: Mapping[str, object],
+    micro_steps: int,
+    zero_stage: int,
+    precision: Precision,
+    checkpointing: CheckpointingMode,
+) -> DeepSpeedEngine:
+    schedule = Schedule("constant", 1e-4, 0, _STEPS, _STEPS, 0.0)
+    simulated = {
+        **ds_config,
+        "gradient_accumulation_steps": micro_steps,
+        "train_batch_size": plan.micro_batch_size * micro_steps * plan.world_size,
+    }
+    return build_engine(
+        RunConfig.model_validate({}),
+        ResolvedRun(shape, plan, schedule, _STEPS),
+        simulated,
+        zero_stage=zero_stage,
+        precision=precision,
+        checkpointing=checkpointing,
+    )
+
+
+def _train_step(
+    engine: DeepSpeedEngine, tracker: MemoryTracker, shape: GPTShape, micro_batch_size: int, micro_steps: int
+) -> None:
+    """What `llmscale.engine.step.train_step` does, phase by phase."""
+    total = torch.zeros((), device=GPU)
+    for _ in range(micro_steps):
+        with tracker.phase("forward", Category.ACTIVATIONS):
+            tokens = torch.zeros((micro_batch_size, shape.seq_len + 1), dtype=torch.long, device=GPU)
+            loss = engine(tokens[:, :-1], tokens[:, 1:])
+        with tracker.phase("backward", Category.TEMPORARIES):
+            engine.backward(loss)
+            total += loss.detach()
+        with tracker.phase("step", Category.TEMPORARIES):
+            engine.step()
+
+
+def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
+    """What lies between steps, by the attributes in which DeepSpeed keeps it."""
+    zero = engine.optimizer
+    parameters = list(engine.module.parameters())
+    kept = {
+        Category.PARAMETERS: [*parameters, *(getattr(parameter, "ds_tensor", None) for parameter in parameters)],
+        Category.GRADIENTS: [
+            getattr(zero, "grad_partitions_flat_buffer", None),
+            *getattr(zero, "fp32_groups_gradients_flat", []),
+        ],
+        Category.BUCKETS: [
+            getattr(zero, "temp_grad_buffer_for_gpu_offload", None),
+            *(getattr(bucket, "buffer", None) for bucket in getattr(zero, "ipg_buckets", {}).values()),
+        ],
+    }
+    for category, tensors in kept.items():
+        on_gpu = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.device == GPU]
+        tracker.assign([tensor for tensor in on_gpu if tensor.numel()], category)
+
+
+def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
+    """Label each parameter's gradient as soon as autograd has it, before DeepSpeed's own hook takes it away."""
+    for parameter in engine.module.parameters():
+
+        def label(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                tracker.assign([parameter.grad], Category.GRADIENTS)
+
+        hooks = parameter._post_accumulate_grad_hooks or {}
+        theirs = dict(hooks)
+        hooks.clear()
+        parameter.register_post_accumulate_grad_hook(label)
+        hooks.update(theirs)
+
+
+def _measure(tracker: MemoryTracker, before: Breakdown, seconds: float) -> DryRun:
+    peaks = peaks_by_phase(before, tracker.events, tracker.category_of)
+    states = peaks_by_phase(
+        before, tracker.events, tracker.category_of, without=(Category.ACTIVATIONS, Category.LOGITS)
+    )
+    return DryRun(
+        resident=tracker.live,
+        forward=peaks["forward"],
+        backward=peaks["backward"],
+        step=peaks["step"],
+        states={name: states[name] for name in ("forward", "backward", "step")},
+        host_bytes=tracker.elsewhere_bytes,
+        seconds=seconds,
+    )

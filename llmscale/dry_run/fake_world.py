@@ -1,0 +1,139 @@
+"""Rank 0 of any number of ranks in one process, and everything that is patched for it put back afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Callable, Iterator
+from types import GetSetDescriptorType, ModuleType
+from typing import cast
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import partition_parameters
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from llmscale.engine.distributed import leave_out_shared_memory_op
+from llmscale.errors import ConfigError
+
+#: Modules that DeepSpeed keeps process-wide state in: the communication backend, process groups, whether checkpointing
+#: and autocast are configured, how deep zero.Init is nested.
+_STATEFUL_MODULES = (
+    "deepspeed.comm.comm",
+    "deepspeed.utils.groups",
+    "deepspeed.runtime.activation_checkpointing.checkpointing",
+    "deepspeed.runtime.torch_autocast",
+    "deepspeed.runtime.zero.partition_parameters",
+    "deepspeed.runtime.zero.parameter_offload",
+    "deepspeed.runtime.zero.linear",
+)
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int) -> Iterator[None]:
+    """This process is rank 0 of `world_size` whose collectives move nothing.
+
+    Raises ConfigError when the process is already part of a job: its groups are one per process.
+    """
+    if dist.is_initialized():
+        raise ConfigError("a dry run needs a process of its own, and this one is a rank of a running job.")
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment))
+        for name in _STATEFUL_MODULES:
+            stack.enter_context(_kept_state(importlib.import_module(name)))
+        # Stage 3 leaves its own linear layer in place of torch's.
+        stack.enter_context(mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear))
+        stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__))
+        leave_out_shared_memory_op()
+        for module, name in _checks_across_ranks():
+            stack.enter_context(mock.patch.object(module, name, lambda *_, **__: None))
+        dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+        stack.callback(dist.destroy_process_group)
+        deepspeed.init_distributed("fake", auto_mpi_discovery=False, verbose=False, dist_init_required=False)
+        yield
+
+
+def _checks_across_ranks() -> Iterator[tuple[ModuleType, str]]:
+    """Where stage 3 compares numbers with other ranks', of which there are none."""
+    for name in ("utils", "partitioned_param_coordinator", "partition_parameters", "stage3"):
+        module = importlib.import_module(f"deepspeed.runtime.zero.{name}")
+        for check in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
+            if hasattr(module, check):
+                yield module, check
+
+
+@contextlib.contextmanager
+def _kept_state(module: ModuleType) -> Iterator[None]:
+    """Put back every global of a module, containers with what was in them."""
+    before = {name: value for name, value in vars(module).items() if not name.startswith("__")}
+    contents = {name: value.copy() for name, value in before.items() if isinstance(value, list | dict | set)}
+    try:
+        yield
+    finally:
+        for name in [name for name in vars(module) if not name.startswith("__") and name not in before]:
+            delattr(module, name)
+        for name, value in before.items():
+            setattr(module, name, value)
+            if isinstance(value, list):
+                value[:] = contents[name]
+            elif isinstance(value, dict | set):
+                value.clear()
+                value.update(contents[name])
+
+
+@contextlib.contextmanager
+def fake_tensors_move() -> Iterator[None]:
+    """Let assignments to `.data` carry a fake tensor to another device, `Module.to` use them, and streams be ignored.
+
+    torch keeps a fake tensor's device beside its storage and forgets it in an assignment to `.data`, which DeepSpeed
+    uses everywhere.
+    """
+    data = cast(GetSetDescriptorType, Tensor.data)
+
+    def set_data(self: FakeTensor, value: Tensor) -> None:
+        data.__set__(self, value)
+        if isinstance(value, FakeTensor):
+            self.fake_device = value.fake_device
+
+    def apply(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for parameter in self.parameters(recurse):
+            with torch.no_grad():
+                parameter.data = function(parameter)
+        return self
+
+    make_tensor = torch.tensor
+
+    def tensor(
+        data: object,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        requires_grad: bool = False,
+    ) -> Tensor:
+        made = make_tensor(data, dtype=dtype, requires_grad=requires_grad)
+        # torch.tensor overlooks a CPU's number.
+        return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch, "tensor", tensor))
+        # zero.Init replaces torch.tensor for a while and puts back what was there when DeepSpeed was imported.
+        stack.enter_context(mock.patch.object(partition_parameters, "_orig_torch_tensor", tensor))
+        fake_data = property(lambda self: data.__get__(self), set_data)
+        stack.enter_context(mock.patch.object(FakeTensor, "data", fake_data, create=True))
+        stack.enter_context(mock.patch.object(FakeTensor, "record_stream", lambda *_: None, create=True))
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", apply))
+        yield

@@ -1,0 +1,241 @@
+"""Follows every live tensor of a simulated GPU: how many bytes, what for, and when they were most.
+
+The tensors are fake (`FakeTensorMode`, device `cpu`): they have shapes and storages, and no memory. A storage counts
+from the operator that made it until the last tensor that shares it is gone, rounded up to the blocks that CUDA's
+caching allocator hands out, so that the sums are those of `torch.cuda.memory_allocated`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from llmscale.memory.breakdown import Breakdown, allocated_bytes
+
+_aten = torch.ops.aten
+
+#: Sizes in bytes of what a kernel allocates while it runs and frees before it returns, by its operator and arguments.
+Workspace = Callable[[torch._ops.OpOverload, tuple[object, ...]], Sequence[int]]
+#: What a new storage is for, where its first tensor tells; None where the phase decides.
+Classify = Callable[[Tensor], "Category | None"]
+
+
+class Category(Enum):
+    """What memory is for; the values are the fields of `Breakdown` without `_bytes`."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    ACTIVATIONS = "activations"
+    LOGITS = "logits"
+    BUCKETS = "buckets"
+    TEMPORARIES = "temporaries"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A storage appears (`num_bytes` > 0) or goes (< 0). `storage` numbers storages from 0 and is never used twice."""
+
+    storage: int
+    num_bytes: int
+    phase: str
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The moment of a phase with the most live bytes."""
+
+    breakdown: Breakdown = field(default_factory=Breakdown)
+    operator: str = ""
+    """The operator whose result made it the peak."""
+
+
+@dataclass
+class _Live:
+    number: int
+    num_bytes: int
+    category: Category
+    reference: weakref.ref[torch.UntypedStorage]
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Enter it inside of `FakeTensorMode`. Phases name parts of the run; a new storage belongs to the category of the
+    phase it appears in, unless `classify` says otherwise, and can be moved to another category later.
+
+    Values of fake tensors do not exist, so `.item()` answers 0 and `torch.equal` True.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | None = None,
+        classify: Classify | None = None,
+        workspace: Workspace | None = None,
+        keep_events: bool = False,
+    ) -> None:
+        """`device`: the one whose storages count; others only add to `elsewhere_bytes`."""
+        super().__init__()
+        self._device = device
+        self._elsewhere: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
+        self.events: list[Event] = []
+        """Every allocation and release in order, with `keep_events`."""
+        self.category_of: dict[int, Category] = {}
+        """Each storage's latest category by its number, with `keep_events`; kept after the storage is gone."""
+        self._classify, self._workspace, self._keep_events = classify, workspace, keep_events
+        self._live: dict[int, _Live] = {}
+        self._bytes: Counter[Category] = Counter()
+        self._total = 0
+        self._numbers = count()
+        self._phase, self._category = "", Category.TEMPORARIES
+        self._peaks: dict[str, Peak] = {}
+        self._peak_totals: Counter[str] = Counter()
+
+    @property
+    def live_bytes(self) -> int:
+        return self._total
+
+    @property
+    def elsewhere_bytes(self) -> int:
+        """Live bytes on other devices than `device`, not rounded."""
+        return sum(num_bytes for num_bytes, _ in self._elsewhere.values())
+
+    @property
+    def live(self) -> Breakdown:
+        """The live bytes by category."""
+        return Breakdown(**{f"{category.value}_bytes": self._bytes[category] for category in Category})
+
+    @property
+    def peaks(self) -> Mapping[str, Peak]:
+        """Each phase's peak since the last reset, by the phase's name."""
+        return self._peaks
+
+    @property
+    def live_storages(self) -> dict[int, int]:
+        """Bytes of every storage that is alive, by its number: where a replay of later events begins."""
+        return {live.number: live.num_bytes for live in self._live.values()}
+
+    def reset_peaks(self) -> None:
+        """Forget the peaks, and the events too; what is alive stays."""
+        self._peaks, self._peak_totals = {}, Counter()
+        self.events.clear()
+
+    @contextmanager
+    def phase(self, name: str, category: Category) -> Iterator[None]:
+        """Everything within belongs to phase `name`, new storages to `category`. What is alive at the start counts
+        towards the phase's peak."""
+        before = self._phase, self._category
+        self._phase, self._category = name, category
+        self._record_peak("")
+        try:
+            yield
+        finally:
+            self._phase, self._category = before
+
+    def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
+        """Move these tensors' storages to `category`; those made before the tracker was entered begin to count."""
+        for tensor in tensors:
+            live = self._find(tensor.untyped_storage())
+            if live is None:
+                self._add(tensor, category, "")
+                continue
+            self._bytes[live.category] -= live.num_bytes
+            self._bytes[category] += live.num_bytes
+            live.category = category
+            if self._keep_events:
+                self.category_of[live.number] = category
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is _aten._local_scalar_dense.default:
+            assert isinstance(args[0], Tensor)
+            if args[0].dtype is torch.bool:
+                return False
+            return 0.0 if args[0].is_floating_point() else 0
+        if func is _aten.equal.default:
+            return True
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
+                self._observe(leaf, str(func))
+        if self._workspace is not None and self._is_here(args):
+            self._use_workspace(self._workspace(func, args), str(func))
+        return result
+
+    def _is_here(self, args: tuple[object, ...]) -> bool:
+        """Whether an operator over these arguments runs on the device that counts."""
+        return all(self._device in (None, tensor.device) for tensor in args if isinstance(tensor, Tensor))
+
+    def _observe(self, tensor: Tensor, operator: str) -> None:
+        storage = tensor.untyped_storage()
+        if self._device is not None and tensor.device != self._device:
+            self._observe_elsewhere(storage)
+            return
+        live = self._find(storage)
+        if live is None:
+            category = self._classify(tensor) if self._classify is not None else None
+            self._add(tensor, category or self._category, operator)
+        elif live.num_bytes != (resized := allocated_bytes(storage.nbytes(), 1)):
+            self._release(id(storage))
+            if resized:
+                self._add(tensor, live.category, operator)
+
+    def _observe_elsewhere(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self._elsewhere:
+            reference = weakref.ref(storage, lambda _: self._elsewhere.pop(key))
+            self._elsewhere[key] = (storage.nbytes(), reference)
+
+    def _find(self, storage: torch.UntypedStorage) -> _Live | None:
+        return self._live.get(id(storage))
+
+    def _add(self, tensor: Tensor, category: Category, operator: str) -> None:
+        storage = tensor.untyped_storage()
+        num_bytes = allocated_bytes(storage.nbytes(), 1)
+        if num_bytes == 0:
+            return
+        key, number = id(storage), next(self._numbers)
+        # A reference with a callback, not weakref.finalize: thousands of those would also run when the process ends.
+        reference = weakref.ref(storage, lambda _: self._release(key))
+        self._live[key] = _Live(number, num_bytes, category, reference)
+        self._change(number, num_bytes, category)
+        self._record_peak(operator)
+
+    def _release(self, key: int) -> None:
+        live = self._live.pop(key)
+        self._change(live.number, -live.num_bytes, live.category)
+
+    def _use_workspace(self, sizes: Sequence[int], operator: str) -> None:
+        """Memory that a kernel takes beside its results and has given back when it returns."""
+        rounded = [(next(self._numbers), allocated_bytes(size, 1)) for size in sizes if size]
+        for number, num_bytes in rounded:
+            self._change(number, num_bytes, Category.TEMPORARIES)
+        self._record_peak(operator)
+        for number, num_bytes in rounded:
+            self._change(number, -num_bytes, Category.TEMPORARIES)
+
+    def _change(self, number: int, num_bytes: int, category: Category) -> None:
+        self._bytes[category] += num_bytes
+        self._total += num_bytes
+        if self._keep_events:
+            self.events.append(Event(number, num_bytes, self._phase))
+            self.category_of[number] = category
+
+    def _record_peak(self, operator: str) -> None:
+        if self._total > self._peak_totals[self._phase] or self._phase not in self._peaks:
+            self._peak_totals[self._phase] = self._total
+            self._peaks[self._phase] = Peak(self.live, operator)

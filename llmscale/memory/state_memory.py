@@ -1,0 +1,56 @@
+"""What an estimate of DeepSpeed's own memory says. No torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property
+
+from llmscale.memory.breakdown import Breakdown
+
+
+@dataclass(frozen=True)
+class BackwardMoment:
+    """A stretch of the backward pass."""
+
+    parameters_done: int
+    """Parameters whose gradients exist when it begins; the tied table counts as soon as the head has its gradient."""
+    extra: Breakdown
+    """Most that is live beyond the resident memory until the next gradient appears."""
+
+
+@dataclass(frozen=True)
+class StateMemory:
+    """One rank's memory without activations, in the last micro-step of a step once the engine has settled."""
+
+    resident: Breakdown
+    """Between steps, on the GPU."""
+    forward_course: tuple[Breakdown, ...]
+    """Live beyond that while the embeddings, each block in turn, and the head with its loss run forward; with what
+    earlier micro-steps have left. n_layer + 2 entries."""
+    backward_course: tuple[BackwardMoment, ...]
+    """The same for the backward pass, in the order of time."""
+    step: Breakdown
+    """Most that is live beyond the resident memory in the optimizer step."""
+    host_bytes: int = 0
+    """In host memory, by this rank."""
+    nvme_bytes: int = 0
+    """On disk, by this rank."""
+
+    @property
+    def forward(self) -> Breakdown:
+        """Most that the forward pass adds."""
+        return max(self.forward_course, key=lambda extra: extra.total_bytes)
+
+    @property
+    def backward(self) -> Breakdown:
+        """Most that the backward pass adds."""
+        return max((moment.extra for moment in self.backward_course), key=lambda extra: extra.total_bytes)
+
+    def backward_after(self, parameters_done: int) -> Breakdown:
+        """What is live beyond the resident memory once so many parameters have gradients."""
+        return self.backward_course[max(0, bisect_right(self._done, parameters_done) - 1)].extra
+
+    @cached_property
+    def _done(self) -> list[int]:
+        return [moment.parameters_done for moment in self.backward_course]

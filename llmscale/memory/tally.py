@@ -1,0 +1,48 @@
+"""Live bytes by category while DeepSpeed's allocations are followed in order. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from llmscale.memory.breakdown import Breakdown
+
+Kind = Literal["parameters", "gradients", "optimizer", "buckets", "temporaries"]
+
+
+class Tally:
+    """Takes allocations and releases, and remembers the moment with the most live bytes since the last `take_peak`."""
+
+    def __init__(self) -> None:
+        self._live: dict[Kind, int] = dict.fromkeys(
+            ("parameters", "gradients", "optimizer", "buckets", "temporaries"), 0
+        )
+        self._peak, self._peak_bytes, self._bytes = dict(self._live), 0, 0
+
+    def hold(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] += num_bytes
+        self._bytes += num_bytes
+        if self._bytes > self._peak_bytes:
+            self._peak, self._peak_bytes = dict(self._live), self._bytes
+
+    def drop(self, kind: Kind, num_bytes: int) -> None:
+        self._live[kind] -= num_bytes
+        self._bytes -= num_bytes
+
+    def touch(self, kind: Kind, num_bytes: int) -> None:
+        """Allocate and release at once."""
+        self.hold(kind, num_bytes)
+        self.drop(kind, num_bytes)
+
+    @property
+    def now(self) -> Breakdown:
+        return _breakdown(self._live)
+
+    def take_peak(self) -> Breakdown:
+        """The peak since the last call; what is alive now is where the next one starts."""
+        peak = _breakdown(self._peak)
+        self._peak, self._peak_bytes = dict(self._live), self._bytes
+        return peak
+
+
+def _breakdown(live: dict[Kind, int]) -> Breakdown:
+    return Breakdown(**{f"{kind}_bytes": num_bytes for kind, num_bytes in live.items()})

@@ -1,0 +1,92 @@
+"""Stacked bars of what fills a GPU, one a row, against the card's memory. Needs matplotlib, only when it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from llmscale.errors import ConfigError
+from llmscale.memory.breakdown import Breakdown
+
+_GIB = 2**30
+#: Colours that stay apart for colour-blind eyes and in grey (Okabe and Ito), in the order of Breakdown's fields.
+_COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#D55E00")
+_NAMES = {"logits_bytes": "logits and loss", "optimizer_bytes": "optimizer states", "buckets_bytes": "communication"}
+#: Bars longer than this many times the card are cut, and say how long they are.
+_LONGEST = 1.6
+
+
+@dataclass(frozen=True)
+class MemoryBar:
+    """One row of `llmscale estimate`."""
+
+    label: str
+    peak: Breakdown
+    reserve_bytes: int
+    """What the allocator holds beyond the peak."""
+    context_bytes: int
+    fits: bool
+    recommended: bool
+
+    @property
+    def total_bytes(self) -> int:
+        return self.peak.total_bytes + self.reserve_bytes + self.context_bytes
+
+
+def plot_memory(path: Path, bars: Sequence[MemoryBar], gpu_bytes: int, title: str) -> None:
+    """Draw to `path`; its suffix says the format. Raises ConfigError without matplotlib, or when it cannot be
+    written."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: `pip install 'llmscale[plot]'`.") from None
+    figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.28 * len(bars)), layout="constrained")
+    limit = _LONGEST * gpu_bytes / _GIB
+    parts = _parts(bars)
+    ends = [0.0] * len(bars)
+    for (name, values), colour in zip(parts.items(), (*_COLOURS, "#BBBBBB", "#777777"), strict=True):
+        widths = [min(value / _GIB, max(0.0, limit - end)) for value, end in zip(values, ends, strict=True)]
+        axes.barh(range(len(bars)), widths, left=ends, color=colour, label=name, height=0.75)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, (bar, end) in enumerate(zip(bars, ends, strict=True)):
+        text = f"{bar.total_bytes / _GIB:,.1f}" + (" »" if bar.total_bytes / _GIB > limit else "")
+        axes.text(
+            end + 0.005 * limit,
+            row,
+            text,
+            va="center",
+            fontsize=8,
+            color="black" if bar.fits else "#B00000",
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+        )
+    axes.axvline(gpu_bytes / _GIB, color="black", linestyle="--", linewidth=1)
+    axes.text(gpu_bytes / _GIB, -0.9, f" the card: {gpu_bytes / _GIB:.1f} GiB", va="bottom", fontsize=9)
+    axes.set_yticks(range(len(bars)), [f"{'→ ' if bar.recommended else ''}{bar.label}" for bar in bars], fontsize=8)
+    for tick, bar in zip(axes.get_yticklabels(), bars, strict=True):
+        tick.set_fontweight("bold" if bar.recommended else "normal")
+        tick.set_color("black" if bar.fits else "#777777")
+    axes.set(xlim=(0, limit * 1.08), ylim=(len(bars) - 0.4, -1.6), xlabel="GiB on one GPU at the peak")
+    axes.set_title(title, fontsize=10, loc="left")
+    figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, dpi=130)
+    except (OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise ConfigError(f"--plot {path} cannot be written: {str(reason).rstrip('.')}.") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _parts(bars: Sequence[MemoryBar]) -> dict[str, list[int]]:
+    """What each colour stands for, with its bytes bar by bar."""
+    parts = {
+        _NAMES.get(field.name, field.name.removesuffix("_bytes")): [getattr(bar.peak, field.name) for bar in bars]
+        for field in fields(Breakdown)
+    }
+    parts["allocator's reserve"] = [bar.reserve_bytes for bar in bars]
+    parts["context and libraries"] = [bar.context_bytes for bar in bars]
+    return parts

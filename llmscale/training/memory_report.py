@@ -1,0 +1,132 @@
+"""What a run's memory should be, what it was, and what to change when it was not enough. Torch-free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.errors import LlmscaleError, TrainingError
+from llmscale.memory.describe import describe_breakdown, format_size
+from llmscale.memory.estimate import MemoryEstimate, estimate_memory
+from llmscale.memory.layout import build_layout
+from llmscale.memory.recommend import find_smallest_change
+from llmscale.memory.search import Job, Machines
+from llmscale.training.prepared_run import PreparedRun
+
+#: The step after which the measured peak stands beside the estimate: the first one lacks what DeepSpeed learns in it.
+MEASURED_AFTER_STEPS = 2
+#: A run that does not fit where the estimate says it should needs a change that saves at least this part of it.
+_LEAST_SAVING = 0.1
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class OutOfMemory(TrainingError):
+    """A rank's memory was not enough."""
+
+
+@dataclass(frozen=True)
+class MeasuredMemory:
+    """Peaks of one rank since its process started."""
+
+    allocated_bytes: int
+    """In tensors."""
+    reserved_bytes: int
+    """Held by the caching allocator."""
+
+
+def estimate_run(run: PreparedRun, ds_config: Mapping[str, object]) -> MemoryEstimate | None:
+    """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled."""
+    if run.config.optimizer != "adamw":
+        return None
+    plan = run.resolved.plan
+    layout = build_layout(ds_config, plan.world_size)
+    return estimate_memory(run.resolved.shape, plan.micro_batch_size, layout, run.checkpointing)
+
+
+def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
+    """Before step 1. `gpu_bytes` None: on a CPU."""
+    if estimate is None:
+        return "memory: no estimate, it is for AdamW only"
+    where = "per GPU" if gpu_bytes else "if each rank were a GPU"
+    line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
+    line += f"({describe_breakdown(estimate.peak)})"
+    if gpu_bytes is None:
+        return f"{line}; nothing to compare it with on a CPU"
+    total = f"{format_size(estimate.total_bytes)} of {format_size(gpu_bytes)}"
+    return f"{line}; {total} with the allocator's reserve and the CUDA context"
+
+
+def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> str:
+    """After step MEASURED_AFTER_STEPS."""
+    line = (
+        f"memory: measured peak {format_size(measured.allocated_bytes)} allocated, "
+        f"{format_size(measured.reserved_bytes)} reserved on the main rank"
+    )
+    if estimate is None:
+        return line
+    error = estimate.allocated_bytes / measured.allocated_bytes - 1
+    side = "above" if error >= 0 else "below"
+    return f"{line}; the estimate of {format_size(estimate.allocated_bytes)} is {abs(error):.1%} {side}"
+
+
+@contextmanager
+def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
+    """Turn running out of memory into an OutOfMemory that says where it went and what to change."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        # torch is there already when memory runs out.
+        from llmscale.training.meter import device_memory_bytes
+
+        raise OutOfMemory(explain_out_of_memory(run, str(error), device_memory_bytes())) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch.OutOfMemoryError, the CPU allocator's RuntimeError, cuBLAS's and Python's own."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def explain_out_of_memory(run: PreparedRun, message: str, gpu_bytes: int | None) -> str:
+    """What failed, the estimated breakdown, and the smallest change that fits: three lines."""
+    rank = os.environ.get("RANK", "0")
+    what = " ".join(message.split()) or "MemoryError"
+    lines = [f"rank {rank} ran out of memory: {what[:300]}"]
+    estimate = estimate_run(run, run.ds_config(has_gpu=gpu_bytes is not None))
+    if estimate is None:
+        return lines[0]
+    lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
+    lines.append(f"  {_advice(run, estimate, gpu_bytes)}")
+    return "\n".join(lines)
+
+
+def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -> str:
+    plan = run.resolved.plan
+    limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
+    if gpu_bytes is not None:
+        limit = min(limit, gpu_bytes)
+    ds = run.ds if run.config.precision is None else run.ds.with_precision(run.config.precision)
+    job = Job(run.resolved.shape, plan.global_batch_size, _machines(plan, limit))
+    try:
+        change = find_smallest_change(ds, job, run.checkpointing, plan.micro_batch_size)
+    except LlmscaleError as error:
+        return f"no change could be worked out: {error}"
+    if change is None:
+        return (
+            "no smaller micro-batch, recomputation, higher stage or offload to the host is enough: it takes more GPUs, "
+            "a shorter seq_len or a smaller model"
+        )
+    saved = estimate.total_bytes - change.fit.estimate.total_bytes
+    return f"the smallest change that fits: {' and '.join(change.words)} ({format_size(saved)} less)"
+
+
+def _machines(plan: BatchPlan, gpu_bytes: int) -> Machines:
+    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.world_size))
+    return Machines(max(1, plan.world_size // ranks_per_node), ranks_per_node, gpu_bytes)

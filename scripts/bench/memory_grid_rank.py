@@ -1,0 +1,116 @@
+"""One cell of memory_grid.py: `memory_grid_rank.py gpu|dry-run CELL_AS_JSON` prints peak and estimates as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from memory_cells import VOCAB_SIZE, Cell
+from memory_peers import accelerate_bytes, cookbook_bytes, deepspeed_bytes
+
+from llmscale.config.ds_resolve import resolve_ds_config
+from llmscale.config.ds_schema import parse_ds_config
+from llmscale.config.presets import get_preset
+from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.run_config import RunConfig
+from llmscale.memory.estimate import estimate_memory
+from llmscale.memory.layout import build_layout
+
+#: Memory settles with the second step, ZeRO-3's with the third.
+STEPS = 4
+
+
+def main() -> None:
+    how, cell = sys.argv[1], Cell(**json.loads(sys.argv[2]))
+    config, run = resolve(cell)
+    ds_config = resolve_ds(cell, run)
+    measured = measure_on_gpu(cell, config, run, ds_config) if how == "gpu" else measure_dry(cell, run, ds_config)
+    estimate = estimate_memory(
+        run.shape, cell.micro_batch_size, build_layout(ds_config, world_size=1), cell.checkpointing
+    )
+    estimates = {
+        "llmscale": estimate.peak.total_bytes,
+        "deepspeed": deepspeed_bytes(cell, run.shape),
+        "cookbook": cookbook_bytes(cell, run.shape),
+        "accelerate": accelerate_bytes(cell, run.shape),
+    }
+    print(json.dumps({**measured, "estimates": estimates}))
+
+
+def resolve(cell: Cell) -> tuple[RunConfig, ResolvedRun]:
+    config = RunConfig(
+        model=cell.model,
+        global_batch_size=cell.micro_batch_size * cell.gradient_accumulation_steps,
+        micro_batch_size=cell.micro_batch_size,
+        steps=STEPS,
+    )
+    seq_len = cell.seq_len or get_preset(cell.model).seq_len
+    return config, resolve_run(config, SetFacts(VOCAB_SIZE, seq_len, num_train_samples=1000), world_size=1)
+
+
+def resolve_ds(cell: Cell, run: ResolvedRun) -> dict[str, object]:
+    plan = run.plan
+    return resolve_ds_config(
+        parse_ds_config(cell.ds_config(), cell.name),
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        global_batch_size=plan.global_batch_size,
+        world_size=1,
+        n_embd=run.shape.n_embd,
+        num_parameters=run.shape.num_parameters,
+        has_gpu=True,
+    )
+
+
+def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun, ds_config: dict[str, object]) -> dict[str, object]:
+    """Train STEPS steps on random tokens. Bytes that CUDA's allocator had handed out and held, and the card's."""
+    from llmscale.engine.build import build_engine
+    from llmscale.engine.distributed import join_world, leave_world
+    from llmscale.engine.step import train_step
+    from llmscale.engine.timing import PhaseTimer
+
+    world = join_world()
+    engine = build_engine(
+        config,
+        run,
+        ds_config,
+        zero_stage=cell.zero_stage,
+        precision=cell.precision,
+        checkpointing=cell.checkpointing,
+    )
+    timer = PhaseTimer(world.device)
+    shape = (cell.micro_batch_size, run.shape.seq_len + 1)
+    for _ in range(STEPS):
+        micro_batches = [torch.randint(VOCAB_SIZE, shape) for _ in range(cell.gradient_accumulation_steps)]
+        train_step(engine, micro_batches, world.device, timer)
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    result = {
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "reserved_bytes": torch.cuda.max_memory_reserved(),
+        "outside_torch_bytes": total - free - reserved,
+        "device": world.device_name,
+    }
+    leave_world()
+    return result
+
+
+def measure_dry(cell: Cell, run: ResolvedRun, ds_config: dict[str, object]) -> dict[str, object]:
+    """The engine on tensors without storage."""
+    from llmscale.dry_run.engine import dry_run
+
+    result = dry_run(
+        run.shape,
+        run.plan,
+        ds_config,
+        zero_stage=cell.zero_stage,
+        precision=cell.precision,
+        checkpointing=cell.checkpointing,
+    )
+    peak = max(moment.total_bytes for moment in (result.forward, result.backward, result.step))
+    return {"peak_bytes": peak, "seconds": result.seconds}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""Faults of a real host, planted on a playground's and taken back: each is a context manager."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import deepspeed
+
+from scripts.playground.hosts import Playground, PlaygroundHost
+from scripts.playground.kernel import listens_on_ssh_port, until
+
+SITE_PACKAGES = Path(deepspeed.__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where faults are planted: two hosts, and a scratch folder that both see."""
+
+    playground: Playground
+    scratch: Path
+
+    @property
+    def first(self) -> PlaygroundHost:
+        return self.playground.hosts[0]
+
+    @property
+    def second(self) -> PlaygroundHost:
+        return self.playground.hosts[1]
+
+
+def must(host: PlaygroundHost, *argv: str) -> None:
+    done = host.run(argv)
+    assert done.returncode == 0, f"{argv}: {done.stderr}"
+
+
+def start_sshd(host: PlaygroundHost) -> None:
+    """Returns when it listens: the command does so before."""
+    host.start_sshd()
+    until(lambda: listens_on_ssh_port(host.init_pid), f"sshd of {host.name}")
+
+
+@contextmanager
+def mounted(host: PlaygroundHost, target: Path, *argv: str) -> Iterator[None]:
+    """`mount` with `argv` over `target`, on one host only."""
+    must(host, "mount", *argv, str(target))
+    try:
+        yield
+    finally:
+        must(host, "umount", str(target))
+
+
+@contextmanager
+def replaced(host: PlaygroundHost, target: Path, text: str, scratch: Path) -> Iterator[None]:
+    """Another content of a file, on one host only."""
+    other = scratch / f"replaced-{target.name}"
+    other.write_text(text)
+    with mounted(host, target, "--bind", str(other)):
+        yield
+
+
+@contextmanager
+def edited(path: Path, text: str) -> Iterator[None]:
+    """Another content of one of a host's own files, in place: it is mounted there by its inode."""
+    before = path.read_text()
+    path.write_text(text)
+    try:
+        yield
+    finally:
+        path.write_text(before)
+
+
+@contextmanager
+def no_sshd(stage: Stage) -> Iterator[None]:
+    stage.second.kill_sshd()
+    try:
+        yield
+    finally:
+        start_sshd(stage.second)
+
+
+@contextmanager
+def frozen_sshd(stage: Stage) -> Iterator[None]:
+    """The kernel still takes connections, nobody answers."""
+    daemons = stage.second.pids_running("sshd")
+    for pid in daemons:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in daemons:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def sshd_started_by(stage: Stage, script: str) -> Iterator[None]:
+    """Every login inherits what `script` sets for the second host's sshd."""
+    stage.second.kill_sshd()
+    must(stage.second, "sh", "-c", f"{script}; exec /usr/sbin/sshd -f /etc/ssh/sshd_config")
+    until(lambda: listens_on_ssh_port(stage.second.init_pid), f"sshd of {stage.second.name}")
+    try:
+        yield
+    finally:
+        stage.second.kill_sshd()
+        start_sshd(stage.second)
+
+
+@contextmanager
+def unknown_host_key(stage: Stage) -> Iterator[None]:
+    known = stage.first.etc_ssh / "ssh_known_hosts"
+    kept = [line for line in known.read_text().splitlines() if not line.startswith(stage.second.name)]
+    with edited(known, "\n".join(kept) + "\n"):
+        yield
+
+
+@contextmanager
+def changed_host_key(stage: Stage) -> Iterator[None]:
+    known = stage.first.etc_ssh / "ssh_known_hosts"
+    lines = known.read_text().splitlines()
+    own = next(line.split(" ", 1)[1] for line in lines if line.startswith(stage.first.name))
+    others = [line for line in lines if not line.startswith(stage.second.name)]
+    with edited(known, "\n".join([*others, f"{stage.second.name} {own}"]) + "\n"):
+        yield
+
+
+@contextmanager
+def key_not_accepted(stage: Stage) -> Iterator[None]:
+    with edited(stage.second.etc_ssh / "authorized_keys", ""):
+        yield
+
+
+@contextmanager
+def cut_link(stage: Stage) -> Iterator[None]:
+    stage.second.cut_link()
+    try:
+        yield
+    finally:
+        stage.second.restore_link()
+
+
+@contextmanager
+def power_off(stage: Stage) -> Iterator[None]:
+    stage.second.power_off()
+    try:
+        yield
+    finally:
+        stage.playground.power_on(stage.second)
+
+
+@contextmanager
+def wrong_clock(stage: Stage) -> Iterator[None]:
+    """Hosts on one machine share its clock, so the second one's `date` is what goes wrong."""
+    real = shutil.which("date") or "/bin/date"
+    copy = stage.scratch / "real-date"
+    shutil.copy(real, copy)
+    script = f'#!/bin/sh\nexec {copy} -d "+90 seconds" "$@"\n'
+    fake = stage.scratch / "date"
+    fake.write_text(script)
+    fake.chmod(0o755)
+    with mounted(stage.second, Path(real), "--bind", str(fake)):
+        yield
+
+
+@contextmanager
+def other_source(stage: Stage, source: Path) -> Iterator[None]:
+    with replaced(stage.second, source, source.read_text() + "\n# changed here only\n", stage.scratch):
+        yield
+
+
+@contextmanager
+def other_version(stage: Stage, distribution: str) -> Iterator[None]:
+    (metadata,) = SITE_PACKAGES.glob(f"{distribution}-*.dist-info/METADATA")
+    lines = metadata.read_text(encoding="utf-8").splitlines()
+    text = "\n".join("Version: 0.1.0" if line.startswith("Version: ") else line for line in lines)
+    with replaced(stage.second, metadata, text, stage.scratch):
+        yield
+
+
+@contextmanager
+def broken_import(stage: Stage) -> Iterator[None]:
+    broken = "raise ImportError('libcudart.so.12: cannot open shared object file')\n"
+    with replaced(stage.second, Path(deepspeed.__file__), broken, stage.scratch):
+        yield
+
+
+@contextmanager
+def no_python(stage: Stage) -> Iterator[None]:
+    with mounted(stage.second, Path(sys.executable).parent, "-t", "tmpfs", "tmpfs"):
+        yield
+
+
+@contextmanager
+def small_shared_memory(stage: Stage) -> Iterator[None]:
+    must(stage.second, "mount", "-o", "remount,size=32m", "/dev/shm")
+    try:
+        yield
+    finally:
+        must(stage.second, "mount", "-o", "remount,size=50%", "/dev/shm")
+
+
+@contextmanager
+def stale_lock(cache: Path) -> Iterator[None]:
+    lock = cache / "async_io" / "lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    lock.touch()
+    long_ago = time.time() - 3600
+    os.utime(lock, (long_ago, long_ago))
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+@contextmanager
+def port_taken(stage: Stage, port: int) -> Iterator[None]:
+    server = f"import socket; s = socket.socket(); s.bind(('', {port})); s.listen(); print('up', flush=True); input()"
+    process = stage.first.popen(
+        [sys.executable, "-c", server], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=1
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "up\n"
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextmanager
+def folder_of_its_own(stage: Stage, folder: Path, hosts: Sequence[PlaygroundHost], size: str = "1g") -> Iterator[None]:
+    """Another, empty disk at the same path."""
+    for host in hosts:
+        must(host, "mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder))
+    try:
+        yield
+    finally:
+        for host in hosts:
+            must(host, "umount", str(folder))
+
+
+@contextmanager
+def disk_that_hangs(stage: Stage, file: Path) -> Iterator[None]:
+    """Who opens a pipe that nobody writes to waits for ever, as on a network disk whose server is gone."""
+    pipe = stage.scratch / "pipe"
+    os.mkfifo(pipe)
+    try:
+        with mounted(stage.second, file, "--bind", str(pipe)):
+            yield
+    finally:
+        pipe.unlink()
+
+
+@contextmanager
+def resolves_to_loopback(stage: Stage) -> Iterator[None]:
+    hosts = stage.second.folder / "hosts"
+    with edited(hosts, hosts.read_text().replace(f"{stage.first.address} ", "127.0.1.1 ")):
+        yield
+
+
+@contextmanager
+def resolves_to_nothing(stage: Stage) -> Iterator[None]:
+    hosts = stage.second.folder / "hosts"
+    lines = [line for line in hosts.read_text().splitlines() if stage.first.name not in line.split()]
+    with edited(hosts, "\n".join(lines) + "\n"):
+        yield
+
+
+@contextmanager
+def other_mtu(stage: Stage) -> Iterator[None]:
+    must(stage.second, "ip", "link", "set", "eth0", "mtu", "1280")
+    try:
+        yield
+    finally:
+        must(stage.second, "ip", "link", "set", "eth0", "mtu", "1500")
+
+
+@contextmanager
+def slow_link(stage: Stage) -> Iterator[None]:
+    queue = ["tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", "100mbit", "burst", "64kb", "latency", "100ms"]
+    must(stage.second, *queue)
+    try:
+        yield
+    finally:
+        must(stage.second, "tc", "qdisc", "del", "dev", "eth0", "root")
+
+
+@contextmanager
+def no_ninja(stage: Stage) -> Iterator[None]:
+    folders = [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]
+    found = {tool for folder in folders if (tool := shutil.which("ninja", path=folder))}
+    dead = stage.scratch / "not-executable"
+    dead.touch(mode=0o644)
+    for tool in sorted(found):
+        must(stage.second, "mount", "--bind", str(dead), tool)
+    try:
+        yield
+    finally:
+        for tool in sorted(found):
+            must(stage.second, "umount", tool)

@@ -1,0 +1,309 @@
+"""Every kind of fault in the facts of a pair of hosts gives a red row with its fix; a healthy pair gives none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from llmscale.cluster.checks_run import SharedFolder, check_run_config, check_run_folder
+from llmscale.cluster.facts import ExtensionLock, FileFacts, FolderFacts, ImportFacts, Interface, Route
+from llmscale.cluster.rows import worst
+from tests.cluster.change_facts import (
+    NVME_OPS,
+    Pair,
+    all_rows,
+    change_code,
+    change_data,
+    change_network,
+    change_run,
+    change_system,
+    not_green,
+)
+from tests.cluster.healthy_facts import GIB, LOOPBACK, break_host, build_pair
+
+
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_a_healthy_pair_is_green(num_gpus: int) -> None:
+    rows = all_rows(build_pair(num_gpus), slots=max(1, num_gpus), ops=NVME_OPS)
+    assert not_green(rows) == []
+    assert {"python", "llmscale", "gpus", "interface", "port", "/dev/shm", "ops", "batch", "disk", "data"} <= {
+        row.name for row in rows
+    }
+
+
+FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
+    "another Python": (change_code(python="3.10.4"), "python", "3.10.4 on node-1", "Install the same Python"),
+    "another source": (change_code(sha256="b" * 64), "llmscale", "bbbbbbbbbbbb on node-1", "rsync -a --delete"),
+    "another torch": (
+        change_code(
+            libraries={"torch": "2.6.0", "deepspeed": "0.19.8", "mosaicml-streaming": "0.13.0", "numpy": "2.1.3"}
+        ),
+        "libraries",
+        "torch: 2.13.0 on node-0; 2.6.0 on node-1",
+        "pip install torch==2.13.0",
+    ),
+    "no deepspeed": (
+        change_code(libraries={"torch": "2.13.0", "deepspeed": None, "mosaicml-streaming": "0.13.0", "numpy": "2.1.3"}),
+        "libraries",
+        "deepspeed is not installed on node-1",
+        "Install the same environment",
+    ),
+    "another NCCL": (
+        change_code(torch_cuda="12.6", nccl="2.20.5"),
+        "cuda",
+        "NCCL 2.20.5 on node-1",
+        "same torch wheel",
+    ),
+    "import fails": (
+        lambda pair: {
+            **pair,
+            "node-1": replace(pair["node-1"], imports=ImportFacts("OSError: libcudart.so.12", False, 0, 1.0)),
+        },
+        "imports",
+        "libcudart.so.12 on node-1",
+        "Repair that environment",
+    ),
+    "peer does not resolve": (
+        change_network(routes={"node-0": Route(None, None), "node-1": Route("127.0.1.1", "127.0.0.1")}),
+        "names",
+        "node-1 cannot resolve node-0",
+        "/etc/hosts on node-1",
+    ),
+    "peer is loopback": (
+        change_network(routes={"node-0": Route("127.0.1.1", "127.0.0.1"), "node-1": Route("127.0.1.1", "127.0.0.1")}),
+        "names",
+        "on node-1, node-0 resolves to 127.0.1.1",
+        "Write node-0's address",
+    ),
+    "no way to the peer": (
+        change_network(routes={"node-0": Route("10.0.0.1", None), "node-1": Route("127.0.1.1", "127.0.0.1")}),
+        "names",
+        "no way to node-0 (10.0.0.1)",
+        "ip link, ip route",
+    ),
+    "no address": (
+        lambda pair: break_host(pair, "node-0", "network", first_address=None),
+        "interface",
+        "node-0 has no address but loopback's",
+        "bring one up",
+    ),
+    "interface down": (
+        change_network(interfaces=(LOOPBACK, Interface("eth0", False, 1500, "10.0.0.2", None))),
+        "interface",
+        "eth0 (10.0.0.2) is down",
+        "ip link set eth0 up",
+    ),
+    "variable names no interface": (
+        change_network(gloo_interface="ib0"),
+        "interface",
+        "GLOO_SOCKET_IFNAME=ib0, but there is no such interface",
+        "Name one of lo, eth0, or unset",
+    ),
+    "variable names a dead interface": (
+        change_network(
+            nccl_interface="ib0",
+            interfaces=(
+                LOOPBACK,
+                Interface("eth0", True, 1500, "10.0.0.2", None),
+                Interface("ib0", False, 2044, None, None),
+            ),
+        ),
+        "interface",
+        "NCCL_SOCKET_IFNAME=ib0, but that is down",
+        "ip link set ib0 up",
+    ),
+    "port taken": (
+        lambda pair: break_host(pair, "node-0", "network", port_free=False),
+        "port",
+        "29500 is in use on node-0",
+        "--master_port",
+    ),
+    "few open files": (change_system(open_files=256), "open files", "256 on node-1", "ulimit -n 65536"),
+    "small /dev/shm": (
+        change_system(shm_bytes=64 * 2**20, shm_free_bytes=64 * 2**20),
+        "/dev/shm",
+        "node-1: 64 MiB in all",
+        "--shm-size=8g",
+    ),
+    "full /dev/shm": (
+        change_system(shm_free_bytes=10 * 2**20),
+        "/dev/shm",
+        "10 of 16384 MiB free",
+        "remove what dead processes left",
+    ),
+    "stale lock": (
+        change_system(locks=(ExtensionLock("/cache/async_io/lock", 3600.0, False),)),
+        "extension locks",
+        "/cache/async_io/lock on node-1",
+        "rm /cache/async_io/lock",
+    ),
+    "no ninja": (
+        change_system(built_ops=(), tools={"c++": "/usr/bin/c++", "ninja": None}),
+        "ops",
+        "missing ninja on node-1",
+        "pip install ninja",
+    ),
+    "no libaio": (change_system(built_ops=(), libaio=False), "ops", "missing libaio.h on node-1", "libaio-dev"),
+    "ds_config wrong": (
+        lambda pair: {
+            host: replace(found, ds=FileFacts("ds.json", "ds.json: 'a' is not a key. Did you mean 'b'?", None))
+            for host, found in pair.items()
+        },
+        "ds_config",
+        "'a' is not a key.",
+        "Did you mean 'b'?",
+    ),
+    "ds_config differs": (
+        lambda pair: {**pair, "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", None, "e" * 64))},
+        "ds_config",
+        "not the same file everywhere",
+        "Copy one of them",
+    ),
+    "ds_config on one host only": (
+        lambda pair: {
+            **pair,
+            "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", "ds_config ds.json does not exist.", None)),
+        },
+        "ds_config",
+        "on node-1: ds_config ds.json does not exist.",
+        "Copy the file of another host to node-1",
+    ),
+    "run file differs": (
+        change_run(config=FileFacts("run.yaml", None, "0" * 64)),
+        "run config",
+        "not the same file",
+        "Copy one of them",
+    ),
+    "train.py would refuse": (
+        change_run(problem="nvme_path /nvme is no folder. Make it on every node."),
+        "run config",
+        "on node-1: nvme_path /nvme is no folder.",
+        "Make it on every node.",
+    ),
+    "data missing on one host": (
+        change_data(problem="Data folder /data/set does not exist. Make it."),
+        "data",
+        "on node-1: Data folder /data/set does not exist.",
+        "rsync -a",
+    ),
+    "another data set": (change_data(fingerprint="9" * 64), "data", "999999999999 on node-1", "rsync -a --delete"),
+    "run folder not writable": (
+        change_run(folder=FolderFacts("/shared/run", "/shared", False, 2000 * GIB, 0, 0)),
+        "run folder",
+        "/shared may not be written to on node-1",
+        "chown",
+    ),
+    "disk too small": (
+        lambda pair: break_host(pair, "node-0", "run", folder=FolderFacts("/shared/run", "/shared", True, GIB, 0, 0)),
+        "disk",
+        "1.00 GiB free for 3 checkpoints of 1.39 GiB each",
+        "--keep-last",
+    ),
+    "a disk hangs": (
+        lambda pair: {**pair, "node-1": replace(pair["node-1"], run=None, late={"run": "no answer within 60 s"})},
+        "probe",
+        "node-1: run: no answer within 60 s",
+        "the disk of the data or run folder on node-1",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_WITHOUT_GPUS)
+def test_a_fault_is_red_and_names_its_fix(fault: str) -> None:
+    plant, name, found, fix = FAULTS_WITHOUT_GPUS[fault]
+    rows = [row for row in all_rows(plant(build_pair()), ops=NVME_OPS) if row.status == "fail"]
+    assert [row.name for row in rows] == [name]
+    assert found in rows[0].found
+    assert fix in rows[0].fix
+
+
+WARNINGS: dict[str, tuple[Callable[[Pair], Pair], str, str]] = {
+    "another numpy": (
+        change_code(
+            libraries={"torch": "2.13.0", "deepspeed": "0.19.8", "mosaicml-streaming": "0.13.0", "numpy": "1.26.4"}
+        ),
+        "libraries",
+        "numpy: 2.1.3 on node-0; 1.26.4 on node-1",
+    ),
+    "name of another machine": (
+        change_network(routes={"node-0": Route("10.0.0.7", "10.0.0.2"), "node-1": Route("127.0.1.1", "127.0.0.1")}),
+        "names",
+        "on node-1, node-0 resolves to 10.0.0.7",
+    ),
+    "another MTU": (
+        change_network(interfaces=(LOOPBACK, Interface("eth0", True, 9000, "10.0.0.2", None))),
+        "mtu",
+        "1500 on node-0; 9000 on node-1",
+    ),
+    "first address is another network's": (
+        lambda pair: break_host(
+            pair,
+            "node-0",
+            "network",
+            first_address="172.17.0.1",
+            interfaces=(
+                LOOPBACK,
+                Interface("docker0", True, 1500, "172.17.0.1", None),
+                Interface("eth0", True, 1500, "10.0.0.1", None),
+            ),
+        ),
+        "master",
+        "the first address of node-0 is 172.17.0.1, node-1 reach it as 10.0.0.1",
+    ),
+    "ops not built": (change_system(built_ops=()), "ops", "not built yet: pin_memory, async_io on node-1"),
+    "an idle key": (
+        lambda pair: {
+            host: replace(found, ds=FileFacts("ds.json", None, "d" * 64, ("aio has no effect without NVMe offload.",)))
+            for host, found in pair.items()
+        },
+        "ds_config",
+        "aio has no effect",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", WARNINGS)
+def test_a_smaller_fault_is_yellow(fault: str) -> None:
+    plant, name, found = WARNINGS[fault]
+    rows = not_green(all_rows(plant(build_pair()), ops=NVME_OPS))
+    assert {row.status for row in rows} == {"warn"}
+    assert rows[0].name == name
+    assert found in rows[0].found
+    assert rows[0].fix
+
+
+@pytest.mark.parametrize(
+    "lock",
+    [ExtensionLock("/cache/x/lock", 3600.0, True), ExtensionLock("/cache/x/lock", 5.0, False)],
+    ids=["held", "young"],
+)
+def test_the_lock_of_a_build_that_runs_is_no_fault(lock: ExtensionLock) -> None:
+    assert worst(all_rows(change_system(locks=(lock,))(build_pair()))) == "ok"
+
+
+def test_a_lock_that_the_other_host_holds_is_no_fault() -> None:
+    """Home folders may be shared: node-0 builds, node-1 sees the same file."""
+    path = "/home/me/.cache/torch_extensions/x/lock"
+    pair = change_system(locks=(ExtensionLock(path, 3600.0, False),))(build_pair())
+    pair = break_host(pair, "node-0", "system", locks=(ExtensionLock(path, 3600.0, True),))
+    assert worst(all_rows(pair)) == "ok"
+
+
+def test_a_batch_that_does_not_divide_is_said_once() -> None:
+    pair = build_pair()
+    rows = not_green(all_rows(pair, batch=63))
+    assert [row.name for row in rows] == ["batch"]
+    text = f"{rows[0].found} {rows[0].fix}"
+    assert "global_batch_size 63 cannot be divided over 2 ranks." in rows[0].found
+    assert "Or change --global-batch-size to 62 or 64" in rows[0].fix
+    refused = {host: break_host(pair, host, "run", problem=text)[host] for host in pair}
+    assert worst(check_run_config(refused, [text])) == "ok"
+
+
+def test_an_unshared_run_folder_is_red() -> None:
+    rows = list(check_run_folder(build_pair(), SharedFolder("/shared", "node-0", None, {"node-1": False})))
+    assert [row.status for row in rows] == ["fail"]
+    assert "is not there on node-1" in rows[0].found
+    assert "NFS" in rows[0].fix

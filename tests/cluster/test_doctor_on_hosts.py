@@ -1,0 +1,232 @@
+"""The doctor on two real hosts: healthy ones are green, and every planted fault is red, alone, with its fix."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from scripts.playground.hosts import Playground, why_impossible
+from tests.cluster import planted_faults as plant
+from tests.cluster.conftest import SHELL
+from tests.cluster.planted_faults import Stage
+from tests.conftest import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+Answer = dict[str, list[dict[str, str]]]
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Two hosts and a run that could start on them."""
+
+    stage: Stage
+    data: Path
+    """The prepared set."""
+    runs: Path
+    """Folder above the run folder, on the shared disk."""
+    cache: Path
+    """TORCH_EXTENSIONS_DIR."""
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--data", str(self.data), "--run", str(self.runs / "r"), "--model", "tiny-1m", "--steps", "10"]
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory, tiny_set: Path) -> Iterator[Scene]:
+    reason = why_impossible()
+    if reason:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("doctor")
+    for name in ("runs", "cache", "scratch"):
+        (folder / name).mkdir()
+    with Playground(2, folder / "playground", shared=[tmp_path_factory.getbasetemp()]) as playground:
+        yield Scene(Stage(playground, folder / "scratch"), tiny_set, folder / "runs", folder / "cache")
+
+
+def run_doctor(scene: Scene, fault: Fault) -> subprocess.CompletedProcess[str]:
+    hostfile = scene.stage.playground.write_hostfile(scene.stage.scratch / "hostfile", 1)
+    test = [] if fault.network_test else ["--no-network-test"]
+    return scene.stage.first.run(
+        [
+            *("python", "-m", "llmscale.cli.main", "doctor", "--json", "--hostfile", str(hostfile), *test),
+            *("--ds", fault.ds, "--timeout", str(fault.timeout_s)),
+            *("--", *scene.flags, "--global-batch-size", str(fault.batch)),
+        ],
+        cwd=REPOSITORY,
+        environment={**SHELL, "TORCH_EXTENSIONS_DIR": str(scene.cache), **fault.variables},
+        timeout_s=180,
+    )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong, and what the doctor must say."""
+
+    plant: Callable[[Scene], AbstractContextManager[None]]
+    row: str
+    found: str
+    fix: str
+    status: str = "fail"
+    ds: str = "ds_configs/zero2.json"
+    batch: int = 8
+    variables: dict[str, str] = field(default_factory=dict)
+    network_test: bool = False
+    timeout_s: int = 60
+    also: frozenset[str] = frozenset()
+    """Rows that the same fault turns red by its nature."""
+
+
+def on_stage(
+    planter: Callable[[Stage], AbstractContextManager[None]],
+) -> Callable[[Scene], AbstractContextManager[None]]:
+    return lambda scene: planter(scene.stage)
+
+
+def nothing(scene: Scene) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+SOURCE = REPOSITORY / "llmscale" / "engine" / "step.py"
+
+FAULTS = {
+    "no ssh server": Fault(on_stage(plant.no_sshd), "reach", "node-1: no ssh server listens", "systemctl start ssh"),
+    "ssh server hangs": Fault(on_stage(plant.frozen_sshd), "reach", "does not answer", "restart it on node-1"),
+    "host key unknown": Fault(on_stage(plant.unknown_host_key), "reach", "not known here", "ssh-keyscan -H node-1"),
+    "host key changed": Fault(on_stage(plant.changed_host_key), "reach", "not the one in known_hosts", "ssh-keygen -R"),
+    "key not accepted": Fault(
+        on_stage(plant.key_not_accepted), "reach", "does not accept our key", "ssh-copy-id node-1"
+    ),
+    "cable pulled": Fault(on_stage(plant.cut_link), "reach", "there is no way to it", "network"),
+    "host off": Fault(on_stage(plant.power_off), "reach", "there is no way to it", "Start node-1"),
+    "clock wrong": Fault(on_stage(plant.wrong_clock), "clock", "node-1 is 9", "timedatectl set-ntp true"),
+    "no Python there": Fault(on_stage(plant.no_python), "probe", "node-1: ", "same path on every host"),
+    "other source": Fault(
+        lambda scene: plant.other_source(scene.stage, SOURCE), "llmscale", "on node-1", "rsync -a --delete"
+    ),
+    "other DeepSpeed": Fault(
+        lambda scene: plant.other_version(scene.stage, "deepspeed"),
+        "libraries",
+        "deepspeed: 0.19.8 on node-0; 0.1.0 on node-1",
+        "pip install deepspeed==0.19.8",
+    ),
+    "import fails": Fault(on_stage(plant.broken_import), "imports", "libcudart.so.12", "Repair that environment"),
+    "small /dev/shm": Fault(on_stage(plant.small_shared_memory), "/dev/shm", "node-1: 32 MiB", "--shm-size=8g"),
+    "few open files": Fault(
+        lambda scene: plant.sshd_started_by(scene.stage, "ulimit -n 256"), "open files", "256 on node-1", "ulimit -n"
+    ),
+    "stale extension lock": Fault(
+        lambda scene: plant.stale_lock(scene.cache), "extension locks", "async_io/lock on node-0, node-1", "rm "
+    ),
+    "port taken": Fault(
+        lambda scene: plant.port_taken(scene.stage, 29500), "port", "29500 is in use on node-0", "--master_port"
+    ),
+    "data missing": Fault(
+        lambda scene: plant.folder_of_its_own(scene.stage, scene.data, [scene.stage.second]),
+        "data",
+        "on node-1: ",
+        "rsync -a",
+    ),
+    "data on a disk that hangs": Fault(
+        lambda scene: plant.disk_that_hangs(scene.stage, scene.data / "manifest.json"),
+        "probe",
+        "node-1: run: no answer within 15 s",
+        "something is stuck",
+        timeout_s=15,
+    ),
+    "run folder not shared": Fault(
+        lambda scene: plant.folder_of_its_own(scene.stage, scene.runs, [scene.stage.second]),
+        "run folder",
+        "is not there on node-1: not one shared file system",
+        "NFS",
+    ),
+    "disk too small": Fault(
+        lambda scene: plant.folder_of_its_own(scene.stage, scene.runs, scene.stage.playground.hosts, "20m"),
+        "disk",
+        "20.0 MiB free for 1 checkpoint of",
+        "--keep-last",
+        also=frozenset({"run folder"}),
+    ),
+    "peer is loopback": Fault(
+        on_stage(plant.resolves_to_loopback), "names", "on node-1, node-0 resolves to 127.0.1.1", "/etc/hosts on node-1"
+    ),
+    "peer does not resolve": Fault(
+        on_stage(plant.resolves_to_nothing), "names", "node-1 cannot resolve node-0", "/etc/hosts on node-1"
+    ),
+    "no such interface": Fault(
+        nothing,
+        "interface",
+        "GLOO_SOCKET_IFNAME=ib0, but there is no such interface",
+        "Name one of lo, eth0",
+        variables={"GLOO_SOCKET_IFNAME": "ib0"},
+    ),
+    "MTU differs": Fault(
+        on_stage(plant.other_mtu), "mtu", "1280 on node-1", "ip link set eth0 mtu 1280", status="warn"
+    ),
+    "slow link": Fault(on_stage(plant.slow_link), "all-reduce", "the links promise", "iperf3", network_test=True),
+    "no ninja": Fault(on_stage(plant.no_ninja), "ops", "missing ninja on node-1", "pip install ninja", ds="NVME"),
+    "ops not built": Fault(nothing, "ops", "not built yet", "--build-ops", status="warn", ds="NVME"),
+    "ds_config key unknown": Fault(nothing, "ds_config", "zero_optimisation", "Did you mean", ds="UNKNOWN"),
+    "ds_config key ignored": Fault(nothing, "ds_config", "offload_param needs stage 3", "Set stage to 3", ds="IGNORED"),
+    "ds_config missing": Fault(nothing, "ds_config", "does not exist", "Did you mean", ds="ds_configs/zero2.jsn"),
+    "batch does not divide": Fault(
+        nothing, "batch", "7 cannot be divided over 2 ranks", "--global-batch-size", batch=7
+    ),
+}
+
+
+def write_ds(scene: Scene, word: str) -> str:
+    """The ds_configs that faults are about."""
+    nvme = scene.runs.parent / "nvme"
+    nvme.mkdir(exist_ok=True)
+    offload = {"device": "nvme", "nvme_path": str(nvme)}
+    texts = {
+        "NVME": {"zero_optimization": {"stage": 3, "offload_optimizer": offload}, "bf16": {"enabled": True}},
+        "UNKNOWN": {"zero_optimisation": {"stage": 2}},
+        "IGNORED": {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
+    }
+    if word not in texts:
+        return word
+    path = scene.stage.scratch / f"{word}.json"
+    path.write_text(json.dumps(texts[word]))
+    return str(path)
+
+
+def test_a_healthy_pair_is_green(scene: Scene) -> None:
+    healthy = Fault(nothing, "", "", "", network_test=True)
+    done = run_doctor(scene, healthy)
+    rows = json.loads(done.stdout)["rows"]
+    assert [row for row in rows if row["status"] != "ok"] == []
+    assert done.returncode == 0
+    assert {"reach", "clock", "interface", "run folder", "data", "batch", "all-reduce"} <= {row["name"] for row in rows}
+    assert os.listdir(scene.runs) == [], "nothing is left behind"
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, scene: Scene) -> None:
+    fault = FAULTS[name]
+    arranged = Fault(**{**vars(fault), "ds": write_ds(scene, fault.ds)})
+    with fault.plant(scene):
+        done = run_doctor(scene, arranged)
+    assert done.returncode == (1 if fault.status == "fail" else 0), done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    wrong = [row for row in rows if row["status"] != "ok"]
+    assert {row["name"] for row in wrong} - fault.also == {fault.row}, wrong
+    (row, *_) = [row for row in wrong if (row["name"], row["status"]) == (fault.row, fault.status)]
+    assert fault.found in row["found"]
+    assert fault.fix in row["fix"]
+
+
+def test_nothing_runs_on_when_the_doctor_is_done(scene: Scene) -> None:
+    run_doctor(scene, Fault(nothing, "", "", "", network_test=True))
+    for host in scene.stage.playground.hosts:
+        assert host.pids_running("llmscale") == []
+        assert host.run(["ls", "/dev/shm"]).stdout == ""

@@ -1,0 +1,86 @@
+"""`llmscale launch` between two hosts: one short run by default, the faults with -m slow (test_launch_faults.py)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cluster.conftest import SHELL
+from tests.cluster.lab import Lab, train_alone
+from tests.conftest import REPOSITORY
+
+HOSTILE = "a b  'c' \"d\" $(touch /tmp/executed) `touch /tmp/executed` ; touch /tmp/executed * ~ $HOME \\ %h !! é"
+
+
+def launch_here(tmp_path: Path, *words: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "llmscale.cli.main", "launch", *words]
+    done = subprocess.run(command, cwd=REPOSITORY, env={**SHELL, "HOME": str(tmp_path)}, capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_two_hosts_train_as_one_does_with_hostile_arguments_and_stop_when_asked(make_lab: Callable[..., Lab]) -> None:
+    lab = make_lab(2)
+    lab.run = lab.folder / f"run {HOSTILE.replace('/', '.')}"
+    flags = ("--sample-prompt", HOSTILE, "--steps", "300", "--save-every", "0")
+    launch = lab.launch(
+        lab.train_arguments(*flags), environment={"HF_HOSTILE": HOSTILE, "TORCH_EXTENSIONS_DIR": str(lab.folder)}
+    )
+    lab.until_step(3)
+    there = lab.hosts[1]
+    rank = lab.ranks_of(there)[0]
+    environment = dict(
+        word.partition("=")[::2] for word in Path(f"/proc/{rank}/environ").read_bytes().decode().split("\0") if word
+    )
+    assert environment["HF_HOSTILE"] == HOSTILE
+    lab.signal_supervisor(signal.SIGTERM)
+    assert lab.wait(launch) == 0
+
+    config = json.loads((lab.run / "config.json").read_text())["config"]
+    assert config["sample_prompt"] == HOSTILE
+    for host in lab.hosts:
+        assert "executed" not in host.run(["ls", "/tmp"]).stdout
+    (attempt,) = lab.attempts()
+    assert (attempt.hosts, attempt.end, attempt.first_step) == ({"node-0": 1, "node-1": 1}, "stopped", 1)
+    assert attempt.master.startswith("10.77.0.1:")
+    logs = sorted(path.name for path in Path(attempt.logs).iterdir())
+    assert logs == ["launcher-node-0.log", "launcher-node-1.log", "rank-00000.log", "rank-00001.log"]
+    assert f"stopped by SIGUSR1 at step {attempt.last_step}" in (Path(attempt.logs) / "rank-00000.log").read_text()
+    assert f"node-0 rank 0: stopped by SIGUSR1 at step {attempt.last_step}" in lab.output.read_text()
+    lab.check_nothing_left()
+
+    # The launch was stopped on the way: as far as it came, it did what one process on one host does.
+    assert attempt.last_step is not None
+    lab.check_equal(train_alone(lab.data, lab.folder / "alone", *flags), attempt.last_step)
+
+
+def test_mistakes_are_one_line_before_anything_is_started(tmp_path: Path, tiny_set: Path) -> None:
+    hosts = tmp_path / "hosts"
+    for text, words, error in (
+        (None, ("--hostfile", str(hosts)), "does not exist"),
+        ("", ("--hostfile", str(hosts)), "names no host"),
+        ("a slots=1\n", ("--hostfile", str(hosts), "--slots", "2"), "--slots is said by the hostfile"),
+        ("a slots=1\n", ("--hostfile", str(hosts), "--min-hosts", "2"), "--min-hosts 2: there are 1 hosts"),
+        (None, ("--env", "NOT_THERE"), "this shell has no such variable"),
+        (None, ("--master-port", "70000"), "ports are 1 to 65535"),
+        (None, ("--lost-after-s", "1"), "at least 4"),
+        (None, ("--", "--globl-batch-size", "8"), "Did you mean '--global-batch-size'?"),
+        (None, ("--", "--data", "no/such/folder"), "does not exist"),
+        (None, ("--launcher", "slurm"), "SLURM_JOB_NODELIST is not set"),
+        (None, ("--launcher", "slrum"), "Did you mean 'slurm'?"),
+    ):
+        if text is not None:
+            hosts.write_text(text)
+        elif hosts.exists():
+            hosts.unlink()
+        run = tmp_path / "run"
+        separator = () if "--" in words else ("--", "--data", str(tiny_set))
+        code, output = launch_here(tmp_path, *words, *separator, "--run", str(run))
+        assert code == 2, output
+        assert error in output
+        assert output.startswith("error: ")
+        assert output.count("\n") == 1
+        assert not run.exists()

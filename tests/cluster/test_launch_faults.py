@@ -1,0 +1,251 @@
+"""Every fault that `llmscale launch` survives, on real hosts: the run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.playground.kernel import command_line
+from tests.cluster.conftest import SHELL
+from tests.cluster.lab import Lab, train_alone
+from tests.conftest import REPOSITORY, read_losses
+
+pytestmark = pytest.mark.slow
+
+STEPS = 200
+FLAGS = ("--steps", str(STEPS), "--save-every", "20")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of FLAGS on one host, by one process that nobody touches."""
+    return train_alone(tiny_set, tmp_path_factory.mktemp("alone"), *FLAGS)
+
+
+@pytest.fixture
+def lab(make_lab: Callable[..., Lab], alone: Path) -> Lab:
+    lab = make_lab(2)
+    lab.reference = alone
+    return lab
+
+
+def finish(lab: Lab, launch: subprocess.Popen[str], ends: list[str]) -> None:
+    """To the end, which must be as if nothing had happened."""
+    assert lab.wait(launch) == 0, lab.output.read_text()[-4000:]
+    assert [attempt.end for attempt in lab.attempts()] == ends
+    lab.check_equal(lab.reference, STEPS)
+    lab.check_nothing_left()
+
+
+@pytest.mark.parametrize(("launcher", "starter"), [("ssh", "deepspeed"), ("pdsh", "deepspeed"), ("ssh", "torchrun")])
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_killed_rank(lab: Lab, launcher: str, starter: str, node: int) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS), flags=["--launcher", launcher, "--starter", starter])
+    lab.until_step(25)
+    os.kill(lab.ranks_of(lab.hosts[node])[0], signal.SIGKILL)
+    finish(lab, launch, ["failed", "finished"])
+    reason = lab.attempts()[0].reason
+    assert reason is not None
+    assert f"rank {node} on node-{node}" in reason
+
+
+def test_a_hanging_rank_and_the_stacks_of_all(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(25)
+    os.kill(lab.ranks_of(lab.hosts[1])[0], signal.SIGSTOP)
+    finish(lab, launch, ["hung", "finished"])
+    first = lab.attempts()[0]
+    assert first.reason is not None
+    assert first.reason.endswith("rank 1 on node-1 is stopped (state T)")
+    stacks = (Path(first.logs) / "stacks.txt").read_text()
+    assert "==== rank 1 on node-1, state T\n(no answer)" in stacks
+    assert "train_step" in stacks or "agree" in stacks
+
+
+def test_a_host_that_dies_is_left_out_and_taken_in_again(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS[:1], "800", *FLAGS[2:]))
+    lab.until_step(25)
+    lab.hosts[1].power_off()
+    lab.until_step(60, times=2)
+    lab.playground.power_on(lab.hosts[1])
+    os.kill(lab.ranks_of(lab.hosts[0])[0], signal.SIGKILL)
+    lab.until(lambda: len(lab.attempts()) == 3, timeout_s=60)
+    assert lab.wait(launch) == 0
+    lost, alone, both = lab.attempts()
+    assert (lost.end, lost.hosts) == ("host lost", {"node-0": 1, "node-1": 1})
+    assert (alone.end, alone.hosts) == ("failed", {"node-0": 1})
+    assert "node-1" in alone.left_out
+    assert (both.end, both.hosts) == ("finished", {"node-0": 1, "node-1": 1})
+    lab.check_equal(train_alone(lab.data, lab.folder / "alone", *FLAGS[:1], "800", *FLAGS[2:]), 800)
+
+
+def test_a_cut_link_ends_the_ranks_on_both_sides(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(25)
+    cut_off = lab.hosts[1]
+    cut_off.cut_link()
+    lab.until(lambda: not lab.ranks_of(cut_off), timeout_s=6)
+    finish(lab, launch, ["host lost", "finished"])
+
+
+def test_a_killed_sshd_with_all_processes_of_its_host(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(25)
+    for pid in lab.hosts[1].pids():
+        os.kill(pid, signal.SIGKILL)
+    finish(lab, launch, ["host lost", "finished"])
+
+
+def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(lab: Lab) -> None:
+    lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(25)
+    lab.signal_supervisor(signal.SIGKILL)
+    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts), timeout_s=10)
+    finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["supervisor lost", "finished"])
+
+
+def test_a_killed_agent_takes_its_ranks_with_it(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(25)
+    agents = lab.hosts[1].pids_running("llmscale.cluster.agent")
+    for pid in agents:
+        os.kill(pid, signal.SIGKILL)
+    assert agents
+    lab.until(lambda: not lab.ranks_of(lab.hosts[1]), timeout_s=10)
+    finish(lab, launch, ["host lost", "finished"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_saves_and_ends_with_0_and_the_next_launch_goes_on(lab: Lab, number: signal.Signals) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(25)
+    lab.signal_supervisor(number)
+    assert lab.wait(launch, 30) == 0
+    assert "asked to stop; the ranks have saved, at step" in lab.output.read_text()
+    stopped_at = lab.attempts()[0].last_step
+    finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["stopped", "finished"])
+    assert stopped_at is not None
+    assert lab.attempts()[1].first_step == stopped_at + 1
+
+
+def test_a_signal_to_every_process_of_a_job_does_the_same(lab: Lab) -> None:
+    """What Slurm does: the agents, the launchers and the ranks all get it."""
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(25)
+    for host in lab.hosts:
+        for pid in [*host.pids_running("llmscale.cluster.agent"), *host.pids_running("train.py")]:
+            if "launch --hostfile" not in command_line(pid) and "ssh" not in command_line(pid).split()[0]:
+                os.kill(pid, signal.SIGTERM)
+    assert lab.wait(launch, 30) == 0
+    finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["stopped", "finished"])
+
+
+def test_one_remote_host_is_not_this_machine(lab: Lab) -> None:
+    hostfile = lab.folder / "one"
+    hostfile.write_text("node-1 slots=1\n")
+    launch = lab.launch(lab.train_arguments(*FLAGS), flags=["--hostfile", str(hostfile)])
+    lab.until_step(3)
+    assert not lab.ranks_of(lab.hosts[0])
+    assert len(lab.ranks_of(lab.hosts[1])) == 1
+    finish(lab, launch, ["finished"])
+
+
+def test_a_signal_during_the_start_ends_it(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until(lambda: lab.output.exists() and "attempt 1" in lab.output.read_text())
+    lab.signal_supervisor(signal.SIGTERM)
+    assert lab.wait(launch, 60) == 0
+    lab.check_nothing_left()
+
+
+def test_a_second_ctrl_c_ends_everything_at_once(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(5)
+    os.kill(lab.ranks_of(lab.hosts[1])[0], signal.SIGSTOP)
+    lab.signal_supervisor(signal.SIGINT)
+    time.sleep(1)
+    lab.signal_supervisor(signal.SIGINT)
+    assert lab.wait(launch, 10) == 130
+    lab.until(lambda: not any(lab.ranks_of(host) for host in lab.hosts), timeout_s=10)
+
+
+def test_a_fault_that_comes_back_at_the_same_step_stops_with_the_evidence(lab: Lab) -> None:
+    poison = lab.folder / "poison"
+    poison.mkdir()
+    (poison / "sitecustomize.py").write_text(
+        """
+import os, sys
+if os.environ.get("RANK") == "1":
+    from llmscale.training.watch import Watch
+    beat = Watch.beat
+    def die(self, phase, step=None):
+        beat(self, phase, step)
+        if step == 27:
+            raise RuntimeError("the poisoned step")
+    Watch.beat = die
+"""
+    )
+    environment = {"PYTHONPATH": f"{poison}:{SHELL['PYTHONPATH']}"}
+    launch = lab.launch(lab.train_arguments(*FLAGS), environment=environment)
+    assert lab.wait(launch) == 1
+    assert [(attempt.end, attempt.last_step) for attempt in lab.attempts()] == [("failed", 27)] * 3
+    assert [attempt.first_step for attempt in lab.attempts()] == [1, 21, 21]
+    output = lab.output.read_text()
+    assert "giving up: 3 attempts in a row ended after step 27 (failed: rank 1 on node-1 ended with status 1)" in output
+    assert any("the poisoned step" in line for line in output.splitlines() if line.startswith("  node-1 | "))
+    lab.check_nothing_left()
+
+
+def test_what_the_user_must_mend_is_not_tried_again(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(5)
+    lab.signal_supervisor(signal.SIGTERM)
+    assert lab.wait(launch, 30) == 0
+    launch = lab.launch(lab.train_arguments(*FLAGS, "--seed", "7"))
+    assert lab.wait(launch) == 2
+    assert lab.attempts()[-1].end == "user error"
+    assert len(lab.attempts()) == 2
+    assert "seed" in lab.output.read_text()
+
+
+def test_a_taken_port_is_replaced(lab: Lab) -> None:
+    code = "import socket, time; s = socket.create_server(('', 29511)); time.sleep(300)"
+    squatter = lab.hosts[0].popen([sys.executable, "-c", code])
+    launch = lab.launch(lab.train_arguments(*FLAGS), flags=["--master-port", "29511"])
+    assert lab.wait(launch) == 0
+    squatter.kill()
+    assert "port 29511 is taken on node-0; using" in lab.output.read_text()
+
+
+def test_two_supervisors_of_one_run_exclude_each_other(lab: Lab) -> None:
+    launch = lab.launch(lab.train_arguments(*FLAGS))
+    lab.until_step(5)
+    assert lab.wait(lab.launch(lab.train_arguments(*FLAGS)), 30) == 2
+    assert "is in use by process" in lab.output.read_text()
+    assert lab.wait(launch) == 0
+
+
+@pytest.mark.parametrize("zero_stage", [2, 3])
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@pytest.mark.parametrize("by", ["deepspeed", "launch"])
+def test_hosts_together_do_what_one_does(
+    make_lab: Callable[..., Lab], zero_stage: int, num_hosts: int, by: str
+) -> None:
+    lab = make_lab(num_hosts)
+    arguments = lab.train_arguments("--steps", "12", ds_config=f"zero{zero_stage}")
+    if by == "launch":
+        assert lab.wait(lab.launch(arguments)) == 0
+    else:
+        hostfile = lab.playground.write_hostfile(lab.folder / "hostfile", 1)
+        command = ["deepspeed", "--hostfile", str(hostfile), "--launcher", "pdsh", "llmscale/train.py", *arguments]
+        done = lab.hosts[0].run(command, cwd=REPOSITORY, environment=SHELL, timeout_s=180)
+        assert done.returncode == 0, done.stdout + done.stderr
+    lab.check_equal(train_alone(lab.data, lab.folder / "alone", "--steps", "12"), 12)
+    assert len(read_losses(lab.run)) == 12

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.cluster.remote import SSH_FAILED, is_this_machine, module_argv, run_on_hosts
+from scripts.playground.hosts import Playground
+
+HOSTILE = [
+    "a b",
+    "",
+    "'single'",
+    '"double"',
+    "$(touch /tmp/executed)",
+    "`touch /tmp/executed`",
+    "; touch /tmp/executed",
+    "&& touch /tmp/executed",
+    "*",
+    "~",
+    "$HOME",
+    "back\\slash",
+    "two\nlines",
+    "!!",
+    "ü€",
+    "#no comment",
+    "--flag=x y",
+    "%h %n",
+]
+ECHO = [sys.executable, "-c", "import json, sys; print(json.dumps([sys.argv[1:], sys.stdin.read()]))"]
+
+
+def test_this_machine_needs_no_ssh() -> None:
+    done = run_on_hosts(["localhost", "127.0.0.1"], [*ECHO, *HOSTILE], timeout_s=30, stdin="in")
+    assert list(done) == ["localhost", "127.0.0.1"]
+    for finished in done.values():
+        assert json.loads(finished.stdout) == [HOSTILE, "in"]
+        assert finished.returncode == 0
+
+
+def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
+    began = time.monotonic()
+    finished = run_on_hosts(["localhost"], ["sh", "-c", "echo out; sleep 60 | sleep 60"], timeout_s=0.5)["localhost"]
+    assert finished.timed_out
+    assert finished.stdout == "out\n"
+    assert time.monotonic() - began < 10
+
+
+def test_a_missing_command_is_127_as_in_a_shell() -> None:
+    finished = run_on_hosts(["localhost"], ["no-such-command"], timeout_s=5)["localhost"]
+    assert (finished.returncode, finished.stderr) == (127, "no-such-command: No such file or directory\n")
+
+
+def test_no_hosts_is_no_work() -> None:
+    assert run_on_hosts([], ["true"], timeout_s=1) == {}
+
+
+def test_names_of_this_machine() -> None:
+    assert is_this_machine("localhost")
+    assert is_this_machine("127.0.0.1")
+    assert not is_this_machine("192.0.2.1")  # reserved for documentation
+    assert not is_this_machine("no-such-host.invalid")
+
+
+def test_arguments_arrive_unchanged_and_answers_come_per_host(
+    make_playground: Callable[..., Playground], tmp_path: Path
+) -> None:
+    hosts = make_playground(2).hosts
+    program = f"""
+import json, sys
+from llmscale.cluster.remote import run_on_hosts
+done = run_on_hosts(["node-0", "node-1", "node-9"], {[*ECHO, *HOSTILE]!r}, timeout_s=30, stdin="x")
+print(json.dumps([[name, d.returncode, d.stdout, d.stderr] for name, d in done.items()]))
+"""
+    from llmscale.cluster import remote
+
+    root = str(Path(remote.__file__).parents[2])
+    done = hosts[0].run([sys.executable, "-c", program], environment={"PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr
+    here, there, nowhere = json.loads(done.stdout)
+    assert here[:2] == ["node-0", 0]
+    assert there[:2] == ["node-1", 0]
+    assert json.loads(here[2]) == json.loads(there[2]) == [HOSTILE, "x"]
+    assert nowhere[:2] == ["node-9", SSH_FAILED]
+    assert "resolve" in nowhere[3]
+    for host in hosts:
+        assert "executed" not in host.run(["ls", "/tmp"]).stdout
+
+
+def test_a_module_is_run_with_this_python_and_this_package() -> None:
+    argv = module_argv("llmscale.cli.main", ["--version"], environment={"A": "b c"})
+    finished = run_on_hosts(["localhost"], argv, timeout_s=30)["localhost"]
+    assert finished.stdout.startswith("llmscale ")
+    assert "A=b c" in argv
+
+
+@pytest.mark.parametrize("fault", ["off", "cut"])
+def test_a_dead_host_is_given_up(make_playground: Callable[..., Playground], fault: str) -> None:
+    hosts = make_playground(2).hosts
+    hosts[1].power_off() if fault == "off" else hosts[1].cut_link()
+    program = """
+from llmscale.cluster.remote import run_on_hosts
+d = run_on_hosts(["node-1"], ["true"], timeout_s=3)["node-1"]
+assert d.returncode and d.seconds < 5, d
+"""
+    root = str(Path(__file__).resolve().parents[2])
+    done = hosts[0].run([sys.executable, "-c", program], environment={"PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,131 @@
+"""The dry run as a function: what it says, what it refuses, and that the process is as it was before."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+PRELUDE = """
+import json, os, sys, warnings
+warnings.simplefilter("ignore")
+import torch
+import torch.distributed as dist
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.ds_resolve import resolve_ds_config
+from llmscale.config.ds_schema import parse_ds_config
+from llmscale.config.shape import GPTShape
+from llmscale.dry_run.engine import dry_run
+from llmscale.errors import ConfigError
+
+SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=128, vocab_size=500, seq_len=32)
+
+def run(stage, *, ranks=4, accumulation=1, shape=SHAPE, checkpointing="none", section=None, **zero):
+    plan = BatchPlan(2 * accumulation * ranks, 2, accumulation, ranks, shape.seq_len)
+    config = {"zero_optimization": {"stage": stage, **zero}, "bf16": {"enabled": True}}
+    if section is not None:
+        config["activation_checkpointing"] = section
+    resolved = resolve_ds_config(
+        parse_ds_config(config, "test"), micro_batch_size=2, gradient_accumulation_steps=accumulation,
+        global_batch_size=plan.global_batch_size, world_size=ranks, n_embd=shape.n_embd,
+        num_parameters=shape.num_parameters, has_gpu=True)
+    return dry_run(shape, plan, resolved, zero_stage=stage, precision="bf16", checkpointing=checkpointing)
+
+def numbers(result):
+    return [result.resident.as_dict(), result.forward.as_dict(), result.backward.as_dict(), result.step.as_dict(),
+            result.host_bytes]
+"""
+
+
+def in_a_process(code: str) -> object:
+    """What the code's last line prints, as JSON."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_process_is_as_before_and_a_second_run_says_the_same() -> None:
+    """Stages 3, 2, 3 with checkpointing: each leaves process-wide state behind in DeepSpeed, which is put back."""
+    before, after, first, second, real = in_a_process("""
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+
+def state():
+    return [dist.is_initialized(), deepspeed.comm.is_initialized(), torch.nn.functional.linear.__module__,
+            torch.nn.Module._apply.__module__, torch.tensor.__module__ if hasattr(torch.tensor, "__module__") else "",
+            get_accelerator().current_device_name(), deepspeed.checkpointing.is_configured(),
+            sorted(name for name in os.environ if name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))]
+
+before = state()
+first = numbers(run(3, checkpointing="full"))
+run(2, accumulation=2)
+second = numbers(run(3, checkpointing="full"))
+layer = torch.nn.Linear(3, 3)
+layer(torch.ones(2, 3)).sum().backward()
+print(json.dumps([before, state(), first, second, float(layer.weight.grad.sum())]))
+""")
+    assert before == after
+    assert first == second
+    assert real == 18.0
+
+
+def test_recomputation_trades_activations_for_work() -> None:
+    none, selective, full = in_a_process("""
+print(json.dumps([run(2, checkpointing=mode).forward.activations_bytes for mode in ("none", "selective", "full")]))
+""")
+    assert none > selective > full > 0
+
+
+def test_offload_moves_bytes_to_the_host() -> None:
+    kept, offloaded, checkpoints, host = in_a_process("""
+shape = GPTShape(n_layer=8, n_head=4, n_embd=128, vocab_size=500, seq_len=128)
+kept = run(2, shape=shape, checkpointing="full", section={})
+offloaded = run(2, offload_optimizer={"device": "cpu"})
+on_host = run(2, shape=shape, checkpointing="full", section={"cpu_checkpointing": True})
+print(json.dumps([kept.resident.optimizer_bytes, offloaded.resident.total_bytes,
+                  [kept.forward.activations_bytes, on_host.forward.activations_bytes],
+                  [kept.host_bytes, offloaded.host_bytes]]))
+""")
+    assert host[0] == 0 < host[1]
+    assert checkpoints[1] < checkpoints[0]
+    assert kept > 0 < offloaded
+
+
+def test_more_micro_steps_than_two_allocate_nothing_else() -> None:
+    two, many = in_a_process("""
+print(json.dumps([numbers(run(2, accumulation=accumulation)) for accumulation in (2, 16)]))
+""")
+    assert two == many
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            'run(3, offload_optimizer={"device": "nvme", "nvme_path": "/nvme"})',
+            "a dry run cannot simulate offload to NVMe",
+        ),
+        (
+            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1); run(2)",
+            "needs a process of its own",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused(code: str, message: str) -> None:
+    said = in_a_process(f"""
+try:
+    {code}
+except ConfigError as error:
+    print(json.dumps(str(error)))
+""")
+    assert isinstance(said, str)
+    assert message in said

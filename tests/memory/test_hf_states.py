@@ -1,0 +1,81 @@
+"""Model states of transformers' models: those of ours where the models are the same, and what must hold elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.ds_schema import parse_ds_config
+from llmscale.config.shape import GPTShape
+from llmscale.memory.hf_config import HFModel
+from llmscale.memory.hf_families import build_tensors
+from llmscale.memory.hf_states import estimate_hf_states
+from llmscale.memory.layout import EngineLayout, build_layout
+from llmscale.memory.search import resolve_on_gpus
+from llmscale.memory.states import estimate_states
+
+GIB = 2**30
+#: GPT-2 of transformers and of ours: the vocabulary is a multiple of 128, so the table is not padded.
+SHAPE = GPTShape(n_layer=4, n_head=4, n_embd=256, vocab_size=1024, seq_len=128)
+GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 256, "vocab_size": 1024, "n_positions": 128}
+LLAMA_8B = {
+    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+}
+
+
+def model(config: dict[str, object]) -> HFModel:
+    return HFModel("test", str(config["model_type"]), build_tensors(config, "test"))
+
+
+def layout(stage: int, world_size: int, shape: GPTShape = SHAPE) -> EngineLayout:
+    ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "test")
+    plan = build_batch_plan(global_batch_size=2 * world_size, world_size=world_size, seq_len=1, micro_batch_size=1)
+    return build_layout(resolve_on_gpus(ds, shape, plan), world_size)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 8])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_gpt2_is_our_gpt2(stage: int, world_size: int, mode: str) -> None:
+    theirs = estimate_hf_states(model(GPT2), layout(stage, world_size), mode)  # type: ignore[arg-type]
+    ours = estimate_states(SHAPE, layout(stage, world_size), mode)  # type: ignore[arg-type]
+    assert theirs.estimate.moments == {
+        "forward": ours.resident + ours.forward,
+        "backward": ours.resident + ours.backward,
+        "optimizer step": ours.resident + ours.step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "gib"),
+    # A dry run of DeepSpeed 0.19.8 around a Llama of this shape with bf16 gradients: after the optimizer step.
+    [(1, 26.2), (2, 26.2)],
+)
+def test_llama_8b_after_a_step_is_as_a_dry_run_counted_it(stage: int, gib: float) -> None:
+    ds_layout = replace(layout(stage, 8), grad_accum_dtype="bf16", gradient_accumulation_steps=1)
+    states = estimate_hf_states(model(LLAMA_8B), ds_layout)
+    assert states.estimate.moments["forward"].total_bytes / GIB == pytest.approx(gib, rel=0.02)
+
+
+def test_an_untied_head_is_counted_and_its_gradient_does_not_wait() -> None:
+    tied = {**LLAMA_8B, "tie_word_embeddings": True}
+    table_bytes = 2 * 128256 * 4096
+    for stage in (0, 1, 2, 3):
+        sizes = [
+            estimate_hf_states(model(config), layout(stage, 8)).estimate.moments["optimizer step"].total_bytes
+            for config in (LLAMA_8B, tied)
+        ]
+        assert sizes[0] > sizes[1]
+    begin = [estimate_hf_states(model(config), layout(2, 8)) for config in (LLAMA_8B, tied)]
+    resident = [s.estimate.moments["forward"].total_bytes for s in begin]
+    assert begin[0].begin_of_backward_bytes - resident[0] < table_bytes
+    assert begin[1].begin_of_backward_bytes - resident[1] >= table_bytes
+
+
+def test_the_room_is_what_reserve_and_context_leave() -> None:
+    states = estimate_hf_states(model(LLAMA_8B), layout(3, 8))
+    assert states.room_bytes(80 * GIB) - states.room_bytes(40 * GIB) == pytest.approx(40 * GIB / 1.1, rel=1e-6)
+    assert states.room_bytes(GIB) == -states.begin_of_backward_bytes

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.hardware import get_gpu
+from llmscale.config.interconnect import get_interconnect
+from llmscale.config.shape import GPTShape
+from llmscale.planning.throughput import Throughput, estimate_throughput
+
+#: MPT's shapes: n_layer, n_head, n_embd.
+MPT = {
+    "125m": (12, 12, 768),
+    "350m": (24, 16, 1024),
+    "760m": (24, 12, 1536),
+    "1b": (24, 16, 2048),
+    "3b": (32, 20, 2560),
+    "7b": (32, 32, 4096),
+    "13b": (40, 40, 5120),
+    "30b": (48, 56, 7168),
+    "70b": (80, 64, 8192),
+}
+BF16 = {"bf16": {"enabled": True}}
+
+
+def published_rows() -> list[dict[str, str]]:
+    lines = (Path(__file__).parent / "llm_foundry_rows.csv").read_text().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def predict(row: dict[str, str], layout_of) -> float:
+    """Tokens per second and GPU of a published row. FSDP's FULL_SHARD is stage 3 that keeps nothing live; SHARD_GRAD_OP
+    gathers once; mixed precision DEFAULT reduces in fp32, PURE in bf16."""
+    gpus, micro = int(row["gpus"]), int(row["micro_batch_size"])
+    shape = GPTShape(*MPT[row["model"]], 50368, int(row["seq_len"]))
+    plan = build_batch_plan(
+        global_batch_size=gpus * micro * int(row["accumulation"]),
+        world_size=gpus,
+        seq_len=shape.seq_len,
+        micro_batch_size=micro,
+    )
+    layout = replace(
+        layout_of(BF16 | {"zero_optimization": {"stage": 3}}, shape, plan),
+        communication_dtype="fp32" if row["mixed_precision"] == "DEFAULT" else "bf16",
+        stage3_max_reuse_distance=0 if row["sharding"] == "FULL_SHARD" else 10**15,
+    )
+    found = estimate_throughput(
+        shape,
+        plan,
+        layout,
+        "full" if row["recompute"] == "1" else "none",
+        get_gpu(row["gpu"]),
+        gpus_per_node=8,
+        interconnect=get_interconnect("roce-200g" if row["gpu"].startswith("a100") else "ib-400g"),
+    )
+    assert found is not None
+    return found.tokens_per_second / gpus
+
+
+def test_error_on_the_published_rows_is_as_documented(layout_of) -> None:
+    rows = published_rows()
+    errors = np.array([predict(row, layout_of) / float(row["tokens_per_second_per_gpu"]) - 1 for row in rows])
+    assert len(rows) == 209
+    assert np.median(abs(errors)) < 0.035
+    assert np.quantile(abs(errors), 0.9) < 0.085
+    assert abs(errors).max() < 0.32
+    assert abs(np.median(errors)) < 0.02
+
+
+@pytest.mark.parametrize("gpu", ["a100-40gb", "a100-80gb", "h100-80gb"])
+def test_no_card_is_flattered(layout_of, gpu: str) -> None:
+    rows = [row for row in published_rows() if row["gpu"] == gpu]
+    errors = [predict(row, layout_of) / float(row["tokens_per_second_per_gpu"]) - 1 for row in rows]
+    assert abs(float(np.median(errors))) < 0.03
+
+
+def estimate(layout_of, ds: dict[str, object], *, gpu: str = "h100-80gb", world_size: int = 16) -> Throughput:
+    shape = GPTShape(24, 16, 2048, 50304, 2048)
+    plan = build_batch_plan(global_batch_size=512, world_size=world_size, seq_len=2048, micro_batch_size=8)
+    found = estimate_throughput(
+        shape,
+        plan,
+        layout_of(ds, shape, plan),
+        "none",
+        get_gpu(gpu),
+        gpus_per_node=8,
+        interconnect=get_interconnect("ib-400g"),
+    )
+    assert found is not None
+    return found
+
+
+def test_the_parts_add_up_and_agree(layout_of) -> None:
+    found = estimate(layout_of, BF16 | {"zero_optimization": {"stage": 1}})
+    parts = found.compute_s + found.communication_s + found.optimizer_s + found.offload_s
+    assert found.step_s == pytest.approx(parts)
+    assert found.tokens_per_second * found.step_s == pytest.approx(512 * 2048)
+    flops = GPTShape(24, 16, 2048, 50304, 2048).flops_per_token
+    assert found.mfu == pytest.approx(found.tokens_per_second * flops / (16 * 989e12))
+
+
+def test_stage_2_waits_longer_than_stage_1_when_accumulating(layout_of) -> None:
+    one = estimate(layout_of, BF16 | {"zero_optimization": {"stage": 1}})
+    two = estimate(layout_of, BF16 | {"zero_optimization": {"stage": 2}})
+    assert two.communication_s > 2 * one.communication_s
+    assert two.compute_s == one.compute_s
+
+
+def test_stage_0_steps_every_parameter_on_every_gpu(layout_of) -> None:
+    zero = estimate(layout_of, BF16 | {"zero_optimization": {"stage": 0}})
+    one = estimate(layout_of, BF16 | {"zero_optimization": {"stage": 1}})
+    assert zero.optimizer_s == pytest.approx(16 * one.optimizer_s)
+
+
+def test_offload_moves_the_step_to_the_host(layout_of) -> None:
+    ds = BF16 | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    found = estimate(layout_of, ds)
+    assert found.optimizer_s == 0 and found.offload_s > 0
+
+
+def test_fp32_has_no_mfu_and_an_unknown_rate_no_estimate(layout_of) -> None:
+    ds: dict[str, object] = {"zero_optimization": {"stage": 1}}
+    assert estimate(layout_of, ds).mfu is None
+    shape = GPTShape(2, 2, 128, 512, 128)
+    plan = BatchPlan(8, 1, 1, 8, 128)
+    network = get_interconnect("ib-400g")
+    layout = layout_of(ds, shape, plan)
+    a10g = get_gpu("a10g")
+    assert estimate_throughput(shape, plan, layout, "none", a10g, gpus_per_node=8, interconnect=network) is None
+
+
+def test_fewer_ranks_than_a_node_has_gpus_stay_inside_it(layout_of) -> None:
+    found = estimate(layout_of, BF16 | {"zero_optimization": {"stage": 1}}, world_size=2)
+    volume = GPTShape(24, 16, 2048, 50304, 2048).num_parameters * 2 * 3 / 2
+    assert found.communication_s == pytest.approx(1.15 * volume / 450e9)

@@ -1,0 +1,235 @@
+"""What train.py says about memory: before step 1, after step 2, and when there is not enough of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.config.parse import parse_run_config
+from llmscale.memory.search import Job, Machines, find_largest_fit
+from llmscale.training.memory_report import (
+    MeasuredMemory,
+    OutOfMemory,
+    estimate_line,
+    estimate_run,
+    explain_out_of_memory,
+    explained_out_of_memory,
+    is_out_of_memory,
+    measured_line,
+)
+from llmscale.training.prepared_run import PreparedRun, prepare_run
+
+GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., PreparedRun]:
+    """`prepared(*flags)`: gpt2-124m at stage 2 on the tiny set's 32 tokens, 2 ranks."""
+
+    def prepare(*flags: str, world_size: int = 2) -> PreparedRun:
+        given = ["--data", str(tiny_set), "--run", str(tmp_path / "run"), "--ds", str(ROOT / "ds_configs/zero2.json")]
+        return prepare_run(
+            parse_run_config([*given, "--model", "gpt2-124m", "--global-batch-size", "2048", *flags]), world_size
+        )
+
+    return prepare
+
+
+def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., PreparedRun]) -> None:
+    run = prepared("--micro-batch-size", "32")
+    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    job = Job(run.resolved.shape, 2048, Machines(1, 2, 80 * GIB), micro_batch_size=32)
+    assert estimate == find_largest_fit(run.ds, job, "none").estimate
+
+
+def test_flags_that_override_the_ds_config_count(prepared: Callable[..., PreparedRun]) -> None:
+    def allocated(*flags: str) -> int:
+        run = prepared("--micro-batch-size", "1024", *flags)
+        estimate = estimate_run(run, run.ds_config(has_gpu=True))
+        assert estimate is not None
+        return estimate.allocated_bytes
+
+    assert allocated("--precision", "fp32") > allocated()
+    assert allocated("--activation-checkpointing", "full") < allocated()
+
+
+def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
+    run = prepared()
+    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    on_gpu = estimate_line(estimate, 24 * GIB)
+    assert on_gpu.startswith("memory: estimated peak ")
+    assert "of 24.00 GiB with the allocator's reserve and the CUDA context" in on_gpu
+    for part in ("parameters", "gradients", "optimizer", "GiB per GPU"):
+        assert part in on_gpu
+    assert "nothing to compare it with on a CPU" in estimate_line(estimate, None)
+
+
+def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_path: Path) -> None:
+    run = prepared("--optimizer", "adafactor", "--ds", str(ROOT / "ds_configs/zero0.json"))
+    assert estimate_run(run, run.ds_config(has_gpu=True)) is None
+    assert estimate_line(None, 24 * GIB) == "memory: no estimate, it is for AdamW only"
+    assert "estimate" not in measured_line(None, MeasuredMemory(GIB, GIB))
+    assert "ran out of memory" in explain_out_of_memory(run, "CUDA out of memory.", 24 * GIB)
+
+
+def test_the_measured_peak_stands_beside_the_estimate(prepared: Callable[..., PreparedRun]) -> None:
+    run = prepared()
+    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    assert estimate is not None
+    low = MeasuredMemory(int(estimate.allocated_bytes / 1.25), estimate.allocated_bytes)
+    assert measured_line(estimate, low).endswith("is 25.0% above")
+    high = MeasuredMemory(2 * estimate.allocated_bytes, 3 * estimate.allocated_bytes)
+    assert measured_line(estimate, high).endswith("is 50.0% below")
+
+
+@pytest.mark.parametrize(
+    ("error", "yes"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (MemoryError(), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, yes: bool) -> None:
+    assert is_out_of_memory(error) == yes
+
+
+def test_torchs_own_errors_count() -> None:
+    torch = pytest.importorskip("torch")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(2**58)
+    assert is_out_of_memory(caught.value)
+
+
+def test_other_errors_pass_unchanged(prepared: Callable[..., PreparedRun]) -> None:
+    with pytest.raises(RuntimeError, match=r"^a bug$"), explained_out_of_memory(prepared()):
+        raise RuntimeError("a bug")
+
+
+def test_the_explanation_has_the_breakdown_and_the_smallest_change(prepared: Callable[..., PreparedRun]) -> None:
+    run = prepared("--micro-batch-size", "1024")
+    with pytest.raises(OutOfMemory) as caught, explained_out_of_memory(run):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
+    first, second, third = str(caught.value).splitlines()
+    assert first == "rank 0 ran out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. more"
+    assert second.startswith("  memory: estimated peak ")
+    assert "activations 8." in second
+    assert third.startswith("  the smallest change that fits: --micro-batch-size 512 instead of 1024 (")
+
+
+def test_the_change_fits_the_card_and_not_only_less(prepared: Callable[..., PreparedRun]) -> None:
+    run = prepared("--micro-batch-size", "1024")
+    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    assert estimate is not None
+    card = estimate.total_bytes // 2
+    third = explain_out_of_memory(run, "CUDA out of memory.", card).splitlines()[2]
+    size = int(third.split("--micro-batch-size ")[1].split()[0])
+    smaller = prepared("--micro-batch-size", str(size))
+    fitting = estimate_run(smaller, smaller.ds_config(has_gpu=True))
+    assert fitting is not None
+    assert fitting.total_bytes <= card
+
+
+def test_when_no_change_is_enough_it_says_so(prepared: Callable[..., PreparedRun]) -> None:
+    third = explain_out_of_memory(prepared(), "CUDA out of memory.", GIB // 4).splitlines()[2]
+    assert third.startswith("  no smaller micro-batch, recomputation, higher stage or offload to the host is enough")
+
+
+#: train.py with one thing changed: rank 1 asks for too much memory in its second step.
+_RUNS_OUT = """
+import os, sys
+import torch
+from llmscale.training import session
+from llmscale.train import main
+
+train_step = session.train_step
+
+def step(engine, *rest):
+    if os.environ["RANK"] == "1" and engine.global_steps == 1:
+        torch.empty(2**58)
+    return train_step(engine, *rest)
+
+session.train_step = step
+status = main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(status)
+"""
+
+
+def test_a_rank_that_runs_out_explains_and_no_rank_hangs(
+    ranks: Callable[..., object], train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "runs_out.py"
+    script.write_text(_RUNS_OUT)
+    began = time.monotonic()
+    job = ranks([str(script), *train_command("--steps", "4", "--micro-batch-size", "4")[1:]], 2)
+    outputs = job.wait(120)  # type: ignore[attr-defined]
+    assert time.monotonic() - began < 100
+    codes = job.exit_codes  # type: ignore[attr-defined]
+    assert codes[1] == 1
+    assert codes[0] not in (0, None)
+    assert "error: rank 1 ran out of memory: " in outputs[1]
+    assert "can't allocate memory" in outputs[1]
+    assert "memory: estimated peak " in outputs[1]
+    assert "the smallest change that fits: --" in outputs[1]
+    assert "Traceback" not in outputs[1]
+    assert "step      1/4" in outputs[0]
+
+
+#: train.py on a GPU, as far as its memory goes: the peaks are given.
+_MEASURES = """
+import os, sys
+from llmscale.training import session
+from llmscale.training.memory_report import MeasuredMemory
+from llmscale.train import main
+
+session.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
+status = main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(status)
+"""
+
+
+def test_after_step_2_the_measured_peak_is_printed_and_recorded(
+    ranks: Callable[..., object], train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "measures.py"
+    script.write_text(_MEASURES)
+    (output,) = ranks([str(script), *train_command("--steps", "3")[1:]], 1).wait()  # type: ignore[attr-defined]
+    lines = output.splitlines()
+    measured = next(i for i, line in enumerate(lines) if line.startswith("memory: measured peak 3.00 GiB allocated"))
+    assert "4.00 GiB reserved" in lines[measured]
+    assert "below" in lines[measured]
+    step_2, step_3 = (next(i for i, line in enumerate(lines) if f"step      {n}/3" in line) for n in (2, 3))
+    assert step_2 - 1 <= measured < step_3
+    estimated = next(i for i, line in enumerate(lines) if line.startswith("memory: estimated peak"))
+    assert estimated < measured
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    record = next(record for record in records if record.get("event") == "memory")
+    assert record["allocated_bytes"] == 3 * GIB
+    assert record["reserved_bytes"] == 4 * GIB
+    assert 0 < record["estimated_bytes"] < 3 * GIB
+    assert record["step"] == 2
+
+
+def test_on_a_cpu_only_the_estimate_is_printed(
+    ranks: Callable[..., object], train_command: Callable[..., list[str]]
+) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    (output,) = ranks(train_command("--steps", "3"), 1).wait()  # type: ignore[attr-defined]
+    assert output.count("memory: ") == 1
+    assert "memory: estimated peak" in output
