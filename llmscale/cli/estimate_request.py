@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.config.ds_schema import DsConfig, read_ds_config
-from llmscale.config.ds_sections import Precision
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.parse import build_run_config
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_run
-from llmscale.config.run_config import CheckpointingMode, RunConfig
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.memory.search import Job, Machines
 

@@ -27,6 +27,8 @@ from llmscale.config.ds_fields import (
 )
 
 Precision = Literal["fp32", "bf16", "fp16", "autocast"]
+#: What a block keeps for its backward pass: everything, its matrix products, or (as DeepSpeed does) its input.
+CheckpointingMode = Literal["none", "selective", "full"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 

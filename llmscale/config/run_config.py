@@ -9,10 +9,9 @@ from typing import Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
-from llmscale.config.ds_sections import Precision
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import Activation
 
-CheckpointingMode = Literal["none", "selective", "full"]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 
 #: What may differ from the checkpoint only when the user says so; the text is what the change breaks.

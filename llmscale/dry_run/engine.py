@@ -20,8 +20,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedRun
-from llmscale.config.run_config import CheckpointingMode, Precision, RunConfig
+from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
 from llmscale.config.shape import GPTShape
 from llmscale.dry_run.attribution import Attribution

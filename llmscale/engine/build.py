@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedRun
-from llmscale.config.run_config import CheckpointingMode, Precision, RunConfig
+from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.engine.zero_shards import check_deepspeed_version, reset_step_counts

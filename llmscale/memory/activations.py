@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmscale.config.ds_sections import Precision
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import GPTShape
 from llmscale.memory.block_passes import run_block, run_block_backward, saved_by_autograd, saved_by_selection
 from llmscale.memory.block_sizes import Attention, BlockSizes

@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from llmscale.config.ds_schema import DsConfig
-from llmscale.config.ds_sections import Precision
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import GPTShape
 from llmscale.memory.activations import ActivationMemory, estimate_activations
 from llmscale.memory.breakdown import Breakdown

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from llmscale.config.ds_schema import DsConfig
-from llmscale.config.ds_sections import Precision
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.presets import PRESETS
-from llmscale.config.run_config import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.memory.search import Fit, Job, fit_at
 from llmscale.memory.strategy import CHECKPOINTING, DEFAULT_NVME_PATH, Strategy, all_strategies, build_strategy

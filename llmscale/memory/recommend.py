@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from llmscale.config.ds_schema import DsConfig
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode
 from llmscale.memory.describe import format_size
 from llmscale.memory.search import Fit, Job, Machines, fit_at, legal_micro_batches
 from llmscale.memory.strategy import CHECKPOINTING, OFFLOADS, STAGES, Strategy, change_strategy, strategy_of

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
 from llmscale.config.ds_resolve import resolve_ds_config
 from llmscale.config.ds_schema import DsConfig
-from llmscale.config.ds_sections import Precision
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import GPTShape
 from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
 from llmscale.memory.layout import EngineLayout, build_layout

@@ -7,7 +7,7 @@ allocation comes from. tests/memory/test_states.py holds all of it against a dry
 
 from __future__ import annotations
 
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.memory.layout import EngineLayout
 from llmscale.memory.state_memory import StateMemory

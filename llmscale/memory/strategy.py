@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from llmscale.config.ds_schema import DsConfig, parse_ds_config
-from llmscale.config.ds_sections import OffloadDevice, Precision
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode, OffloadDevice, Precision
 from llmscale.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)

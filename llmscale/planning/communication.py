@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmscale.config.ds_sections import CheckpointingMode
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
-from llmscale.config.run_config import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.memory.layout import BYTES_PER_ELEMENT, EngineLayout
 

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmscale.config.ds_sections import Precision
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU
-from llmscale.config.run_config import CheckpointingMode
 from llmscale.config.shape import GPTShape
 
 #: Bytes per token, block and unit of n_embd that move through memory outside of matrix products, forward and backward,

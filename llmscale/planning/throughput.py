@@ -16,9 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.ds_sections import CheckpointingMode
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
-from llmscale.config.run_config import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.memory.layout import EngineLayout
 from llmscale.planning.communication import count_traffic, estimate_communication_s

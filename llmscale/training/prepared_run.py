@@ -13,8 +13,9 @@ from llmscale.checkpoint.manifest import checkpoints_folder, list_checkpoints
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.ds_resolve import resolve_ds_config
 from llmscale.config.ds_schema import DsConfig, read_ds_config
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
-from llmscale.config.run_config import CheckpointingMode, Precision, RunConfig
+from llmscale.config.run_config import RunConfig
 from llmscale.data.location import SetLocation, open_set
 from llmscale.data.manifest import Manifest, check_set_matches
 from llmscale.engine.adafactor import check_adafactor_stage

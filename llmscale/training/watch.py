@@ -61,7 +61,8 @@ class Watch:
     def install(self) -> None:
         """Answer STACKS_SIGNAL from now on; under a supervisor also give it the output and the first life sign."""
         if self._folder is None:
-            faulthandler.register(STACKS_SIGNAL, all_threads=True)
+            # By number: sys.stderr may have been replaced by something without a file.
+            faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
             return
         # When the launcher is killed, its ranks must not train on with nobody to watch them.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_world import fake_world

@@ -16,9 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmscale.config.ds_sections import Precision
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.presets import PRESETS
-from llmscale.config.run_config import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_world import fake_world

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from llmscale.config.ds_schema import DsConfig, parse_ds_config
-from llmscale.config.ds_sections import Precision
-from llmscale.config.run_config import CheckpointingMode
+from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import GPTShape
 from llmscale.memory.activations import estimate_activations
 from llmscale.memory.breakdown import Breakdown

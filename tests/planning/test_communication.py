@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.ds_sections import CheckpointingMode
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
-from llmscale.config.run_config import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.planning.communication import Traffic, count_traffic, estimate_communication_s, ring_bytes_per_s
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.config.ds_sections import CheckpointingMode
 from llmscale.config.hardware import custom_gpu, get_gpu
-from llmscale.config.run_config import CheckpointingMode
 from llmscale.config.shape import GPTShape
 from llmscale.planning.kernels import estimate_compute_s, kernel_efficiency, peak_flops
 
