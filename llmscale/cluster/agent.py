@@ -154,6 +154,8 @@ class Agent:
         news = (beat.launcher_code, [(sign.rank, sign.phase, sign.exit_code, sign.alive) for sign in beat.ranks])
         if time.monotonic() - self._last_beat > _BEAT_S or news != self._last_news:
             self._last_beat, self._last_news = time.monotonic(), news
+            if self._ranks:
+                self._ranks.note_locks()
             self._channel.send(beat)
         self._channel.flush()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from llmscale.cluster.channel import LineReader
+from llmscale.cluster.extension_locks import HeldLocks
 from llmscale.cluster.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.process_tree import become_launcher, kill_descendants, process_state
 from llmscale.cluster.starter import starter_command
@@ -36,6 +37,7 @@ class NodeRanks:
         self._launcher_log = _RankLog(Path(start.log_folder) / f"launcher-{start.hosts[start.node_rank]}.log")
         self._pipes = {rank: self._make_pipe(rank) for rank in self.ranks}
         self._deferred: list[signal.Signals] = []
+        self._locks = HeldLocks()
         self._launcher = subprocess.Popen(
             starter_command(start),
             env={**os.environ, **environment, WATCH_VARIABLE: str(self._folder)},
@@ -90,6 +92,10 @@ class NodeRanks:
                 found.append(RankSigns(rank=rank, alive=state not in ("", "Z"), state=state, **sign))
         return found
 
+    def note_locks(self) -> None:
+        """Remember which locks the ranks hold while they start, when extensions are built."""
+        self._locks.note(sign.pid for sign in self.signs() if sign.phase == "starting")
+
     def send_signal(self, number: signal.Signals) -> None:
         """To the ranks, not to the launcher, which would end them. A rank that has not begun gets it when it has."""
         signs = {sign.rank: sign for sign in self.signs()}
@@ -139,6 +145,7 @@ class NodeRanks:
             killed += 1
         # What left the process group is now a child of this process, which adopts orphans.
         killed += kill_descendants(os.getpid())
+        self._locks.remove()
         self._launcher.wait()
         return code, killed
 

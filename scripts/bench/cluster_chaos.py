@@ -38,6 +38,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, list_checkpoints  # noqa: E402
 from llmscale.cluster.attempts import read_attempts  # noqa: E402
+from llmscale.cluster.ops import NVME_OPS  # noqa: E402
 from llmscale.data.record import load_recorded  # noqa: E402
 from scripts.playground.hosts import Playground, PlaygroundHost, why_impossible  # noqa: E402
 from scripts.playground.kernel import command_line  # noqa: E402
@@ -102,6 +103,7 @@ def main() -> int:
         folder = Path(scratch)
         prepare_text(folder)
         reference = train_untouched(folder)
+        build_ops(folder)
         draw = random.Random(args.seed)
         print_head()
         for number in range(1, args.faults + 1):
@@ -125,6 +127,15 @@ def prepare_text(folder: Path) -> None:
     command += ["--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run([*command, "--workers", "1"], check=True, env=environment, stdout=subprocess.DEVNULL)
+
+
+def build_ops(folder: Path) -> None:
+    """The ops that NVMe offload needs, which the stale locks are planted on."""
+    command = [sys.executable, "-m", "llmscale.cluster.build_ops", *NVME_OPS]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"the ops of NVMe offload cannot be built here (libaio-dev?): {done.stderr.strip()}")
 
 
 def train_arguments(folder: Path, run: Path, ds: Path) -> list[str]:
@@ -398,14 +409,10 @@ def plant_lock(chaos: Chaos) -> int:
     chaos.fault.moment, chaos.fault.host, chaos.fault.ds_config = "start-up", "-", "zero3_nvme"
     cache, nvme = chaos.folder / "extensions", chaos.folder / "nvme"
     nvme.mkdir()
-    built = Path("~/.cache/torch_extensions").expanduser()
-    if built.is_dir():
-        shutil.copytree(built, cache)
-    for op in ("async_io", "pin_memory"):
-        for folder in [*cache.glob(f"*/{op}"), cache / op]:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "lock").touch()
-            os.utime(folder / "lock", (time.time() - 3600,) * 2)
+    shutil.copytree(chaos.set_folder / "extensions", cache)
+    for op in NVME_OPS:
+        (cache / op / "lock").touch()
+        os.utime(cache / op / "lock", (time.time() - 3600,) * 2)
     config = json.loads((REPOSITORY / "ds_configs" / "zero3_nvme.json").read_text())
     for name in ("offload_optimizer", "offload_param"):
         config["zero_optimization"][name]["nvme_path"] = str(nvme)
