@@ -69,9 +69,12 @@ sys.exit(int(os.environ.get("END", "0")))
 @pytest.fixture
 def slurm(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """`slurm(script, *arguments, **environment)` starts a script as sbatch would, from a copy in a spool folder."""
-    programs, records = tmp_path / "bin", tmp_path / "records"
-    programs.mkdir()
-    records.mkdir()
+    programs, records, repository = tmp_path / "bin", tmp_path / "records", tmp_path / "repository"
+    for folder in (programs, records, repository):
+        folder.mkdir()
+    # Without the .venv of a real clone, whose llmscale the scripts put before every other.
+    for name in ("scripts", "llmscale", "ds_configs"):
+        (repository / name).symlink_to(ROOT / name)
     for name, text in (("srun", FAKE_SRUN), ("scontrol", FAKE_SCONTROL), ("llmscale", FAKE_LAUNCH)):
         (programs / name).write_text(text.format(python=sys.executable) if "{python}" in text else text)
         (programs / name).chmod(0o755)
@@ -87,7 +90,7 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
                 **os.environ,
                 "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
                 **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RECORDS": str(records)},
-                **{"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[0-1]"},
+                **{"SLURM_SUBMIT_DIR": str(repository), "SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "node-[0-1]"},
                 **{"SLURM_JOB_NUM_NODES": "2", "RANKS_PER_NODE": "1", **environment},
             },
             stdout=subprocess.PIPE,
@@ -135,7 +138,7 @@ def test_arguments_reach_the_supervisor_unchanged(slurm: Callable[..., subproces
     assert job.returncode == 0, output
     arguments = json.loads((tmp_path / "records" / "arguments").read_text())
     assert arguments == ["launch", "--launcher", "slurm", "--slots", "1", "--", *AWKWARD]
-    assert not (ROOT / "owned").exists()
+    assert not list(tmp_path.rglob("owned"))
     assert requeues(tmp_path) == []
 
 

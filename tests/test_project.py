@@ -30,6 +30,7 @@ TORCH_FREE = (
     *("checkpoint.manifest", "checkpoint.find", "checkpoint.retention", "checkpoint.run_state"),
     *("training.prepared_run", "training.stop_request", "training.run_folder"),
 )
+FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
     *("plan", "estimate", "data", "data prepare", "data verify", "doctor", "launch", "sample", "report"),
     *("checkpoint", "checkpoint list"),
@@ -200,10 +201,12 @@ def test_the_flags_in_the_readme_exist(bare_environment: dict[str, str]) -> None
         elif command.startswith("llmscale "):
             words = command.split()[1:3]
             name = " ".join(words) if " ".join(words) in SUBCOMMANDS else words[0]
-            rest = command
+            # What follows is train.py's.
+            rest, _, train_flags = command.partition(" -- ")
+            assert set(FLAG.findall(train_flags)) <= set(FLAG.findall(help_texts["train"])), command
         else:
             continue
-        for flag in re.findall(r"--[a-z][\w-]*", rest):
+        for flag in FLAG.findall(rest):
             assert flag in help_texts[name], f"{command!r}: {flag} is not a flag of {name}"
 
 

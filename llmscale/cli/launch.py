@@ -58,7 +58,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag, default, text in (
         ("--start-timeout-s", 1800.0, "a rank must finish its first step within this time"),
         ("--hang-timeout-s", 600.0, "the longest time between two steps, validation and saves included"),
-        ("--lost-after-s", 20.0, "a host that is silent for so long is lost"),
+        ("--lost-after-s", 30.0, "a host that is silent for so long is lost"),
         ("--connect-timeout-s", 45.0, "a host that does not answer by then is left out"),
         ("--wait-for-hosts-s", 1800.0, "how long a restart waits for --min-hosts"),
     ):

@@ -7,6 +7,7 @@ nothing for a lease, or when it dies itself. Nothing that it started outlives it
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
 import selectors
@@ -39,6 +40,7 @@ from llmscale.cluster.messages import (
 )
 from llmscale.cluster.node_ranks import NodeRanks
 from llmscale.cluster.process_tree import adopt_orphans
+from llmscale.engine.network_interface import source_address
 from llmscale.training.stop_request import STOP_SIGNALS
 
 _TICK_S = 0.2
@@ -124,7 +126,7 @@ class Agent:
         for left in Path(tempfile.gettempdir()).glob(f"{self._watch_prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
         locks = remove_stale_locks()
-        client, own = ssh_addresses()
+        client, own = connection_ends()
         notes = [f"removed {lock}, left behind by a build that was killed" for lock in locks]
         self._channel.send(Ready(os.getpid(), client, own, notes))
 
@@ -200,16 +202,21 @@ def claim_run(digest: str) -> socket.socket | None:
     return None
 
 
-def ssh_addresses() -> tuple[str | None, str | None]:
-    """Both ends of the ssh connection that this runs in: the supervisor's machine, and this one. None without ssh."""
+def connection_ends() -> tuple[str | None, str | None]:
+    """Addresses of the supervisor's machine and of this one, as the other sees it: from ssh or Slurm. None without."""
     words = os.environ.get("SSH_CONNECTION", "").split()
-    return (words[0], words[2]) if len(words) == 4 else (None, None)
+    if len(words) == 4:
+        return words[0], words[2]
+    supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    with contextlib.suppress(OSError):
+        return (supervisor, source_address(supervisor)) if supervisor else (None, None)
+    return None, None
 
 
 def connect(port: int, token: str) -> Channel:
     """To a supervisor that could not give us its stdin and stdout, on the machine that ssh brought us from. Raises
     OSError."""
-    connection = socket.create_connection((ssh_addresses()[0] or "localhost", port), timeout=10.0)
+    connection = socket.create_connection((connection_ends()[0] or "localhost", port), timeout=10.0)
     connection.sendall(token.encode() + b"\n")
     connection.settimeout(None)
     # Never closed: the process ends with the connection.

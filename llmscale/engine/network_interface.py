@@ -31,13 +31,18 @@ def interface_towards(host: str) -> str | None:
     """The interface with the address that packets to `host` leave from; None when that cannot be told (no route, a
     name that does not resolve, IPv6, another system than Linux)."""
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            # A datagram socket sends nothing when it connects; the kernel only picks the route.
-            probe.connect((host, 9))
-            address = probe.getsockname()[0]
+        address = source_address(host)
         return next((name for name, own in interface_addresses() if own == address), None)
     except OSError:
         return None
+
+
+def source_address(host: str) -> str:
+    """This machine's IPv4 address that packets to `host` leave from. Raises OSError."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # A datagram socket sends nothing when it connects; the kernel only picks the route.
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
 
 
 def interface_addresses() -> list[tuple[str, str]]:

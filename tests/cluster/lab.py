@@ -61,12 +61,17 @@ class Lab:
         return train_arguments(self.data, self.run, *flags, ds_config=ds_config)
 
     def launch(
-        self, train: Sequence[str], flags: Sequence[str] = (), slots: int = 1, environment: dict[str, str] | None = None
+        self,
+        train: Sequence[str],
+        flags: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
+        hostfile: bool = True,
     ) -> subprocess.Popen[str]:
         """Start it on the first host; all that it prints is added to `output`."""
-        hostfile = self.playground.write_hostfile(self.folder / "hostfile", slots)
+        hosts = self.playground.write_hostfile(self.folder / "hostfile", slots=1)
         limits = ["--lost-after-s", "6", "--hang-timeout-s", "10", "--start-timeout-s", "120"]
-        command = [sys.executable, "-m", "llmscale.cli.main", "launch", "--hostfile", str(hostfile), *limits, *flags]
+        command = [sys.executable, "-m", "llmscale.cli.main", "launch", *limits]
+        command += [*(["--hostfile", str(hosts)] if hostfile else []), *flags]
         with self.output.open("a") as output:
             return self.hosts[0].popen(
                 [*command, "--", *train],

@@ -141,10 +141,38 @@ def test_a_signal_to_every_process_of_a_job_does_the_same(lab: Lab) -> None:
     lab.until_step(25)
     for host in lab.hosts:
         for pid in [*host.pids_running("llmscale.cluster.agent"), *host.pids_running("train.py")]:
-            if "launch --hostfile" not in command_line(pid) and "ssh" not in command_line(pid).split()[0]:
+            if "llmscale.cli.main" not in command_line(pid) and "ssh" not in command_line(pid).split()[0]:
                 os.kill(pid, signal.SIGTERM)
     assert lab.wait(launch, 30) == 0
     finish(lab, lab.launch(lab.train_arguments(*FLAGS)), ["stopped", "finished"])
+
+
+FAKE_SRUN = """#!{python}
+# Stands in for Slurm's: a task without ssh's variables, on the node that is named, its stdin and stdout connected.
+import os, shlex, sys
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+node = next(word.split("=")[1] for word in options if word.startswith("--nodelist="))
+command = sys.argv[1 + len(options):]
+setting = ["env", "--unset=SSH_CONNECTION", "SLURM_LAUNCH_NODE_IPADDR=10.77.0.1", *command]
+if node == "node-0":
+    os.execvp("env", setting)
+os.execvp("ssh", ["ssh", node, shlex.join(setting)])
+"""
+
+
+def test_the_nodes_of_a_slurm_job(lab: Lab) -> None:
+    tools = lab.folder / "slurm"
+    tools.mkdir()
+    (tools / "srun").write_text(FAKE_SRUN.format(python=sys.executable))
+    (tools / "scontrol").write_text('#!/bin/sh\nprintf "node-0\\nnode-1\\n"\n')
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node-[0-1]", "SLURM_JOB_ID": "7", "PATH": f"{tools}:{SHELL['PATH']}"}
+    launch = lab.launch(lab.train_arguments(*FLAGS), environment=job, hostfile=False)
+    lab.until_step(25)
+    os.kill(lab.ranks_of(lab.hosts[1])[0], signal.SIGKILL)
+    finish(lab, launch, ["failed", "finished"])
+    assert lab.attempts()[0].master.startswith("10.77.0.1:")
 
 
 def test_one_remote_host_is_not_this_machine(lab: Lab) -> None:
