@@ -8,6 +8,7 @@ kept.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -101,7 +102,8 @@ class Feed(Iterator[MicroBatch]):
             multiprocessing_context="fork" if num_workers and _can_fork() else None,
             worker_init_fn=_start_worker,
         )
-        self._batches: Iterator[_Windows | _Failure] | None = iter(loader)
+        with _deaf_children(), _own_sigchld():
+            self._batches: Iterator[_Windows | _Failure] | None = iter(loader)
         # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
         atexit.register(self.close)
 
@@ -198,10 +200,28 @@ def _can_fork() -> bool:
     return "fork" in multiprocessing.get_all_start_methods()
 
 
+@contextlib.contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes started within never hear a signal to the process group. It is the trainer's to answer, and until it
+    stops it needs its workers. They inherit the mask: ignoring signals themselves, they would be too late at times."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _own_sigchld() -> Iterator[None]:
+    """Take back the handler by which torch raises at whatever line the trainer is when a worker dies, in a collective
+    perhaps. Waiting for a batch finds it too, within 5 s, where every rank can be told."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():  # or torch has set none
+        signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
+
+
 def _start_worker(worker_id: int) -> None:
-    """A signal to the process group is the trainer's to answer: it needs its workers until it stops."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
 
 

@@ -156,13 +156,16 @@ def test_a_killed_worker_is_a_clear_error_and_no_hang(feed_with_workers: Feed) -
             next(feed_with_workers)
 
 
-def test_workers_outlive_signals_to_the_process_group(feed_with_workers: Feed) -> None:
-    """The trainer catches them, goes on to the end of its step and saves."""
-    for worker in multiprocessing.active_children():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-            os.kill(worker.pid or 0, number)
-    for _ in range(50):
-        next(feed_with_workers)
+def test_workers_outlive_signals_to_the_process_group(location: SetLocation) -> None:
+    """From their first moment on: the trainer catches them, goes on to the end of its step and saves."""
+    feed = build_feed(location, _settings(True, num_workers=4), FeedPlan(RankLayout(0, (1,)), 2, 1))
+    for _ in range(2):
+        for worker in multiprocessing.active_children():
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                os.kill(worker.pid or 0, number)
+        for _ in range(50):
+            next(feed)
+    feed.close()
 
 
 def test_closing_ends_the_workers(feed_with_workers: Feed) -> None:
