@@ -19,8 +19,8 @@ from llmscale.errors import ConfigError
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.cluster.doctor import Diagnosis, Question
-    from llmscale.cluster.rows import Row, Status
+    from llmscale.cluster.doctor.examine import Diagnosis, Question
+    from llmscale.cluster.doctor.rows import Row, Status
     from llmscale.config.flag_parser import FlagParser
 
 _COLOURS = {"ok": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
@@ -61,8 +61,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.cluster.doctor import diagnose
-    from llmscale.cluster.rows import worst
+    from llmscale.cluster.doctor.examine import diagnose
+    from llmscale.cluster.doctor.rows import worst
 
     diagnosis = diagnose(_question(args))
     if args.json:
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    from llmscale.cluster.doctor import Question
+    from llmscale.cluster.doctor.examine import Question
 
     if not 1 <= args.port <= 65535:
         raise ConfigError(f"--port must be from 1 to 65535, not {args.port}.")
@@ -99,8 +99,8 @@ def _question(args: argparse.Namespace) -> Question:
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.facts import facts_as_plain
-    from llmscale.cluster.rows import worst
+    from llmscale.cluster.doctor.facts import facts_as_plain
+    from llmscale.cluster.doctor.rows import worst
 
     return {
         "status": worst(diagnosis.rows),

@@ -8,20 +8,18 @@ import signal
 import sys
 from pathlib import Path
 
-from llmscale.cluster.attempt_run import Limits
-from llmscale.cluster.environment import deepspeed_env_files, gather_environment
+from llmscale.cluster.environment import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.cluster.hostfile import Host, parse_hostfile
-from llmscale.cluster.listener import Listener
-from llmscale.cluster.local_gpus import count_gpus
-from llmscale.cluster.reach import LAUNCHERS, choose_reach
-from llmscale.cluster.retry import RetryPolicy
-from llmscale.cluster.slurm_hosts import slurm_hosts
-from llmscale.cluster.starter import STARTERS
-from llmscale.cluster.supervisor import LaunchOptions, Supervisor
+from llmscale.cluster.launch.attempt_run import Limits
+from llmscale.cluster.launch.listener import Listener
+from llmscale.cluster.launch.local_gpus import count_gpus
+from llmscale.cluster.launch.reach import LAUNCHERS, choose_reach
+from llmscale.cluster.launch.retry import RetryPolicy
+from llmscale.cluster.launch.slurm_hosts import slurm_hosts
+from llmscale.cluster.launch.starter import STARTERS
+from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.errors import ConfigError
 from llmscale.training.stop_request import STOP_SIGNALS
-
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -83,9 +81,7 @@ def _launch(args: argparse.Namespace) -> int:
         listener=listener,
         script=str(PACKAGE / "train.py"),
         arguments=args.arguments,
-        environment=gather_environment(
-            os.environ, extra=args.env, package_root=PACKAGE.parent, env_files=deepspeed_env_files()
-        ),
+        environment=gather_environment(os.environ, extra=args.env, env_files=deepspeed_env_files()),
         starter=args.starter,
         limits=Limits(args.start_timeout_s, args.hang_timeout_s, args.lost_after_s),
         policy=RetryPolicy(args.max_restarts, args.same_step_limit),

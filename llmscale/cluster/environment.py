@@ -31,10 +31,12 @@ _WHOLE = frozenset(("CC", "CXX", "MAX_JOBS", "NINJA"))
 _NOT_FORWARDED = frozenset(("LLMSCALE_WATCH", "CUDA_VISIBLE_DEVICES"))
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DEEPSPEED_ENV = ".deepspeed_env"
+#: This llmscale, which every host has at the same path.
+PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def gather_environment(
-    variables: Mapping[str, str], *, extra: Iterable[str], package_root: Path, env_files: Iterable[Path]
+    variables: Mapping[str, str], *, extra: Iterable[str] = (), env_files: Iterable[Path]
 ) -> dict[str, str]:
     """The ranks' variables: what is forwarded of `variables`, then `env_files`, then `extra` (NAME=VALUE, or NAME for
     the value here). Raises ConfigError for what is neither."""
@@ -49,10 +51,15 @@ def gather_environment(
         if not equals and name not in variables:
             raise ConfigError(f"--env {name}: this shell has no such variable. Set it, or write --env {name}=VALUE.")
         chosen[name] = value if equals else variables[name]
-    chosen["PYTHONPATH"] = os.pathsep.join(filter(None, [str(package_root), chosen.get("PYTHONPATH")]))
+    chosen["PYTHONPATH"] = search_path(chosen.get("PYTHONPATH"))
     # A remote shell does not know this virtual environment: ninja is beside its Python.
     chosen.setdefault("PATH", f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}")
     return chosen
+
+
+def search_path(given: str | None) -> str:
+    """PYTHONPATH with this llmscale before what it already names."""
+    return os.pathsep.join(filter(None, [str(PACKAGE.parent), given]))
 
 
 def deepspeed_env_files() -> list[Path]:

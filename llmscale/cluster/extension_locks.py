@@ -4,10 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from llmscale.cluster.ops import STALE_LOCK_S
-from llmscale.cluster.probe_system import extensions_folder, find_locks
+#: A younger lock that nobody holds may be a build that begins or ends just now.
+STALE_LOCK_S = 120.0
+
+
+@dataclass(frozen=True)
+class ExtensionLock:
+    """A `lock` in torch's extension cache: whoever finds one waits until it is gone."""
+
+    path: str
+    age_s: float
+    held: bool
+    """Some process of this host has it open; a killed build leaves it behind closed."""
+
+
+def extensions_folder() -> Path:
+    """Where torch builds extensions; below it one folder per Python and CUDA version, unless the variable is set."""
+    named = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if named:
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    return Path(cache).expanduser() / "torch_extensions"
+
+
+def find_locks(folder: Path) -> Iterator[ExtensionLock]:
+    """Every lock in the cache, at either depth."""
+    open_files: set[str] | None = None
+    for path in sorted([*folder.glob("*/lock"), *folder.glob("*/*/lock")]):
+        with contextlib.suppress(FileNotFoundError):  # the build ended just now
+            age_s = max(0.0, time.time() - path.stat().st_mtime)
+            open_files = _open_files() if open_files is None else open_files
+            yield ExtensionLock(str(path), age_s, os.path.realpath(path) in open_files)
 
 
 def remove_stale_locks() -> list[str]:
@@ -44,6 +76,15 @@ class HeldLocks:
                     os.remove(path)
                     removed.append(path)
         return removed
+
+
+def _open_files() -> set[str]:
+    """Paths that processes of this host have open, as far as we may look. torch keeps its lock open while it builds."""
+    paths = set()
+    for descriptor in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            paths.add(os.readlink(descriptor))
+    return paths
 
 
 def _open_locks(pid: int) -> list[str]:

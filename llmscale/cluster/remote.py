@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+
+from llmscale.cluster.environment import search_path
 
 #: Never ask for a password or about a host key, give up on a host that does not answer, and notice within 15 s when one
 #: goes silent (ssh itself would wait for hours).
@@ -93,9 +94,7 @@ def module_argv(
 
     `environment` is set for it: a remote shell knows none of the variables of this one.
     """
-    package_root = Path(__file__).resolve().parents[2]
-    search_path = os.pathsep.join(filter(None, [str(package_root), os.environ.get("PYTHONPATH")]))
-    settings = {"PYTHONPATH": search_path, **(environment or {})}
+    settings = {"PYTHONPATH": search_path(os.environ.get("PYTHONPATH")), **(environment or {})}
     return ["env", *(f"{name}={value}" for name, value in settings.items()), sys.executable, "-m", module, *arguments]
 
 

@@ -28,7 +28,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from llmscale.cluster.ops import NVME_OPS  # noqa: E402
+from llmscale.cluster.doctor.ops import NVME_OPS  # noqa: E402
 from scripts.bench.cluster_faults import STRIKES  # noqa: E402
 from scripts.bench.cluster_run import GOOD, STEPS, Chaos, Fault, train_arguments  # noqa: E402
 from scripts.bench.machine import describe_machine  # noqa: E402
@@ -83,7 +83,7 @@ def prepare_text(folder: Path) -> None:
 
 def build_ops(folder: Path) -> None:
     """The ops that NVMe offload needs, which the stale locks are planted on."""
-    command = [sys.executable, "-m", "llmscale.cluster.build_ops", *NVME_OPS]
+    command = [sys.executable, "-m", "llmscale.cluster.doctor.build_ops", *NVME_OPS]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

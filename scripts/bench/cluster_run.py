@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, list_checkpoints
-from llmscale.cluster.attempts import read_attempts
+from llmscale.cluster.launch.attempts import read_attempts
 from llmscale.data.record import load_recorded
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.environment import gather_environment, parse_env_file
+from llmscale.cluster.environment import PACKAGE, gather_environment, parse_env_file
 from llmscale.errors import ConfigError
 
-ROOT = Path("/code")
+ROOT = PACKAGE.parent
 
 
 def gather(variables: dict[str, str], extra: tuple[str, ...] = (), files: tuple[Path, ...] = ()) -> dict[str, str]:
-    return gather_environment(variables, extra=extra, package_root=ROOT, env_files=files)
+    return gather_environment(variables, extra=extra, env_files=files)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_what_belongs_to_one_host_or_shell_stays(name: str) -> None:
 
 def test_this_llmscale_and_this_python_come_first() -> None:
     chosen = gather({"PYTHONPATH": "/more", "PATH": "/usr/bin"})
-    assert chosen["PYTHONPATH"] == "/code:/more"
+    assert chosen["PYTHONPATH"] == f"{ROOT}:/more"
     assert chosen["PATH"] == f"{Path(sys.executable).parent}:/usr/bin"
 
 

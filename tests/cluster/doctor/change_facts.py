@@ -5,21 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from llmscale.cluster.checks_devices import check_gpus
-from llmscale.cluster.checks_hosts import (
+from llmscale.cluster.doctor.checks_devices import check_gpus
+from llmscale.cluster.doctor.checks_hosts import (
     check_late,
     check_software,
 )
-from llmscale.cluster.checks_network import check_network
-from llmscale.cluster.checks_plan import check_plan
-from llmscale.cluster.checks_run import SharedFolder, check_data, check_ds_config, check_run_config, check_run_folder
-from llmscale.cluster.checks_system import check_system
-from llmscale.cluster.facts import Gpu, HostFacts
+from llmscale.cluster.doctor.checks_network import check_network
+from llmscale.cluster.doctor.checks_plan import check_plan
+from llmscale.cluster.doctor.checks_run import (
+    SharedFolder,
+    check_data,
+    check_ds_config,
+    check_run_config,
+    check_run_folder,
+)
+from llmscale.cluster.doctor.checks_system import check_system
+from llmscale.cluster.doctor.facts import Gpu, HostFacts
+from llmscale.cluster.doctor.rows import Row
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.rows import Row
 from llmscale.config.ds_schema import parse_ds_config
 from llmscale.config.parse import build_run_config
-from tests.cluster.healthy_facts import break_host
+from tests.cluster.doctor.healthy_facts import break_host
 
 NVME_OPS = ("pin_memory", "async_io")
 Pair = dict[str, HostFacts]

@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.all_reduce import RESULT_MARK
-from llmscale.cluster.checks_network import (
+from llmscale.cluster.doctor.all_reduce import RESULT_MARK
+from llmscale.cluster.doctor.checks_network import (
     AllReduceResult,
     check_all_reduce,
     explain_failed_all_reduce,
     promised_bytes_per_s,
 )
-from tests.cluster.healthy_facts import break_host, build_host, build_pair
+from tests.cluster.doctor.healthy_facts import break_host, build_host, build_pair
 from tests.conftest import free_port
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def run_ranks(ranks: int, world_size: int, timeout_s: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
-            *(sys.executable, "-m", "llmscale.cluster.all_reduce", "--backend", "gloo", "--master", "127.0.0.1"),
+            *(sys.executable, "-m", "llmscale.cluster.doctor.all_reduce", "--backend", "gloo", "--master", "127.0.0.1"),
             *("--port", str(free_port()), "--first-rank", "0", "--ranks", str(ranks)),
             *("--world-size", str(world_size), "--timeout-s", str(timeout_s)),
         ],

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.build_ops import main
-from llmscale.cluster.ops import needed_ops
+from llmscale.cluster.doctor.build_ops import main
+from llmscale.cluster.doctor.ops import needed_ops
 from llmscale.config.ds_schema import parse_ds_config
 from tests.conftest import REPOSITORY
 
@@ -50,7 +50,7 @@ def test_an_op_is_really_built(tmp_path: Path) -> None:
     lock.parent.mkdir()
     lock.touch()
     done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.build_ops", "pin_memory", "--remove-lock", str(lock)],
+        [sys.executable, "-m", "llmscale.cluster.doctor.build_ops", "pin_memory", "--remove-lock", str(lock)],
         capture_output=True,
         text=True,
         timeout=900,

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from llmscale.cluster.checks_run import SharedFolder, check_run_config, check_run_folder
-from llmscale.cluster.facts import ExtensionLock, FileFacts, FolderFacts, ImportFacts, Interface, Route
-from llmscale.cluster.rows import worst
-from tests.cluster.change_facts import (
+from llmscale.cluster.doctor.checks_run import SharedFolder, check_run_config, check_run_folder
+from llmscale.cluster.doctor.facts import FileFacts, FolderFacts, ImportFacts, Interface, Route
+from llmscale.cluster.doctor.rows import worst
+from llmscale.cluster.extension_locks import ExtensionLock
+from tests.cluster.doctor.change_facts import (
     NVME_OPS,
     Pair,
     all_rows,
@@ -21,7 +22,7 @@ from tests.cluster.change_facts import (
     change_system,
     not_green,
 )
-from tests.cluster.healthy_facts import GIB, LOOPBACK, break_host, build_pair
+from tests.cluster.doctor.healthy_facts import GIB, LOOPBACK, break_host, build_pair
 
 
 @pytest.mark.parametrize("num_gpus", [0, 2])

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.change_facts import (
+from tests.cluster.doctor.change_facts import (
     Pair,
     all_rows,
     change_gpu,
 )
-from tests.cluster.healthy_facts import GIB, break_host, build_pair
+from tests.cluster.doctor.healthy_facts import GIB, break_host, build_pair
 
 FAULTS_WITH_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "a card is missing": (

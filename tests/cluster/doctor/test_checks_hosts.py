@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.cluster.checks_hosts import (
+from llmscale.cluster.doctor.checks_hosts import (
     ClockReading,
     check_clocks,
     check_probes,
     check_reach,
 )
+from llmscale.cluster.doctor.rows import worst
 from llmscale.cluster.remote import Finished
-from llmscale.cluster.rows import worst
 
 
 def ssh(stderr: str, code: int = 255) -> Finished:
@@ -64,7 +64,7 @@ def test_clocks(offset_s: float, uncertainty_s: float, status: str) -> None:
         ("/env/bin/python: No module named llmscale", "same path on every host"),
         ("the probe is that of another llmscale (2 facts differ)", "same path on every host"),
         ("no answer within 90 s", "stuck disk or driver"),
-        ("Segmentation fault", "llmscale.cluster.probe"),
+        ("Segmentation fault", "llmscale.cluster.doctor.probe"),
     ],
 )
 def test_a_probe_that_did_not_run(problem: str, fix: str) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from scripts.playground.hosts import Playground, why_impossible
-from tests.cluster import planted_faults as plant
 from tests.cluster.conftest import SHELL
-from tests.cluster.planted_faults import Stage
+from tests.cluster.doctor import planted_faults as plant
+from tests.cluster.doctor.planted_faults import Stage
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow

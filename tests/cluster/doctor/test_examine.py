@@ -12,13 +12,14 @@ import pytest
 
 from llmscale.cli.doctor import table_lines
 from llmscale.cli.main import main
-from llmscale.cluster.ask import Asker
-from llmscale.cluster.doctor import Diagnosis, Question, diagnose
-from llmscale.cluster.facts import ExtensionLock, FileFacts, FolderFacts, HostFacts, print_facts
+from llmscale.cluster.doctor.ask import Asker
+from llmscale.cluster.doctor.examine import Diagnosis, Question, diagnose
+from llmscale.cluster.doctor.facts import FileFacts, FolderFacts, HostFacts, print_facts
+from llmscale.cluster.doctor.rows import green, grouped, listed, red, split_error, worst, yellow
+from llmscale.cluster.extension_locks import ExtensionLock
 from llmscale.cluster.remote import Finished, run_on_hosts
-from llmscale.cluster.rows import green, grouped, listed, red, split_error, worst, yellow
 from llmscale.errors import ConfigError
-from tests.cluster.healthy_facts import break_host, build_pair
+from tests.cluster.doctor.healthy_facts import break_host, build_pair
 
 HEALTHY_RESULT = {"backend": "gloo", "world_size": 2, "num_bytes": 2**26, "seconds": 0.06, "latency_s": 2e-4}
 
@@ -47,9 +48,9 @@ class Cluster:
             name = argv[argv.index("--") - 1]
             clock = time.time() + self.clock_ahead_s[name]
             return self.ssh.get(name, Finished(0, f"{clock:.9f}\n", "", 0.1))
-        if "llmscale.cluster.probe" in line:
+        if "llmscale.cluster.doctor.probe" in line:
             return Finished(0, print_facts(self.facts[host]), "", 0.5)
-        if "llmscale.cluster.all_reduce" in line:
+        if "llmscale.cluster.doctor.all_reduce" in line:
             return self.all_reduce
         if "exit 1" in line:
             return Finished(0 if self.sees_nonce else 1, "", "", 0.1)
@@ -155,7 +156,7 @@ def test_the_measured_ranks_are_numbered_over_all_hosts(tmp_path: Path) -> None:
     pair = {**build_pair(4), "node-0": build_pair(2)["node-0"]}
     cluster = Cluster(pair)
     ask(cluster, path)
-    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.all_reduce" in line}
+    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.doctor.all_reduce" in line}
     assert "--backend nccl --master 10.0.0.1" in commands[("node-0",)]
     assert "--first-rank 0 --ranks 2 --world-size 6" in commands[("node-0",)]
     assert "--first-rank 2 --ranks 4 --world-size 6" in commands[("node-1",)]
@@ -168,7 +169,7 @@ def test_ops_are_built_where_they_are_asked_for(hostfile: Path, tmp_path: Path) 
     lock = ExtensionLock("/cache/async_io/lock", 900.0, False)
     cluster = Cluster(break_host(build_pair(), "node-1", "system", locks=(lock,), built_ops=()))
     diagnosis = ask(cluster, hostfile, ds=ds, build_ops=True)
-    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.build_ops" in line}
+    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.doctor.build_ops" in line}
     assert "pin_memory async_io --timeout-s" in commands[("node-0",)]
     assert "pin_memory async_io --remove-lock /cache/async_io/lock" in commands[("node-1",)]
     assert any(row.name == "build" and "removed /cache/async_io/lock on node-1" in row.found for row in diagnosis.rows)
@@ -235,7 +236,7 @@ def test_json_and_exit_code(
     pair = {
         host: replace(facts, ds=FileFacts("ds.json", f"{found} {fix}", None)) for host, facts in build_pair().items()
     }
-    monkeypatch.setattr("llmscale.cluster.doctor.Asker", Cluster(pair).asker)
+    monkeypatch.setattr("llmscale.cluster.doctor.examine.Asker", Cluster(pair).asker)
     assert main(["doctor", "--json", "--hostfile", str(hostfile), "--ds", "ds.json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["status"] == "fail"

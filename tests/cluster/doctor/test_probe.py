@@ -13,17 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.facts import GpuFacts, Request, parse_facts, parse_request, print_facts, print_request
-from llmscale.cluster.probe import _gather, gather_facts
-from llmscale.cluster.probe_code import gather_code, hash_sources
-from llmscale.cluster.probe_devices import gather_gpus
-from llmscale.cluster.probe_network import gather_network
-from llmscale.cluster.probe_run import describe_folder, gather_ds, gather_run
-from llmscale.cluster.probe_system import find_locks, gather_system
+from llmscale.cluster.doctor.facts import GpuFacts, Request, parse_facts, parse_request, print_facts, print_request
+from llmscale.cluster.doctor.probe import _gather, gather_facts
+from llmscale.cluster.doctor.probe_code import gather_code, hash_sources
+from llmscale.cluster.doctor.probe_devices import gather_gpus
+from llmscale.cluster.doctor.probe_network import gather_network
+from llmscale.cluster.doctor.probe_run import describe_folder, gather_ds, gather_run
+from llmscale.cluster.doctor.probe_system import gather_system
+from llmscale.cluster.extension_locks import find_locks
 from llmscale.errors import ConfigError
-from tests.cluster.healthy_facts import build_host
+from tests.cluster.doctor.healthy_facts import build_host
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def test_facts_survive_the_way_through_ssh() -> None:
@@ -46,7 +47,7 @@ def test_the_probe_of_this_machine() -> None:
     """The real program, in its own process."""
     request = Request(peers=("localhost",), ds="ds_configs/zero2.json", timeout_s=120)
     done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.probe", print_request(request)],
+        [sys.executable, "-m", "llmscale.cluster.doctor.probe", print_request(request)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -65,7 +66,7 @@ def test_the_probe_of_this_machine() -> None:
 
 def test_a_request_of_another_llmscale_is_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.probe", '{"port": "x"}'],
+        [sys.executable, "-m", "llmscale.cluster.doctor.probe", '{"port": "x"}'],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -88,7 +89,7 @@ def test_what_hangs_or_fails_is_late_and_the_rest_is_there() -> None:
 
 
 def test_every_group_is_gathered_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmscale.cluster.probe.gather_imports", lambda timeout_s: None)
+    monkeypatch.setattr("llmscale.cluster.doctor.probe.gather_imports", lambda timeout_s: None)
     facts = gather_facts(Request(timeout_s=60))
     assert facts.late == {}
     assert all(getattr(facts, name) is not None for name in ("code", "gpus", "network", "system"))

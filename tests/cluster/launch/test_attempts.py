@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from llmscale.cluster.attempts import ATTEMPTS_NAME, Attempt, read_attempts, write_attempt
+from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, Attempt, read_attempts, write_attempt
 
 FIRST = Attempt(1, "2026-01-01T00:00:00+00:00", {"a": 2}, 2, "10.0.0.1:1234", {"b": "no route"}, "deepspeed", "logs")
 

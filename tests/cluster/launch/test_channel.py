@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from llmscale.cluster.channel import MOST_WAITING_BYTES, Channel
-from llmscale.cluster.listener import Listener
-from llmscale.cluster.messages import (
+from llmscale.cluster.launch.channel import MOST_WAITING_BYTES, Channel
+from llmscale.cluster.launch.listener import Listener
+from llmscale.cluster.launch.messages import (
     Beat,
     FindPort,
     Hello,

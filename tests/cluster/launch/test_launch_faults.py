@@ -114,7 +114,7 @@ def test_a_killed_supervisor_leaves_nothing_and_the_next_one_goes_on(lab: Lab) -
 def test_a_killed_agent_takes_its_ranks_with_it(lab: Lab) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
-    agents = lab.hosts[1].pids_running("llmscale.cluster.agent")
+    agents = lab.hosts[1].pids_running("llmscale.cluster.launch.agent")
     for pid in agents:
         os.kill(pid, signal.SIGKILL)
     assert agents
@@ -140,7 +140,7 @@ def test_a_signal_to_every_process_of_a_job_does_the_same(lab: Lab) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS))
     lab.until_step(25)
     for host in lab.hosts:
-        for pid in [*host.pids_running("llmscale.cluster.agent"), *host.pids_running("train.py")]:
+        for pid in [*host.pids_running("llmscale.cluster.launch.agent"), *host.pids_running("train.py")]:
             if "llmscale.cli.main" not in command_line(pid) and "ssh" not in command_line(pid).split()[0]:
                 os.kill(pid, signal.SIGTERM)
     assert lab.wait(launch, 30) == 0

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.layout import Layout, choose_layout
+from llmscale.cluster.launch.layout import Layout, choose_layout
 
 
 def hosts(*slots: int) -> list[Host]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from llmscale.cluster.messages import RankSigns
-from llmscale.cluster.progress import Progress
+from llmscale.cluster.launch.messages import RankSigns
+from llmscale.cluster.launch.progress import Progress
 
 
 def sign(rank: int, count: int, step: int | None, phase: str = "training", exit_code: int | None = None) -> RankSigns:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.cluster.attempts import Attempt
-from llmscale.cluster.retry import RetryPolicy, decide
+from llmscale.cluster.launch.attempts import Attempt
+from llmscale.cluster.launch.retry import RetryPolicy, decide
 
 
 def attempts(*last_steps: int | None, end: str = "failed") -> list[Attempt]:

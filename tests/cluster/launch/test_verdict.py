@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from llmscale.cluster.messages import RankSigns
-from llmscale.cluster.verdict import HostStatus, describe_code, judge
+from llmscale.cluster.launch.messages import RankSigns
+from llmscale.cluster.launch.verdict import HostStatus, describe_code, judge
 
 
 def sign(rank: int, exit_code: int | None = None, alive: bool = True, phase: str = "training") -> RankSigns:

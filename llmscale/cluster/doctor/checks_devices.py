@@ -1,0 +1,120 @@
+"""Rows about GPUs: there, free, healthy, and seen by torch. Hosts without any are fine as long as none has one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from llmscale.cluster.doctor.facts import Gpu, HostFacts
+from llmscale.cluster.doctor.rows import Row, differ, green, grouped, red, yellow
+from llmscale.cluster.hostfile import Host
+
+#: A card that nobody uses still holds the driver's own memory.
+IDLE_BYTES = 2 * 2**30
+
+
+def check_gpus(hosts: Sequence[Host], facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+    """Everything about the cards of all hosts."""
+    known = {host.name: facts[host.name].gpus for host in hosts if host.name in facts}
+    found = {name: gpus for name, gpus in known.items() if gpus is not None}
+    for name, gpus in found.items():
+        if gpus.problem:
+            yield red(
+                "gpus",
+                f"{name}: nvidia-smi fails: {gpus.problem}",
+                f"On {name}: sudo modprobe nvidia, or reboot after a driver update; dmesg | grep -i nvrm says why.",
+            )
+    if not any(gpus.gpus for gpus in found.values()):
+        if found and not any(gpus.problem for gpus in found.values()):
+            yield green("gpus", "none: training on CPUs over gloo")
+        return
+    yield from _check_presence(hosts, {name: gpus.gpus for name, gpus in found.items() if not gpus.problem})
+    yield from _check_drivers({name: gpus.driver for name, gpus in found.items() if gpus.driver})
+    yield from _check_visible(facts)
+    busy = [row for name, gpus in found.items() for row in _check_free(name, gpus.gpus)]
+    yield from busy or [green("gpus free", "no other process on any")]
+    ill = [row for name, gpus in found.items() for row in _check_healthy(name, gpus.gpus)]
+    counted = all(card.uncorrected_errors is not None for gpus in found.values() for card in gpus.gpus)
+    yield from ill or [green("ecc", "no errors" if counted else "not counted by all cards, no errors on the others")]
+
+
+def _check_presence(hosts: Sequence[Host], gpus: Mapping[str, tuple[Gpu, ...]]) -> Iterator[Row]:
+    short = False
+    for host in hosts:
+        there = len(gpus.get(host.name, ()))
+        if host.name in gpus and there < host.slots:
+            short = True
+            fix = f"Write `{host.name} slots={there}` in the hostfile, or find out where the others are."
+            if there == 0:
+                fix = f"Install the NVIDIA driver on {host.name}, or drop it from the hostfile."
+            yield red("gpus", f"{host.name}: {there} GPUs for {host.slots} slots", fix)
+    kinds = {
+        name: ", ".join(sorted({f"{card.name} {card.memory_bytes / 2**30:.0f} GiB" for card in cards}))
+        for name, cards in gpus.items()
+        if cards
+    }
+    if differ(kinds):
+        yield yellow(
+            "gpus", grouped(kinds), "All ranks go at the pace of the slowest card and fit the memory of the smallest."
+        )
+    elif not short:
+        yield green("gpus", f"{sum(len(cards) for cards in gpus.values())} x {grouped(kinds)}")
+
+
+def _check_drivers(drivers: Mapping[str, str]) -> Iterator[Row]:
+    if differ(drivers):
+        yield yellow("driver", grouped(drivers), "Install the same NVIDIA driver on every host.")
+    elif drivers:
+        yield green("driver", grouped(drivers))
+
+
+def _check_visible(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+    """A driver too old for torch's CUDA, or a CPU build of torch, trains on the CPU without a word."""
+    for name, found in facts.items():
+        if not (found.gpus and found.gpus.gpus and found.imports and found.imports.problem is None):
+            continue
+        cuda = found.code.torch_cuda if found.code else None
+        if cuda is None:
+            yield red(
+                "torch sees gpus",
+                f"{name}: this torch was built without CUDA",
+                "Install a CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu126",
+            )
+        elif not found.imports.cuda_available:
+            yield red(
+                "torch sees gpus",
+                f"{name}: torch for CUDA {cuda} finds no GPU with driver {found.gpus.driver}",
+                f"Update the driver on {name}, or install a torch for an older CUDA; CUDA_VISIBLE_DEVICES must not be "
+                "empty.",
+            )
+
+
+def _check_free(name: str, gpus: Sequence[Gpu]) -> Iterator[Row]:
+    busy = [card for card in gpus if card.processes or card.used_bytes > IDLE_BYTES]
+    if busy:
+        cards = ", ".join(str(card.index) for card in busy)
+        pids = sorted({pid for card in busy for pid in card.processes})
+        used = max(card.used_bytes for card in busy) / 2**30
+        end = f"kill {' '.join(map(str, pids))}" if pids else "fuser -v /dev/nvidia*"
+        owners = f" by process {', '.join(map(str, pids))}" if pids else ""
+        yield red(
+            "gpus free",
+            f"{name}: GPU {cards} in use{owners}, up to {used:.1f} GiB",
+            f"On {name}: wait for it, or end it ({end}).",
+        )
+
+
+def _check_healthy(name: str, gpus: Sequence[Gpu]) -> Iterator[Row]:
+    for card in gpus:
+        if card.uncorrected_errors:
+            yield red(
+                "ecc",
+                f"{name}: GPU {card.index} had {card.uncorrected_errors} uncorrected memory errors",
+                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {card.index}); if they come back, have it "
+                "replaced.",
+            )
+        elif card.needs_reset:
+            yield red(
+                "ecc",
+                f"{name}: GPU {card.index} has memory rows waiting to be remapped",
+                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {card.index}) or reboot.",
+            )

@@ -1,0 +1,232 @@
+"""Rows about reaching the hosts, their clocks, and whether they run the same software. Pure functions."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from llmscale.cluster.doctor.facts import HostFacts
+from llmscale.cluster.doctor.rows import Row, differ, green, grouped, listed, placed, red, yellow
+from llmscale.cluster.remote import SSH_FAILED, Finished
+
+#: Clocks that differ by more than this confuse logs, build tools and time-outs; those by more than the second, signed
+#: requests (object stores, Kerberos) too.
+CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 5.0
+
+#: Other versions of these change results or the protocol between ranks; of the rest, at most a file format.
+_STRICT = ("torch", "deepspeed", "mosaicml-streaming")
+
+#: ssh's words, what they mean, what to do. First match wins.
+_SSH_FAULTS = (
+    (
+        "REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its host key is not the one in known_hosts",
+        "If the host was set up anew: ssh-keygen -R {host}, then ssh-keyscan -H {host} >> ~/.ssh/known_hosts.",
+    ),
+    (
+        "Host key verification failed",
+        "its host key is not known here",
+        "Compare the fingerprint, then: ssh-keyscan -H {host} >> ~/.ssh/known_hosts.",
+    ),
+    (
+        "Permission denied",
+        "it does not accept our key",
+        "ssh-copy-id {host} (ssh-keygen first, if there is no key), and load the key into ssh-agent if it has a "
+        "passphrase.",
+    ),
+    (
+        "Could not resolve hostname",
+        "its name does not resolve",
+        "Correct the hostfile, or add {host} to DNS, /etc/hosts or ~/.ssh/config.",
+    ),
+    (
+        "Connection refused",
+        "no ssh server listens there",
+        "Start it on {host}: systemctl start ssh. If it listens on another port, write `Port` for it in ~/.ssh/config.",
+    ),
+    (
+        "during banner exchange",
+        "its ssh server does not answer",
+        "The machine may be out of memory, or sshd stuck: restart it on {host} from its console.",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down",
+        "there is no way to it",
+        "Start {host} and its network, and open port 22 in firewalls and security groups.",
+    ),
+    (
+        r"Connection (closed|reset)|kex_exchange_identification",
+        "its ssh server closes the connection",
+        "On {host} look into journalctl -u ssh; MaxStartups and AllowUsers in sshd_config are the usual reasons.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """A host's clock, read between two readings of ours. Seconds."""
+
+    offset_s: float
+    """How far it is ahead, were the way there as long as the way back."""
+    uncertainty_s: float
+    """Half of the round trip: the offset is right within this."""
+
+
+def check_reach(answers: Mapping[str, Finished]) -> Iterator[Row]:
+    """From the answers of `ssh HOST date`."""
+    reached = [host for host, answer in answers.items() if answer.returncode == 0]
+    if reached:
+        yield green("reach", f"{len(reached)} of {len(answers)} hosts answer through ssh")
+    for host, answer in answers.items():
+        if answer.returncode:
+            found, fix = _explain_ssh(host, answer)
+            yield red("reach", f"{host}: {found}", fix)
+
+
+def _explain_ssh(host: str, answer: Finished) -> tuple[str, str]:
+    if answer.timed_out:
+        return (
+            f"no answer within {answer.seconds:.0f} s",
+            f"Log in by hand: ssh {host}. A stuck home directory or login script is the usual reason; a reboot helps.",
+        )
+    last = " ".join((answer.stderr.strip().splitlines() or ["ssh said nothing"])[-1].split())
+    if answer.returncode == SSH_FAILED:
+        for pattern, found, fix in _SSH_FAULTS:
+            if re.search(pattern, answer.stderr):
+                return f"{found} ({last})", fix.format(host=host)
+    return f"`ssh {host} date` failed ({last})", f"Log in by hand and see: ssh {host}."
+
+
+def check_clocks(readings: Mapping[str, ClockReading]) -> Iterator[Row]:
+    """Each host's clock against ours; only what exceeds the uncertainty of the reading counts."""
+    wrong = False
+    for host, reading in readings.items():
+        certain_s = abs(reading.offset_s) - reading.uncertainty_s
+        if certain_s <= CLOCK_WARN_S:
+            continue
+        wrong = True
+        side = "ahead of" if reading.offset_s > 0 else "behind"
+        make = red if certain_s > CLOCK_FAIL_S else yellow
+        yield make(
+            "clock",
+            f"{host} is {abs(reading.offset_s):.1f} s {side} this machine",
+            f"On {host}: timedatectl set-ntp true (or start chrony), and see that UDP port 123 is open.",
+        )
+    if readings and not wrong:
+        most_s = max(abs(reading.offset_s) for reading in readings.values())
+        unsure_s = max(reading.uncertainty_s for reading in readings.values())
+        yield green("clock", f"within {most_s + unsure_s:.2f} s of this machine's")
+
+
+def check_probes(problems: Mapping[str, str]) -> Iterator[Row]:
+    """Hosts that ssh reaches but whose probe did not run: by host, the last line it said."""
+    for host, problem in problems.items():
+        if re.search(r"No such file or directory|not found", problem) and os.path.basename(sys.executable) in problem:
+            fix = f"Make the environment at the same path on every host: {sys.executable} is not there."
+        elif "No module named" in problem or "another llmscale" in problem:
+            fix = (
+                "Put the same llmscale and the same Python environment at the same path on every host (rsync -a, or a "
+                "shared file system)."
+            )
+        elif "no answer" in problem:
+            fix = f"Log in to {host} and look for a stuck disk or driver (ps -eo stat,cmd | grep '^D'); a reboot helps."
+        else:
+            fix = f"Run on {host}: {sys.executable} -m llmscale.cluster.doctor.probe '{{}}'"
+        yield red("probe", f"{host}: {problem}", fix)
+
+
+def check_late(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+    """Groups of facts that could not be gathered."""
+    causes = {
+        "run": "the disk of the data or run folder",
+        "ds": "the disk of the ds_config",
+        "gpus": "the GPU driver (nvidia-smi)",
+        "imports": "the disk of the Python environment",
+        "system": "the disk of the home directory, or /dev/shm",
+        "code": "the disk of the Python environment",
+        "network": "name resolution (DNS)",
+    }
+    for host, found in facts.items():
+        for group, reason in (found.late or {}).items():
+            yield red("probe", f"{host}: {group}: {reason}", f"Look at {causes[group]} on {host}: something is stuck.")
+
+
+def check_software(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+    """Python, llmscale and libraries: there, importable and the same everywhere."""
+    yield from _check_same(
+        "python",
+        facts,
+        lambda host: host.code and host.code.python,
+        f"Install the same Python everywhere; ranks start with {sys.executable}.",
+    )
+    yield from _check_same(
+        "llmscale",
+        facts,
+        lambda host: host.code and f"sources {host.code.sha256[:12]}",
+        "Copy one source tree to all: rsync -a --delete, or git pull on each, at the same path.",
+    )
+    yield from _check_libraries(facts)
+    yield from _check_same(
+        "cuda",
+        facts,
+        lambda host: host.code and _describe_cuda(host.code.torch_cuda, host.code.nccl),
+        "Install the same torch wheel everywhere: NCCL's versions must be equal.",
+    )
+    yield from _check_imports(facts)
+
+
+def _describe_cuda(cuda: str | None, nccl: str | None) -> str:
+    return f"CUDA {cuda}, NCCL {nccl or 'not found'}" if cuda else "torch without CUDA"
+
+
+def _check_same(
+    name: str, facts: Mapping[str, HostFacts], read: Callable[[HostFacts], object], fix: str
+) -> Iterator[Row]:
+    values = {host: value for host, found in facts.items() if (value := read(found)) is not None}
+    if not values:
+        return
+    if differ(values):
+        yield red(name, grouped(values), fix)
+    else:
+        yield green(name, grouped(values))
+
+
+def _check_libraries(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+    codes = {host: found.code for host, found in facts.items() if found.code}
+    names = sorted({name for code in codes.values() for name in code.libraries})
+    fine = []
+    for name in names:
+        versions = {host: code.libraries.get(name) or "not installed" for host, code in codes.items()}
+        missing = [host for host, version in versions.items() if version == "not installed"]
+        if missing and name in _STRICT:
+            yield red(
+                "libraries",
+                f"{name} is not installed on {listed(missing)}",
+                "Install the same environment on every host: pip install 'llmscale[train]' -c constraints.txt",
+            )
+        elif differ(versions):
+            make = red if name in _STRICT else yellow
+            some = next(version for version in versions.values() if version != "not installed")
+            yield make("libraries", f"{name}: {grouped(versions)}", f"On every host: pip install {name}=={some}")
+        elif not missing:
+            fine.append(f"{name} {grouped(versions)}")
+    if fine:
+        yield green("libraries", ", ".join(fine))
+
+
+def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+    imports = {host: found.imports for host, found in facts.items() if found.imports}
+    problems = {host: found.problem for host, found in imports.items() if found.problem}
+    if problems:
+        yield red(
+            "imports",
+            f"what train.py imports fails: {placed(problems)}",
+            f"Repair that environment ({sys.executable} -c 'import torch, deepspeed' shows it), for example by "
+            "pip install -c constraints.txt.",
+        )
+    elif imports:
+        slowest_s = max(found.seconds for found in imports.values())
+        yield green("imports", f"what train.py imports takes {slowest_s:.0f} s")

@@ -1,0 +1,53 @@
+"""Row about the memory estimate against the cards and the hosts that were found. Pure function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from llmscale.cluster.doctor.facts import HostFacts
+from llmscale.cluster.doctor.rows import Row, green, red, split_error
+from llmscale.cluster.hostfile import Host
+from llmscale.config.ds_schema import DsConfig
+from llmscale.config.resolve import ResolvedRun
+from llmscale.config.run_config import RunConfig
+from llmscale.errors import ConfigError
+from llmscale.memory.describe import describe_breakdown, format_size
+from llmscale.memory.recommend import find_smallest_change
+from llmscale.memory.search import Job, Machines, fit_at
+
+
+def check_memory(
+    hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, resolved: ResolvedRun, ds: DsConfig
+) -> Iterator[Row]:
+    """The estimate against the smallest card, and what is offloaded against the smallest host. No row without GPUs."""
+    cards = [card for found in facts.values() if found.gpus for card in found.gpus.gpus]
+    if not cards:
+        return
+    smallest = min(cards, key=lambda card: card.memory_bytes)
+    host_bytes = min((found.system.memory_bytes for found in facts.values() if found.system), default=None)
+    plan = resolved.plan
+    machines = Machines(len(hosts), hosts[0].slots, smallest.memory_bytes, host_bytes)
+    if machines.world_size != plan.world_size:
+        # Hosts of different sizes: what is offloaded is then not compared with a host's memory.
+        machines = Machines(plan.world_size, 1, smallest.memory_bytes)
+    job = Job(resolved.shape, plan.global_batch_size, machines, plan.micro_batch_size)
+    checkpointing = config.activation_checkpointing or ("full" if ds.activation_checkpointing else "none")
+    try:
+        chosen = ds if config.precision is None else ds.with_precision(config.precision)
+        fit = fit_at(chosen, job, checkpointing, plan.micro_batch_size)
+        change = None if fit.fits else find_smallest_change(chosen, job, checkpointing, plan.micro_batch_size)
+    except ConfigError as error:
+        yield red("memory", *split_error(str(error)))
+        return
+    found = f"{format_size(fit.estimate.total_bytes)} of {format_size(smallest.memory_bytes)} on {smallest.name}"
+    if fit.fits:
+        yield green("memory", found)
+        return
+    host_spare = fit.host_spare_bytes
+    if host_spare is not None and host_spare < 0:
+        found += f"; {format_size(fit.host_bytes_per_node)} of host memory, {format_size(-host_spare)} too much"
+    yield red(
+        "memory",
+        f"{found}: {describe_breakdown(fit.estimate.peak)}",
+        change.describe() if change else "No strategy fits: more GPUs, larger ones, or a smaller model.",
+    )

@@ -1,0 +1,80 @@
+"""Rows about what the run would need: the batch arithmetic, disk, memory. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+from llmscale.cluster.doctor.checks_memory import check_memory
+from llmscale.cluster.doctor.checks_run import folders_of
+from llmscale.cluster.doctor.facts import HostFacts
+from llmscale.cluster.doctor.rows import Row, green, red, split_error
+from llmscale.cluster.hostfile import Host
+from llmscale.config.ds_schema import DsConfig
+from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.run_config import RunConfig
+from llmscale.errors import ConfigError
+from llmscale.memory.describe import format_size
+
+#: A checkpoint holds the fp32 weights and AdamW's two moments.
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+#: What else a save asks for (llmscale.checkpoint.save.SPARE_BYTES), and the run's logs and samples.
+SPARE_BYTES = 128 * 2**20
+
+
+def check_plan(
+    hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, ds: DsConfig | None
+) -> Iterator[Row]:
+    """All rows, as far as what they rest on is known: the data set's facts, a legal ds_config."""
+    data = [found.run.data for found in facts.values() if found.run and found.run.data and not found.run.data.problem]
+    if not data:
+        return
+    known = SetFacts(data[0].vocab_size, data[0].seq_len, data[0].num_train_samples)
+    try:
+        resolved = resolve_run(config, known, sum(host.slots for host in hosts))
+    except ConfigError as error:
+        yield red("batch", *split_error(str(error)))
+        return
+    yield green("batch", resolved.plan.describe())
+    yield from check_disk(facts, hosts[0].name, config, resolved)
+    if ds is not None:
+        yield from check_memory(hosts, facts, config, resolved, ds)
+
+
+def check_disk(
+    facts: Mapping[str, HostFacts], first_host: str, config: RunConfig, resolved: ResolvedRun
+) -> Iterator[Row]:
+    """Free space where the run folder is, against all checkpoints that will lie there at once."""
+    folders = folders_of(facts)
+    if first_host not in folders:
+        return
+    folder = folders[first_host]
+    one_bytes = CHECKPOINT_BYTES_PER_PARAMETER * resolved.shape.num_parameters
+    count = checkpoints_at_once(config, resolved.total_steps)
+    needed_bytes = one_bytes * count + SPARE_BYTES
+    free_bytes = folder.free_bytes + folder.checkpoints_bytes
+    found = (
+        f"{format_size(free_bytes)} free for {count} checkpoint{'s' if count > 1 else ''} of {format_size(one_bytes)} "
+        f"each ({format_size(needed_bytes)} with logs) at {folder.exists_at}"
+    )
+    if free_bytes < needed_bytes:
+        yield red(
+            "disk",
+            found,
+            "Free some space, name a folder on a larger disk with --run, or keep fewer: --keep-last, --keep-every.",
+        )
+    else:
+        yield green("disk", found)
+
+
+def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
+    """Most checkpoints that lie in the run folder together: the kept ones, and the new one before the oldest goes."""
+    last_only = not config.save_every and config.save_every_minutes is None
+    saves = 1 if last_only else total_steps
+    if config.save_every and config.save_every_minutes is None:
+        saves = math.ceil(total_steps / config.save_every)
+    most = min(saves, config.keep_last + 1)
+    if config.keep_every and config.save_every:
+        # Those kept for ever are the saved steps that keep_every divides; some of the newest may be among them.
+        most = min(saves, most + total_steps // math.lcm(config.keep_every, config.save_every))
+    return most

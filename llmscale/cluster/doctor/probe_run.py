@@ -1,0 +1,93 @@
+"""Facts about a run as this host would start it: ds_config, flags, data, run folder. By train.py's own checks, no
+torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmscale.checkpoint.manifest import list_checkpoints
+from llmscale.cluster.doctor.facts import DataFacts, FileFacts, FolderFacts, RunFacts
+from llmscale.config.ds_schema import read_ds_config
+from llmscale.config.parse import parse_run_config
+from llmscale.config.run_config import RunConfig
+from llmscale.data.location import open_set
+from llmscale.data.preflight import check_files
+from llmscale.errors import LlmscaleError
+from llmscale.training.prepared_run import prepare_run
+
+
+def gather_ds(path: str) -> FileFacts:
+    """Whether a ds_config is there and legal."""
+    try:
+        warnings = read_ds_config(Path(path)).warnings
+    except LlmscaleError as error:
+        return FileFacts(path, str(error), _hash(path))
+    return FileFacts(path, None, _hash(path), warnings)
+
+
+def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
+    """What train.py would find with these flags."""
+    try:
+        config = parse_run_config(flags)
+    except LlmscaleError as error:
+        return RunFacts(FileFacts(" ".join(flags), str(error), None), None, None, None)
+    file = str(config.config) if config.config else ""
+    return RunFacts(
+        config=FileFacts(file, None, _hash(file) if file else None),
+        data=_describe_data(config),
+        folder=describe_folder(config.run),
+        problem=_try(config, world_size),
+    )
+
+
+def _try(config: RunConfig, world_size: int) -> str | None:
+    try:
+        prepare_run(config, world_size)
+    except LlmscaleError as error:
+        return str(error)
+    return None
+
+
+def _describe_data(config: RunConfig) -> DataFacts:
+    """The manifest, and one stat per shard of a local set. Of a remote set manifest and index come into its cache."""
+    try:
+        location = open_set(config.data, config.data_cache)
+        manifest = location.manifest
+        for split in manifest.splits if location.remote is None else ():
+            check_files(location.folder, split, manifest)
+    except LlmscaleError as error:
+        return DataFacts(config.data, str(error))
+    train = manifest.splits.get("train")
+    return DataFacts(
+        name=config.data,
+        problem=None,
+        fingerprint=manifest.fingerprint,
+        vocab_size=manifest.vocab_size,
+        seq_len=manifest.seq_len,
+        num_train_samples=train.num_samples if train else 0,
+    )
+
+
+def describe_folder(run: Path) -> FolderFacts:
+    """The run folder, which need not exist yet."""
+    exists_at = next(folder for folder in (run, *run.absolute().parents) if os.path.exists(folder))
+    checkpoints = list_checkpoints(run)
+    return FolderFacts(
+        run=str(run),
+        exists_at=os.path.abspath(exists_at),
+        writable=os.path.isdir(exists_at) and os.access(exists_at, os.W_OK | os.X_OK),
+        free_bytes=shutil.disk_usage(exists_at).free,
+        checkpoints_bytes=sum(file.stat().st_size for folder in checkpoints for file in folder.iterdir()),
+        num_checkpoints=len(checkpoints),
+    )
+
+
+def _hash(path: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None

@@ -1,0 +1,246 @@
+"""The supervisor's hand on one host: it starts `python -m llmscale.cluster.launch.agent`, which speaks over stdin and
+stdout.
+
+It starts this host's ranks, reports them, and ends them when it is told, when the connection closes, when it hears
+nothing for a lease, or when it dies itself. Nothing that it started outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmscale.cluster.extension_locks import remove_stale_locks
+from llmscale.cluster.free_port import find_port
+from llmscale.cluster.launch.channel import Channel
+from llmscale.cluster.launch.messages import (
+    Beat,
+    DumpStacks,
+    FindPort,
+    Hello,
+    Message,
+    Port,
+    Ready,
+    Refused,
+    Signal,
+    Signalled,
+    Start,
+    Stop,
+    Stopped,
+)
+from llmscale.cluster.launch.node_ranks import NodeRanks
+from llmscale.cluster.launch.process_tree import adopt_orphans
+from llmscale.engine.network_interface import source_address
+from llmscale.training.stop_request import STOP_SIGNALS
+
+_TICK_S = 0.2
+_BEAT_S = 1.0
+#: How long a predecessor that was cut off may take to end its ranks.
+_PREDECESSOR_S = 30.0
+#: A connection that says nothing at all is none of ours.
+_HELLO_S = 60.0
+
+
+class Agent:
+    """One connection to a supervisor, from its Hello to the end."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._environment: dict[str, str] = {}
+        self._lease_s = _HELLO_S
+        self._last_heard = time.monotonic()
+        self._last_beat = 0.0
+        self._last_news: object = None
+        self._ranks: NodeRanks | None = None
+        self._claim: socket.socket | None = None
+        self._watch_prefix = ""
+        self._end: str | None = None
+        """Why to end; None while there is no reason."""
+        self._signals: list[str] = []
+
+    def serve(self) -> None:
+        """Until told to stop, or left alone."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, lambda number, _frame: self._signals.append(signal.Signals(number).name))
+        # sshd's word for a closed connection; its stdin says the same.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel.reader.descriptor, selectors.EVENT_READ)
+            while self._end is None:
+                selector.select(_TICK_S)
+                self._take_messages()
+                self._tick()
+        self._finish(self._end)
+
+    def _take_messages(self) -> None:
+        messages, _ = self._channel.receive()
+        for message in messages:
+            self._last_heard = time.monotonic()
+            self._handle(message)
+        silence_s = time.monotonic() - self._last_heard
+        if self._channel.closed:
+            self._end = "the supervisor is gone"
+        elif silence_s > self._lease_s:
+            self._end = f"nothing was heard of the supervisor for {silence_s:.0f} s"
+
+    def _handle(self, message: Message) -> None:
+        if isinstance(message, Hello):
+            self._welcome(message)
+        elif isinstance(message, FindPort):
+            self._channel.send(Port(*find_port(message.preferred)))
+        elif isinstance(message, Start):
+            self._start(message)
+        elif isinstance(message, Signal) and self._ranks:
+            self._ranks.send_signal(signal.Signals[message.name])
+        elif isinstance(message, DumpStacks) and self._ranks:
+            for stacks in self._ranks.dump_stacks():
+                self._channel.send(stacks)
+        elif isinstance(message, Stop):
+            self._end = "stopped by the supervisor"
+
+    def _welcome(self, hello: Hello) -> None:
+        self._lease_s, self._environment = hello.lease_s, hello.environment
+        os.environ.update(hello.environment)
+        try:
+            os.chdir(hello.cwd)
+        except OSError as error:
+            self._refuse(f"{hello.cwd}: {error.strerror}; every host needs the code at the same path")
+            return
+        digest = hashlib.sha256(f"{os.getuid()} {hello.run}".encode()).hexdigest()[:16]
+        self._claim = claim_run(digest)
+        if self._claim is None:
+            self._refuse(f"another supervisor's ranks of {hello.run} still run here")
+            return
+        # A predecessor that was killed could not do it.
+        self._watch_prefix = f"llmscale-watch-{digest}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{self._watch_prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        locks = remove_stale_locks()
+        client, own = connection_ends()
+        notes = [f"removed {lock}, left behind by a build that was killed" for lock in locks]
+        self._channel.send(Ready(os.getpid(), client, own, notes))
+
+    def _refuse(self, reason: str) -> None:
+        self._channel.send(Refused(reason))
+        self._end = reason
+
+    def _start(self, start: Start) -> None:
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=self._watch_prefix))
+            self._ranks = NodeRanks(start, self._environment, folder)
+        except OSError as error:
+            self._refuse(f"the launcher could not be started: {error}")
+
+    def _tick(self) -> None:
+        while self._signals:
+            name = self._signals.pop(0)
+            if self._ranks:
+                # Whatever it was: a rank that got the same from elsewhere would take a second SIGINT for impatience.
+                self._ranks.send_signal(signal.SIGUSR1)
+            self._channel.send(Signalled(name))
+        if self._ranks:
+            for output in self._ranks.read_output():
+                self._channel.send(output)
+            self._ranks.deliver_deferred()
+        beat = self._beat()
+        news = (beat.launcher_code, [(sign.rank, sign.phase, sign.exit_code, sign.alive) for sign in beat.ranks])
+        if time.monotonic() - self._last_beat > _BEAT_S or news != self._last_news:
+            self._last_beat, self._last_news = time.monotonic(), news
+            if self._ranks:
+                self._ranks.note_locks()
+            self._channel.send(beat)
+        self._channel.flush()
+
+    def _beat(self) -> Beat:
+        if self._ranks is None:
+            return Beat([], None, False)
+        # The code first: a rank's last life sign is written before its launcher ends.
+        code = self._ranks.launcher_code
+        return Beat(self._ranks.signs(), code, True)
+
+    def _finish(self, reason: str) -> None:
+        code, killed = None, 0
+        if self._ranks:
+            code, killed = self._ranks.end()
+            for output in self._ranks.read_output():
+                self._channel.send(output)
+            # The life signs outlive their ranks: the last one says how far each has come.
+            self._channel.send(Beat(self._ranks.signs(), code, True))
+            self._ranks.close()
+        self._channel.send(Stopped(reason, code, killed))
+        deadline = time.monotonic() + 2.0
+        while self._channel.has_waiting and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self._channel.flush()
+
+
+def claim_run(digest: str) -> socket.socket | None:
+    """Claim a run, named by its digest, for as long as the returned socket is open; None when another agent keeps it.
+
+    A name without a file, which goes with its process whatever ends that. An agent that lost its supervisor may still
+    be ending its ranks: that is waited for.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    deadline = time.monotonic() + _PREDECESSOR_S
+    while time.monotonic() < deadline:
+        try:
+            claim.bind(f"\0llmscale-agent-{digest}")
+            return claim
+        except OSError:
+            time.sleep(0.2)
+    claim.close()
+    return None
+
+
+def connection_ends() -> tuple[str | None, str | None]:
+    """Addresses of the supervisor's machine and of this one, as the other sees it: from ssh or Slurm. None without."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    if len(words) == 4:
+        return words[0], words[2]
+    supervisor = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
+    with contextlib.suppress(OSError):
+        return (supervisor, source_address(supervisor)) if supervisor else (None, None)
+    return None, None
+
+
+def connect(port: int, token: str) -> Channel:
+    """To a supervisor that could not give us its stdin and stdout, on the machine that ssh brought us from. Raises
+    OSError."""
+    connection = socket.create_connection((connection_ends()[0] or "localhost", port), timeout=10.0)
+    connection.sendall(token.encode() + b"\n")
+    connection.settimeout(None)
+    # Never closed: the process ends with the connection.
+    descriptor = connection.detach()
+    return Channel(descriptor, descriptor)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve one supervisor."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--connect", type=int, metavar="PORT", help="where the supervisor listens (default: stdin)")
+    parser.add_argument("--token", default="", help="tells the supervisor who this is")
+    args = parser.parse_args(argv)
+    adopt_orphans()
+    if args.connect:
+        channel = connect(args.connect, args.token)
+    else:
+        # The ranks must not write into the conversation: what they inherit as stdout is this process's stderr.
+        channel = Channel(os.dup(0), os.dup(1))
+        os.dup2(2, 1)
+    Agent(channel).serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The ranks of one host: start them through the launcher, follow their output and life signs, end them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from llmscale.cluster.extension_locks import HeldLocks
+from llmscale.cluster.launch.channel import LineReader
+from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
+from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
+from llmscale.cluster.launch.starter import starter_command
+from llmscale.training.watch import STACKS_SIGNAL, WATCH_VARIABLE, output_path, sign_path, stacks_path
+
+#: How long the launcher may take to notice that its ranks are dead and say why.
+_LAUNCHER_WORD_S = 2.5
+
+
+class NodeRanks:
+    """What runs on this host for one attempt."""
+
+    def __init__(self, start: Start, environment: Mapping[str, str], folder: Path) -> None:
+        """Start the launcher; the watch folder `folder` is removed by `close`. Raises OSError when it cannot be
+        started."""
+        first = start.node_rank * start.ranks_per_host
+        self.ranks = range(first, first + start.ranks_per_host)
+        self._folder = folder
+        self._logs = {rank: _RankLog(Path(start.log_folder) / f"rank-{rank:05d}.log") for rank in self.ranks}
+        self._launcher_log = _RankLog(Path(start.log_folder) / f"launcher-{start.hosts[start.node_rank]}.log")
+        self._pipes = {rank: self._make_pipe(rank) for rank in self.ranks}
+        self._deferred: list[signal.Signals] = []
+        self._locks = HeldLocks()
+        self._launcher = subprocess.Popen(
+            starter_command(start),
+            env={**os.environ, **environment, WATCH_VARIABLE: str(self._folder)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=become_launcher,
+        )
+        assert self._launcher.stdout is not None
+        self._launcher_output = LineReader(self._launcher.stdout.fileno())
+
+    def _make_pipe(self, rank: int) -> LineReader:
+        path = output_path(self._folder, rank)
+        os.mkfifo(path, 0o600)
+        # Also for writing, so that it neither ends between two writers nor blocks the first one.
+        return LineReader(os.open(path, os.O_RDWR))
+
+    @property
+    def launcher_code(self) -> int | None:
+        """The launcher's exit status; negative for a signal, None while it runs. Leaves it unreaped: its number, which
+        is its process group's too, cannot come to mean another process."""
+        if self._launcher.returncode is not None:
+            return self._launcher.returncode
+        ended = os.waitid(os.P_PID, self._launcher.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        if ended.si_code != os.CLD_EXITED:
+            return -ended.si_status
+        # The launcher passes a signal on as an exit status of -9, of which 247 is left.
+        return ended.si_status - 256 if ended.si_status >= 192 else ended.si_status
+
+    def read_output(self) -> list[Output]:
+        """Lines since the last call; they are in the log files already."""
+        outputs = []
+        for rank, pipe in self._pipes.items():
+            for line in pipe.read():
+                self._logs[rank].write(line)
+                outputs.append(Output(rank, line))
+        for line in self._launcher_output.read():
+            self._launcher_log.write(line)
+            outputs.append(Output(None, line))
+        return outputs
+
+    def signs(self) -> list[RankSigns]:
+        """The newest life sign of every rank that has given one."""
+        found = []
+        for rank in self.ranks:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                sign = json.loads(sign_path(self._folder, rank).read_text())
+                state = process_state(sign["pid"])
+                found.append(RankSigns(rank=rank, alive=state not in ("", "Z"), state=state, **sign))
+        return found
+
+    def note_locks(self) -> None:
+        """Remember which locks the ranks hold while they start, when extensions are built."""
+        self._locks.note(sign.pid for sign in self.signs() if sign.phase == "starting")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """To the ranks, not to the launcher, which would end them. A rank that has not begun gets it when it has."""
+        signs = {sign.rank: sign for sign in self.signs()}
+        for sign in signs.values():
+            if sign.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(sign.pid, number)
+        if len(signs) < len(self.ranks):
+            self._deferred.append(number)
+
+    def deliver_deferred(self) -> None:
+        """Send again what came before every rank could take it; a second time does no harm."""
+        if self._deferred and len(self.signs()) == len(self.ranks):
+            waiting, self._deferred = self._deferred, []
+            for number in waiting:
+                self.send_signal(number)
+
+    def dump_stacks(self, wait_s: float = 2.0) -> list[Stacks]:
+        """What every rank is doing. A rank that is stopped (state T) or dead cannot answer."""
+        signs = self.signs()
+        for sign in signs:
+            if sign.alive:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(sign.pid, STACKS_SIGNAL)
+        time.sleep(wait_s)
+        stacks = []
+        for sign in signs:
+            text = ""
+            with contextlib.suppress(OSError):
+                text = stacks_path(self._folder, sign.rank).read_text(errors="replace")
+            stacks.append(Stacks(sign.rank, sign.state, text))
+        return stacks
+
+    def end(self) -> tuple[int | None, int]:
+        """SIGKILL whatever runs; the launcher's exit status and how many processes were killed.
+
+        The ranks first: the launcher then says how the first of them had ended.
+        """
+        killed = kill_descendants(self._launcher.pid)
+        deadline = time.monotonic() + _LAUNCHER_WORD_S
+        while killed and self.launcher_code is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        code = self.launcher_code
+        if code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            killed += 1
+        # What left the process group is now a child of this process, which adopts orphans.
+        killed += kill_descendants(os.getpid())
+        self._locks.remove()
+        self._launcher.wait()
+        return code, killed
+
+    def close(self) -> None:
+        """Forget the watch folder and close the logs."""
+        for pipe in self._pipes.values():
+            os.close(pipe.descriptor)
+        for log in (*self._logs.values(), self._launcher_log):
+            log.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _RankLog:
+    """A log file that gives up quietly when the disk is full: a run must not die of its log."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO | None = None
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("ab", buffering=0)
+
+    def write(self, line: str) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.write(line.encode(errors="replace") + b"\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()

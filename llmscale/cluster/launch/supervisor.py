@@ -1,0 +1,293 @@
+"""`llmscale launch`: attempt after attempt, until the run is finished, is asked to stop, or cannot be helped."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+
+from llmscale.checkpoint.manifest import MANIFEST_NAME, list_checkpoints
+from llmscale.cluster.hostfile import Host
+from llmscale.cluster.launch.attempt_run import AttemptRun, Limits
+from llmscale.cluster.launch.attempts import Attempt, attempt_logs, read_attempts, write_attempt
+from llmscale.cluster.launch.crew import Crew
+from llmscale.cluster.launch.layout import Layout, choose_layout
+from llmscale.cluster.launch.listener import Listener
+from llmscale.cluster.launch.messages import Hello
+from llmscale.cluster.launch.reach import Reach
+from llmscale.cluster.launch.restart_arguments import restart_arguments
+from llmscale.cluster.launch.retry import RetryPolicy, decide
+from llmscale.cluster.launch.verdict import Verdict
+from llmscale.config.parse import parse_run_config
+from llmscale.errors import ConfigError
+from llmscale.training.prepared_run import prepare_run
+from llmscale.training.run_folder import create_run_folder, lock_run_folder
+
+LAUNCH_LOCK_NAME = ".launch.lock"
+#: Between two tries to reach enough hosts.
+_REGATHER_S = 5.0
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """What `llmscale launch` was told."""
+
+    hosts: Sequence[Host]
+    reach: Callable[[Host], Reach]
+    """The way to a host."""
+    listener: Listener | None
+    """Where agents call back whose way needs it."""
+    script: str
+    """train.py's path, on every host."""
+    arguments: Sequence[str]
+    """train.py's."""
+    environment: Mapping[str, str]
+    """For the ranks."""
+    starter: str
+    limits: Limits
+    policy: RetryPolicy
+    connect_timeout_s: float
+    wait_for_hosts_s: float
+    """How long a restart waits for `min_hosts` to come back."""
+    min_hosts: int
+    master_addr: str | None
+    master_port: int | None
+
+
+class Supervisor:
+    """One launch."""
+
+    def __init__(self, options: LaunchOptions, stop_signals: list[str], show: Callable[[str], None]) -> None:
+        """`stop_signals` gets the names of signals as they come; `show` prints one line."""
+        self._options, self._stop_signals, self._show = options, stop_signals, show
+        self._config = parse_run_config(options.arguments)
+        self._run = self._config.run.absolute()
+        self._attempts: list[Attempt] = []
+        """Of this launch."""
+
+    def run(self) -> int:
+        """The exit status: 0 when the run is finished, or was asked to stop and has saved; 2 for what the user must
+        mend; 1 otherwise. Raises ConfigError or DataError before anything is started."""
+        self._check_before_anything()
+        create_run_folder(self._run)
+        with closing(lock_run_folder(self._run, LAUNCH_LOCK_NAME)):
+            self._checkpoints_before = _checkpoint_times(self._run)
+            self._close_open_attempt()
+            while True:
+                attempt = self._one_attempt()
+                if attempt is None:
+                    return self._stopped_between()
+                status = self._after(attempt)
+                if status is not None:
+                    return status
+
+    def _check_before_anything(self) -> None:
+        """The mistakes that need no host to be found, with all hosts there."""
+        if self._choose_layout(self._options.hosts) is None:
+            raise ConfigError(f"--min-hosts {self._options.min_hosts}: there are {len(self._options.hosts)} hosts.")
+
+    def _choose_layout(self, hosts: Sequence[Host]) -> Layout | None:
+        """The layout that the run allows on these hosts. Raises what train.py would say when it allows none."""
+        config = parse_run_config(self._arguments())
+        refusals: list[ConfigError] = []
+
+        def is_legal(world_size: int) -> bool:
+            try:
+                prepare_run(config, world_size)
+            except ConfigError as error:
+                refusals.append(error)
+                return False
+            return True
+
+        layout = choose_layout(hosts, is_legal, self._options.min_hosts)
+        if layout is None and refusals:
+            raise refusals[0]
+        return layout
+
+    def _arguments(self) -> list[str]:
+        """train.py's arguments for the next attempt."""
+        if not self._attempts:
+            return list(self._options.arguments)
+        now = _checkpoint_times(self._run)
+        saved = [path for path in list_checkpoints(self._run) if now.get(path) != self._checkpoints_before.get(path)]
+        return restart_arguments(self._options.arguments, self._config, saved[0] if saved else None)
+
+    def _close_open_attempt(self) -> None:
+        """The attempt of a supervisor that was killed has no end yet."""
+        for attempt in read_attempts(self._run):
+            if attempt.end is None:
+                lost = replace(attempt, end="supervisor lost", reason="its `llmscale launch` ended without a word")
+                write_attempt(self._run, lost)
+                self._show(f"attempt {attempt.number} lost its supervisor; continuing")
+
+    def _one_attempt(self) -> Attempt | None:
+        """None when asked to stop before ranks were started."""
+        began, began_utc = time.monotonic(), datetime.now(timezone.utc).isoformat(timespec="seconds")
+        number = max((attempt.number for attempt in read_attempts(self._run)), default=0) + 1
+        number = max([number, *(attempt.number + 1 for attempt in self._attempts)])
+        crew, layout = self._gather()
+        run: AttemptRun | None = None
+        try:
+            if layout is None or self._stop_signals:
+                return None if self._stop_signals else self._no_hosts(number, began_utc, crew)
+            run = AttemptRun(crew, layout, self._options.limits, self._stop_signals, self._show)
+            meeting_point = run.find_meeting_point(self._options.master_addr, self._options.master_port)
+            attempt = Attempt(
+                number=number,
+                began=began_utc,
+                hosts={name: layout.ranks_per_host for name in layout.hosts},
+                world_size=layout.world_size,
+                master=":".join(map(str, meeting_point or ("", ""))),
+                left_out=dict(crew.left_out),
+                starter=self._options.starter,
+                logs=str(attempt_logs(self._run, number)),
+            )
+            self._write(attempt)
+            self._show(f"attempt {number}: {layout.describe()}; meeting at {attempt.master}; logs in {attempt.logs}")
+            if meeting_point is None:
+                verdict = Verdict("host lost", f"{layout.hosts[0]} did not answer", host=layout.hosts[0])
+            else:
+                script, arguments = self._options.script, self._arguments()
+                run.start(meeting_point, self._options.starter, script, arguments, attempt.logs)
+                verdict = run.follow()
+        finally:
+            if run is not None:
+                run.end()
+            else:
+                crew.disband(5.0, self._options.limits.lost_after_s)
+                crew.close()
+        return self._closed(attempt, run, verdict, began)
+
+    def _closed(self, attempt: Attempt, run: AttemptRun, verdict: Verdict, began: float) -> Attempt:
+        """Write down how an attempt ended, with the evidence."""
+        progress = run.progress
+        training_since = progress.training_since_s if progress else None
+        stacks = run.save_stacks(Path(attempt.logs))
+        attempt = replace(
+            attempt,
+            seconds=round(time.monotonic() - began, 3),
+            training_after_s=None if training_since is None else round(training_since - began, 3),
+            first_step=progress.first_step if progress else None,
+            last_step=progress.last_step if progress else None,
+            end=verdict.end,
+            reason=verdict.reason,
+        )
+        self._write(attempt)
+        self._show(f"attempt {attempt.number}: {attempt.end} after {_step_words(attempt)}: {attempt.reason}")
+        if stacks:
+            self._show(f"the stacks of all ranks: {stacks}")
+        if verdict.end not in ("finished", "stopped"):
+            for line in self._evidence(run.crew, verdict):
+                self._show(line)
+        return attempt
+
+    def _gather(self) -> tuple[Crew, Layout | None]:
+        """Reach the hosts; on a restart wait until there are enough. The layout is None when there never were."""
+        deadline = time.monotonic() + (self._options.wait_for_hosts_s if self._attempts else 0.0)
+        while True:
+            hello = Hello(
+                cwd=os.getcwd(),
+                environment=dict(self._options.environment),
+                run=str(self._run),
+                lease_s=self._options.limits.lease_s,
+            )
+            crew = Crew(self._options.hosts, self._options.reach, self._options.listener, hello, self._show)
+            crew.gather(self._options.connect_timeout_s, lambda: bool(self._stop_signals))
+            for name, why in crew.left_out.items():
+                self._show(f"WARNING: {name} is left out: {why}")
+            reached = [host for host in self._options.hosts if host.name in crew.nodes]
+            layout = self._choose_layout(reached) if len(reached) >= max(1, self._options.min_hosts) else None
+            if layout is not None:
+                for host in reached:
+                    if host.name not in layout.hosts:
+                        crew.dismiss(host.name, "not needed: the global batch cannot be divided over more ranks")
+                return crew, layout
+            if time.monotonic() > deadline or self._stop_signals:
+                return crew, None
+            crew.disband(5.0, self._options.limits.lost_after_s)
+            crew.close()
+            self._show(f"waiting for {self._options.min_hosts} of {len(self._options.hosts)} hosts")
+            self._sleep(_REGATHER_S)
+
+    def _no_hosts(self, number: int, began_utc: str, crew: Crew) -> Attempt:
+        reasons = "; ".join(f"{name}: {why}" for name, why in crew.left_out.items())
+        attempt = Attempt(
+            number=number,
+            began=began_utc,
+            hosts={},
+            world_size=0,
+            master="",
+            left_out=dict(crew.left_out),
+            starter=self._options.starter,
+            logs="",
+            end="no hosts",
+            reason=f"fewer than {self._options.min_hosts} hosts could be reached ({reasons})",
+        )
+        self._write(attempt)
+        return attempt
+
+    def _after(self, attempt: Attempt) -> int | None:
+        """The exit status, or None to go on."""
+        self._attempts.append(attempt)
+        if attempt.end in ("finished", "stopped"):
+            word = "the run is finished" if attempt.end == "finished" else "asked to stop; the ranks have saved"
+            self._show(f"{word}, at {_step_words(attempt)}; run folder: {self._run}")
+            return 0
+        if attempt.end == "user error" and not self._trained_before(attempt):
+            self._show("not tried again: it would end the same way")
+            return 2
+        if attempt.end == "no hosts":
+            self._show(f"error: {attempt.reason}. `llmscale doctor` tells more.")
+            return 1
+        decision = decide(self._attempts, self._options.policy)
+        if decision.give_up:
+            self._show(f"error: giving up: {decision.give_up}. Evidence: {attempt.logs}; {self._run}/attempts.jsonl")
+            return 1
+        if self._stop_signals:
+            return self._stopped_between()
+        self._show(f"trying again in {decision.wait_s:.0f} s")
+        self._sleep(decision.wait_s)
+        return None
+
+    def _trained_before(self, attempt: Attempt) -> bool:
+        """Whether what train.py refused this time, before a step was done, it has accepted earlier in this launch: then
+        the disk is full, say, and the user's configuration is right."""
+        return attempt.first_step is None and any(earlier.first_step for earlier in self._attempts[:-1])
+
+    def _stopped_between(self) -> int:
+        """Asked to stop while no ranks run: what is saved is all there is."""
+        saved = list_checkpoints(self._run)
+        where = f"the newest checkpoint is {saved[0].name}" if saved else "nothing was saved yet"
+        self._show(f"stopped by {self._stop_signals[0]} between two attempts; {where}; run folder: {self._run}")
+        return 0
+
+    def _sleep(self, seconds: float) -> None:
+        """Unless asked to stop."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._stop_signals:
+            time.sleep(0.1)
+
+    def _evidence(self, crew: Crew, verdict: Verdict) -> list[str]:
+        """What the one to blame printed last, unless all of it is on the screen anyway."""
+        if verdict.host is None or verdict.end in ("host lost", "hung"):
+            return []
+        lines = crew.last_lines.get((verdict.host, verdict.rank)) or crew.last_lines.get((verdict.host, None)) or ()
+        return [f"  {verdict.host} | {line}" for line in list(lines)[-12:]]
+
+    def _write(self, attempt: Attempt) -> None:
+        problem = write_attempt(self._run, attempt)
+        if problem:
+            self._show(f"WARNING: attempt {attempt.number} could not be written down: {problem}")
+
+
+def _checkpoint_times(run: Path) -> dict[Path, int]:
+    """When each checkpoint was written, in nanoseconds."""
+    return {path: (path / MANIFEST_NAME).stat().st_mtime_ns for path in list_checkpoints(run)}
+
+
+def _step_words(attempt: Attempt) -> str:
+    return "no step" if attempt.last_step is None else f"step {attempt.last_step}"
