@@ -27,6 +27,13 @@ class TrainingError(LlmscaleError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """`" Did you mean 'x'?"` for the closest of `known`, or an empty string when none is close."""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """`" Did you mean 'x'?"` for the closest of `known`, or an empty string when none is close.
+
+    A name that the word begins, or that begins the word, is closer than one of the same letters: h100 is h100-80gb
+    rather than h200.
+    """
+    names = list(known)
+    begun = [name for name in names if len(word) > 1 and name.startswith(word)]
+    begin = sorted((name for name in names if len(name) > 1 and word.startswith(name)), key=len, reverse=True)
+    close = begun or begin or difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else ""

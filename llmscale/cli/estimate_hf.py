@@ -45,9 +45,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_dict(model, machines, rows), indent=1))
     else:
-        words = f"{machines.num_nodes} nodes x " if machines.num_nodes > 1 else ""
         print(f"{model.name}: {model.num_parameters:,} parameters ({model.family}), model states only")
-        print(f"on {words}{machines.gpus_per_node} x {gpu.name} ({gpu.memory_gib:g} GiB), {precision}")
+        print(f"on {machines.in_words(f'{gpu.name} ({gpu.memory_gib:g} GiB)')}, {precision}")
         print()
         for line in _lines(rows, machines):
             print(line)

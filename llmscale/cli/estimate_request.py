@@ -40,9 +40,7 @@ class Request:
 
     @property
     def machines_in_words(self) -> str:
-        machines = self.job.machines
-        nodes = f"{machines.num_nodes} nodes x " if machines.num_nodes > 1 else ""
-        return f"{nodes}{machines.gpus_per_node} x {self.gpu.name} ({self.gpu.memory_gib:g} GiB)"
+        return self.job.machines.in_words(f"{self.gpu.name} ({self.gpu.memory_gib:g} GiB)")
 
 
 def read_request(args: argparse.Namespace) -> Request:

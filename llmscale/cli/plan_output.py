@@ -111,9 +111,8 @@ def _placement_lines(question: Question, plan: Plan, placement: Placement, terms
     if question.gpus is None:
         return
     gpu, machines = question.gpus.gpu, placement.machines
-    nodes = f"{machines.num_nodes} nodes x " if machines.num_nodes > 1 else ""
     found = " (the fewest nodes that hold it)" if question.gpus.num_nodes is None and machines.num_nodes > 1 else ""
-    yield _line("GPUs", f"{nodes}{machines.gpus_per_node} x {gpu.name}, {question.gpus.precision}{found}")
+    yield _line("GPUs", f"{machines.in_words(gpu.name)}, {question.gpus.precision}{found}")
     if placement.row is None:
         yield _line("ZeRO", f"nothing fits these GPUs: {placement.why}")
     else:

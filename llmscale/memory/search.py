@@ -21,6 +21,9 @@ from llmscale.memory.strategy import (
     strategy_of,
 )
 
+#: GPUs; DGX-2 and some clouds' largest machines have so many.
+_MANY_IN_A_NODE = 16
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -36,6 +39,13 @@ class Machines:
     @property
     def world_size(self) -> int:
         return self.num_nodes * self.gpus_per_node
+
+    def in_words(self, card: str) -> str:
+        """`2 nodes x 8 x h100-80gb`. What is rare for one node may have been meant for several: it says so."""
+        if self.num_nodes > 1:
+            return f"{self.num_nodes} nodes x {self.gpus_per_node} x {card}"
+        one = " in one node (of several nodes: --num-nodes)" if self.gpus_per_node > _MANY_IN_A_NODE else ""
+        return f"{self.gpus_per_node} x {card}{one}"
 
 
 @dataclass(frozen=True)

@@ -127,3 +127,11 @@ def test_fp16_has_no_row_at_stage_0() -> None:
     fits = find_fits(Job(SHAPE, 64, MACHINES), "fp16")
     assert {fit.strategy.zero_stage for fit in fits} == {1, 2, 3}
     assert {fit.layout.precision for fit in fits} == {"fp16"}
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "gpus", "words"),
+    [(1, 8, "8 x t4"), (2, 8, "2 nodes x 8 x t4"), (1, 64, "64 x t4 in one node (of several nodes: --num-nodes)")],
+)
+def test_machines_in_words(num_nodes: int, gpus: int, words: str) -> None:
+    assert Machines(num_nodes, gpus, 16 * GIB).in_words("t4") == words
