@@ -13,7 +13,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BENCH = REPOSITORY / "scripts" / "bench"
-SCRIPTS = ("chaos", "checkpoint", "engine_overhead", "memory_grid", "order_memory", "resume_matrix")
+SCRIPTS = ("chaos", "checkpoint", "cluster_chaos", "engine_overhead", "memory_grid", "order_memory", "resume_matrix")
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

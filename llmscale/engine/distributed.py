@@ -13,10 +13,15 @@ import torch.distributed as dist
 
 from llmscale.engine.network_interface import set_network_interface
 from llmscale.engine.quiet import quiet_libraries
+from llmscale.errors import ConfigError
 
 #: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once;
 #: this bounds the wait for a host that is gone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+#: How launchers that set no RANK say how many processes they have started.
+_PLAIN_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,13 @@ def is_gpu() -> bool:
 
 
 def set_default_environment() -> None:
-    """A plain `python llmscale/train.py` is a world of one; DeepSpeed's and torch's launchers have said more."""
+    """A plain `python llmscale/train.py` is a world of one; DeepSpeed's and torch's launchers have said more.
+
+    Raises ConfigError under a launcher that starts several processes and tells them nothing that torch understands:
+    each would train alone, into the same folder.
+    """
     if "RANK" not in os.environ:
+        _check_started_alone()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -88,6 +98,16 @@ def set_default_environment() -> None:
     for ours, theirs in (("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")):
         if ours not in os.environ and theirs in os.environ:
             os.environ[ours] = os.environ[theirs]
+
+
+def _check_started_alone() -> None:
+    for name, launcher in _PLAIN_LAUNCHERS.items():
+        count = os.environ.get(name, "1")
+        if count != "1":
+            raise ConfigError(
+                f"{name} is {count}, but RANK is not set: {launcher} alone tells its processes nothing of each other. "
+                "Use scripts/slurm/train.sbatch, `llmscale launch`, deepspeed or torchrun; docs/cluster.md has each."
+            )
 
 
 def leave_out_shared_memory_op() -> None:

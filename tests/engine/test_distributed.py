@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from llmscale.engine.distributed import join_world, leave_world, set_default_environment
+from llmscale.errors import ConfigError
 
 LAUNCHER_KEYS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -34,6 +35,18 @@ def test_without_a_launcher_there_is_one_rank(environment: pytest.MonkeyPatch) -
     }
     assert os.environ["MASTER_ADDR"] == "127.0.0.1"
     assert 1024 <= int(os.environ["MASTER_PORT"]) < 65536
+
+
+@pytest.mark.parametrize(("name", "launcher"), [("SLURM_STEP_NUM_TASKS", "srun"), ("OMPI_COMM_WORLD_SIZE", "mpirun")])
+def test_one_of_several_processes_does_not_train_alone(
+    environment: pytest.MonkeyPatch, name: str, launcher: str
+) -> None:
+    environment.setenv(name, "1")
+    set_default_environment()
+    environment.delenv("RANK")
+    environment.setenv(name, "4")
+    with pytest.raises(ConfigError, match=rf"{name} is 4, but RANK is not set: {launcher} alone"):
+        set_default_environment()
 
 
 @pytest.mark.parametrize(("said", "copied"), [("LOCAL_SIZE", "LOCAL_WORLD_SIZE"), ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")])
