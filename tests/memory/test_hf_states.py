@@ -9,6 +9,7 @@ import pytest
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.ds_schema import parse_ds_config
 from llmscale.config.shape import GPTShape
+from llmscale.memory.estimate import CONTEXT_BYTES
 from llmscale.memory.hf_config import HFModel
 from llmscale.memory.hf_families import build_tensors
 from llmscale.memory.hf_states import estimate_hf_states
@@ -58,6 +59,19 @@ def test_llama_8b_after_a_step_is_as_a_dry_run_counted_it(stage: int, gib: float
     ds_layout = replace(layout(stage, 8), grad_accum_dtype="bf16", gradient_accumulation_steps=1)
     states = estimate_hf_states(model(LLAMA_8B), ds_layout)
     assert states.estimate.moments["forward"].total_bytes / GIB == pytest.approx(gib, rel=0.02)
+
+
+def test_openrlhf_698() -> None:
+    """Llama-3-8B at stage 2 on one GPU of 80 GB: about 46 GB after the start and 61 GB after the first backward pass,
+    the CUDA context included, and out of memory in the step (github.com/OpenRLHF/OpenRLHF/issues/698)."""
+    sums = replace(layout(2, 1), grad_accum_dtype="bf16", gradient_accumulation_steps=2)
+    moments = estimate_hf_states(model(LLAMA_8B), sums).estimate.moments
+    # Adam's moments come with the first step; gradients that wait between micro-steps are those that wait for the step.
+    after_backward = moments["forward"].total_bytes - 8 * model(LLAMA_8B).num_parameters
+    after_start = after_backward - moments["forward"].gradients_bytes
+    assert (after_start + CONTEXT_BYTES) / GIB == pytest.approx(46, rel=0.01)
+    assert (after_backward + CONTEXT_BYTES) / GIB == pytest.approx(61, rel=0.01)
+    assert moments["optimizer step"].total_bytes > 80 * GIB
 
 
 def test_an_untied_head_is_counted_and_its_gradient_does_not_wait() -> None:
