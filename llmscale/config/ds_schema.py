@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, get_args
+from typing import NoReturn
 
-from pydantic import ValidationError
-from pydantic_core import ErrorDetails
-
-from llmscale.config.ds_fields import AUTO, show
+from llmscale.config.ds_fields import show
+from llmscale.config.ds_problems import find_problems
 from llmscale.config.ds_rules import ignored_keys, refusals
 from llmscale.config.ds_sections import (
     Bf16,
@@ -22,24 +19,9 @@ from llmscale.config.ds_sections import (
     Section,
     TorchAutocast,
 )
-from llmscale.config.ds_unsupported import UNSUPPORTED
 from llmscale.errors import ConfigError, did_you_mean
 
 SHIPPED_FOLDER = Path("ds_configs")
-
-#: Where "auto" is filled in by llmscale.config.ds_resolve. Anywhere else DeepSpeed would take its default.
-AUTO_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-    "torch_autocast.enabled",
-    "zero_optimization.reduce_bucket_size",
-    "zero_optimization.stage3_prefetch_bucket_size",
-    "zero_optimization.stage3_param_persistence_threshold",
-)
 
 
 @dataclass(frozen=True)
@@ -131,12 +113,8 @@ def load_ds_config(path: Path) -> dict[str, object]:
 
 def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
     """Check every key, type, value and combination. Raises ConfigError, prefixed with `source`."""
-    _refuse_first(source, list(_unsupported(config)))
-    try:
-        keys = DsFile.model_validate(config)
-    except ValidationError as error:
-        _refuse_first(source, [_explain(detail) for detail in error.errors()])
-    _refuse_first(source, list(refusals(keys)))
+    _refuse_first(source, find_problems(config))
+    keys = DsFile.model_validate(config)
     return DsConfig(source, keys, tuple(ignored_keys(keys)))
 
 
@@ -176,74 +154,3 @@ def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number.")
-
-
-def _unsupported(config: dict[str, object]) -> Iterable[str]:
-    for dotted, reason in UNSUPPORTED.items():
-        value: object = config
-        for name in dotted.split("."):
-            if not isinstance(value, dict) or name not in value:
-                break
-            value = value[name]
-        else:
-            yield f"'{dotted}' is not supported: {reason}"
-
-
-def _explain(detail: ErrorDetails) -> str:
-    """One of pydantic's errors as a sentence that names the path, the value and the legal ones."""
-    path = tuple(str(part) for part in detail["loc"])
-    dotted, value, kind = ".".join(path), detail["input"], detail["type"]
-    if kind == "extra_forbidden":
-        return _unknown_key(path)
-    if value == AUTO:
-        return (
-            f'{dotted} is "auto", which DeepSpeed would silently replace by its default. Write a value or '
-            "delete the "
-            f"key. llmscale fills: {', '.join(AUTO_KEYS)}."
-        )
-    if kind == "missing":
-        default = "0 (nothing is sharded)" if path[-1] == "stage" else "false"
-        return f"{dotted} is missing, DeepSpeed would silently take {default}. Write it."
-    if kind == "model_type":
-        return f"{dotted} must be an object {{...}}, not {show(value)}."
-    if kind == "literal_error":
-        return f"{dotted} must be {detail['ctx']['expected']}, not {show(value)}."
-    message = str(detail["ctx"]["error"]) if kind == "value_error" else f"{detail['msg']}, not {show(value)}."
-    return f"{dotted} {message}"
-
-
-def _unknown_key(path: tuple[str, ...]) -> str:
-    *parents, key = path
-    known = sorted(_section_at(parents).model_fields)
-    hint = _home_of(key) or did_you_mean(key, known)
-    if not hint:
-        place = f"keys of {'.'.join(parents)}" if parents else "top-level keys"
-        hint = f" Legal {place}: {', '.join(known)}."
-    return f"'{'.'.join(path)}' is not a key that DeepSpeed reads.{hint}"
-
-
-def _section_at(path: Iterable[str]) -> type[Section]:
-    section: type[Section] = DsFile
-    for name in path:
-        section = _subsections(section)[name]
-    return section
-
-
-def _subsections(section: type[Section]) -> dict[str, type[Section]]:
-    found = {}
-    for name, field in section.model_fields.items():
-        for option in get_args(field.annotation):
-            if isinstance(option, type) and issubclass(option, Section):
-                found[name] = option
-    return found
-
-
-def _home_of(key: str) -> str:
-    """Where a key belongs that was written at the wrong level."""
-    pending: list[tuple[str, type[Section]]] = [("", DsFile)]
-    while pending:
-        prefix, section = pending.pop(0)
-        if key in section.model_fields:
-            return f" It belongs in {prefix.rstrip('.') or 'the top level'}."
-        pending += [(f"{prefix}{name}.", sub) for name, sub in _subsections(section).items()]
-    return ""

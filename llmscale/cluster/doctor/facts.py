@@ -189,8 +189,8 @@ class FileFacts:
     """A configuration file on this host."""
 
     path: str
-    problem: str | None
-    """In one line, from the same checks that train.py makes."""
+    problems: tuple[str, ...]
+    """One line each, from the same checks that train.py makes."""
     sha256: str | None
     warnings: tuple[str, ...] = ()
 

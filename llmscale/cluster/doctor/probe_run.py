@@ -11,7 +11,8 @@ from pathlib import Path
 
 from llmscale.checkpoint.manifest import list_checkpoints
 from llmscale.cluster.doctor.facts import DataFacts, FileFacts, FolderFacts, RunFacts
-from llmscale.config.ds_schema import read_ds_config
+from llmscale.config.ds_problems import find_problems
+from llmscale.config.ds_schema import load_ds_config, parse_ds_config
 from llmscale.config.parse import parse_run_config
 from llmscale.config.run_config import RunConfig
 from llmscale.data.location import open_set
@@ -21,12 +22,13 @@ from llmscale.training.prepared_run import prepare_run
 
 
 def gather_ds(path: str) -> FileFacts:
-    """Whether a ds_config is there and legal."""
+    """Whether a ds_config is there and legal, and all that is wrong with it."""
     try:
-        warnings = read_ds_config(Path(path)).warnings
+        config = load_ds_config(Path(path))
     except LlmscaleError as error:
-        return FileFacts(path, str(error), _hash(path))
-    return FileFacts(path, None, _hash(path), warnings)
+        return FileFacts(path, (str(error),), _hash(path))
+    problems = tuple(f"{path}: {problem}" for problem in find_problems(config))
+    return FileFacts(path, problems, _hash(path), () if problems else parse_ds_config(config, path).warnings)
 
 
 def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
@@ -34,10 +36,10 @@ def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
     try:
         config = parse_run_config(flags)
     except LlmscaleError as error:
-        return RunFacts(FileFacts(" ".join(flags), str(error), None), None, None, None)
+        return RunFacts(FileFacts(" ".join(flags), (str(error),), None), None, None, None)
     file = str(config.config) if config.config else ""
     return RunFacts(
-        config=FileFacts(file, None, _hash(file) if file else None),
+        config=FileFacts(file, (), _hash(file) if file else None),
         data=_describe_data(config),
         folder=describe_folder(config.run),
         problem=_try(config, world_size),

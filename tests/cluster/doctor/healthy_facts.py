@@ -73,9 +73,9 @@ def build_host(name: str = "node-0", address: str = "10.0.0.1", num_gpus: int = 
             locks=(),
             extensions="/root/.cache/torch_extensions",
         ),
-        ds=FileFacts("ds.json", None, "d" * 64),
+        ds=FileFacts("ds.json", (), "d" * 64),
         run=RunFacts(
-            config=FileFacts("run.yaml", None, "c" * 64),
+            config=FileFacts("run.yaml", (), "c" * 64),
             data=DataFacts("/data/set", None, "f" * 64, 50257, 1024, 100_000),
             folder=FolderFacts("/shared/run", "/shared", True, 2000 * GIB, 0, 0),
             problem=None,

@@ -149,7 +149,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "no libaio": (change_system(built_ops=(), libaio=False), "ops", "missing libaio.h on node-1", "libaio-dev"),
     "ds_config wrong": (
         lambda pair: {
-            host: replace(found, ds=FileFacts("ds.json", "ds.json: 'a' is not a key. Did you mean 'b'?", None))
+            host: replace(found, ds=FileFacts("ds.json", ("ds.json: 'a' is not a key. Did you mean 'b'?",), None))
             for host, found in pair.items()
         },
         "ds_config",
@@ -157,7 +157,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
         "Did you mean 'b'?",
     ),
     "ds_config differs": (
-        lambda pair: {**pair, "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", None, "e" * 64))},
+        lambda pair: {**pair, "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", (), "e" * 64))},
         "ds_config",
         "not the same file everywhere",
         "Copy one of them",
@@ -165,14 +165,14 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "ds_config on one host only": (
         lambda pair: {
             **pair,
-            "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", "ds_config ds.json does not exist.", None)),
+            "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", ("ds_config ds.json does not exist.",), None)),
         },
         "ds_config",
         "on node-1: ds_config ds.json does not exist.",
         "Copy the file of another host to node-1",
     ),
     "run file differs": (
-        change_run(config=FileFacts("run.yaml", None, "0" * 64)),
+        change_run(config=FileFacts("run.yaml", (), "0" * 64)),
         "run config",
         "not the same file",
         "Copy one of them",
@@ -256,7 +256,7 @@ WARNINGS: dict[str, tuple[Callable[[Pair], Pair], str, str]] = {
     "ops not built": (change_system(built_ops=()), "ops", "not built yet: pin_memory, async_io on node-1"),
     "an idle key": (
         lambda pair: {
-            host: replace(found, ds=FileFacts("ds.json", None, "d" * 64, ("aio has no effect without NVMe offload.",)))
+            host: replace(found, ds=FileFacts("ds.json", (), "d" * 64, ("aio has no effect without NVMe offload.",)))
             for host, found in pair.items()
         },
         "ds_config",

@@ -234,7 +234,7 @@ def test_json_and_exit_code(
         "Set stage to 3, or delete it.",
     )
     pair = {
-        host: replace(facts, ds=FileFacts("ds.json", f"{found} {fix}", None)) for host, facts in build_pair().items()
+        host: replace(facts, ds=FileFacts("ds.json", (f"{found} {fix}",), None)) for host, facts in build_pair().items()
     }
     monkeypatch.setattr("llmscale.cluster.doctor.examine.Asker", Cluster(pair).asker)
     assert main(["doctor", "--json", "--hostfile", str(hostfile), "--ds", "ds.json"]) == 1

@@ -59,7 +59,7 @@ def test_the_probe_of_this_machine() -> None:
     assert facts.late == {}
     assert facts.code is not None and facts.code.python.startswith("3.")
     assert facts.imports is not None and facts.imports.problem is None
-    assert facts.ds is not None and facts.ds.problem is None
+    assert facts.ds is not None and facts.ds.problems == ()
     assert facts.run is None
     assert facts.network is not None and facts.network.routes["localhost"].address == "127.0.0.1"
 
@@ -242,16 +242,17 @@ def test_the_checkpoints_in_a_run_folder_are_counted(tmp_path: Path) -> None:
 
 def test_a_ds_config_by_the_closed_schema(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps({"zero_optimisation": {"stage": 2}}))
+    path.write_text(json.dumps({"zero_optimisation": {"stage": 2}, "gradient_clipping": "much"}))
     wrong = gather_ds(str(path))
-    assert wrong.problem is not None and "Did you mean 'zero_optimization'?" in wrong.problem
+    assert len(wrong.problems) == 2, "all of them, not train.py's first"
+    assert any("Did you mean 'zero_optimization'?" in problem for problem in wrong.problems)
     path.write_text(json.dumps({"zero_optimization": {"stage": 2, "sub_group_size": 100}}))
     idle = gather_ds(str(path))
-    assert idle.problem is None
+    assert idle.problems == ()
     assert "sub_group_size has no effect at stage 2" in idle.warnings[0]
     assert idle.sha256 != wrong.sha256
     missing = gather_ds(str(tmp_path / "no.json"))
-    assert missing.problem is not None and "does not exist" in missing.problem
+    assert len(missing.problems) == 1 and "does not exist" in missing.problems[0]
     assert missing.sha256 is None
 
 
@@ -267,7 +268,7 @@ def test_a_run_as_train_would_find_it(tiny_set: Path, tmp_path: Path) -> None:
         "tiny-1m",
     ]
     run = gather_run([*flags, "--global-batch-size", "8"], world_size=2)
-    assert run.problem is None and run.config.problem is None
+    assert run.problem is None and run.config.problems == ()
     assert run.data is not None and run.data.problem is None
     assert (run.data.vocab_size, run.data.seq_len) == (257, 32)
     assert run.data.num_train_samples > 100
@@ -278,7 +279,7 @@ def test_a_run_as_train_would_find_it(tiny_set: Path, tmp_path: Path) -> None:
 
 def test_a_run_whose_flags_are_wrong() -> None:
     run = gather_run(["--no-such-flag", "1"], world_size=1)
-    assert run.config.problem is not None and "--no-such-flag" in run.config.problem
+    assert len(run.config.problems) == 1 and "--no-such-flag" in run.config.problems[0]
     assert run.data is None and run.folder is None
 
 
