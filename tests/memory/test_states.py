@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 
@@ -116,31 +117,25 @@ def name_of(wanted: dict) -> str:
 
 def run_cells(cells: list[dict]) -> list[dict]:
     """In two processes: the simulation is single-threaded."""
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     halves = (cells[0::2], cells[1::2])
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            cwd=SCRIPT.parent.parent.parent,
-        )
-        for _ in halves
-    ]
-    for process, half in zip(running, halves, strict=True):
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(half))
-        process.stdin.close()
-        process.stdin = None
     results: list[dict] = [{}] * len(cells)
-    for start, process in enumerate(running):
-        output, errors = process.communicate()
-        assert process.returncode == 0, errors[-3000:]
-        results[start::2] = [json.loads(line) for line in output.splitlines() if line.startswith('{"dry_run"')]
+    with ThreadPoolExecutor(len(halves)) as pool:
+        for start, found in enumerate(pool.map(_run_in_a_process, halves)):
+            results[start::2] = found
     return results
+
+
+def _run_in_a_process(cells: list[dict]) -> list[dict]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)],
+        input=json.dumps(cells),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        cwd=SCRIPT.parent.parent.parent,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"dry_run"')]
 
 
 def check(wanted: dict, result: dict) -> None:
