@@ -51,9 +51,11 @@ def train_command(path: Path, fit: Fit, request: Request) -> str:
             words += _flag(key, getattr(request.config, key))
     words += _flag("global_batch_size", fit.plan.global_batch_size)
     words += _flag("micro_batch_size", fit.plan.micro_batch_size)
-    # `full` is in the file; DeepSpeed has no key for `selective`.
-    if fit.strategy.checkpointing == "selective":
-        words += _flag("activation_checkpointing", "selective")
+    if request.config.precision is not None:
+        words += _flag("precision", request.config.precision)
+    # What the file does not say by itself: DeepSpeed has a section that means `full`, and none for `selective`.
+    if fit.strategy.checkpointing != ("full" if fit.ds.activation_checkpointing else "none"):
+        words += _flag("activation_checkpointing", fit.strategy.checkpointing)
     return shlex.join(words)
 
 

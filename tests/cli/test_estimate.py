@@ -195,6 +195,25 @@ def test_selective_checkpointing_is_a_flag_and_full_is_in_the_file(
         assert ("--activation-checkpointing selective" in output) == (mode == "selective")
 
 
+@pytest.mark.parametrize(
+    ("ds", "given", "repeated"),
+    [
+        ("zero2", "full", True),
+        ("zero2", "selective", True),
+        ("zero2_ckpt", "full", False),  # its section says so
+        ("zero2_ckpt", "none", True),
+    ],
+)
+def test_the_command_repeats_what_the_ds_config_does_not_say(
+    run: Callable[..., tuple[int, str, str]], ds: str, given: str, repeated: bool
+) -> None:
+    flags = ("--activation-checkpointing", given, "--precision", "fp32")
+    _, output, _ = run(*COMMAND, "--ds", f"ds_configs/{ds}.json", *flags)
+    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
+    assert (f"--activation-checkpointing {given}" in command) == repeated
+    assert "--precision fp32" in command
+
+
 def test_nothing_is_emitted_when_nothing_fits(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     path = tmp_path / "chosen.json"
     status, _, _ = run(
