@@ -7,11 +7,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmscale.cli.estimate_emit import check_emit, emit_ds_config, train_command
+from llmscale.cli.estimate_emit import check_emit, emit_ds_config
 from llmscale.cli.estimate_json import request_as_dict, rows_as_dict
 from llmscale.cli.estimate_request import Request, read_ds_files, read_request
 from llmscale.cli.estimate_simulation import Simulation, simulate, simulation_lines
 from llmscale.cli.estimate_table import legend_lines, moment_lines, row_lines
+from llmscale.cli.train_command import data_words, train_command
 from llmscale.memory.describe import format_size
 from llmscale.memory.recommend import find_cheapest_change, find_enough_nodes, nearest_fit
 from llmscale.memory.search import Fit, find_fits, find_largest_fit
@@ -19,6 +20,8 @@ from llmscale.memory.strategy import CHECKPOINTING
 from llmscale.planning.rows import Row, Rows, build_rows
 
 EXIT_NOTHING_FITS = 1
+#: What train.py must be told again of what the user said here.
+_GIVEN_KEYS = ("model", "n_layer", "n_head", "n_embd", "activation", "dropout", "bias", "precision")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,11 +122,9 @@ def _last_lines(args: argparse.Namespace, request: Request, rows: Rows) -> Itera
     if args.emit is not None:
         yield f"  written: {args.emit}"
     if ds_path is not None:
-        yield f"  {train_command(ds_path, fit, request)}"
-        yield (
-            f"  (on data prepared with --seq-len {request.job.shape.seq_len} and a tokenizer of "
-            f"{request.job.shape.vocab_size:,} tokens)"
-        )
+        given = {key: getattr(request.config, key) for key in _GIVEN_KEYS if key in request.config.model_fields_set}
+        yield f"  {train_command(str(ds_path), fit, given)}"
+        yield f"  {data_words(request.job.shape.seq_len, request.job.shape.vocab_size)}"
     else:
         yield "  --emit FILE writes its ds_config and prints the train.py command."
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from llmscale.cli.estimate_table import align
 from llmscale.cli.plan_request import Terms
+from llmscale.cli.train_command import data_words, train_command
+from llmscale.config.hardware import GPUS
 from llmscale.config.presets import PRESETS
 from llmscale.config.quantity import format_quantity
 from llmscale.memory.describe import format_size
@@ -21,6 +23,8 @@ from llmscale.planning.run_plan import Lifetime, Plan, Question
 from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
 
 _TIB = 2**40
+#: Of the model, beside its preset.
+_SIZES = ("n_layer", "n_head", "n_embd")
 #: Columns of a line of text.
 _WIDTH = 112
 
@@ -178,17 +182,29 @@ def _price_per_flop(question: Question, plan: Plan, terms: Terms) -> float | Non
 def _hint_lines(question: Question, plan: Plan) -> Iterator[str]:
     """The words of the commands that come next."""
     shape, preset = plan.shape, PRESETS[plan.preset]
-    model = f"--model {plan.preset}"
-    for name in ("n_layer", "n_head", "n_embd", "seq_len"):
-        if getattr(shape, name) != getattr(preset, name):
-            model += f" --{name.replace('_', '-')} {getattr(shape, name)}"
-    model += f" --global-batch-size {plan.global_batch_size}"
+    keys: dict[str, object] = {"model": plan.preset}
+    keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
+    asked = keys | {"seq_len": shape.seq_len, "global_batch_size": plan.global_batch_size}
     yield ""
-    if plan.placement is not None and question.gpus is not None:
-        machines, gpu = plan.placement.machines, question.gpus.gpu
-        where = f"--gpu {gpu.name} --num-gpus {machines.gpus_per_node} --num-nodes {machines.num_nodes}"
-        yield f"llmscale estimate {model} {where} --emit ds.json"
-    yield f"deepspeed llmscale/train.py --ds ds.json {model} --steps {plan.steps}"
+    if plan.placement is None or question.gpus is None:
+        trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
+        yield f"llmscale estimate {_flags(asked)} --gpu NAME --emit ds.json"
+        yield f"deepspeed llmscale/train.py --ds ds.json {_flags(trained)}"
+        return
+    machines, gpu = plan.placement.machines, question.gpus.gpu
+    if gpu in GPUS:
+        asked["gpu"] = gpu.name
+    else:
+        asked |= {"gpu_memory_gib": f"{gpu.memory_gib:g}", "bf16_tflops": f"{gpu.dense_16bit_flops / 1e12:g}"}
+    asked |= {"num_gpus": machines.gpus_per_node, "num_nodes": machines.num_nodes}
+    yield f"llmscale estimate {_flags(asked)} --emit ds.json"
+    if plan.placement.row is not None:
+        yield train_command("ds.json", plan.placement.row.fit, keys | {"steps": plan.steps})
+        yield data_words(shape.seq_len, shape.vocab_size)
+
+
+def _flags(keys: dict[str, object]) -> str:
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in keys.items())
 
 
 def _energy(kwh: float) -> str:

@@ -11,8 +11,10 @@ import pytest
 
 from llmscale.checkpoint.manifest import list_checkpoints, load_manifest
 from llmscale.cli.main import main
+from llmscale.config.parse import parse_run_config
 from llmscale.config.shape import GPTShape
 from llmscale.planning.storage import estimate_disk
+from llmscale.training.prepared_run import prepare_run
 
 
 def plan(capsys: pytest.CaptureFixture[str], words: str) -> str:
@@ -65,6 +67,27 @@ def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> No
     assert "energy     3.36 MWh: boards at their limit of 700 W, PUE 1.2 (assumed)" in out
     assert "cost       $10,000 at $2.5 per GPU-hour" in out
     assert "--gpu h100-80gb --num-gpus 8 --num-nodes 1 --emit ds.json" in out
+
+
+@pytest.mark.parametrize(
+    "gpus", ["--gpu a100-80gb --num-nodes 2", "--gpu-memory-gib 40 --bf16-tflops 200", "--gpu t4 --num-gpus 4"]
+)
+def test_the_commands_that_come_next_are_right(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_set: Path, gpus: str
+) -> None:
+    """What is printed is given to estimate, and to train.py; both agree with the plan."""
+    out = plan(capsys, f"--model gpt2-350m --tokens 5B --seq-len 2048 --global-batch-size 128 {gpus}")
+    estimate, train = (
+        next(line for line in out.splitlines() if line.startswith(word)) for word in ("llmscale estimate", "deepspeed")
+    )
+    ds = tmp_path / "ds.json"
+    assert main(estimate.replace("ds.json", str(ds)).split()[1:]) == 0
+    said = capsys.readouterr().out
+    assert train.partition(" --micro-batch-size ")[2] in said, "the same micro-batch and checkpointing"
+    flags = train.replace("ds.json", str(ds)).partition("llmscale/train.py ")[2].split()
+    ranks = 16 if "--hostfile HOSTFILE" in train else int(train.split("--num_gpus ")[1].split()[0])
+    config = parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")])
+    assert prepare_run(config, ranks).resolved.plan.global_batch_size == 128
 
 
 def test_a_card_that_was_not_calibrated_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,37 @@
+"""The train.py command that runs a row, for the last line of `estimate` and `plan`."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from llmscale.memory.search import Fit
+
+
+def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
+    """With the ds_config `ds` on the row's machines. `keys` are those of the run that neither it nor the row says; the
+    vocabulary and the context come from the data set."""
+    words = ["deepspeed"]
+    machines = fit.machines
+    words += ["--hostfile", "HOSTFILE"] if machines.num_nodes > 1 else ["--num_gpus", str(machines.gpus_per_node)]
+    words += ["llmscale/train.py", "--ds", ds]
+    for key, value in keys.items():
+        words += _flag(key, value)
+    words += _flag("global_batch_size", fit.plan.global_batch_size)
+    words += _flag("micro_batch_size", fit.plan.micro_batch_size)
+    # What the file does not say by itself: DeepSpeed has a section that means `full`, and none for `selective`.
+    if fit.strategy.checkpointing != ("full" if fit.ds.activation_checkpointing else "none"):
+        words += _flag("activation_checkpointing", fit.strategy.checkpointing)
+    return shlex.join(words)
+
+
+def data_words(seq_len: int, vocab_size: int) -> str:
+    """What the command takes for granted."""
+    return f"(on data prepared with --seq-len {seq_len} and a tokenizer of {vocab_size:,} tokens)"
+
+
+def _flag(key: str, value: object) -> list[str]:
+    name = key.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", str(value)]
