@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from llmscale.cli.estimate_simulation import simulate
 from llmscale.config.ds_schema import DsConfig, parse_ds_config
 from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import GPTShape
@@ -14,7 +15,7 @@ from llmscale.memory.activations import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_least
 from llmscale.memory.moments import PHASES
-from llmscale.memory.search import Fit, Job, Machines, fit_at, resolve_on_gpus
+from llmscale.memory.search import Fit, Job, Machines, fit_at
 
 GIB = 2**30
 #: What the total peak of the closed form may differ from the dry run's.
@@ -43,16 +44,7 @@ def fit(
 
 
 def peak_of_dry_run(fit: Fit, shape: GPTShape) -> dict[str, Breakdown]:
-    from llmscale.dry_run.engine import dry_run
-
-    result = dry_run(
-        shape,
-        fit.plan,
-        resolve_on_gpus(fit.ds, shape, fit.plan),
-        zero_stage=fit.layout.zero_stage,
-        precision=fit.layout.precision,
-        checkpointing=fit.strategy.checkpointing,
-    )
+    result = simulate(fit, shape).dry_run
     return {"forward": result.forward, "backward": result.backward, "step": result.step}
 
 

@@ -71,7 +71,7 @@ def build_host(name: str = "node-0", address: str = "10.0.0.1", num_gpus: int = 
             libaio=True,
             built_ops=("async_io", "pin_memory"),
             locks=(),
-            extensions="/root/.cache/torch_extensions",
+            extensions="/home/user/.cache/torch_extensions",
         ),
         ds=FileFacts("ds.json", (), "d" * 64),
         run=RunFacts(
