@@ -13,7 +13,7 @@ from llmscale.cli.estimate_table import CATEGORIES, align, breakdown_cells, gib
 from llmscale.config.shape import GPTShape
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.estimate import PHASES
+from llmscale.memory.estimate import PHASES, RESERVED_PER_ALLOCATED
 from llmscale.memory.search import Fit, resolve_on_gpus
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class Simulation:
             "zero_stage": self.fit.strategy.zero_stage,
             "seconds": self.dry_run.seconds,
             "resident": self.dry_run.resident.as_dict(),
+            "least_gpu_bytes": self.dry_run.least_gpu_bytes,
             "phases": {
                 phase: {"dry_run": counted.as_dict(), "closed_form": calculated.as_dict()}
                 for phase, (counted, calculated) in self.phases.items()
@@ -78,9 +79,15 @@ def simulation_lines(simulation: Simulation) -> Iterator[str]:
     )
     head = ["", "phase", "by", *CATEGORIES, "allocated", "difference"]
     table: list[list[str]] = []
-    for phase, (counted, calculated) in simulation.phases.items():
+    phases = simulation.phases
+    for phase, (counted, calculated) in phases.items():
         difference = calculated.total_bytes / counted.total_bytes - 1
         table.append(["", phase, "dry run", *breakdown_cells(counted), gib(counted.total_bytes), ""])
         numbers = [*breakdown_cells(calculated), gib(calculated.total_bytes), f"{difference:+.1%}"]
         table.append(["", "", "closed form", *numbers])
     yield from align(head, table)
+    least, peak = simulation.dry_run.least_gpu_bytes, max(counted.total_bytes for counted, _ in phases.values())
+    yield (
+        f"  least that the caching allocator can do with: {gib(least)} GiB, {least / peak - 1:+.1%} "
+        f"(assumed above: {RESERVED_PER_ALLOCATED - 1:+.0%})"
+    )

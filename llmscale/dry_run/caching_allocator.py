@@ -1,14 +1,15 @@
-"""How much PyTorch's caching allocator would reserve for a recorded sequence of allocations. No torch.
+"""How much PyTorch's caching allocator reserves, and at least needs, for recorded allocations. No torch.
 
 The rules of c10/cuda/CUDACachingAllocator.cpp with its default settings and one stream: sizes are multiples of 512
-bytes; up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, and larger ones get a segment of their
-own in multiples of 2 MiB; the smallest free block that fits is taken and split; freed neighbours merge; segments stay.
+bytes; up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, and larger ones get a segment of
+their own in multiples of 2 MiB; the smallest free block that fits is taken and split; freed neighbours merge;
+segments stay until memory runs out, and those that are free as a whole are given back then.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,7 +48,9 @@ class _Block:
 class CachingAllocator:
     """Allocations are known by numbers that the caller gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, alive: Mapping[int, int] | None = None, capacity_bytes: int | None = None) -> None:
+        """`alive`: bytes by number of what is allocated already, side by side as after `empty_cache()`. Raises
+        MemoryError, here and later, when it cannot do with `capacity_bytes`."""
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
@@ -58,6 +61,17 @@ class CachingAllocator:
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         """(size, address) of the free blocks in ascending order, small and large apart."""
         self._next_address = 0
+        self._capacity_bytes = capacity_bytes
+        for number, num_bytes in (alive or {}).items():
+            self.allocate(number, num_bytes)
+
+    def follow(self, events: Iterable[AllocationEvent]) -> None:
+        """Allocate and free as recorded."""
+        for event in events:
+            if event.num_bytes > 0:
+                self.allocate(event.storage, event.num_bytes)
+            else:
+                self.free(event.storage)
 
     def allocate(self, number: int, num_bytes: int) -> None:
         """Raises ValueError for a number that is taken, and for nothing to allocate."""
@@ -91,11 +105,22 @@ class CachingAllocator:
 
     def _new_segment(self, size: int) -> _Block:
         segment = _segment_bytes(size)
+        if self._capacity_bytes is not None and self.reserved_bytes + segment > self._capacity_bytes:
+            self._release_free_segments()
+            if self.reserved_bytes + segment > self._capacity_bytes:
+                raise MemoryError(f"{segment} bytes more than {self.reserved_bytes} of {self._capacity_bytes}")
         block = _Block(self._next_address, segment, small=size <= SMALL_BYTES)
         self._next_address += segment
         self.reserved_bytes += segment
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return block
+
+    def _release_free_segments(self) -> None:
+        """What CUDA is given back before an allocation fails."""
+        for block in list(self._blocks.values()):
+            if block.before is None and block.after is None:
+                self._withdraw(block)
+                self.reserved_bytes -= block.size
 
     def _split(self, block: _Block, size: int) -> None:
         """Give back what the allocation does not need; a large block's rest only above 1 MiB."""
@@ -120,17 +145,27 @@ class CachingAllocator:
         candidates.pop(bisect_left(candidates, (block.size, block.address)))
 
 
-def replay(events: Iterable[AllocationEvent], alive: Mapping[int, int] | None = None) -> CachingAllocator:
-    """The allocator after these events, with its peaks. `alive`: bytes by storage before the first event."""
-    allocator = CachingAllocator()
-    for storage, num_bytes in (alive or {}).items():
-        allocator.allocate(storage, num_bytes)
-    for event in events:
-        if event.num_bytes > 0:
-            allocator.allocate(event.storage, event.num_bytes)
+def least_capacity_bytes(alive: Mapping[int, int], events: Sequence[AllocationEvent]) -> int:
+    """The smallest GPU on which these events go through, to a thousandth: the peak of what is allocated, and what
+    cannot be used between the pieces."""
+    free = CachingAllocator(alive)
+    free.follow(events)
+    low, high = free.peak_allocated_bytes, free.peak_reserved_bytes
+    while high - low > high // 1000:
+        middle = (low + high) // 2
+        if _goes_through(alive, events, middle):
+            high = middle
         else:
-            allocator.free(event.storage)
-    return allocator
+            low = middle
+    return high
+
+
+def _goes_through(alive: Mapping[int, int], events: Iterable[AllocationEvent], capacity_bytes: int) -> bool:
+    try:
+        CachingAllocator(alive, capacity_bytes).follow(events)
+    except MemoryError:
+        return False
+    return True
 
 
 def _segment_bytes(size: int) -> int:

@@ -26,11 +26,12 @@ from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
 from llmscale.config.shape import GPTShape
 from llmscale.dry_run.attribution import Attribution
+from llmscale.dry_run.caching_allocator import least_capacity_bytes
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_gpu import GPU, fake_gpu
 from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
 from llmscale.dry_run.peaks import peaks_by_phase
-from llmscale.dry_run.tracker import Category, MemoryTracker
+from llmscale.dry_run.tracker import Category, Event, MemoryTracker
 from llmscale.engine.build import build_engine
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
@@ -61,6 +62,9 @@ class DryRun:
     """At the peak of the optimizer step."""
     states: dict[str, Breakdown]
     """The same peaks of everything but activations and logits: forward, backward, step."""
+    least_gpu_bytes: int
+    """What the caching allocator needs for both steps, with what it cannot use between the pieces: its rules, replayed
+    over every allocation since the engine was built, one stream. Without the CUDA context."""
     host_bytes: int
     """In host memory between steps, by this rank."""
     seconds: float
@@ -89,14 +93,16 @@ def dry_run(
             engine = _build(shape, plan, ds_config, micro_steps, zero_stage, precision, checkpointing)
         _label(engine, tracker)
         _watch_gradients(engine, tracker)
+        gc.collect()
+        alive, events = tracker.live_storages, list[Event]()
         for _ in range(_STEPS):
-            gc.collect()
             before = tracker.live
             tracker.reset_peaks()
             _train_step(engine, tracker, shape, plan.micro_batch_size, micro_steps)
             _label(engine, tracker)
-        gc.collect()
-        result = _measure(tracker, before, time.perf_counter() - start)
+            gc.collect()
+            events += tracker.events
+        result = _measure(tracker, before, least_capacity_bytes(alive, events), time.perf_counter() - start)
         engine.destroy()
     return result
 
@@ -197,7 +203,7 @@ def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
         hooks.update(theirs)
 
 
-def _measure(tracker: MemoryTracker, before: Breakdown, seconds: float) -> DryRun:
+def _measure(tracker: MemoryTracker, before: Breakdown, least_gpu_bytes: int, seconds: float) -> DryRun:
     peaks = peaks_by_phase(before, tracker.events, tracker.category_of)
     states = peaks_by_phase(
         before, tracker.events, tracker.category_of, without=(Category.ACTIVATIONS, Category.LOGITS)
@@ -208,6 +214,7 @@ def _measure(tracker: MemoryTracker, before: Breakdown, seconds: float) -> DryRu
         backward=peaks["backward"],
         step=peaks["step"],
         states={name: states[name] for name in ("forward", "backward", "step")},
+        least_gpu_bytes=least_gpu_bytes,
         host_bytes=tracker.elsewhere_bytes,
         seconds=seconds,
     )

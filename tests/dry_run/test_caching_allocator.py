@@ -4,15 +4,17 @@ import random
 
 import pytest
 
-from llmscale.dry_run.caching_allocator import CachingAllocator, replay
+from llmscale.dry_run.caching_allocator import CachingAllocator, least_capacity_bytes
 from llmscale.dry_run.tracker import Event
 
 KIB, MIB = 2**10, 2**20
 
 
-def events(*sizes: tuple[int, int]) -> list[Event]:
-    """(storage, bytes) in order, bytes negative for a release."""
-    return [Event(storage, num_bytes, "") for storage, num_bytes in sizes]
+def follow(*sizes: tuple[int, int]) -> CachingAllocator:
+    """The allocator after (storage, bytes) in order, bytes negative for a release."""
+    allocator = CachingAllocator()
+    allocator.follow(Event(storage, num_bytes, "") for storage, num_bytes in sizes)
+    return allocator
 
 
 @pytest.mark.parametrize(
@@ -45,12 +47,12 @@ def test_small_allocations_share_a_segment() -> None:
 
 
 def test_small_and_large_never_share() -> None:
-    allocator = replay(events((0, 2 * MIB), (1, KIB)))
+    allocator = follow((0, 2 * MIB), (1, KIB))
     assert allocator.reserved_bytes == 22 * MIB
 
 
 def test_segments_stay_reserved_and_are_used_again() -> None:
-    allocator = replay(events((0, 64 * MIB), (0, -64 * MIB)))
+    allocator = follow((0, 64 * MIB), (0, -64 * MIB))
     assert (allocator.allocated_bytes, allocator.reserved_bytes) == (0, 64 * MIB)
     allocator.allocate(1, 32 * MIB)
     allocator.allocate(2, 32 * MIB)
@@ -58,14 +60,14 @@ def test_segments_stay_reserved_and_are_used_again() -> None:
 
 
 def test_the_smallest_block_that_fits_is_taken() -> None:
-    allocator = replay(events((0, 64 * MIB), (1, 32 * MIB), (0, -64 * MIB), (1, -32 * MIB), (2, 30 * MIB)))
+    allocator = follow((0, 64 * MIB), (1, 32 * MIB), (0, -64 * MIB), (1, -32 * MIB), (2, 30 * MIB))
     allocator.allocate(3, 64 * MIB)
     assert allocator.reserved_bytes == 96 * MIB
 
 
 def test_freed_neighbours_merge() -> None:
     pieces = [(number, 4 * MIB) for number in range(5)]
-    allocator = replay(events(*pieces))
+    allocator = follow(*pieces)
     assert allocator.reserved_bytes == 20 * MIB
     for number in (1, 3, 2):
         allocator.free(number)
@@ -75,7 +77,7 @@ def test_freed_neighbours_merge() -> None:
 
 def test_fragments_are_no_use_for_a_larger_tensor() -> None:
     pieces = [(number, 4 * MIB) for number in range(5)]
-    allocator = replay(events(*pieces, (1, -4 * MIB), (3, -4 * MIB)))
+    allocator = follow(*pieces, (1, -4 * MIB), (3, -4 * MIB))
     allocator.allocate(9, 8 * MIB)
     assert allocator.reserved_bytes == 40 * MIB
     assert allocator.peak_allocated_bytes == 20 * MIB
@@ -110,3 +112,29 @@ def test_a_number_is_one_allocation() -> None:
         allocator.allocate(0, 512)
     with pytest.raises(KeyError):
         allocator.free(1)
+
+
+def test_free_segments_are_given_back_before_memory_runs_out() -> None:
+    allocator = CachingAllocator(capacity_bytes=100 * MIB)
+    allocator.allocate(0, 60 * MIB)
+    allocator.free(0)
+    allocator.allocate(1, 80 * MIB)
+    assert allocator.reserved_bytes == 80 * MIB
+    with pytest.raises(MemoryError):
+        allocator.allocate(2, 30 * MIB)
+
+
+def test_a_segment_in_use_is_not_given_back() -> None:
+    allocator = CachingAllocator({0: 40 * MIB, 1: 2 * MIB}, capacity_bytes=100 * MIB)
+    allocator.free(0)
+    allocator.allocate(2, 20 * MIB)  # splits the free 40 MiB
+    with pytest.raises(MemoryError):
+        allocator.allocate(3, 60 * MIB)
+
+
+def test_the_least_capacity_lies_between_what_is_allocated_and_what_is_reserved() -> None:
+    """40 MiB are freed before 60 MiB are needed: they can be given back, unless a piece of them is in use."""
+    whole = [Event(0, 40 * MIB, ""), Event(0, -40 * MIB, ""), Event(1, 60 * MIB, "")]
+    assert least_capacity_bytes({}, whole) == pytest.approx(60 * MIB, rel=0.002)
+    pieces = [Event(0, 40 * MIB, ""), Event(0, -40 * MIB, ""), Event(2, 20 * MIB, ""), Event(1, 60 * MIB, "")]
+    assert least_capacity_bytes({}, pieces) == pytest.approx(100 * MIB, rel=0.002)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmscale.dry_run.caching_allocator import replay
+from llmscale.dry_run.caching_allocator import CachingAllocator
 from llmscale.dry_run.tracker import Category, MemoryTracker
 
 KIB = 1024
@@ -195,7 +195,8 @@ def test_a_replay_can_begin_at_a_reset(fake: None) -> None:
         alive = tracker.live_storages
         del first
         third = empty(4 * KIB)
-        allocator = replay(tracker.events, alive)
+        allocator = CachingAllocator(alive)
+        allocator.follow(tracker.events)
         assert allocator.allocated_bytes == tracker.live_bytes == 6 * KIB
         assert allocator.peak_allocated_bytes == 6 * KIB
         del second, third
