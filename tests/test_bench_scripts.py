@@ -58,6 +58,8 @@ def test_memory_grid_compares_every_estimator_with_the_same_peak(tmp_path: Path)
     assert result["measured_by"] == "dry-run"
     for row in result["rows"]:
         assert row["estimates"]["llmscale"] == pytest.approx(row["peak_bytes"], rel=0.03)
+    assert result["reserve"]["cells"] == 2
+    assert 0 < result["reserve"]["median"] <= result["reserve"]["worst"] < 0.5
     # DeepSpeed's estimator knows stages 2 and 3 alone, and counts no activations.
     assert result["rows"][0]["estimates"]["deepspeed"] is None
     assert result["rows"][1]["estimates"]["deepspeed"] < 0.5 * result["rows"][1]["peak_bytes"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.errors import LlmscaleError, TrainingError
 from llmscale.memory.describe import describe_breakdown, format_size
-from llmscale.memory.estimate import MemoryEstimate, estimate_memory
+from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.memory.layout import build_layout
 from llmscale.memory.recommend import find_smallest_change
 from llmscale.memory.search import Job, Machines
@@ -20,6 +20,9 @@ from llmscale.training.prepared_run import PreparedRun
 MEASURED_AFTER_STEPS = 2
 #: A run that does not fit where the estimate says it should needs a change that saves at least this part of it.
 _LEAST_SAVING = 0.1
+
+#: Of torch's caching allocator: segments that grow leave no gaps between them.
+_ALLOCATOR_VARIABLE, _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -95,7 +98,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(run: PreparedRun, message: str, gpu_bytes: int | None) -> str:
-    """What failed, the estimated breakdown, and the smallest change that fits: three lines."""
+    """What failed, the estimated breakdown, and the smallest change that fits: three lines, and a fourth where the
+    tensors alone would fit."""
     rank = os.environ.get("RANK", "0")
     what = " ".join(message.split()) or "MemoryError"
     lines = [f"rank {rank} ran out of memory: {what[:300]}"]
@@ -104,7 +108,17 @@ def explain_out_of_memory(run: PreparedRun, message: str, gpu_bytes: int | None)
         return lines[0]
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
     lines.append(f"  {_advice(run, estimate, gpu_bytes)}")
+    if gpu_bytes is not None and _is_lost_between_tensors(estimate, gpu_bytes):
+        lines.append(
+            f"  or first {_ALLOCATOR_VARIABLE}={_EXPANDABLE}: all tensors together would fit, and the allocator loses "
+            "less memory between them with it"
+        )
     return "\n".join(lines)
+
+
+def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
+    fits = estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes
+    return fits and "expandable_segments" not in os.environ.get(_ALLOCATOR_VARIABLE, "")
 
 
 def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -> str:

@@ -8,7 +8,9 @@ Trains every cell of a grid (124M to 7B parameters, ZeRO 0-3, offload, activatio
 for a few steps in a process of its own and takes the peak of allocated bytes: from CUDA's allocator on one GPU, or
 from the dry run (the same engine on tensors without storage, on any machine). A cell that does not fit the GPU is
 reported as such. Beside each peak stand the estimates of `llmscale estimate`, of DeepSpeed's own estimator, of the
-EleutherAI cookbook's formula and of `accelerate estimate-memory`, and at the end the errors of each over the grid.
+EleutherAI cookbook's formula and of `accelerate estimate-memory`, and at the end the errors of each over the grid. The
+last column is what the caching allocator needs beyond the peak: what it reserved on a GPU, or in a dry run the least
+that it can do with by its rules.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ def main() -> int:
     errors = {name: summarize_errors(rows, name) for name in ESTIMATORS}
     for name in ESTIMATORS:
         print(summary_line(name, errors[name]))
+    reserve = summarize_reserve(rows)
+    print(reserve_line(reserve))
     if args.json:
-        result = {"machine": machine, "measured_by": args.measure, "errors": errors, "rows": rows}
+        result = {"machine": machine, "measured_by": args.measure, "errors": errors, "reserve": reserve, "rows": rows}
         args.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
@@ -97,15 +101,28 @@ def summarize_errors(rows: Sequence[Row], estimator: str) -> dict[str, float | i
     return {"cells": len(errors), "within_5_percent": within, "median": statistics.median(errors), "worst": max(errors)}
 
 
+def relative_reserve(row: Row) -> float | None:
+    """What the caching allocator holds beyond the peak, over the peak: on a GPU what it held, in a dry run the least
+    that it can do with by its rules."""
+    peak, held = row.get("peak_bytes"), row.get("reserved_bytes", row.get("least_gpu_bytes"))
+    return held / peak - 1 if isinstance(peak, int) and isinstance(held, int) else None
+
+
+def summarize_reserve(rows: Sequence[Row]) -> dict[str, float | int]:
+    """Over all cells that were measured: how many, median and largest."""
+    found = [reserve for row in rows if (reserve := relative_reserve(row)) is not None]
+    return {"cells": len(found), "median": statistics.median(found), "worst": max(found)} if found else {"cells": 0}
+
+
 def heading() -> str:
-    return f"{'cell':44}{'peak GiB':>10}" + "".join(f"{name:>13}" for name in ESTIMATORS)
+    return f"{'cell':44}{'peak GiB':>10}" + "".join(f"{name:>13}" for name in (*ESTIMATORS, "allocator"))
 
 
 def table_line(row: Row) -> str:
     peak = row.get("peak_bytes")
     if not isinstance(peak, int):
         return f"{row['cell']:44} {row['problem']}"
-    errors = [relative_error(row, name) for name in ESTIMATORS]
+    errors = [*(relative_error(row, name) for name in ESTIMATORS), relative_reserve(row)]
     shown = "".join(f"{'-' if error is None else f'{error:+.1%}':>13}" for error in errors)
     return f"{row['cell']:44}{peak / GIB:10.2f}{shown}"
 
@@ -117,6 +134,12 @@ def summary_line(name: str, errors: dict[str, float | int]) -> str:
         f"{name}: median error {errors['median']:.1%}, worst {errors['worst']:.1%}, "
         f"{errors['within_5_percent']} of {errors['cells']} cells within 5 %"
     )
+
+
+def reserve_line(reserve: dict[str, float | int]) -> str:
+    if not reserve["cells"]:
+        return "allocator: no cell"
+    return f"allocator: beyond the peak it needs {reserve['median']:.1%} (median), at most {reserve['worst']:.1%}"
 
 
 if __name__ == "__main__":

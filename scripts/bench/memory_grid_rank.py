@@ -109,7 +109,7 @@ def measure_dry(cell: Cell, run: ResolvedRun, ds_config: dict[str, object]) -> d
         checkpointing=cell.checkpointing,
     )
     peak = max(moment.total_bytes for moment in (result.forward, result.backward, result.step))
-    return {"peak_bytes": peak, "seconds": result.seconds}
+    return {"peak_bytes": peak, "least_gpu_bytes": result.least_gpu_bytes, "seconds": result.seconds}
 
 
 if __name__ == "__main__":

@@ -147,6 +147,21 @@ def test_when_no_change_is_enough_it_says_so(prepared: Callable[..., PreparedRun
     assert third.startswith("  no smaller micro-batch, recomputation, higher stage or offload to the host is enough")
 
 
+def test_where_the_tensors_alone_would_fit_the_allocator_is_named(
+    prepared: Callable[..., PreparedRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = prepared()
+    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    assert estimate is not None
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    with_gaps = explain_out_of_memory(run, "CUDA out of memory.", estimate.total_bytes)
+    assert "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in with_gaps.splitlines()[3]
+    too_small = explain_out_of_memory(run, "CUDA out of memory.", estimate.allocated_bytes)
+    assert "expandable_segments" not in too_small
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "expandable_segments" not in explain_out_of_memory(run, "CUDA out of memory.", estimate.total_bytes)
+
+
 #: train.py with one thing changed: rank 1 asks for too much memory in its second step.
 _RUNS_OUT = """
 import os, sys
