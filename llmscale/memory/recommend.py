@@ -16,6 +16,8 @@ from llmscale.memory.strategy import CHECKPOINTING, OFFLOADS, STAGES, Strategy, 
 _SAME_RATE = 0.03
 #: A row that leaves less of the card than this is tight: the estimate may be off by as much.
 _TIGHT = 0.05
+#: Smaller micro-batches may leave a GPU waiting for its next kernel, which estimated rates know nothing of.
+_SMALL_MICRO_BATCH_TOKENS = 4096
 #: How many times more GPUs are tried when nothing fits.
 _MOST_DOUBLINGS = 10
 
@@ -56,19 +58,24 @@ def recommend(fits: Sequence[Fit], tokens_per_second: Sequence[float | None]) ->
     return Recommendation(chosen, _why(fits[chosen], len(fitting), len(near), known_rate=best > 0))
 
 
-def _complexity(fit: Fit) -> tuple[int, int, bool, int, int, int]:
-    """What moves least and computes least comes first, and what is not tight; then the larger micro-batch, then more
-    room."""
+def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int]:
+    """What moves least and computes least comes first, and what is neither tight nor small; then the larger
+    micro-batch, then more room."""
     strategy = fit.strategy
     offload = (strategy.offload_optimizer, strategy.offload_param)
     return (
         OFFLOADS.index(offload) if offload in OFFLOADS else len(OFFLOADS),
         CHECKPOINTING.index(strategy.checkpointing),
         fit.spare_bytes < _TIGHT * fit.machines.gpu_bytes,
+        _is_small(fit),
         strategy.zero_stage,
         -fit.plan.micro_batch_size,
         -fit.spare_bytes,
     )
+
+
+def _is_small(fit: Fit) -> bool:
+    return fit.plan.micro_batch_size * fit.plan.seq_len < _SMALL_MICRO_BATCH_TOKENS
 
 
 def _why(fit: Fit, num_fitting: int, num_near: int, *, known_rate: bool) -> str:

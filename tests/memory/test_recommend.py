@@ -59,6 +59,15 @@ def test_of_equally_fast_rows_a_tight_one_is_not_taken(fits: list[Fit]) -> None:
     assert chosen.index == 1
 
 
+def test_of_equally_fast_rows_one_of_tiny_micro_batches_is_not_taken() -> None:
+    """Estimated rates know nothing of a GPU that waits for the next kernel."""
+    small, large = (fit_at(config(stage), JOB, "none", size) for stage, size in ((0, 2), (1, 4)))
+    for fits, index in (((small, large), 1), ((small, replace(large, plan=small.plan)), 0)):
+        chosen = recommend(fits, [100.0, 100.0])
+        assert chosen is not None
+        assert chosen.index == index
+
+
 def test_without_rates_the_simplest_row_is_taken(fits: list[Fit]) -> None:
     chosen = recommend(fits, [None] * len(fits))
     assert chosen is not None
