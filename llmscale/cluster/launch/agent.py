@@ -1,5 +1,4 @@
-"""The supervisor's hand on one host: it starts `python -m llmscale.cluster.launch.agent`, which speaks over stdin and
-stdout.
+"""The supervisor's hand on one host: `python -m llmscale.cluster.launch.agent`, speaking over stdin and stdout.
 
 It starts this host's ranks, reports them, and ends them when it is told, when the connection closes, when it hears
 nothing for a lease, or when it dies itself. Nothing that it started outlives it.
