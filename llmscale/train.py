@@ -1,10 +1,11 @@
 """Train a GPT under DeepSpeed ZeRO: parse, check, build, resume, loop.
 
-deepspeed llmscale/train.py --ds ds_configs/zero2.json [--num_gpus is the launcher's; --help lists ours]
+What every rank runs, under `llmscale train`, deepspeed, torchrun, `llmscale launch` or alone; --help lists its flags.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -16,38 +17,70 @@ if __name__ == "__main__":
     # neighbours could shadow libraries. The folder above is what makes `import llmscale` work, installed or not.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from llmscale.training.stop_request import StopRequest
+
+if __name__ == "__main__":
+    # Before the rest is imported: a rank that a signal kills leaves the others waiting.
+    stop_request = StopRequest()
+    stop_request.install()
+
+from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
 from llmscale.config.parse import parse_run_config
-from llmscale.errors import LlmscaleError
+from llmscale.errors import LlmscaleError, MachineError
+from llmscale.files.patient_output import make_output_patient
+from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
 from llmscale.training.prepared_run import PreparedRun, prepare_run
-from llmscale.training.stop_request import StopRequest
 from llmscale.training.watch import Watch
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run; 0 when the run is finished or was asked to stop and has saved, 1 when a rank ran out of memory, 2 for the
-    user's mistakes."""
+def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
+    """Run; 0 when the run is finished or was asked to stop and has saved, 1 when this machine failed it (memory, a
+    killed data worker, a taken port) or nobody foresaw what did, 2 for the user's mistakes. `stop` is installed;
+    without one, signals act as before."""
     began = time.perf_counter()
-    stop, watch = StopRequest(), Watch.from_environment()
-    stop.install()
-    watch.install()
+    prepare_streams()
+    stop, watch = stop or StopRequest(), Watch(None, 0)
+    here: LauncherVariables | None = None
+    run_folder: Path | None = None
     try:
+        here = read_launcher_variables(os.environ)
+        watch = Watch.from_environment()
+        watch.install()
+        stop.before_early_end.append(watch.end_early)
+        if not watch.is_supervised:
+            stop.watch_launchers()
         config = parse_run_config(sys.argv[1:] if argv is None else argv)
-        run = prepare_run(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+        run_folder = config.run
+        # Not before: --help that cannot be written is an error.
+        make_output_patient()
+        run = prepare_run(config, world_size=here.world_size)
+        check_meeting_point(here, os.environ)
         status = train(run, stop, watch, began)
     except OutOfMemory as error:
         # It may have happened on this rank alone, so each speaks for itself.
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        say_error(str(error))
+        status = 1
+    except MachineError as error:
+        if here is None or here.local_rank == 0 or not error.is_on_every_rank:
+            say_error(str(error))
         status = 1
     except LlmscaleError as error:
         # Ranks of one host share their files and flags, so one of them speaks for all.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        if here is None or here.local_rank == 0:
+            say_error(str(error))
         status = 2
-    except BaseException:
-        # Said before the traceback: a rank without a last word was killed.
+    except SystemExit as end:
+        # --help; what it says may not arrive.
         watch.end(1)
-        raise
+        if end.code or output_arrives():
+            raise
+        status = 1
+    except BaseException as error:
+        if stop.ends_early:
+            stop.end_now()
+        say_unexpected(error, run_folder)
+        status = 1
     watch.end(status)
     return status
 
@@ -63,9 +96,11 @@ def train(run: PreparedRun, stop: StopRequest, watch: Watch, began: float) -> in
             if verdict.save:
                 session.save()
             if verdict.stop:
+                stop.leave_start_up()
                 watch.beat("stopped", step)
                 break
             session.train(step, micro_batches)
+            stop.leave_start_up()
             session.after()
             watch.beat("training", session.step)
         session.finish()
@@ -73,9 +108,10 @@ def train(run: PreparedRun, stop: StopRequest, watch: Watch, began: float) -> in
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    exit_code = main(stop=stop_request)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: after an error gloo's threads still wait for their peers, and the interpreter's way out would now
     # and then abort with SIGABRT instead of the exit code. Everything that must be on disk is there by now.
     os._exit(exit_code)

@@ -11,11 +11,11 @@ TOKENIZER=data/python-stdlib-tokenizer
 SET=data/python-stdlib # where train.py looks by default
 RUN=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 # Two to three minutes on two CPU cores, seconds on a GPU.
-RECIPE=(--model tiny-3m --steps 300 --lr 3e-3 --warmup-steps 20 --log-every 10 --val-every 100)
+RECIPE=('model: tiny-3m' 'steps: 300' 'lr: 3.0e-3' 'warmup_steps: 20' 'log_every: 10' 'val_every: 100')
 SEQUENCES=12 # per step
 
 main() {
-    local num_processes precision=()
+    local num_processes
     ensure_environment
     SECONDS=0 # bash counts on from here: what follows is the time after the installation
 
@@ -32,10 +32,9 @@ main() {
     num_processes=$(python -c 'import torch; print(torch.cuda.device_count())')
     if [[ $num_processes == 0 ]]; then
         num_processes=2
-        export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads_per_process)}
         if ! grep -qsE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then
             # Without instructions for it, bf16 is slower than fp32, and fp32 takes twice the time: halve the batch.
-            precision=(--precision fp32)
+            RECIPE+=('precision: fp32')
             SEQUENCES=$((SEQUENCES / 2))
         fi
     fi
@@ -43,8 +42,11 @@ main() {
     SEQUENCES=$(((SEQUENCES + num_processes - 1) / num_processes * num_processes))
 
     step "Training: ZeRO-2 on $num_processes processes"
-    train "$num_processes" --ds ds_configs/zero2.json --run "$RUN" "${RECIPE[@]}" --global-batch-size "$SEQUENCES" \
-        ${precision[@]+"${precision[@]}"} "$@"
+    # A run file, because flags win over it: what "$@" says counts.
+    run_file=$(mktemp --suffix .yaml)
+    trap 'rm -f "$run_file"' EXIT
+    printf '%s\n' "${RECIPE[@]}" 'ds: ds_configs/zero2.json' "global_batch_size: $SEQUENCES" >"$run_file"
+    llmscale train --nproc-per-node "$num_processes" --config "$run_file" --run "$RUN" "$@"
 
     step "Result"
     llmscale report "$RUN"
@@ -59,27 +61,13 @@ data         $SET, tokenizer $TOKENIZER
 environment  source .venv/bin/activate
 more         llmscale sample $RUN 'import '
              llmscale checkpoint list $RUN
-             deepspeed llmscale/train.py --help
+             llmscale train --help
 END
 }
 
 # A heading with the seconds since the start.
 step() {
     printf '\n== %s  [%d s]\n' "$1" "$SECONDS"
-}
-
-# train NUM_PROCESSES FLAGS...: deepspeed without its launcher's routine messages; everything else passes, and so does
-# the exit status, which pipefail takes from deepspeed.
-train() {
-    local num_processes=$1 port
-    shift
-    port=$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
-    deepspeed --num_gpus "$num_processes" --master_port "$port" llmscale/train.py "$@" 2>&1 |
-        { grep --line-buffered -vE '\[INFO\] \[(runner|launch)\.py:|Unable to find hostfile|Setting accelerator to CPU' || true; }
-}
-
-threads_per_process() {
-    python -c 'import os; print(max(1, len(os.sched_getaffinity(0)) // 2) if hasattr(os, "sched_getaffinity") else 1)'
 }
 
 main "$@"

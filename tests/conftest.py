@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,8 +62,22 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def last_wins(words: Sequence[str]) -> list[str]:
+    """Of a flag that stands there several times the last one, for tests that build a command from another one: train.py
+    itself refuses a repeated flag."""
+    groups: list[list[str]] = [[]]
+    for word in words:
+        if word.startswith("--"):
+            groups.append([])
+        groups[-1].append(word)
+    names = [group[0].partition("=")[0] if group else "" for group in groups]
+    kept = [g for i, g in enumerate(groups) if names[i] not in names[i + 1 :] or names[i] == "--allow-changed"]
+    return [word for group in kept for word in group]
+
+
 def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequence[int] | None = None) -> Ranks:
     """Start `command` once per rank, with the environment that DeepSpeed's launcher sets."""
+    command = last_wins(command) if command[:1] == [str(TRAIN)] else list(command)
     layout = list(ranks_per_node or [world_size])
     port = free_port()
     processes = []
@@ -159,14 +174,15 @@ TINY_MODEL = ("--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd
 
 @pytest.fixture
 def train_command(tiny_set: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """`train_command(*flags)`: train.py on the tiny set and a tiny model, run folder tmp_path/run, quiet extras off."""
+    """`train_command(*flags)`: train.py on the tiny set and a tiny model, run folder tmp_path/run, quiet extras off;
+    `flags` win."""
 
     def command(*flags: str) -> list[str]:
-        return [
+        settings = [
             *(str(TRAIN), "--data", str(tiny_set), *TINY_MODEL, "--run", str(tmp_path / "run")),
             *("--log-every", "1", "--val-every", "0", "--num-workers", "0", "--global-batch-size", "8"),
-            *flags,
         ]
+        return last_wins([*settings, *flags])
 
     return command
 
@@ -175,3 +191,22 @@ def read_losses(run: Path) -> dict[int, float]:
     """Training loss by step; of a step that was logged twice, the later one."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: record["loss"] for record in records if record["kind"] == "train"}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """`small_disk(num_bytes)` is an empty folder on a file system of its own; skips where nobody may mount one."""
+    mounted: list[Path] = []
+
+    def mount(num_bytes: int) -> Path:
+        folder = tmp_path / f"disk-{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a small file system needs root")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)

@@ -13,7 +13,16 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BENCH = REPOSITORY / "scripts" / "bench"
-SCRIPTS = ("chaos", "checkpoint", "cluster_chaos", "engine_overhead", "memory_grid", "order_memory", "resume_matrix")
+SCRIPTS = (
+    "chaos",
+    "checkpoint",
+    "cluster_chaos",
+    "engine_overhead",
+    "memory_grid",
+    "order_memory",
+    "order_quality",
+    "resume_matrix",
+)
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:

@@ -431,3 +431,23 @@ def test_shell_scripts_are_clean() -> None:
 def test_the_dockerfile_is_clean() -> None:
     done = run_tool("hadolint", "scripts/cloud/Dockerfile")
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        (["start", "finished"], 0),
+        (["start", "stopped"], 1),
+        (["start", "finished", "start"], 1),
+        (["start", "finished", "start", "finished"], 0),
+        ([], 1),
+    ],
+)
+def test_a_run_is_finished_by_its_last_word_whatever_else_is_in_its_metrics(
+    tmp_path: Path, events: list[str], status: int
+) -> None:
+    lines = [json.dumps({"kind": "event", "event": event}).encode() for event in events]
+    (tmp_path / "metrics.jsonl").write_bytes(b'\xff{\n{"no": json}\n[1]\n{}\n' + b"\n".join(lines) + b'\n{"ki')
+    command = [sys.executable, str(SLURM / "is_finished.py"), "--run", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, "")

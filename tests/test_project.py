@@ -20,19 +20,23 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The README's tour has the same order.
 LAYERS = (
-    *("__init__", "errors", "config", "memory", "planning", "model", "engine", "dry_run", "data", "checkpoint"),
-    *("evaluate", "training", "report", "cluster", "cli", "train"),
+    *("__init__", "other_names", "errors", "files", "untrusted", "last_words", "config", "memory", "planning", "model"),
+    *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
+    "__main__",
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *("errors", "config", "memory", "planning", "report", "cluster", "cli", "train"),
+    *("other_names", "errors", "files", "untrusted", "last_words", "config", "memory", "planning", "report"),
+    *("cluster", "cli", "train"),
     *("data.manifest", "data.order", "data.location", "data.record"),
     *("checkpoint.manifest", "checkpoint.find", "checkpoint.retention", "checkpoint.run_state"),
-    *("training.prepared_run", "training.stop_request", "training.run_folder"),
+    *("checkpoint.history", "checkpoint.commit"),
+    *("training.prepared_run", "training.stop_request", "training.launcher_chain"),
+    *("training.run_folder", "training.run_claim"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
-    *("plan", "estimate", "data", "data prepare", "data verify", "doctor", "launch", "sample", "report"),
+    *("plan", "estimate", "data", "data prepare", "data verify", "doctor", "train", "launch", "sample", "report"),
     *("checkpoint", "checkpoint list"),
 )
 
@@ -168,7 +172,7 @@ def code_blocks(text: str) -> Iterator[str]:
 def test_the_readme_begins_with_the_two_commands() -> None:
     first, second = list(code_blocks(readme()))[:2]
     assert first.split("\n")[:2] == ["./scripts/quickstart.sh", "./scripts/test.sh"]
-    assert second.strip() == "deepspeed llmscale/train.py --ds ds_configs/zero2.json"
+    assert second.strip() == "llmscale train --ds ds_configs/zero2.json"
     assert "![" not in readme().split("```")[0], "no badges before the first command"
 
 
@@ -194,16 +198,16 @@ def test_the_tour_names_every_package_in_import_order() -> None:
 def test_the_flags_in_the_readme_exist(bare_environment: dict[str, str]) -> None:
     """Flags of train.py and of the subcommands, as written in commands over one or more lines."""
     help_texts = {name: run_python(_help_code(name), bare_environment) for name in ("", *SUBCOMMANDS)}
-    help_texts["train"] = run_python(_help_code("train"), bare_environment)
+    help_texts["train.py"] = run_python(_help_code("train.py"), bare_environment)
     for command in _commands(readme()):
         if "llmscale/train.py" in command:
-            name, rest = "train", command.partition("llmscale/train.py")[2]
+            name, rest = "train.py", command.partition("llmscale/train.py")[2]
         elif command.startswith("llmscale "):
             words = command.split()[1:3]
             name = " ".join(words) if " ".join(words) in SUBCOMMANDS else words[0]
             # What follows is train.py's.
             rest, _, train_flags = command.partition(" -- ")
-            assert set(FLAG.findall(train_flags)) <= set(FLAG.findall(help_texts["train"])), command
+            assert set(FLAG.findall(train_flags)) <= set(FLAG.findall(help_texts["train.py"])), command
         else:
             continue
         for flag in FLAG.findall(rest):
@@ -211,8 +215,8 @@ def test_the_flags_in_the_readme_exist(bare_environment: dict[str, str]) -> None
 
 
 def _help_code(name: str) -> str:
-    module = "train" if name == "train" else "cli.main"
-    words = [] if name == "train" else name.split()
+    module = "train" if name == "train.py" else "cli.main"
+    words = [] if name == "train.py" else name.split()
     return f"from llmscale.{module} import main\ntry:\n    main({[*words, '--help']!r})\nexcept SystemExit: pass"
 
 

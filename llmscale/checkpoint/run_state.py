@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 
+from llmscale.checkpoint.manifest import is_count
 from llmscale.config.run_config import CHANGES_THAT_BREAK
 from llmscale.errors import CheckpointError
+from llmscale.untrusted.paths import is_plain_name
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,14 @@ class RunState:
     wandb_run_id: str | None = None
     config: dict[str, object] = field(default_factory=dict)
     """The run's configuration, for people and for `llmscale checkpoint diff`."""
+    hyperparameters: dict[str, object] = field(default_factory=dict)
+    """What the steps were made with, every default filled in; empty where it was not stored yet."""
+
+    @property
+    def saved_order(self) -> Mapping[str, object]:
+        """The identity of the order of samples that the run began with and keeps."""
+        order = self.identity.get("order")
+        return order if isinstance(order, Mapping) else {}
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -50,9 +60,34 @@ def parse_run_state(values: Mapping[str, object]) -> RunState:
             "use the llmscale that wrote it."
         )
     try:
-        return RunState(**values)  # type: ignore[arg-type]  # written by as_dict
+        state = RunState(**values)  # type: ignore[arg-type]  # written by as_dict
     except TypeError as error:
         raise CheckpointError(f"the checkpoint's state is incomplete: {error}.") from None
+    for name, is_legal in _LEGAL.items():
+        if not is_legal(getattr(state, name)):
+            raise CheckpointError(f"the checkpoint's state is damaged: {name} is {str(getattr(state, name))[:80]!r}.")
+    return state
+
+
+def _is_table_of_numbers(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(row, Mapping) and all(isinstance(number, (int, float)) for number in row.values())
+        for row in value.values()
+    )
+
+
+#: What the values of a state may be; whoever wrote the checkpoint chose them.
+_LEGAL: dict[str, Callable[[object], bool]] = {
+    **dict.fromkeys(("step", "samples_seen", "tokens_seen", "skipped_steps"), is_count),
+    **dict.fromkeys(("identity", "config"), lambda value: isinstance(value, Mapping)),
+    "precision": lambda value: isinstance(value, str),
+    "optimizer_scalars": _is_table_of_numbers,
+    "optimizer_groups": lambda value: (
+        isinstance(value, Mapping) and all(isinstance(group, Mapping) for group in value.values())
+    ),
+    "loss_scaler": lambda value: value is None or _is_table_of_numbers({"": value}),
+    "wandb_run_id": lambda value: value is None or is_plain_name(value),
+}
 
 
 def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allowed: list[str]) -> list[str]:

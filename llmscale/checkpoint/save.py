@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import threading
@@ -16,21 +15,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from llmscale.checkpoint.commit import Retention, commit_checkpoint
 from llmscale.checkpoint.fragments import Fragment, FragmentSavePlanner
 from llmscale.checkpoint.json_storage import JsonIndexWriter
 from llmscale.checkpoint.manifest import (
-    LATEST_NAME,
-    STATE_NAME,
     CheckpointManifest,
+    History,
     StoredFile,
     checkpoint_name,
     checkpoints_folder,
     hash_file,
-    save_manifest,
-    sync_folder,
-    write_durably,
 )
-from llmscale.checkpoint.retention import apply_retention
+from llmscale.checkpoint.retention import free_name
 
 #: Space beyond the tensors that a save asks for: index, manifest, state, and the file system's own overhead.
 SPARE_BYTES = 64 * 2**20
@@ -77,10 +73,14 @@ class CheckpointSaver:
         keep_every: int,
         in_background: bool,
         report: Callable[[str], None],
+        history: History | None = None,
+        check_run_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is called on every rank with one line per outcome; the caller decides who prints."""
-        self._run, self._keep_last, self._keep_every = run, keep_last, keep_every
-        self._in_background, self._report = in_background, report
+        """`report` is called on every rank with one line per outcome; the caller decides who prints. `history` is that
+        of the checkpoints to come. `check_run_folder` raises OSError on the main rank when the run folder is not this
+        run's any more."""
+        self._run, self._retention, self._history = run, Retention(keep_last, keep_every), history or History()
+        self._in_background, self._report, self._check_run_folder = in_background, report, check_run_folder
         # Its own group: a background save's messages must not mix with the training loop's.
         self._group = dist.new_group(backend="gloo")
         self._thread: threading.Thread | None = None
@@ -104,69 +104,73 @@ class CheckpointSaver:
 
     def _write(self, snapshot: Snapshot) -> None:
         began = time.perf_counter()
-        folder = checkpoints_folder(self._run)
-        partial = folder / f".{checkpoint_name(snapshot.step)}.partial"
+        final = checkpoints_folder(self._run) / checkpoint_name(snapshot.step)
+        partial: Path | None = None
         try:
-            self._prepare(partial, snapshot)
+            partial = self._prepare(final, snapshot)
             dcp.save(
                 snapshot.fragments,
                 storage_writer=JsonIndexWriter(partial, thread_count=1, sync_files=True),
                 planner=FragmentSavePlanner(),
                 process_group=self._group,
             )
-            self._commit(partial, folder / checkpoint_name(snapshot.step), snapshot)
+            problems = self._commit(partial, snapshot)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception but a BaseException
             # Whatever went wrong on one rank was raised on all of them: DCP and _together see to that.
-            self._discard(partial)
+            if partial is not None:
+                self._discard(partial)
             self._report(
                 f"WARNING: the checkpoint of step {snapshot.step} was NOT saved: {_first_cause(error)}. "
                 "Training goes on; older checkpoints are untouched."
             )
             return
         self.last_saved_step = snapshot.step
-        self._report(f"saved {folder / checkpoint_name(snapshot.step)} in {time.perf_counter() - began:.1f} s")
+        self._report(f"saved {final} in {time.perf_counter() - began:.1f} s")
+        for problem in problems:
+            self._report(f"WARNING: {final} is saved, but {problem}")
 
-    def _prepare(self, partial: Path, snapshot: Snapshot) -> None:
-        """Make the folder and see that there is room, before a byte is written."""
+    def _prepare(self, final: Path, snapshot: Snapshot) -> Path:
+        """Make the folder to write into, and see that there is room, before a byte is written."""
         needed = sum(fragment.local.nbytes for fragment in snapshot.fragments.values())
         total = torch.tensor(needed)
         dist.all_reduce(total, group=self._group)
 
-        def prepare() -> None:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
+        def prepare() -> Path:
+            self._check_run_folder()
+            final.parent.mkdir(parents=True, exist_ok=True)
+            partial = free_name(final.with_name(f".{final.name}.partial"))
+            partial.mkdir()
             free = shutil.disk_usage(partial).free
             # At stage 0 every rank holds everything, and one copy is written.
             wanted = (needed if snapshot.zero_stage == 0 else int(total)) + SPARE_BYTES
             if free < wanted:
+                partial.rmdir()
                 raise OSError(
                     f"{partial.parent} has {free / 2**30:.2f} GiB free and {wanted / 2**30:.2f} GiB are needed; "
-                    "free some space or lower --keep-last"
+                    f"free some space, lower --keep-last, or give up abandoned checkpoints (llmscale checkpoint prune "
+                    f"{self._run})"
                 )
+            return partial
 
-        self._together(prepare if dist.get_rank() == 0 else None)
-        self._together(lambda: _check_visible(partial))
+        partial = self._together(prepare if dist.get_rank() == 0 else None)[0]
+        try:
+            self._together(lambda: _check_visible(partial))
+        except OSError:
+            self._discard(partial)
+            raise
+        return partial
 
-    def _commit(self, partial: Path, final: Path, snapshot: Snapshot) -> None:
-        """Hash, write the manifest, rename, move `latest`: the main rank, when every rank has finished writing."""
+    def _commit(self, partial: Path, snapshot: Snapshot) -> list[str]:
+        """Hash on every rank; then the main rank makes it a checkpoint. What else could not be done, a line each."""
         own = self._together(lambda: [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))])
-        files = [file for files_of_rank in own for file in files_of_rank]
+        files = tuple(file for files_of_rank in own for file in files_of_rank)
 
-        def commit() -> None:
-            write_durably(partial / STATE_NAME, json.dumps(snapshot.state, indent=1))
-            others = [hash_file(partial / STATE_NAME), hash_file(partial / "tensors.json")]
-            save_manifest(partial, _build_manifest(snapshot, (*files, *others)))
-            if final.exists():
-                # The same step of an abandoned history; the new one replaces it only now that it is whole.
-                trash = final.with_name(f".{final.name}.deleted")
-                final.rename(trash)
-                shutil.rmtree(trash)
-            partial.rename(final)
-            sync_folder(final.parent)
-            write_durably(final.parent / LATEST_NAME, final.name + "\n")
-            apply_retention(self._run, self._keep_last, self._keep_every)
+        def commit() -> list[str]:
+            self._check_run_folder()
+            manifest = _build_manifest(snapshot, files, self._history)
+            return commit_checkpoint(self._run, partial, manifest, snapshot.state, self._retention)
 
-        self._together(commit if dist.get_rank() == 0 else None)
+        return self._together(commit if dist.get_rank() == 0 else None)[0]
 
     def _together(self, action: Callable[[], object] | None) -> list:
         """Run `action` where there is one, and raise on every rank when it failed on any. Returns the ranks'
@@ -203,7 +207,7 @@ def _check_visible(partial: Path) -> None:
     )
 
 
-def _build_manifest(snapshot: Snapshot, files: tuple[StoredFile, ...]) -> CheckpointManifest:
+def _build_manifest(snapshot: Snapshot, files: tuple[StoredFile, ...], history: History) -> CheckpointManifest:
     return CheckpointManifest(
         step=snapshot.step,
         tokens_seen=snapshot.tokens_seen,
@@ -211,7 +215,8 @@ def _build_manifest(snapshot: Snapshot, files: tuple[StoredFile, ...]) -> Checkp
         zero_stage=snapshot.zero_stage,
         precision=snapshot.precision,
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        files=tuple(sorted(files, key=lambda file: file.name)),
+        files=files,
+        history=history,
     )
 
 

@@ -1,16 +1,21 @@
-"""`llmscale checkpoint list|show|verify|diff`: what a run has saved, and whether it is whole."""
+"""`llmscale checkpoint list|show|verify|diff|prune`: what a run has saved, and whether it is whole."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.find import find_checkpoint, read_state
-from llmscale.checkpoint.manifest import find_damage, list_checkpoints, load_manifest, read_latest
+from llmscale.checkpoint.history import Checkpoint, FoundCheckpoints, find_checkpoints, report_passed_over
+from llmscale.checkpoint.manifest import find_damage, load_manifest, step_of
+from llmscale.checkpoint.retention import delete_checkpoint, prunable
+from llmscale.config import flag_type
 from llmscale.errors import CheckpointError
+from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -26,67 +31,109 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         ("list", _list, "one line per checkpoint of a run"),
         ("show", _show, "everything about one checkpoint"),
         ("verify", _verify, "read every byte and compare it with the manifest; exit status 1 on damage"),
+        ("prune", _prune, "delete abandoned checkpoints: those of steps that the run went back from"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("run", type=Path, metavar="RUN", help="run folder, or one checkpoint of it")
+        action.add_argument("run", type=flag_type.path, metavar="RUN", help="run folder, or one checkpoint of it")
         action.set_defaults(handler=handler)
     diff = actions.add_parser("diff", help="what differs between two checkpoints' configuration and state")
-    diff.add_argument("a", type=Path, metavar="A", help="run folder or checkpoint")
-    diff.add_argument("b", type=Path, metavar="B", help="run folder or checkpoint")
+    diff.add_argument("a", type=flag_type.path, metavar="A", help="run folder or checkpoint")
+    diff.add_argument("b", type=flag_type.path, metavar="B", help="run folder or checkpoint")
     diff.set_defaults(handler=_diff)
 
 
 def _list(args: argparse.Namespace) -> int:
-    folders = list_checkpoints(args.run)
-    if not folders:
-        raise CheckpointError(f"{args.run} has no checkpoints. Is it a run folder (one that train.py's --run named)?")
-    latest = read_latest(args.run)
-    print(
-        f"{'checkpoint':<16} {'step':>8} {'tokens':>16} {'ranks':>5} {'stage':>5} {'precision':>9} {'GiB':>8}  created"
+    found = _find(args.run)
+    rows = [(saved.path, saved, "") for saved in found.current]
+    if rows:
+        rows[0] = (*rows[0][:2], "  <- latest")
+    rows += [(saved.path, saved, f"  abandoned (history {saved.history.number})") for saved in found.abandoned]
+    width = max([16, *(len(path.name) for path, _, _ in rows)])
+    lines = [(step_of(path), f"{_row(saved, width)}{mark}") for path, saved, mark in rows]
+    lines += [(step_of(path), f"{path.name:<{width}} DAMAGED: {problem}") for path, problem in found.damaged]
+    print_visible(
+        f"{'checkpoint':<{width}} {'step':>8} {'tokens':>16} {'ranks':>5} {'stage':>5} {'precision':>9} {'GiB':>8}"
+        "  created"
     )
-    for folder in folders:
-        try:
-            m = load_manifest(folder)
-        except CheckpointError as error:
-            print(f"{folder.name:<16} DAMAGED: {error}")
-            continue
-        mark = "  <- latest" if folder.name == latest else ""
-        print(
-            f"{folder.name:<16} {m.step:>8} {m.tokens_seen:>16,} {m.world_size:>5} {m.zero_stage:>5} {m.precision:>9} "
-            f"{m.num_bytes / 2**30:>8.3f}  {m.created}{mark}"
+    for _, line in sorted(lines, key=lambda entry: -entry[0]):
+        print_visible(line)
+    if found.abandoned:
+        print_visible(
+            f"\nThe run is in its history {found.history.number}. Abandoned checkpoints are of steps that it went back "
+            "from: they stay, and are resumed by name only (--resume PATH). "
+            f"`llmscale checkpoint prune {args.run}` deletes them."
         )
     return 0
 
 
+def _row(saved: Checkpoint, width: int) -> str:
+    m = saved.manifest
+    return (
+        f"{saved.path.name:<{width}} {m.step:>8} {m.tokens_seen:>16,} {m.world_size:>5} {m.zero_stage:>5} "
+        f"{m.precision:>9} {m.num_bytes / 2**30:>8.3f}  {m.created}"
+    )
+
+
+def _find(run: Path) -> FoundCheckpoints:
+    """What a run has saved, at least something. What is passed over is said on stderr."""
+    found = find_checkpoints(run)
+    report_passed_over(found, _to_stderr)
+    if not (found.current or found.abandoned or found.damaged):
+        raise CheckpointError(f"{run} has no checkpoints. Is it a run folder (one that train.py's --run named)?")
+    return found
+
+
+def _to_stderr(line: str) -> None:
+    print_visible(line, file=sys.stderr)
+
+
 def _show(args: argparse.Namespace) -> int:
-    folder = find_checkpoint(args.run)
+    folder = find_checkpoint(args.run, _to_stderr)
     manifest = load_manifest(folder)
-    print(folder)
+    print_visible(folder)
     for key in ("step", "tokens_seen", "world_size", "zero_stage", "precision", "created"):
-        print(f"  {key}: {getattr(manifest, key)}")
+        print_visible(f"  {key}: {getattr(manifest, key)}")
     for file in manifest.files:
-        print(f"  {file.num_bytes:>14,} bytes  {file.name}  xxh3_128 {file.xxh3_128}")
+        print_visible(f"  {file.num_bytes:>14,} bytes  {file.name}  xxh3_128 {file.xxh3_128}")
     print(json.dumps(read_state(folder), indent=2))
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
-    folders = list_checkpoints(args.run) or [find_checkpoint(args.run)]
+    found = find_checkpoints(args.run)
+    report_passed_over(found, _to_stderr)
+    folders = [saved.path for saved in [*found.current, *found.abandoned]] + [path for path, _ in found.damaged]
+    abandoned = {saved.path for saved in found.abandoned}
     num_damaged = 0
-    for folder in folders:
+    for folder in folders or [find_checkpoint(args.run)]:
         damage = find_damage(folder)
         num_damaged += damage is not None
-        print(f"{folder.name}: {'whole' if damage is None else f'DAMAGED: {damage}'}")
+        mark = " (abandoned)" if folder in abandoned else ""
+        print_visible(f"{folder.name}{mark}: {'whole' if damage is None else f'DAMAGED: {damage}'}")
     return 1 if num_damaged else 0
 
 
+def _prune(args: argparse.Namespace) -> int:
+    found = _find(args.run)
+    folders = prunable(found)
+    for folder in folders:
+        try:
+            delete_checkpoint(folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot be deleted: {error.strerror or error}.") from None
+        print_visible(f"deleted {folder.name}")
+    if not folders:
+        print_visible(f"nothing is abandoned: all of the run's checkpoints are of history {found.history.number}")
+    return 0
+
+
 def _diff(args: argparse.Namespace) -> int:
-    a, b = find_checkpoint(args.a), find_checkpoint(args.b)
+    a, b = find_checkpoint(args.a, _to_stderr), find_checkpoint(args.b, _to_stderr)
     left, right = dict(_flatten(read_state(a))), dict(_flatten(read_state(b)))
-    print(f"- {a}\n+ {b}")
+    print_visible(f"- {a}\n+ {b}")
     for key in sorted(left.keys() | right.keys()):
         if left.get(key) != right.get(key):
-            print(f"{key}\n  - {left.get(key, '(absent)')}\n  + {right.get(key, '(absent)')}")
+            print_visible(f"{key}\n  - {left.get(key, '(absent)')}\n  + {right.get(key, '(absent)')}")
     return 0
 
 

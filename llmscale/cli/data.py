@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config import flag_type, limits
+from llmscale.untrusted.terminal import print_visible
+
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
+    from collections.abc import Iterator
+
     from llmscale.data.manifest import Manifest
+    from llmscale.data.prepare import Prepared
     from llmscale.data.sources import Source
 
 
@@ -20,17 +25,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_prepare(commands)
     _add_train_tokenizer(commands)
     inspect = commands.add_parser("inspect", help="what a prepared set holds, with a few decoded samples")
-    inspect.add_argument("folder", help="the prepared set, local or a URL")
-    inspect.add_argument("--samples", type=int, default=2, metavar="N", help="samples to decode per split (default: 2)")
+    inspect.add_argument("folder", type=flag_type.path_or_url, help="the prepared set, local or a URL")
+    inspect.add_argument(
+        "--samples",
+        type=flag_type.whole(0, 10_000),
+        default=2,
+        metavar="N",
+        help="samples to decode per split (default: 2)",
+    )
     inspect.set_defaults(handler=_inspect)
     verify = commands.add_parser("verify", help="check the hash of every shard; exit status 1 when one is damaged")
-    verify.add_argument("folder", type=Path, help="the prepared set")
+    verify.add_argument("folder", type=flag_type.path, help="the prepared set")
     verify.set_defaults(handler=_verify)
 
 
 def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--input",
+        type=flag_type.path_or_url,
         required=True,
         metavar="PATH|hf:NAME[:CONFIG]|python-stdlib",
         help="text (one document a file), .jsonl or .parquet, also .gz/.zst; a folder of them; "
@@ -38,37 +50,75 @@ def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
         "or the sources and docs of this Python's standard library",
     )
     parser.add_argument(
-        "--text-field", default="text", metavar="NAME", help="field of JSONL, Parquet and hf (default: text)"
+        "--text-field",
+        type=flag_type.name,
+        default="text",
+        metavar="NAME",
+        help="field of JSONL, Parquet and hf (default: text)",
     )
-    parser.add_argument("--hf-split", default="train", metavar="NAME", help="split of a hf: data set (default: train)")
-    parser.add_argument("--glob", metavar="PATTERN", help="which of a folder's files, for example '*.py'")
+    parser.add_argument(
+        "--hf-split",
+        type=flag_type.name,
+        default="train",
+        metavar="NAME",
+        help="split of a hf: data set (default: train)",
+    )
+    parser.add_argument(
+        "--glob", type=flag_type.name, metavar="PATTERN", help="which of a folder's files, for example '*.py'"
+    )
     parser.add_argument("--skip-undecodable", action="store_true", help="skip and count text files that are not UTF-8")
 
 
 def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
     _add_source_arguments(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the prepared set")
+    parser.add_argument("--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the prepared set")
     parser.add_argument(
         "--tokenizer",
+        type=flag_type.path_or_url,
         default="gpt2",
         metavar="gpt2|bytes|FILE.tiktoken|FOLDER",
         help="FOLDER holds a Hugging Face tokenizer.json (default: gpt2)",
     )
     parser.add_argument(
-        "--seq-len", type=int, default=1024, metavar="T", help="context length in tokens (default: 1024)"
+        "--seq-len",
+        type=flag_type.whole(1, limits.MAX_SEQ_LEN),
+        default=1024,
+        metavar="T",
+        help="context length in tokens (default: 1024)",
     )
     parser.add_argument(
         "--val-fraction",
-        type=float,
+        type=flag_type.number(0, 0.5),
         default=0.01,
         metavar="F",
         help="share of documents for validation (default: 0.01)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="decides which documents those are (default: 0)")
-    parser.add_argument("--shard-mb", type=int, default=64, metavar="MIB", help="largest shard in MiB (default: 64)")
+    parser.add_argument(
+        "--seed",
+        type=flag_type.whole(0, limits.MAX_SEED),
+        default=0,
+        help="decides which documents those are, and the shuffle (default: 0)",
+    )
+    parser.add_argument(
+        "--no-shuffle",
+        action="store_true",
+        help="leave the training windows in the order of the text (default: every shard is a random part of it)",
+    )
+    parser.add_argument(
+        "--shard-mb",
+        type=flag_type.whole(1, 4095),
+        default=64,
+        metavar="MIB",
+        help="largest shard in MiB (default: 64)",
+    )
     parser.add_argument("--compression", choices=["zstd"], default="", help="compress the shards (default: not)")
-    parser.add_argument("--workers", type=int, metavar="N", help="tokenising processes (default: one per core)")
+    parser.add_argument(
+        "--workers",
+        type=flag_type.whole(1, limits.MAX_WORKERS),
+        metavar="N",
+        help="tokenising processes (default: one per core)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
     parser.set_defaults(handler=_prepare)
 
@@ -76,21 +126,31 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text")
     _add_source_arguments(parser)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the tokenizer")
-    parser.add_argument("--vocab-size", type=int, default=32768, metavar="N", help="tokens to learn (default: 32768)")
+    parser.add_argument("--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the tokenizer")
+    parser.add_argument(
+        "--vocab-size",
+        type=flag_type.whole(257, limits.MAX_VOCAB),
+        default=32768,
+        metavar="N",
+        help="tokens to learn (default: 32768)",
+    )
     parser.set_defaults(handler=_train_tokenizer)
 
 
 def _open_source(args: argparse.Namespace) -> Source:
-    from llmscale.data.sources import open_source
+    from llmscale.data.sources import check_apart, open_source
 
-    return open_source(
+    check_apart(args.input, args.out)
+    source = open_source(
         args.input,
         text_field=args.text_field,
         hf_split=args.hf_split,
         glob=args.glob,
         skip_undecodable=args.skip_undecodable,
     )
+    if source.left_out:
+        print_visible(source.left_out, file=sys.stderr)
+    return source
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -101,12 +161,14 @@ def _prepare(args: argparse.Namespace) -> int:
         seq_len=args.seq_len,
         val_fraction=args.val_fraction,
         seed=args.seed,
+        shuffle=not args.no_shuffle,
         shard_bytes=args.shard_mb << 20,
         compression=args.compression,
     )
+    source = _open_source(args)
     start_s = time.monotonic()
     prepared = prepare(
-        _open_source(args),
+        source,
         args.out,
         load_tokenizer(args.tokenizer),
         options,
@@ -116,20 +178,46 @@ def _prepare(args: argparse.Namespace) -> int:
     elapsed_s = time.monotonic() - start_s
     _print_manifest(prepared.manifest, str(args.out))
     if prepared.reused:
-        print("Already prepared: nothing to do.")
+        print_visible("Already prepared: nothing to do.")
     else:
         num_tokens = sum(split.num_tokens for split in prepared.manifest.splits.values())
-        print(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
-        if "val" not in prepared.manifest.splits:
-            print("No validation split: one needs --val-fraction above 0 and two documents.", file=sys.stderr)
+        print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
+        for line in _choices(prepared, source, args.val_fraction):
+            print_visible(line, file=sys.stderr)
     return 0
+
+
+def _choices(prepared: Prepared, source: Source, val_fraction: float) -> Iterator[str]:
+    """What was decided and not asked for."""
+    from llmscale.data.read_files import MAX_TEXT_BYTES
+
+    if source.num_cut:
+        yield f"{source.num_cut:,} texts of more than {MAX_TEXT_BYTES >> 20} MiB became documents of about 1 MiB."
+    splits = prepared.manifest.splits
+    if source.passed_over:
+        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in source.passed_over.most_common(6))
+        number = source.passed_over.total()
+        yield f"Passed over {number:,} files that are not known to be text ({kinds}); --glob chooses."
+    num_tokens = sum(split.num_tokens for split in splits.values())
+    if "val" not in splits:
+        window = prepared.manifest.seq_len + 1
+        why = f"the text is too short, {num_tokens:,} tokens: training and validation need a window of {window:,} each"
+        yield f"No validation split: {why if val_fraction else 'as --val-fraction 0 says'}."
+    elif prepared.note:
+        yield prepared.note
+    elif splits["val"].num_tokens > max(2 * val_fraction, val_fraction + 0.02) * num_tokens:
+        yield (
+            f"Validation has {splits['val'].num_tokens / num_tokens:.0%} of the tokens, not {val_fraction:.0%}: "
+            f"{splits['val'].num_documents:,} of {sum(split.num_documents for split in splits.values()):,} documents, "
+            "which are not cut. Another --seed chooses others."
+        )
 
 
 def _train_tokenizer(args: argparse.Namespace) -> int:
     from llmscale.data.train_tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(_open_source(args), args.out, args.vocab_size)
-    print(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
+    print_visible(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
     return 0
 
 
@@ -150,7 +238,7 @@ def _inspect(args: argparse.Namespace) -> int:
         for sample_id, window in zip(ids, shards.read(ids), strict=True):
             text = tokenizer.decode(window.tolist())
             shown = text if len(text) <= 400 else f"{text[:400]} ... ({len(text):,} characters)"
-            print(f"\n--- {split} sample {sample_id} ---\n{shown}")
+            print_visible(f"\n--- {split} sample {sample_id} ---\n{shown}")
     return 0
 
 
@@ -168,21 +256,25 @@ def _verify(args: argparse.Namespace) -> int:
             num_bytes += file.bytes
             if damage:
                 num_damaged += 1
-                print(damage, file=sys.stderr)
-    print(f"{args.folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
+                print_visible(damage, file=sys.stderr)
+    print_visible(f"{args.folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
     return 1 if num_damaged else 0
 
 
 def _print_manifest(manifest: Manifest, folder: str) -> None:
-    print(
+    print_visible(
         f"{folder}: {manifest.source}, tokenizer {manifest.tokenizer} ({manifest.vocab_size:,} tokens), "
         f"seq_len {manifest.seq_len}, {manifest.dtype}, fingerprint {manifest.fingerprint[:12]}"
     )
     for name, split in manifest.splits.items():
-        print(
+        print_visible(
             f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
             f"samples (+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
             f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
         )
+    if not manifest.is_shuffled:
+        print("  windows of train in the order of the text")
     if manifest.skipped_documents or manifest.empty_documents:
-        print(f"  left out: {manifest.skipped_documents} undecodable, {manifest.empty_documents} empty documents")
+        print_visible(
+            f"  left out: {manifest.skipped_documents} undecodable, {manifest.empty_documents} empty documents"
+        )

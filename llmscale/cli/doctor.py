@@ -10,11 +10,11 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config import flag_type, limits
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
-from llmscale.errors import ConfigError
+from llmscale.untrusted.terminal import make_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -36,9 +36,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         description="Looks at this machine, or at every host of a hostfile at once through ssh, and prints one table "
         "with the fix for whatever is wrong. Exit status: 0 nothing is red, 1 something is, 2 it could not be asked.",
     )
-    parser.add_argument("--hostfile", type=Path, metavar="FILE", help="hosts to check (default: this machine)")
-    parser.add_argument("--ds", type=Path, metavar="FILE", help="ds_config to check, on every host")
-    parser.add_argument("--run-config", type=Path, metavar="FILE", help="run file of train.py (its --config) to check")
+    parser.add_argument(
+        "--hostfile", type=flag_type.path, metavar="FILE", help="hosts to check (default: this machine)"
+    )
+    parser.add_argument("--ds", type=flag_type.path, metavar="FILE", help="ds_config to check, on every host")
+    parser.add_argument(
+        "--run-config", type=flag_type.path, metavar="FILE", help="run file of train.py (its --config) to check"
+    )
     parser.add_argument("--json", action="store_true", help="print rows and all facts as JSON")
     parser.add_argument(
         "--build-ops", action="store_true", help="build the DeepSpeed ops that the ds_config needs, now"
@@ -46,13 +50,20 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.add_argument("--no-network-test", action="store_true", help="leave out the timed all-reduce")
     parser.add_argument(
         "--interconnect",
+        type=flag_type.name,
         metavar="NAME",
         help="what the network between hosts should be, to judge the all-reduce by: "
         f"{', '.join(network.name for network in INTERCONNECTS)} (default: what the links say)",
     )
-    parser.add_argument("--port", type=int, default=29500, help="where the ranks will meet (default: 29500)")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, metavar="S", help="seconds that a host may take (default: 60)"
+        "--port", type=flag_type.whole(1, 65535), default=29500, help="where the ranks will meet (default: 29500)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=flag_type.number(0.001, limits.MAX_SECONDS),
+        default=60.0,
+        metavar="S",
+        help="seconds that a host may take (default: 60)",
     )
     parser.add_argument(
         "flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, as they will be given to it (after --)"
@@ -75,10 +86,6 @@ def _run(args: argparse.Namespace) -> int:
 def _question(args: argparse.Namespace) -> Question:
     from llmscale.cluster.doctor.examine import Question
 
-    if not 1 <= args.port <= 65535:
-        raise ConfigError(f"--port must be from 1 to 65535, not {args.port}.")
-    if not 0 < args.timeout < float("inf"):
-        raise ConfigError(f"--timeout must be above 0 seconds, not {args.timeout:g}.")
     flags = list(args.flags)
     if args.run_config is not None:
         flags = ["--config", str(args.run_config), *flags]
@@ -123,9 +130,10 @@ def table_lines(rows: Sequence[Row], *, colour: bool, width: int) -> list[str]:
     first = max((len(row.name) for row in rows), default=0) + 8
     lines = []
     for row in rows:
-        text = textwrap.wrap(row.found, max(40, width - first)) or [""]
+        # Of other hosts' words in part.
+        text = textwrap.wrap(make_visible(row.found), max(40, width - first)) or [""]
         if row.fix:
-            text += textwrap.wrap(f"fix: {row.fix}", max(40, width - first), subsequent_indent="     ")
+            text += textwrap.wrap(make_visible(f"fix: {row.fix}"), max(40, width - first), subsequent_indent="     ")
         head = f"{_paint(row.status, colour)}{' ' * (6 - len(row.status))}{row.name:{first - 6}}"
         lines.append(head + text[0])
         lines += [" " * first + line for line in text[1:]]

@@ -18,7 +18,7 @@ from llmscale.errors import ConfigError
 from llmscale.memory.describe import format_size
 from llmscale.memory.hf_config import HFModel, load_hf_model
 from llmscale.memory.hf_states import HFStates, estimate_hf_states
-from llmscale.memory.layout import build_layout
+from llmscale.memory.layout import EngineLayout, build_layout
 from llmscale.memory.search import Machines
 from llmscale.memory.strategy import Strategy, all_strategies, build_strategy
 
@@ -29,6 +29,7 @@ class _Row:
     states: HFStates
     room_bytes: int
     """For activations; negative: missing."""
+    layout: EngineLayout
 
     @property
     def fits(self) -> bool:
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
             print(line)
         print()
         print("GiB per GPU at the peak of parameters, gradients, optimizer states, buffers and temporaries.")
+        print(_accumulation(args.global_batch_size, rows[0]))
         print(
             "room: what is left for activations, logits and loss when the backward pass begins, after the allocator's"
         )
@@ -82,11 +84,20 @@ def _rows(model: HFModel, machines: Machines, precision: Precision, global_batch
             num_parameters=model.num_parameters,
             has_gpu=True,
         )
-        states = estimate_hf_states(model, build_layout(resolved, world_size))
+        layout = build_layout(resolved, world_size)
+        states = estimate_hf_states(model, layout)
         spare = machines.gpu_bytes - states.estimate.total_bytes
         room = min(states.room_bytes(machines.gpu_bytes), spare) if spare < 0 else states.room_bytes(machines.gpu_bytes)
-        rows.append(_Row(strategy, states, room))
+        rows.append(_Row(strategy, states, room, layout))
     return rows
+
+
+def _accumulation(global_batch_size: int | None, row: _Row) -> str:
+    """Whether gradients are summed over micro-steps was decided here, where the batch was not given."""
+    if row.layout.gradient_accumulation_steps == 1:
+        return "one micro-step per step, as --global-batch-size has one sequence per GPU: no gradients are summed."
+    why = "" if global_batch_size else " (assumed: --global-batch-size says how many)"
+    return f"gradients of several micro-steps{why} are summed in {row.layout.grad_accum_dtype}."
 
 
 def _lines(rows: list[_Row], machines: Machines) -> Iterator[str]:

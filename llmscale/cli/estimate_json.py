@@ -74,6 +74,7 @@ def _row_as_dict(row: Row) -> dict[str, object]:
         "precision": fit.layout.precision,
         "micro_batch_size": fit.plan.micro_batch_size,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps,
+        "grad_accum_dtype": fit.layout.grad_accum_dtype,
         "estimate": estimate_as_dict(fit.estimate),
         **_fit_as_dict(fit),
         "throughput": None if row.throughput is None else asdict(row.throughput),

@@ -32,6 +32,12 @@ def run(args: argparse.Namespace) -> int:
             print(line)
         print()
         host = "checked" if job.machines.host_bytes else "not checked: --host-memory-gib"
+        fit = next((model.fit for model in models if model.fit), None)
+        if fit is not None and fit.plan.gradient_accumulation_steps > 1:
+            print(
+                f"global batch {job.global_batch_size:,}: {fit.plan.gradient_accumulation_steps} micro-steps, whose "
+                f"gradients are summed in {fit.layout.grad_accum_dtype}."
+            )
         print("Shapes: GPT-3's table, and between its points depth as a function of the width.")
         print(f"total: GiB of one GPU; host and NVMe: GiB of one node, {host}.")
         print(

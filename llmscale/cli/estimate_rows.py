@@ -7,12 +7,14 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmscale.cli.estimate_emit import check_emit, emit_ds_config
+from llmscale.cli.estimate_emit import emit_ds_config
 from llmscale.cli.estimate_json import request_as_dict, rows_as_dict
 from llmscale.cli.estimate_request import Request, read_ds_files, read_request
 from llmscale.cli.estimate_simulation import Simulation, simulate, simulation_lines
 from llmscale.cli.estimate_table import legend_lines, moment_lines, row_lines
 from llmscale.cli.train_command import data_words, train_command
+from llmscale.config.choices import preset_words
+from llmscale.config.user_paths import check_output_file
 from llmscale.memory.describe import format_size
 from llmscale.memory.recommend import find_cheapest_change, find_enough_nodes, nearest_fit
 from llmscale.memory.search import Fit, find_fits, find_largest_fit
@@ -28,7 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """0 when something fits, 1 when nothing does."""
     request = read_request(args)
     if args.emit is not None:
-        check_emit(args.emit, force=args.force)
+        check_output_file("--emit", args.emit, overwrite=args.force)
+    if args.plot is not None:
+        check_output_file("--plot", args.plot, overwrite=True)
     rows, names = _build(args, request)
     simulations = _simulate(request, rows, names) if args.dry_run else []
     if args.json:
@@ -78,6 +82,9 @@ def _lines(request: Request, rows: Rows, names: list[str] | None, simulations: l
         f"{model}: {shape.num_parameters:,} parameters ({shape.n_layer} layers, {shape.n_head} heads, width "
         f"{shape.n_embd}, vocabulary {shape.vocab_size:,}), sequences of {shape.seq_len:,}"
     )
+    reshaped = preset_words(model, shape, "a") if model != "model" else None
+    if reshaped:
+        yield f"  {reshaped}"
     precisions = " and ".join(sorted({row.fit.layout.precision for row in rows.rows}))
     yield (
         f"on {request.machines_in_words}, {precisions}, global batch {job.global_batch_size:,} sequences = "

@@ -11,6 +11,7 @@ from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
 from llmscale.memory.largest_model import LargestModel
 from llmscale.memory.search import Fit
 from llmscale.planning.rows import Row
+from llmscale.planning.throughput import Throughput
 
 #: Heads of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
@@ -63,7 +64,8 @@ def _rate_cells(row: Row) -> list[str]:
     if row.throughput is None or not row.fit.fits:
         return ["-", "-"]
     mfu = row.throughput.mfu
-    return [f"{row.throughput.tokens_per_second:,.0f}", "-" if mfu is None else f"{mfu:.0%}"]
+    mark = "~" if row.throughput.beyond else ""
+    return [f"{mark}{row.throughput.tokens_per_second:,.0f}", "-" if mfu is None else f"{mfu:.0%}"]
 
 
 def verdict(fit: Fit) -> str:
@@ -85,13 +87,39 @@ def legend_lines(rows: Sequence[Row]) -> Iterator[str]:
         f"reserve and context are assumed, not measured: {reserve} that the allocator holds beyond the tensors, and "
         f"{context} for CUDA, its libraries and NCCL."
     )
+    yield from _gradient_lines([row.fit for row in rows])
     if any(row.fit.host_bytes_per_node for row in rows):
         host = rows[0].fit.machines.host_bytes
         known = f"checked against {format_size(host)} (--host-memory-gib)" if host else "not checked: --host-memory-gib"
         yield f"host is for what is offloaded, beyond the processes themselves; {known}."
     if any(row.throughput for row in rows):
-        sources = sorted({row.throughput.calibration for row in rows if row.throughput})
-        yield f"tok/s (all GPUs together) and MFU are estimated; kernels {'; '.join(sources)}."
+        yield "tok/s (all GPUs together) and MFU are estimated."
+        yield from _calibration_lines([row.throughput for row in rows if row.throughput])
+
+
+def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
+    """In which type gradients of several micro-steps are summed."""
+    types = {fit.layout.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
+    if types:
+        yield (
+            f"gradients of several micro-steps are summed in {' or '.join(sorted(types))}, counted in grad and comm "
+            "(data_types.grad_accum_dtype of the ds_config)."
+        )
+
+
+def _calibration_lines(found: Sequence[Throughput]) -> Iterator[str]:
+    """What the estimates rest on: once for all that are alike but for the ways in which they lie beyond the rows."""
+    by_way: dict[str, dict[str, None]] = {}
+    for throughput in found:
+        if not throughput.calibration.startswith("extrapolated"):
+            by_way.setdefault(throughput.calibration, {})
+            continue
+        before, _, after = throughput.calibration.partition(": ")
+        error = after.rpartition("; ")[2]
+        by_way.setdefault(f"{before}|{error}", {}).update(dict.fromkeys(throughput.beyond))
+    for way, beyond in by_way.items():
+        text, _, error = way.partition("|")
+        yield f"  ~ {text}: {', '.join(sorted(beyond))}; {error}." if beyond else f"  {text}."
 
 
 def moment_lines(moments: Mapping[str, Breakdown], peak: str) -> Iterator[str]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
 from llmscale import __version__
 from llmscale.config.flag_parser import FlagParser
-from llmscale.errors import LlmscaleError
+from llmscale.last_words import guarded
 
 #: In the order of the questions that they answer; each is a module of this folder.
-COMMANDS = ("plan", "estimate", "data", "doctor", "launch", "report", "sample", "checkpoint")
+COMMANDS = ("plan", "estimate", "data", "doctor", "train", "launch", "report", "sample", "checkpoint")
 
 
 def build_parser(argv: Sequence[str]) -> FlagParser:
@@ -23,7 +22,7 @@ def build_parser(argv: Sequence[str]) -> FlagParser:
     parser = FlagParser(
         prog="llmscale",
         description="Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample.",
-        epilog="Training itself: deepspeed llmscale/train.py --ds ds_configs/zero2.json (--help lists every key).",
+        epilog="Training itself: llmscale train --ds ds_configs/zero2.json (--help lists every key).",
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -34,21 +33,17 @@ def build_parser(argv: Sequence[str]) -> FlagParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a user's mistake is one line on stderr and exit status 2."""
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        args = build_parser(argv).parse_args(argv)
-        status = args.handler(args)
-        sys.stdout.flush()
-        return status
-    except LlmscaleError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        # `llmscale ... | head` closed the pipe: not an error, and Python's own flush at exit must not make it one.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["train"]:
+        # All that follows is parsed with train.py's flags, in cli/train.py.
+        argv = ["train", "--", *argv[1:]]
+    return guarded(lambda: _run(argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    args = build_parser(argv).parse_args(argv)
+    status: int = args.handler(args)
+    return status
 
 
 if __name__ == "__main__":

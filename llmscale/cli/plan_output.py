@@ -11,6 +11,7 @@ from pathlib import Path
 from llmscale.cli.estimate_table import align
 from llmscale.cli.plan_request import Terms
 from llmscale.cli.train_command import data_words, train_command
+from llmscale.config.choices import preset_words
 from llmscale.config.hardware import GPUS
 from llmscale.config.presets import PRESETS
 from llmscale.config.quantity import format_quantity
@@ -93,7 +94,7 @@ def _run_lines(question: Question, plan: Plan) -> Iterator[str]:
     if (shape.n_layer, shape.n_head, shape.n_embd) != (preset.n_layer, preset.n_head, preset.n_embd):
         yield _line("", f"nearest preset: {plan.preset}, {preset.n_layer} layers, width {preset.n_embd}")
     else:
-        yield _line("", f"that is the preset {plan.preset}")
+        yield _line("", preset_words(plan.preset, shape, "a") or f"that is the preset {plan.preset}")
     yield _line(
         "training",
         f"{format_quantity(plan.tokens)} tokens = {plan.steps:,} steps of {plan.tokens_per_step:,} tokens "
@@ -121,10 +122,12 @@ def _placement_lines(question: Question, plan: Plan, placement: Placement, terms
         yield _line("ZeRO", f"nothing fits these GPUs: {placement.why}")
     else:
         fit = placement.row.fit
+        is_summed = fit.plan.gradient_accumulation_steps > 1
+        summed = f" (gradients summed in {fit.layout.grad_accum_dtype})" if is_summed else ""
         yield _line(
             "ZeRO",
             f"{fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size} x "
-            f"{fit.plan.gradient_accumulation_steps} accumulation: {placement.why}",
+            f"{fit.plan.gradient_accumulation_steps} accumulation{summed}: {placement.why}",
         )
         if fit.host_bytes_per_node:
             yield _line("", f"needs {_size(fit.host_bytes_per_node)} of host memory per node, not checked here")
@@ -184,7 +187,8 @@ def _hint_lines(question: Question, plan: Plan) -> Iterator[str]:
     shape, preset = plan.shape, PRESETS[plan.preset]
     keys: dict[str, object] = {"model": plan.preset}
     keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
-    asked = keys | {"seq_len": shape.seq_len, "global_batch_size": plan.global_batch_size}
+    asked = keys | {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
+    asked |= {"global_batch_size": plan.global_batch_size}
     yield ""
     if plan.placement is None or question.gpus is None:
         trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
@@ -274,6 +278,7 @@ def _run_as_dict(question: Question, plan: Plan, terms: Terms) -> dict[str, obje
         "strategy": asdict(fit.strategy) if fit else None,
         "micro_batch_size": fit.plan.micro_batch_size if fit else None,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps if fit else None,
+        "grad_accum_dtype": fit.layout.grad_accum_dtype if fit else None,
         "why": placement.why,
         "mfu": placement.mfu,
         "calibration": placement.calibration,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.manifest import checkpoints_folder, read_latest
+from llmscale.checkpoint.history import list_checkpoints
+from llmscale.config import flag_type
+from llmscale.data.record import read_recorded
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.run_history import load_history, load_run_manifest
+from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `report`."""
     parser = subparsers.add_parser("report", help="a run's loss curve and results, in the terminal")
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder of train.py")
+    parser.add_argument("run", type=flag_type.path, metavar="RUN", help="run folder of train.py")
     parser.set_defaults(handler=_run)
 
 
@@ -40,8 +42,11 @@ def _run(args: argparse.Namespace) -> int:
         f"progress         {last_step:,} steps, {history.tokens_seen[last_step]:,} tokens, "
         f"{history.median_tokens_per_second:,.0f} tokens/s"
     )
-    latest = read_latest(args.run)
-    print(f"checkpoint       {checkpoints_folder(args.run) / latest if latest else 'none yet'}")
+    saved = list_checkpoints(args.run)
+    print_visible(f"checkpoint       {saved[0] if saved else 'none yet'}")
+    gaps = read_recorded(args.run).gaps
+    if gaps:
+        print_visible(f"sample record    INCOMPLETE: {'; '.join(gaps)} missing")
     return 0
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from llmscale.errors import ConfigError
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES
+from llmscale.untrusted.paths import read_regular
 
 #: Beginnings of names, by what reads them.
 FORWARDED = (
@@ -44,12 +46,16 @@ def gather_environment(
     for path in env_files:
         if path.is_file():
             chosen.update(parse_env_file(path))
+    given: set[str] = set()
     for word in extra:
         name, equals, value = word.partition("=")
         if not _NAME.fullmatch(name):
             raise ConfigError(f"--env '{word}' is not NAME or NAME=VALUE.")
         if not equals and name not in variables:
             raise ConfigError(f"--env {name}: this shell has no such variable. Set it, or write --env {name}=VALUE.")
+        if name in given:
+            raise ConfigError(f"--env {name} is given twice. Give it once.")
+        given.add(name)
         chosen[name] = value if equals else variables[name]
     chosen["PYTHONPATH"] = search_path(chosen.get("PYTHONPATH"))
     # A remote shell does not know this virtual environment: ninja is beside its Python.
@@ -70,7 +76,13 @@ def deepspeed_env_files() -> list[Path]:
 def parse_env_file(path: Path) -> dict[str, str]:
     """NAME=VALUE per line, `#` begins a comment line; the value is taken as it stands. Raises ConfigError."""
     values = {}
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        text = read_regular(path, CONFIG_MAX_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text.") from None
+    for number, line in enumerate(text.splitlines(), start=1):
         entry = line.strip()
         if not entry or entry.startswith("#"):
             continue

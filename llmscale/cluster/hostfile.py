@@ -6,7 +6,10 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES
+from llmscale.untrusted.paths import read_regular
 
 #: What ssh, pdsh and DeepSpeed's --include all read as one plain name: pdsh expands [ ] and commas, DeepSpeed splits at
 #: @ and :, and a leading dash would be an option.
@@ -28,7 +31,7 @@ def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
     """The hosts in the file's order. Raises ConfigError when it is missing, empty or has a line that cannot be used."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_regular(path, CONFIG_MAX_BYTES).decode("utf-8-sig").splitlines()
     except FileNotFoundError:
         raise ConfigError(
             f"--hostfile {path} does not exist. Write one with a line `name slots=N` per host, "
@@ -59,10 +62,14 @@ def _parse_line(entry: str, where: str) -> Host:
     _check_name(name, where)
     if not rest:
         raise ConfigError(f"{where}: '{entry}' does not say how many ranks to run there. Write `{name} slots=8`.")
-    slots = re.fullmatch(r"slots=(\d+)", rest[0])
+    slots = re.fullmatch(r"slots=([0-9]{1,6})", rest[0])
     if len(rest) > 1 or slots is None:
         raise ConfigError(
             f"{where}: '{entry}' is not `name slots=N`, with no space around the =. Write `{name} slots=8`."
+        )
+    if int(slots.group(1)) > MAX_GPUS_PER_NODE:
+        raise ConfigError(
+            f"{where}: {rest[0]} is more than a host has. At most {MAX_GPUS_PER_NODE} ranks run on one host."
         )
     if int(slots.group(1)) == 0:
         raise ConfigError(f"{where}: slots=0 runs nothing on '{name}'. Drop the line, or give at least one slot.")

@@ -6,13 +6,15 @@ Each validator raises ValueError with the end of a sentence that begins with the
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import PlainValidator
 
 AUTO = "auto"
+#: Beyond these DeepSpeed's arithmetic, in fp32 and 64 bits, has no meaning.
+_MAX_NUMBER = 1e18
+_MAX_COUNT = 2**63 - 1
 
 
 def show(value: object) -> str:
@@ -40,21 +42,26 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"must be a number of at least 0, not {show(value)}.")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"must be a number of at least 0{_most(value, _MAX_NUMBER)}, not {show(value)}.")
     return float(value)
 
 
-def _whole(minimum: int) -> Callable[[object], int]:
+def _whole(minimum: int, maximum: int = _MAX_COUNT) -> Callable[[object], int]:
     """A whole number; `5e8` is one too, as people write it."""
 
     def check(value: object) -> int:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if isinstance(value, bool) or not whole or int(value) < minimum:  # type: ignore[call-overload]
-            raise ValueError(f"must be a whole number of at least {minimum}, not {show(value)}.")
+        if isinstance(value, bool) or not whole or not minimum <= int(value) <= maximum:  # type: ignore[call-overload]
+            raise ValueError(f"must be a whole number of at least {minimum}{_most(value, maximum)}, not {show(value)}.")
         return int(value)  # type: ignore[call-overload]
 
     return check
+
+
+def _most(value: object, maximum: float) -> str:
+    """The upper bound, where it is what is violated."""
+    return f" and at most {maximum:,g}" if isinstance(value, int | float) and value > maximum else ""
 
 
 def _stage(value: object) -> object:
@@ -78,6 +85,8 @@ Texts = Annotated[tuple[str, ...], PlainValidator(_texts)]
 Number = Annotated[float, PlainValidator(_number)]
 Count = Annotated[int, PlainValidator(_whole(0))]
 Positive = Annotated[int, PlainValidator(_whole(1))]
+Power = Annotated[int, PlainValidator(_whole(0, 64))]
+"""Of two, as an fp16 loss scale."""
 Depth = Annotated[int, PlainValidator(_whole(-1))]
 """Levels of nesting; -1: all."""
 FlagOrAuto = Annotated[bool | Auto, PlainValidator(_or_auto(_flag))]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from llmscale.config.ds_fields import AUTO
 from llmscale.config.ds_schema import DsConfig
-from llmscale.config.ds_sections import DsFile, Fp16, OffloadOptimizer, OffloadParam, Precision
+from llmscale.config.ds_sections import DsFile, Dtype, Fp16, OffloadOptimizer, OffloadParam, Precision
 from llmscale.errors import ConfigError
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
@@ -60,7 +60,7 @@ def resolve_ds_config(
         gradient_clipping = ds.gradient_clipping
     config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if gradient_clipping is None else gradient_clipping
     config["zero_optimization"] = _zero_section(keys, n_embd, num_parameters, has_gpu)
-    config.update(_precision_sections(keys))
+    config.update(_precision_sections(keys, gradient_accumulation_steps))
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     config.setdefault("steps_per_print", NEVER_PRINT)
@@ -128,7 +128,7 @@ def _offload_section(offload: OffloadOptimizer | OffloadParam, has_gpu: bool) ->
     return {**written, "device": offload.device, "pin_memory": offload.pin_memory and has_gpu}
 
 
-def _precision_sections(keys: DsFile) -> dict[str, object]:
+def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[str, object]:
     """The three precision sections, and the types in which gradients are reduced and accumulated."""
     precision = keys.precision
     sections: dict[str, object] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
@@ -140,17 +140,17 @@ def _precision_sections(keys: DsFile) -> dict[str, object]:
         written = keys.torch_autocast.model_dump(mode="json", exclude_none=True)
         sections["torch_autocast"] = {**written, "enabled": True, "dtype": "bfloat16"}
     types = keys.data_types.model_dump(mode="json", exclude_none=True) if keys.data_types else {}
-    sections["data_types"] = {"grad_accum_dtype": default_accumulation(keys), **types}
+    sections["data_types"] = {"grad_accum_dtype": default_accumulation(keys, gradient_accumulation_steps), **types}
     sections["communication_data_type"] = keys.communication_data_type or keys.model_dtype
     return sections
 
 
-def default_accumulation(keys: DsFile) -> str:
+def default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtype:
     """The type gradients are summed in over micro-batches when the file does not say.
 
-    fp32 at stages 2 and 3: the sum of many bf16 gradients loses its small terms, and the shards are so small
-    (2 bytes per parameter and rank more) that the peak stays the same, because the step no longer needs an
-    fp32 copy. At stage 0 DeepSpeed has nothing but the parameters' type, and at stage 1 fp32 is another
-    optimizer class whose unsharded buffer costs 4 bytes per parameter: there it is opt-in.
+    fp32 wherever there is more than one: a sum of many 16-bit gradients loses its small terms. With one micro-step
+    there is no sum, and it is fp32 only at stages 2 and 3, where the peak is the same: the shards are small, and the
+    step needs no fp32 copy. At stage 1 in bf16 it is another optimizer class of DeepSpeed's, whose unsharded buffer
+    costs 4 bytes per parameter; at stage 0 llmscale.engine.gradient_sums sums.
     """
-    return "fp32" if keys.zero.stage >= 2 else keys.model_dtype
+    return "fp32" if keys.zero.stage >= 2 or gradient_accumulation_steps > 1 else keys.model_dtype

@@ -146,7 +146,7 @@ def _precision_refusals(keys: DsFile) -> Iterator[str]:
             f"parameters are {dtype}. Delete it."
         )
     accumulation = types.grad_accum_dtype if types else None
-    legal = {dtype} if stage == 0 else {dtype, "fp32"}
+    legal = {dtype, "fp32"}
     if accumulation and accumulation not in legal:
         yield (
             f"data_types.grad_accum_dtype {accumulation} cannot be used with precision {keys.precision} at "

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
-from llmscale.config.ds_fields import show
 from llmscale.config.ds_problems import find_problems
 from llmscale.config.ds_rules import ignored_keys, refusals
 from llmscale.config.ds_sections import (
@@ -20,6 +17,7 @@ from llmscale.config.ds_sections import (
     TorchAutocast,
 )
 from llmscale.errors import ConfigError, did_you_mean
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 
 SHIPPED_FOLDER = Path("ds_configs")
 
@@ -90,25 +88,9 @@ class DsConfig:
 def load_ds_config(path: Path) -> dict[str, object]:
     """The JSON object in a file, not yet checked. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return load_json(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {path}")
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(_missing_file(path)) from None
-    except OSError as error:
-        raise ConfigError(f"ds_config {path} cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"ds_config {path} is not JSON: it is not UTF-8 text.") from None
-    try:
-        config = json.loads(text, object_pairs_hook=_refuse_duplicates, parse_constant=_refuse_constant)
-    except json.JSONDecodeError as error:
-        raise ConfigError(
-            f"ds_config {path} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}. "
-            "(JSON has no comments and no comma after the last entry.)"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"ds_config {path}: {error}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"ds_config {path} must be a JSON object {{...}}, not {show(config)}.")
-    return config
 
 
 def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
@@ -141,16 +123,3 @@ def _missing_file(path: Path) -> str:
         names = sorted(file.name for file in folder.glob("*.json"))
     listing = f" Files in {folder}: {', '.join(names)}." if names else ""
     return f"ds_config {path} does not exist.{did_you_mean(path.name, names)}{listing}"
-
-
-def _refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    seen: dict[str, object] = {}
-    for key, value in pairs:
-        if key in seen:
-            raise ValueError(f"the key '{key}' stands twice in one object. Keep one of them.")
-        seen[key] = value
-    return seen
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number.")

@@ -21,6 +21,7 @@ from llmscale.config.ds_fields import (
     NumberOrAuto,
     Positive,
     PositiveOrAuto,
+    Power,
     Stage,
     Text,
     Texts,
@@ -105,7 +106,7 @@ class Fp16(Section):
     enabled: FlagOrAuto
     auto_cast: Flag = False
     loss_scale: Number = 0.0
-    initial_scale_power: Count = 16
+    initial_scale_power: Power = 16
     loss_scale_window: Positive = 1000
     """Steps without overflow before the scale is doubled."""
     hysteresis: Positive = 2

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
+import sys
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from llmscale.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 NamespaceT = TypeVar("NamespaceT")
 
@@ -24,13 +29,30 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse overloads on the namespace
         self, args: Sequence[str] | None = None, namespace: NamespaceT | None = None
     ) -> tuple[NamespaceT, list[str]]:
-        """As argparse, but what is unknown is an error here, where the legal flags of the subcommand are known."""
+        """As argparse, but what is unknown is an error here, where the legal flags of the subcommand are known, and so
+        is a flag that is given twice: argparse would silently take the last."""
+        self._refuse_repeated(sys.argv[1:] if args is None else args)
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].split("=")[0]
             hint = did_you_mean(flag, self._option_string_actions)
             raise ConfigError(f"unknown argument '{flag}'.{hint} `{self.prog} --help` lists all.")
         return known, unknown  # type: ignore[return-value]
+
+    def _refuse_repeated(self, args: Sequence[str]) -> None:
+        given: dict[str, str] = {}
+        for word in itertools.takewhile(lambda word: word != "--", args):
+            action = self._option_string_actions.get(word.split("=")[0])
+            if action is None or isinstance(action, argparse._AppendAction):
+                continue
+            if action.dest in given:
+                values = ", with all its values" if action.nargs in ("+", "*") else ""
+                raise ConfigError(f"{given[action.dest]} and {word} are the same setting twice. Give it once{values}.")
+            given[action.dest] = word
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """As argparse, which keeps silent about help that cannot be written."""
+        (file or sys.stderr).write(message)
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)

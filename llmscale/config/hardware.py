@@ -141,8 +141,11 @@ def get_gpu(name: str) -> GPU:
         if gpu.name == name.lower():
             return gpu
     names = [gpu.name for gpu in GPUS]
+    # The driver's word for it, as nvidia-smi prints it.
+    meant = find_gpu(name)
+    hint = f" Did you mean '{meant.name}'?" if meant else did_you_mean(name, names)
     raise ConfigError(
-        f"GPU '{name}' is not in the table.{did_you_mean(name.lower(), names)} GPUs: {', '.join(names)}. "
+        f"GPU '{name}' is not in the table.{hint} GPUs: {', '.join(names)}. "
         "For any other card give --gpu-memory-gib and --bf16-tflops."
     )
 

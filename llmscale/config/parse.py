@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import sys
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import CliSettingsSource
+from pydantic_settings.exceptions import SettingsError
 
 from llmscale.config.flag_parser import FlagParser
 from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig
+from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError, did_you_mean
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 #: One quantity in two units: a flag for either overrides the file's entry for both.
 EXCLUSIVE_KEYS = (
@@ -28,15 +26,18 @@ EXCLUSIVE_KEYS = (
 )
 
 
-def parse_run_config(argv: Sequence[str]) -> RunConfig:
-    """The run's configuration: flags over the `--config` file over defaults. Raises ConfigError, SystemExit on
-    --help."""
-    parser = FlagParser(prog="train.py", description=RunConfig.__doc__)
-    source: CliSettingsSource[FlagParser] = CliSettingsSource(
-        RunConfig, root_parser=parser, cli_parse_args=_normalise_flags(argv)
-    )
-    flags = source()
-    from_file = load_run_file(Path(flags["config"])) if flags.get("config") else {}
+def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> RunConfig:
+    """The run's configuration: flags over the `--config` file over defaults. `parser` names the command and may know
+    further flags, for --help. Raises ConfigError, SystemExit on --help."""
+    parser = parser or FlagParser(prog="train.py", description=RunConfig.__doc__)
+    try:
+        source: CliSettingsSource[FlagParser] = CliSettingsSource(
+            RunConfig, root_parser=parser, cli_parse_args=_normalise_flags(argv)
+        )
+        flags = source()
+    except SettingsError as error:
+        raise ConfigError(f"{' '.join(str(error).split())}. Repeat the flag for several values.") from None
+    from_file = load_run_file(_path("config", flags["config"])) if "config" in flags else {}
     for key, twin in EXCLUSIVE_KEYS:
         for given, overridden in ((key, twin), (twin, key)):
             if given in flags and overridden not in flags:
@@ -46,6 +47,14 @@ def parse_run_config(argv: Sequence[str]) -> RunConfig:
 
 def build_run_config(values: dict[str, object]) -> RunConfig:
     """A RunConfig from plain values; ConfigError names the first key that is wrong, its value and what is legal."""
+    for key, value in values.items():
+        # pydantic takes true for 1; YAML makes true of yes and on.
+        if (
+            isinstance(value, bool)
+            and key in RunConfig.model_fields
+            and RunConfig.model_fields[key].annotation is not bool
+        ):
+            raise ConfigError(f"{key} = {value!r}: input should be {_kind(key)}.")
     try:
         config = RunConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
@@ -54,7 +63,7 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(key, RunConfig.model_fields)
             raise ConfigError(f"unknown key '{key}'.{hint} `train.py --help` lists all keys.") from None
-        raise ConfigError(f"{key} = {first['input']!r}: {first['msg'].lower()}.") from None
+        raise ConfigError(f"{key} = {first['input']!r}: {_problem(first)}.") from None
     for key, twin in EXCLUSIVE_KEYS:
         if getattr(config, key) is not None and getattr(config, twin) is not None:
             raise ConfigError(f"{key} and {twin} say the same thing in other units. Give one of them.")
@@ -67,22 +76,44 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
     return config
 
 
+def _problem(detail: ErrorDetails) -> str:
+    """What pydantic says, and the suggestion where only some words are legal."""
+    if detail["type"] == "value_error":
+        return str(detail["ctx"]["error"])
+    hint = ""
+    if detail["type"] == "literal_error" and isinstance(detail["input"], str):
+        hint = did_you_mean(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return f"{detail['msg'].lower()}{f'.{hint}' if hint else ''}".rstrip("?") + ("?" if hint else "")
+
+
+def _kind(key: str) -> str:
+    annotation = str(RunConfig.model_fields[key].annotation)
+    return "a number" if "int" in annotation or "float" in annotation else "text"
+
+
+def _path(key: str, text: str) -> Path:
+    try:
+        return check_path(text)
+    except ValueError as error:
+        raise ConfigError(f"{key} = {text!r}: {error}.") from None
+
+
 def load_run_file(path: Path) -> dict[str, object]:
     """The keys of a YAML or TOML run file; ConfigError when it is missing, malformed, or not a mapping."""
     if path.suffix not in {".yaml", ".yml", ".toml"}:
         raise ConfigError(f"--config {path}: the suffix says the format, and must be .yaml, .yml or .toml.")
+    load = load_toml if path.suffix == ".toml" else load_yaml
     try:
-        text = path.read_text()
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except OSError as error:
+        values = load(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"--config {path}")
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}.") from None
-    except (yaml.YAMLError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid {path.suffix[1:]}: {' '.join(str(error).split())}.") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigError(f"--config {path} must hold keys and values, not a {type(values).__name__}.")
-    return {str(key).replace("-", "_"): value for key, value in values.items()}
+    keys = {str(key).replace("-", "_"): value for key, value in values.items()}
+    if len(keys) < len(values):
+        twice = next(key for key in keys if sum(str(other).replace("-", "_") == key for other in values) > 1)
+        raise ConfigError(f"--config {path}: the key '{twice}' stands there twice. Keep one of them.")
+    if "config" in keys:
+        raise ConfigError(f"--config {path}: a run file cannot name another one ('config'). Copy its keys here.")
+    return keys
 
 
 def _normalise_flags(argv: Sequence[str]) -> list[str]:
@@ -93,6 +124,6 @@ def _normalise_flags(argv: Sequence[str]) -> list[str]:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             word = name.replace("_", "-") + equals + value
-        if not word.startswith("--local-rank="):
+        if re.fullmatch(r"--local-rank=[0-9]+", word) is None:
             flags.append(word)
     return flags

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmscale.config.quantity import parse_quantity
 from llmscale.config.shape import Activation
 from llmscale.errors import ConfigError, did_you_mean
 
@@ -59,3 +60,9 @@ def get_preset(name: str) -> Preset:
             "For any other shape give n_layer, n_head and n_embd."
         )
     return PRESETS[name]
+
+
+def nominal_parameters(name: str) -> float:
+    """The size that a preset is called by: of a GPT at its own context and GPT-2's vocabulary, of a tiny one about its
+    blocks alone."""
+    return parse_quantity(name.rpartition("-")[2])

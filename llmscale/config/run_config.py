@@ -4,14 +4,19 @@ the defaults. No torch: `--help` and every error answer at once."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from llmscale.config import limits
 from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import Activation
+from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 
+NonBlank = Annotated[str, AfterValidator(check_text)]
+PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
+UserPath = Annotated[Path, BeforeValidator(check_path)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 
 #: What may differ from the checkpoint only when the user says so; the text is what the change breaks.
@@ -38,21 +43,21 @@ class RunConfig(BaseSettings):
         cli_prog_name="train.py",
     )
 
-    config: Path | None = None
+    config: UserPath | None = None
     """YAML or TOML run file that holds any of these keys."""
-    ds: Path = Path("ds_configs/zero2.json")
+    ds: UserPath = Path("ds_configs/zero2.json")
     """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing."""
 
     # model
-    model: str = "tiny-10m"
+    model: NonBlank = "tiny-10m"
     """Preset (`tiny-1m` ... `gpt3-175b`); n_layer, n_head and n_embd override it."""
-    n_layer: int | None = Field(None, ge=1)
+    n_layer: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
     """Transformer blocks."""
-    n_head: int | None = Field(None, ge=1)
+    n_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
     """Attention heads; must divide n_embd."""
-    n_embd: int | None = Field(None, ge=1)
+    n_embd: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
     """Width of the residual stream."""
-    seq_len: int | None = Field(None, ge=1)
+    seq_len: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
     """Tokens per sequence; default: the data set's, which it must equal."""
     activation: Activation | None = None
     """MLP non-linearity; default: the preset's."""
@@ -62,61 +67,62 @@ class RunConfig(BaseSettings):
     """Biases in linear layers and layer norms."""
 
     # data
-    data: str = "data/python-stdlib"
+    data: PathOrUrl = "data/python-stdlib"
     """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard."""
-    data_cache: Path | None = None
+    data_cache: UserPath | None = None
     """Where the shards of a remote set are kept; default ~/.cache/llmscale/data."""
     shuffle: bool = True
     """Shuffle each epoch."""
-    num_canonical_nodes: int | None = Field(None, ge=1)
-    """Rows of the sample order; a node fetches only its rows when the number of nodes divides this."""
-    shuffle_block_size: int | None = Field(None, ge=1)
-    """Samples that are shuffled among each other within a row."""
-    num_workers: int = Field(1, ge=0)
+    num_canonical_nodes: int | None = Field(None, ge=1, le=limits.MAX_NODES)
+    """Rows of the sample order; a node fetches only its rows when the number of nodes divides this. Default: 48 where
+    they do not show (docs/data.md), else 1."""
+    shuffle_block_size: int | None = Field(None, ge=1, le=limits.MAX_SAMPLES)
+    """Samples that are shuffled among each other within a row; default: all, or 32,768 of a set above 8 GiB."""
+    num_workers: int = Field(1, ge=0, le=limits.MAX_WORKERS)
     """Data-loading processes per rank; 0 reads in the training process."""
-    cache_limit_gib: float | None = Field(None, gt=0)
+    cache_limit_gib: float | None = Field(None, gt=0, le=limits.MAX_CACHE_GIB)
     """Local space for shards of a remote set, in GiB; default: unlimited."""
     record_samples: bool = False
     """Write the sample ids of every step to the run folder."""
 
     # batch and duration
-    global_batch_size: int | None = Field(None, ge=1)
+    global_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
     """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
-    global_batch_tokens: int | None = Field(None, ge=1)
+    global_batch_tokens: int | None = Field(None, ge=1, le=limits.MAX_BATCH_TOKENS)
     """The same in tokens; must be a multiple of seq_len."""
-    micro_batch_size: int | None = Field(None, ge=1)
+    micro_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
     """Sequences per rank and forward; default: the largest that fits 16,384 tokens."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
     """Optimizer steps of the run; default: one pass over the data."""
-    tokens: int | None = Field(None, ge=1)
+    tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
     """The same in tokens, rounded up to whole steps."""
 
     # optimizer and schedule
     optimizer: Literal["adamw", "adafactor"] = "adamw"
     """Adafactor works at ZeRO stage 0 only."""
-    lr: float | None = Field(None, gt=0)
+    lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
     """Peak learning rate; default: the preset's."""
     schedule: ScheduleName = "cosine"
     """cosine to min_lr_frac; linear to min_lr_frac; constant; wsd: warm-up, stable, linear decay."""
-    warmup_steps: int | None = Field(None, ge=0)
+    warmup_steps: int | None = Field(None, ge=0, le=limits.MAX_STEPS)
     """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
-    warmup_tokens: int | None = Field(None, ge=0)
+    warmup_tokens: int | None = Field(None, ge=0, le=limits.MAX_TOKENS)
     """The same in tokens."""
-    decay_steps: int | None = Field(None, ge=1)
+    decay_steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
     """wsd: steps of the final decay (default 20 % of the run); else: steps until min_lr_frac (default the run)."""
-    decay_tokens: int | None = Field(None, ge=1)
+    decay_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
     """The same in tokens."""
     min_lr_frac: float | None = Field(None, ge=0.0, le=1.0)
     """Final learning rate as a fraction of the peak; default 0.1 for cosine, 0 for linear and wsd."""
-    weight_decay: float = Field(0.1, ge=0.0)
+    weight_decay: float = Field(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY)
     """Decoupled weight decay, on parameters of two or more dimensions only."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """AdamW: decay of the first moment."""
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
     """AdamW: decay of the second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(1e-8, ge=1e-30, le=1.0)
     """AdamW: added to the denominator."""
-    gradient_clipping: float | None = Field(None, ge=0.0)
+    gradient_clipping: float | None = Field(None, ge=0.0, le=limits.MAX_CLIPPING)
     """Largest global gradient norm; 0 switches clipping off; default: the ds_config's, else 1.0."""
 
     # overrides of the ds_config
@@ -126,45 +132,45 @@ class RunConfig(BaseSettings):
     """Overrides the ds_config's activation checkpointing."""
 
     # the loop
-    seed: int = Field(1337, ge=0)
+    seed: int = Field(1337, ge=0, le=limits.MAX_SEED)
     """Initial weights, order of the data and dropout."""
-    log_every: int = Field(10, ge=1)
+    log_every: int = Field(10, ge=1, le=limits.MAX_STEPS)
     """Steps between log lines."""
-    val_every: int = Field(250, ge=0)
+    val_every: int = Field(250, ge=0, le=limits.MAX_STEPS)
     """Steps between validations; 0: never."""
-    val_samples: int = Field(256, ge=1)
+    val_samples: int = Field(256, ge=1, le=limits.MAX_SAMPLES)
     """Sequences per validation (all, when the set has fewer)."""
-    sample_every: int = Field(0, ge=0)
+    sample_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
     """Steps between printed text samples; 0: never."""
     sample_prompt: str = "The "
     """Prompt of the printed samples."""
-    save_every: int = Field(500, ge=0)
+    save_every: int = Field(500, ge=0, le=limits.MAX_STEPS)
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
-    save_every_minutes: float | None = Field(None, gt=0)
+    save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)
     """Also save when this much time has passed since the last checkpoint."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(2, ge=1, le=limits.MAX_CHECKPOINTS)
     """Checkpoints to keep."""
-    keep_every: int = Field(0, ge=0)
+    keep_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
     """Keep every checkpoint whose step is a multiple of this, for ever; 0: none."""
     async_save: bool = True
     """Write checkpoints in the background."""
-    run: Path = Path("runs/default")
+    run: UserPath = Path("runs/default")
     """Run folder: config, metrics, checkpoints, samples."""
-    resume: str = "auto"
+    resume: PathOrUrl = "auto"
     """auto: continue when the run folder has a checkpoint; none: start anew in a new folder; or a checkpoint folder."""
-    init_from: Path | None = None
+    init_from: UserPath | None = None
     """Start at step 0 with the weights of this run or checkpoint."""
     allow_changed: list[str] = Field(default_factory=list)
     """On resume, accept a change of: global_batch_size, seq_len, data, seed, order. The log says what it breaks."""
-    check_every: int = Field(100, ge=0)
+    check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)
     """Steps between checks that all ranks agree on the sample ids of a step; 0: never."""
 
     # reporting
     wandb: bool = False
     """Log to Weights & Biases from rank 0; WANDB_MODE=offline needs no account."""
-    wandb_project: str = "llmscale"
+    wandb_project: NonBlank = "llmscale"
     """Weights & Biases project."""
-    wandb_name: str | None = None
+    wandb_name: NonBlank | None = None
     """Weights & Biases run name; default: the run folder's name."""
 
     @classmethod

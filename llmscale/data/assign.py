@@ -1,12 +1,17 @@
-"""Which split a document goes to: a function of its text and the seed, so copies stay together."""
+"""Which split a document goes to: a function of its text and the seed, so copies stay together.
+
+A text of one document, or of few and short ones, would have nothing to validate on: there its end is cut off.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Generic, Protocol, TypeVar
 
 _T = TypeVar("_T")
+#: Tokens that are kept in memory while no window of validation has been found: 256 MiB.
+MOST_WAITING_TOKENS = 1 << 26
 
 
 def split_score(text_hash: bytes, seed: int) -> float:
@@ -53,3 +58,86 @@ class SplitAssigner(Generic[_T]):
         for document in self._held:
             yield split, document
         self._held = []
+
+
+class Text(Protocol):
+    """A tokenised document."""
+
+    @property
+    def text_hash(self) -> bytes:
+        """Equal for copies."""
+
+    @property
+    def num_tokens(self) -> int:
+        """With the end-of-text token that follows."""
+
+    def cut_at(self: _D, num_tokens: int) -> tuple[_D, _D]:
+        """The first tokens, and the others."""
+
+
+_D = TypeVar("_D", bound=Text)
+
+
+class ValidationKeeper:
+    """Sees to it that both splits hold a window and val is not most of the text, wherever there is text enough.
+
+    Documents wait until that is so. When it never is, the last `val_fraction` of the text, at least one window, is for
+    val, and the document in which it begins is cut; where all documents are copies of one, each is cut at the same
+    place. A text that has no two windows is left as it is.
+    """
+
+    def __init__(self, val_fraction: float, window: int) -> None:
+        self._val_fraction = val_fraction
+        self._window = window
+        self.note = ""
+        """What was done, when anything was."""
+
+    def keep(self, assigned: Iterable[tuple[str, _D]]) -> Iterator[tuple[str, _D]]:
+        """The same documents, in the same order."""
+        waiting: list[tuple[str, _D]] = []
+        may_wait = self._val_fraction > 0
+        num_tokens = {"train": 0, "val": 0}
+        for split, document in assigned:
+            waiting.append((split, document))
+            num_tokens[split] += document.num_tokens
+            # One document is in memory anyway, its copies with it.
+            is_too_much = (
+                sum(num_tokens.values()) > MOST_WAITING_TOKENS and document.text_hash != waiting[0][1].text_hash
+            )
+            may_wait &= not is_too_much and not self._is_balanced(**num_tokens)
+            if not may_wait:
+                yield from waiting
+                waiting.clear()
+        cut = self._cut([document for _, document in waiting], sum(num_tokens.values())) if waiting else None
+        yield from cut or waiting
+
+    def _is_balanced(self, train: int, val: int) -> bool:
+        return min(train, val) >= self._window and val <= max(0.5, 2 * self._val_fraction) * (train + val)
+
+    def _cut(self, documents: list[_D], num_tokens: int) -> list[tuple[str, _D]] | None:
+        """The end of the text for val; None when it is too short."""
+        wanted = max(round(num_tokens * self._val_fraction), self._window)
+        # A document that is cut ends twice, each time with an end-of-text token.
+        if num_tokens + 1 - wanted < self._window:
+            return None
+        if all(document.text_hash == documents[0].text_hash for document in documents):
+            for_val = -(-wanted // len(documents))
+            halves = documents[0].cut_at(documents[0].num_tokens - for_val)
+            found = [pair for _ in documents for pair in zip(("train", "val"), halves, strict=True)]
+        else:
+            found = list(_cut_where(documents, num_tokens - wanted))
+        self.note = (
+            f"Validation is the last {wanted:,} of the text's {num_tokens:,} tokens: it has too few documents to "
+            "choose whole ones by --val-fraction and --seed."
+        )
+        return found
+
+
+def _cut_where(documents: list[_D], num_train_tokens: int) -> Iterator[tuple[str, _D]]:
+    left = num_train_tokens
+    for document in documents:
+        before, left = left, left - document.num_tokens
+        if left >= 0 or before <= 0:
+            yield ("train" if left >= 0 else "val"), document
+        else:
+            yield from zip(("train", "val"), document.cut_at(before), strict=True)

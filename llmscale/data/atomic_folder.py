@@ -6,7 +6,7 @@ import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from llmscale.errors import DataError
@@ -19,12 +19,14 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
     With `replace`, an existing `out` is put aside first and deleted afterwards. Siblings that dead processes
     of this host left are removed. Raises DataError when `out` cannot be written or has appeared meanwhile.
     """
+    made = [folder for folder in out.parents if not os.path.lexists(folder)]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         recover(out)
         partial = _sibling(out, "partial")
         partial.mkdir()
     except OSError as error:
+        _remove_empty(made)
         raise DataError(f"Cannot write {out}: {error.strerror}.") from None
     try:
         yield partial
@@ -34,6 +36,14 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(made)
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    """What was made for an `out` that did not come; the innermost first."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def recover(out: Path) -> None:

@@ -1,4 +1,4 @@
-"""Open plain, gzip and zstd files for reading, with truncation as an error."""
+"""Open plain, gzip and zstd files for reading: truncation is an error, and so is a file that unfolds to no end."""
 
 from __future__ import annotations
 
@@ -11,31 +11,75 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from llmscale.errors import DataError
+from llmscale.untrusted.paths import open_regular
 
 #: Suffixes that are taken off before the kind of a file is looked at.
 COMPRESSED_SUFFIXES = (".gz", ".zst")
+#: What a file may unfold to, times its own size. Text shrinks to a third to a tenth, repetitive logs to a hundredth;
+#: the formats allow a thousandth (gzip) and far less (zstd), for a disk full of zeros from a megabyte.
+MAX_RATIO = 256
+#: Below this nobody asks.
+_ALWAYS_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
+#: zstd answers a piece with all that it unfolds to, at most 128 KiB for every 4 bytes.
+_ZSTD_PIECE_BYTES = 1 << 10
+
+
+class DamagedError(Exception):
+    """A compressed file is damaged, ends early, or unfolds to more than it may."""
 
 
 @contextmanager
 def open_input(path: Path) -> Iterator[BinaryIO]:
-    """The file's contents, uncompressed by its suffix. Raises DataError: unreadable, damaged, cut short."""
+    """The file's contents, uncompressed by its suffix, as they are read: nothing is unpacked ahead.
+
+    Raises DataError: unreadable, no regular file, damaged, cut short, unfolding to more than MAX_RATIO times its size.
+    """
     try:
-        with path.open("rb") as raw:
-            if path.suffix == ".gz":
-                yield cast(BinaryIO, gzip.GzipFile(fileobj=raw))
-            elif path.suffix == ".zst":
-                yield io.BufferedReader(_ZstdFile(raw), _CHUNK_BYTES)
-            else:
+        with open_regular(path) as raw:
+            if path.suffix not in COMPRESSED_SUFFIXES:
                 yield raw
-    except (EOFError, gzip.BadGzipFile, zlib.error, _ZstdError) as error:
+                return
+            unpacked = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else open_zstd(raw)
+            limit_bytes = max(_ALWAYS_BYTES, MAX_RATIO * path.stat().st_size)
+            yield io.BufferedReader(_Limited(unpacked, limit_bytes), _CHUNK_BYTES)
+    except (EOFError, gzip.BadGzipFile, zlib.error, DamagedError) as error:
         raise DataError(f"{path} is damaged or cut short: {error}.") from None
+    except _Unfolds:
+        raise DataError(
+            f"{path} unpacks to more than {MAX_RATIO} times its size, which no text does. Unpack it yourself if it is "
+            "meant to."
+        ) from None
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror or error}.") from None
 
 
-class _ZstdError(Exception):
-    """A zstd file is damaged or ends early."""
+def open_zstd(raw: BinaryIO) -> BinaryIO:
+    """The contents of a zstd file, as they are read. Reading raises DamagedError."""
+    return io.BufferedReader(_ZstdFile(raw), _CHUNK_BYTES)
+
+
+class _Unfolds(Exception):
+    """A compressed file holds more than its limit."""
+
+
+class _Limited(io.RawIOBase):
+    """What another file holds, up to a number of bytes; reading beyond them raises _Unfolds."""
+
+    def __init__(self, file: BinaryIO, limit_bytes: int) -> None:
+        self._file = file
+        self._left_bytes = limit_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        contents = self._file.read(len(buffer))
+        self._left_bytes -= len(contents)
+        if self._left_bytes < 0:
+            raise _Unfolds
+        buffer[: len(contents)] = contents
+        return len(contents)
 
 
 class _ZstdFile(io.RawIOBase):
@@ -63,18 +107,23 @@ class _ZstdFile(io.RawIOBase):
         self._pending = self._pending[count:]
         return count
 
+    def _pieces(self) -> Iterator[bytes]:
+        while chunk := self._raw.read(_CHUNK_BYTES):
+            for start in range(0, len(chunk), _ZSTD_PIECE_BYTES):
+                yield chunk[start : start + _ZSTD_PIECE_BYTES]
+
     def _decompress(self) -> Iterator[bytes]:
         import zstandard
 
         frame = None
-        while data := self._raw.read(_CHUNK_BYTES):
+        for data in self._pieces():
             while data:
                 frame = frame or zstandard.ZstdDecompressor().decompressobj()
                 try:
                     yield frame.decompress(data)
                 except zstandard.ZstdError as error:
-                    raise _ZstdError(str(error)) from None
+                    raise DamagedError(str(error)) from None
                 data = frame.unused_data if frame.eof else b""
                 frame = None if frame.eof else frame
         if frame is not None:
-            raise _ZstdError("the last frame is incomplete")
+            raise DamagedError("the last frame is incomplete")

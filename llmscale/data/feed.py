@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -16,6 +17,8 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from types import FrameType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -25,9 +28,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmscale.data.deal import RankLayout, deal
-from llmscale.data.order import SampleOrder
+from llmscale.data.order import Order
 from llmscale.data.shards import TokenShards
-from llmscale.errors import ConfigError, DataError
+from llmscale.errors import ConfigError, DataError, MachineError
 
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
@@ -63,7 +66,7 @@ class FeedPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.world_size
 
 
-def rank_sample_ids(order: SampleOrder, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
+def rank_sample_ids(order: Order, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
     """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
     positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
     return order.sample_ids(deal(positions, order.rows(positions), plan.layout))
@@ -72,13 +75,14 @@ def rank_sample_ids(order: SampleOrder, plan: FeedPlan, first_sample: int) -> ND
 class Feed(Iterator[MicroBatch]):
     """Micro-batches from stream position `start_sample` on. Its workers start at once: build it before anything slow.
 
-    Iterating raises DataError, with the same text whether the fault happened here or in a worker.
+    Iterating raises DataError, with the same text whether the fault happened here or in a worker; MachineError when a
+    worker was killed.
     """
 
     def __init__(
         self,
         shards: TokenShards,
-        order: SampleOrder,
+        order: Order,
         plan: FeedPlan,
         *,
         start_sample: int = 0,
@@ -100,27 +104,32 @@ class Feed(Iterator[MicroBatch]):
             # Forked workers start in milliseconds where spawned ones import torch and the main module again.
             # They read files and copy memory: no CUDA, no collective, one thread.
             multiprocessing_context="fork" if num_workers and _can_fork() else None,
-            worker_init_fn=_start_worker,
+            worker_init_fn=functools.partial(_start_worker, os.getpid()),
         )
+        self._waits = False
+        self._killed: str | None = None
         with _deaf_children(), _own_sigchld():
             self._batches: Iterator[_Windows | _Failure] | None = iter(loader)
+        self._workers: list[BaseProcess] = getattr(self._batches, "_workers", [])
+        self._notice_killed_workers()
         # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
         atexit.register(self.close)
 
     def __next__(self) -> MicroBatch:
         if self._batches is None:
             raise DataError("The feed was closed.")
+        self._waits = True
         try:
+            self._check_workers()
             batch = next(self._batches)
         except StopIteration:
             raise DataError("The feed ended, which it must never do.") from None
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            raise DataError(
-                f"A data worker was killed ({str(error).splitlines()[0]}), most likely for lack of memory. "
-                "Use fewer with --num-workers."
-            ) from error
+        except RuntimeError:
+            # torch's own check, every 5 s (all there is outside of the main thread), or what it made of ours.
+            self._check_workers()
+            raise
+        finally:
+            self._waits = False
         if isinstance(batch, _Failure):
             self.close()
             raise DataError(batch.text)
@@ -130,13 +139,48 @@ class Feed(Iterator[MicroBatch]):
 
     def close(self) -> None:
         """Stop the workers. The feed cannot be used afterwards."""
-        batches, self._batches = self._batches, None
-        workers = getattr(batches, "_workers", [])
-        del batches
+        workers, self._workers = self._workers, []
+        self._batches = None
         for worker in workers:
             if worker.is_alive():
                 worker.kill()
         atexit.unregister(self.close)
+
+    def _check_workers(self) -> None:
+        for number, worker in enumerate(self._workers):
+            if self._killed is None and not worker.is_alive():
+                self._killed = _describe_end(number, worker)
+                self.close()
+        if self._killed is not None:
+            raise MachineError(self._killed) from None
+
+    def _notice_killed_workers(self) -> None:
+        """Also while a batch is waited for: torch asks for that of a dead worker every 5 s, and never when the worker
+        died halfway through writing one into its pipe, which other workers hold open."""
+        if not self._workers or threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(signal.SIGCHLD)
+
+        def notice(number: int, frame: FrameType | None) -> None:
+            if callable(before):
+                before(number, frame)
+            # Anywhere else it must not raise: in a collective, where the other ranks would wait for this one.
+            if self._waits:
+                self._check_workers()
+
+        signal.signal(signal.SIGCHLD, notice)
+
+
+def _describe_end(number: int, worker: BaseProcess) -> str:
+    """Of a worker that has ended, which none does by itself."""
+    code = worker.exitcode or 0
+    how = f"ended with status {code}"
+    if code < 0:
+        names = {known.value: known.name for known in signal.Signals}
+        how = f"was killed by {names.get(-code, f'signal {-code}')}"
+    if code == -signal.SIGKILL:
+        how += ", most likely by the kernel for lack of host memory (dmesg says so)"
+    return f"Data worker {number} (process {worker.pid}) {how}. Use fewer with --num-workers."
 
 
 class _Windows(NamedTuple):
@@ -178,7 +222,7 @@ class _WindowDataset(Dataset[_Windows]):
 class _MicroBatchIds(Sampler[list[int]]):
     """Sample ids of one micro-batch after the other, for ever. Runs in the main process."""
 
-    def __init__(self, order: SampleOrder, plan: FeedPlan, start_sample: int) -> None:
+    def __init__(self, order: Order, plan: FeedPlan, start_sample: int) -> None:
         self._order = order
         self._plan = plan
         self._start_sample = start_sample
@@ -221,8 +265,9 @@ def _own_sigchld() -> Iterator[None]:
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
-def _start_worker(worker_id: int) -> None:
-    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+def _start_worker(parent: int, worker_id: int) -> None:
+    # Asked for here, the parent's number would be another one's when it had ended just now.
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
 def _exit_with_parent(parent: int) -> None:

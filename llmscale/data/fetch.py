@@ -12,16 +12,23 @@ import errno
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-from llmscale.data.location import SetLocation
+from llmscale.data.compressed import DamagedError, open_zstd
+from llmscale.data.location import SetLocation, check_source
 from llmscale.data.manifest import ShardInfo
+from llmscale.data.preflight import hash_file
+from llmscale.data.set_rules import check_no_links
 from llmscale.data.streaming_import import streaming_module
 from llmscale.errors import DataError
+from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
 
 _RETRIES = 2
+_CHUNK_BYTES = 1 << 20
+_CHECKSUM = "wrong checksum"
 _TIMEOUT_S = 120.0
 #: A peer may be downloading the shard that we want over a slow line.
 _LOCK_TIMEOUT_S = 900.0
@@ -32,6 +39,7 @@ class FileInfo(Protocol):
 
     basename: str
     bytes: int
+    hashes: dict[str, str]
 
 
 class ShardFile(Protocol):
@@ -39,6 +47,14 @@ class ShardFile(Protocol):
 
     raw_data: FileInfo
     zip_data: FileInfo | None
+
+
+@dataclass
+class _Download:
+    """A shard of one file, as Streaming's `Stream` takes it: nothing of it is to be unpacked."""
+
+    file_pairs: list[tuple[FileInfo, None]]
+    compression: None = None
 
 
 class ShardFetcher:
@@ -56,6 +72,8 @@ class ShardFetcher:
     def fetch(self, shard: ShardInfo, file: ShardFile) -> None:
         """Make the uncompressed shard exist. Raises DataError: unreachable, damaged, cache disk full."""
         lock_module: ModuleType = _filelock()
+        # A compressed local set is unpacked where it lies, and its locks are made there.
+        check_no_links(self._location.folder, f".locks/{self._split}/{shard.name}.lock", f"{self._split}/{shard.name}")
         try:
             self._locks.mkdir(parents=True, exist_ok=True)
             with lock_module.FileLock(self._locks / f"{shard.name}.lock", timeout=_LOCK_TIMEOUT_S):
@@ -83,7 +101,9 @@ class ShardFetcher:
             raise OSError(errno.ENOSPC, f"{free_bytes:,} bytes free, {needed_bytes:,} needed")
         for attempt in range(_RETRIES):
             try:
-                self._open_stream().prepare_shard(file)
+                self._download(file.zip_data or file.raw_data)
+                if file.zip_data:
+                    self._unpack(file.zip_data, shard)
                 break
             except Exception as error:  # each transport raises its client library's own kinds
                 self._remove(file)
@@ -95,6 +115,32 @@ class ShardFetcher:
             self._remove(file)
             raise DataError(f"Shard {shard.name} of {self._location.name} has another size than its index says.")
 
+    def _download(self, stored: FileInfo) -> None:
+        """Bring one file here, unless it is here, and check it. Raises whatever the transport raises, DamagedError."""
+        path = self._folder / stored.basename
+        if self._location.remote is not None:
+            check_source(self._location.remote, f"{self._split}/{stored.basename}")
+            self._open_stream().prepare_shard(_Download([(stored, None)]))
+        algorithm = self._location.manifest.hash_algorithm
+        # The size first: what a source sends instead may be of any length.
+        if not _has_size(path, stored.bytes) or hash_file(path, algorithm) != stored.hashes[algorithm]:
+            raise DamagedError(_CHECKSUM)
+
+    def _unpack(self, stored: FileInfo, shard: ShardInfo) -> None:
+        """Uncompress a shard to the size that it should have, and not a byte more, whatever its file unfolds to."""
+        path = self._folder / stored.basename
+        target = self._folder / f"{shard.name}.tmp"
+        left_bytes = shard.bytes
+        with open_regular(path, follow_links=False) as packed, open_zstd(packed) as contents, target.open("xb") as out:
+            while chunk := contents.read(min(_CHUNK_BYTES, left_bytes + 1)):
+                left_bytes -= len(chunk)
+                if left_bytes < 0:
+                    raise DamagedError(f"it unpacks to more than its {shard.bytes:,} bytes")
+                out.write(chunk)
+        os.replace(target, self._folder / shard.name)
+        if self._location.remote is not None:
+            path.unlink()
+
     def _open_stream(self) -> _Stream:
         if self._stream is None or self._stream_pid != os.getpid():
             self._stream = streaming_module("stream").Stream(
@@ -103,8 +149,9 @@ class ShardFetcher:
                 split=self._split,
                 download_retry=_RETRIES,
                 download_timeout=_TIMEOUT_S,
-                validate_hash=self._location.manifest.hash_algorithm,
-                keep_zip=False,
+                # Streaming would read the whole file into memory for it; see _download.
+                validate_hash=None,
+                keep_zip=True,
             )
             self._stream_pid = os.getpid()
         return self._stream
@@ -124,7 +171,8 @@ class ShardFetcher:
         A process that still reads one fetches it again.
         """
         shards = []
-        for path in self._folder.glob("shard.*"):
+        # What is unpacked from a local set's compressed files goes, never those.
+        for path in self._folder.glob("shard.*" if self._location.remote is not None else "shard.*.mds"):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 shards.append((status.st_mtime_ns, status.st_size, path))
@@ -148,7 +196,7 @@ class ShardFetcher:
             )
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
             return DataError(f"Cannot write {where} to {self._folder}: {error.strerror}. Choose another --data-cache.")
-        if "Checksum failure" in str(error):
+        if str(error) == _CHECKSUM:
             return DataError(
                 f"The checksum of {where} is wrong at its source, {_RETRIES} times. Prepare or copy it again."
             )
@@ -156,7 +204,7 @@ class ShardFetcher:
 
 
 class _Stream(Protocol):
-    def prepare_shard(self, shard: ShardFile) -> int: ...
+    def prepare_shard(self, shard: _Download) -> int: ...
 
 
 def _filelock() -> ModuleType:
@@ -167,6 +215,6 @@ def _filelock() -> ModuleType:
 
 def _has_size(path: Path, num_bytes: int) -> bool:
     try:
-        return path.stat().st_size == num_bytes
-    except FileNotFoundError:
+        return check_regular(path, follow_links=False).st_size == num_bytes
+    except (FileNotFoundError, RefusedFile):
         return False

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from llmscale.data.set_rules import MAX_VOCAB_SIZE
 from llmscale.data.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
 from llmscale.errors import DataError
+from llmscale.untrusted.documents import MAX_BYTES, Rules, load_json, parse_json
+from llmscale.untrusted.paths import read_regular
 
 JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
@@ -24,18 +26,26 @@ class HuggingFaceTokenizer(Tokenizer):
         from tokenizers import Tokenizer as FastTokenizer
 
         try:
-            contents = json_path.read_bytes()
+            contents = read_regular(json_path, MAX_BYTES)
+            record = parse_json(contents, Rules(DataError), str(json_path))
             self._fast = FastTokenizer.from_buffer(contents)
         except OSError as error:
             raise DataError(f"Cannot read the tokenizer {json_path}: {error.strerror}.") from None
+        except DataError:
+            raise
         except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
             raise DataError(f"{json_path} is not a tokenizer that `tokenizers` can read: {error}.") from None
-        self._path = json_path
+        self._contents = contents
         self._fast.no_truncation()
         self._fast.no_padding()
         self._fast.encode_special_tokens = True
         self.spec = str(json_path.parent)
-        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
+        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=0) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise DataError(
+                f"{json_path} has the token id {self.vocab_size - 1}. Tables would have a row for every id below it: "
+                f"at most {MAX_VOCAB_SIZE:,} are allowed."
+            )
         self._eot_text = _end_of_text(json_path)
         eot_token = self._fast.token_to_id(self._eot_text)
         if eot_token is None:
@@ -46,7 +56,7 @@ class HuggingFaceTokenizer(Tokenizer):
             )
         self.eot_token = int(eot_token)
         self.sha256 = hashlib.sha256(contents + f"\nend-of-text {eot_token}".encode()).hexdigest()
-        self.newline_is_a_border = _is_gpt2_like(json.loads(contents))
+        self.newline_is_a_border = _is_gpt2_like(record)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
         encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -70,7 +80,7 @@ class HuggingFaceTokenizer(Tokenizer):
         return text
 
     def save(self, folder: Path) -> str:
-        shutil.copyfile(self._path, folder / JSON_NAME)
+        (folder / JSON_NAME).write_bytes(self._contents)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eot_text}
         (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
         return JSON_NAME
@@ -92,10 +102,7 @@ def _end_of_text(json_path: Path) -> str:
     config_path = json_path.parent / CONFIG_NAME
     if not config_path.is_file():
         return END_OF_TEXT
-    try:
-        eos = json.loads(config_path.read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError) as error:
-        raise DataError(f"Cannot read {config_path}: {error}.") from None
+    eos = load_json(config_path, Rules(DataError)).get("eos_token")
     text = eos.get("content") if isinstance(eos, dict) else eos
     return text if isinstance(text, str) and text else END_OF_TEXT
 

@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_manifest
-from llmscale.data.preflight import INDEX_NAME
+from llmscale.data.preflight import INDEX_NAME, parse_index
+from llmscale.data.set_rules import TOKENIZER_FILES, check_no_links
 from llmscale.data.streaming_import import streaming_module
 from llmscale.errors import DataError
+from llmscale.files.whole import write_durably
+from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.paths import check_regular, read_regular
 
 DEFAULT_CACHE = Path("~/.cache/llmscale/data")
 _TIMEOUT_S = 60.0
@@ -44,36 +48,39 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
     remote = data.rstrip("/")
     if "://" not in remote:
         load_manifest(remote)  # explains a missing or half-written folder better than a failed download
-    manifest = parse_manifest(_download(remote, MANIFEST_NAME, cache).decode(), f"{remote}/{MANIFEST_NAME}")
+    manifest = parse_manifest(_download(remote, MANIFEST_NAME, cache), f"{remote}/{MANIFEST_NAME}")
     folder = cache / manifest.fingerprint[:16]
     for split in manifest.splits:
         relative = f"{split}/{INDEX_NAME}"
         if not (folder / relative).is_file():
-            _write(folder / relative, _download(remote, relative, cache))
+            contents = _download(remote, relative, cache)
+            parse_index(contents, split, manifest, f"{remote}/{relative}")
+            _write(folder / relative, contents)
     _write(folder / MANIFEST_NAME, manifest.to_json().encode())
     return SetLocation(data, manifest, folder, remote)
 
 
 def fetch_tokenizer(location: SetLocation) -> None:
     """Bring a remote set's tokenizer files into its cache folder, where `load_set_tokenizer` finds them."""
-    files = location.manifest.tokenizer_files
-    if location.remote is None or not files:
+    if location.remote is None:
         return
-    names = [files, str(Path(files).parent / "tokenizer_config.json")] if files.endswith(".json") else [files]
-    for name in names:
+    for name in TOKENIZER_FILES[location.manifest.tokenizer_files]:
         if not (location.folder / name).is_file():
             _write(location.folder / name, _download(location.remote, name, location.folder))
 
 
 def _download(remote: str, relative: str, scratch: Path) -> bytes:
-    """The contents of a small remote file, by Streaming's transport."""
+    """The contents of a small remote file, by Streaming's transport; `relative` is a name that was checked."""
     folder = ""
     try:
+        check_source(remote, relative)
         scratch.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=".download-", dir=scratch)
         target = os.path.join(folder, "file")
         streaming_module("storage.download").CloudDownloader.direct_download(f"{remote}/{relative}", target, _TIMEOUT_S)
-        return Path(target).read_bytes()
+        return read_regular(Path(target), MAX_BYTES)
+    except DataError:
+        raise
     except Exception as error:  # each transport raises its client library's own kinds
         raise DataError(f"Cannot fetch {remote}/{relative}: {type(error).__name__}: {error}.") from error
     finally:
@@ -81,12 +88,17 @@ def _download(remote: str, relative: str, scratch: Path) -> bytes:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def check_source(remote: str, relative: str) -> None:
+    """Where the remote is a folder: that the part of it is a regular file and no link. Raises DataError, OSError."""
+    if "://" not in remote:
+        check_no_links(Path(remote), relative)
+        check_regular(Path(remote) / relative, follow_links=False)
+
+
 def _write(path: Path, contents: bytes) -> None:
     """In one move, so that other ranks on this host see the whole file or none."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".incoming-", delete=False) as file:
-            file.write(contents)
-        os.replace(file.name, path)
+        write_durably(path, contents)
     except OSError as error:
         raise DataError(f"Cannot write the data cache {path}: {error.strerror}. Choose another --data-cache.") from None

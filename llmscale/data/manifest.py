@@ -10,15 +10,17 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar, cast
+from typing import TypeVar, cast
 
+from llmscale.data.set_rules import LINK_REMEDY, REMEDY, TokenDtype, check_manifest, check_split_names
 from llmscale.errors import DataError
+from llmscale.untrusted.documents import Rules, parse_json
+from llmscale.untrusted.paths import read_regular
 
 MANIFEST_NAME = "manifest.json"
 #: Raised whenever older code could misread the folder.
 FORMAT_VERSION = 1
 
-TokenDtype = Literal["uint16", "uint32"]
 #: What the user asked `prepare` for, by flag; the same request over the same source need not be prepared
 #: again.
 Request = dict[str, str | int | float | bool | None]
@@ -41,7 +43,7 @@ class ShardInfo:
 
 @dataclass(frozen=True)
 class SplitManifest:
-    """What a split holds. Sample k is tokens [k T, k T + T] of the split: T + 1 of them, T = seq_len."""
+    """What a split holds. Window w is tokens [w T, w T + T] of the split: T + 1 of them, T = seq_len."""
 
     num_documents: int
     """Documents, each followed by one end-of-text token."""
@@ -114,9 +116,19 @@ class Manifest:
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
 
     @property
+    def is_shuffled(self) -> bool:
+        """Whether the windows of `train` were shuffled when they were written; sets of older versions were not."""
+        return self.request.get("--no-shuffle") is False
+
+    @property
     def column_encoding(self) -> str:
         """MDS encoding of the one column, `tokens`: of fixed size, so that a short shard cannot pass."""
         return f"ndarray:{self.dtype}:{self.seq_len + 1}"
+
+    @property
+    def window_bytes(self) -> int:
+        """Of one sample, seq_len + 1 tokens, as it is stored."""
+        return (self.seq_len + 1) * (2 if self.dtype == "uint16" else 4)
 
     def to_json(self) -> str:
         record = {
@@ -132,33 +144,35 @@ def load_manifest(folder: Path | str) -> Manifest:
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        contents = read_regular(path, Rules.max_bytes, follow_links=False)
     except FileNotFoundError:
         raise DataError(_explain_missing(folder)) from None
     except NotADirectoryError:
         raise DataError(f"{folder} is a file; --data takes the folder that `llmscale data prepare` wrote.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"Cannot read {path}: {error}.") from None
-    return parse_manifest(text, str(path))
+    except (OSError, ValueError) as error:
+        remedy = f" {LINK_REMEDY}" if path.is_symlink() else ""
+        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.{remedy}") from None
+    return parse_manifest(contents, str(path))
 
 
-def parse_manifest(text: str, where: str) -> Manifest:
-    """Parse a manifest's JSON; `where` names it in errors. Raises DataError when it is damaged."""
-    remedy = "Prepare the set again with --overwrite."
-    try:
-        record = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{where} is not valid JSON ({error}). {remedy}") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where} does not hold a JSON object. {remedy}")
+def parse_manifest(contents: bytes | str, where: str) -> Manifest:
+    """Parse a manifest's JSON; `where` names it in errors.
+
+    Whoever wrote the set chose every value, so each is held against what `prepare` writes before it names a file, sizes
+    an array or is shown. Raises DataError when it is damaged, or says what no set can be.
+    """
+    record = parse_json(contents, Rules(DataError, REMEDY), where)
     version = record.get("format_version")
     if version != FORMAT_VERSION:
-        raise DataError(f"{where} has format version {version}; this llmscale reads version {FORMAT_VERSION}. {remedy}")
+        shown = str(version)[:20]
+        raise DataError(f"{where} has format version {shown}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
     splits = _field(record, "splits", dict, where)
+    check_split_names(splits, where)
     parsed = {name: _parse_split(split, f"{where}, split {name}") for name, split in splits.items()}
     manifest = _build(Manifest, {**record, "splits": parsed}, where)
     if record.get("fingerprint") != manifest.fingerprint:
-        raise DataError(f"{where} was altered: its fingerprint does not match its contents. {remedy}")
+        raise DataError(f"{where} was altered: its fingerprint does not match its contents. {REMEDY}")
+    check_manifest(manifest, where)
     return manifest
 
 
@@ -184,12 +198,10 @@ def _build(kind: type[_T], record: object, where: str) -> _T:
 
 def _field(record: dict[str, object], name: str, kind: type[_T], where: str) -> _T:
     if name not in record:
-        raise DataError(f"{where}: the field {name} is missing. Prepare the set again with --overwrite.")
+        raise DataError(f"{where}: the field {name} is missing. {REMEDY}")
     value = record[name]
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise DataError(
-            f"{where}: {name} must be {kind.__name__}, not {value!r}. Prepare the set again with --overwrite."
-        )
+        raise DataError(f"{where}: {name} must be {kind.__name__}, not {str(value)[:80]!r}. {REMEDY}")
     return value
 
 

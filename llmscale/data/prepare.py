@@ -1,4 +1,4 @@
-"""Text to a prepared set: tokenise, pack, shard, split, and put it in place in one move."""
+"""Text to a prepared set: tokenise, split, pack, shuffle, shard, and put it in place in one move."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from llmscale.data.assign import SplitAssigner, split_score
+import numpy as np
+
+from llmscale.data.assign import SplitAssigner, ValidationKeeper, split_score
 from llmscale.data.atomic_folder import new_folder, recover
 from llmscale.data.encode_pool import encode_in_order, pieces_of
 from llmscale.data.manifest import (
@@ -18,17 +19,15 @@ from llmscale.data.manifest import (
     Manifest,
     Request,
     SplitManifest,
-    TokenDtype,
     load_manifest,
 )
 from llmscale.data.preflight import check_files
 from llmscale.data.progress import Progress, show_progress
+from llmscale.data.set_rules import HASH_ALGORITHM, MAX_SHARD_BYTES, TOKENIZER_FOLDER, Compression, TokenDtype
 from llmscale.data.sources import Source
-from llmscale.data.split_writer import HASH_ALGORITHM, SplitWriter
-from llmscale.data.tokenizer import TOKENIZER_FOLDER, TokenArray, Tokenizer
+from llmscale.data.split_writer import SplitWriter
+from llmscale.data.tokenizer import TokenArray, Tokenizer
 from llmscale.errors import DataError
-
-Compression = Literal["", "zstd"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,9 @@ class PrepareOptions:
     val_fraction: float = 0.01
     """Share of documents that go to the val split."""
     seed: int = 0
-    """Decides which documents those are."""
+    """Decides which documents those are, and how the train split's windows are shuffled."""
+    shuffle: bool = True
+    """Shuffle the windows of train as they are written, so that every shard is a random part of the text."""
     shard_bytes: int = 64 << 20
     """Largest shard, uncompressed: Streaming's default."""
     compression: Compression = ""
@@ -53,7 +54,7 @@ class PrepareOptions:
             raise DataError(f"--val-fraction must be in [0, 0.5], not {self.val_fraction}.")
         # Streaming stores offsets within a shard as uint32; windows are at most 4 bytes a token and 8 of bookkeeping.
         smallest_bytes = 1024 + 4 * (self.seq_len + 3)
-        if not smallest_bytes <= self.shard_bytes < 1 << 32:
+        if not smallest_bytes <= self.shard_bytes <= MAX_SHARD_BYTES:
             raise DataError(
                 f"Shards of {self.shard_bytes:,} bytes cannot hold windows of seq_len {self.seq_len}: at least "
                 f"{smallest_bytes:,} bytes and less than 4 GiB are needed. Change --shard-mb."
@@ -69,6 +70,8 @@ class Prepared:
     manifest: Manifest
     reused: bool
     """The set was there already and nothing was done."""
+    note: str = ""
+    """How the validation split was made, where it is not whole documents."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,22 @@ class _Document:
 
     parts: list[TokenArray]
     num_text_bytes: int
+    text_hash: bytes
+
+    @property
+    def num_tokens(self) -> int:
+        """With the end-of-text token that will follow."""
+        return sum(map(len, self.parts)) + 1
+
+    def cut_at(self, num_tokens: int) -> tuple[_Document, _Document]:
+        """The first tokens, and the others; bytes of text in proportion."""
+        tokens = np.concatenate(self.parts)
+        num_bytes = round(self.num_text_bytes * num_tokens / len(tokens))
+        first, others = tokens[:num_tokens], tokens[num_tokens:]
+        return (
+            _Document([first], num_bytes, self.text_hash),
+            _Document([others], self.num_text_bytes - num_bytes, self.text_hash),
+        )
 
 
 def prepare(
@@ -97,10 +116,11 @@ def prepare(
     recover(out)
     if _is_already_there(out, request, overwrite=overwrite):
         return Prepared(load_manifest(out), reused=True)
+    keeper = ValidationKeeper(options.val_fraction, options.seq_len + 1)
     with new_folder(out, replace=overwrite) as folder:
-        manifest = _write_set(source, folder, tokenizer, options, request, num_workers or os.cpu_count() or 1)
+        manifest = _write_set(source, folder, tokenizer, options, request, num_workers or os.cpu_count() or 1, keeper)
         (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return Prepared(manifest, reused=False)
+    return Prepared(manifest, reused=False, note=keeper.note)
 
 
 def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> Request:
@@ -113,6 +133,7 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> R
         "--seq-len": options.seq_len,
         "--val-fraction": options.val_fraction,
         "--seed": options.seed,
+        "--no-shuffle": not options.shuffle,
         "--shard-mb": options.shard_bytes / (1 << 20),
         "--compression": options.compression,
     }
@@ -131,7 +152,8 @@ def _is_already_there(out: Path, request: Request, *, overwrite: bool) -> bool:
     different = [
         f"{key} {manifest.request.get(key)!r} there, {value!r} now"
         for key, value in request.items()
-        if key not in names and manifest.request.get(key) != value
+        # A set of an older version lacks settings that did not exist: it is taken for what was asked.
+        if key not in names and manifest.request.get(key, value) != value
     ]
     if different:
         raise DataError(
@@ -150,6 +172,7 @@ def _write_set(
     options: PrepareOptions,
     request: Request,
     num_workers: int,
+    keeper: ValidationKeeper,
 ) -> Manifest:
     dtype: TokenDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     writers = {
@@ -160,12 +183,14 @@ def _write_set(
             dtype=dtype,
             shard_bytes=options.shard_bytes,
             compression=options.compression,
+            # Validation takes samples at even distances: of a text in order, they are from all of it.
+            shuffle_seed=options.seed if options.shuffle and split == "train" else None,
         )
         for split in ("train", "val")
     }
     texts = _NonEmpty(source.documents())
     with show_progress(f"Tokenising {source.name}", "B") as progress:
-        for split, document in _assigned(texts, tokenizer, options, num_workers, progress):
+        for split, document in keeper.keep(_assigned(texts, tokenizer, options, num_workers, progress)):
             writers[split].add_document(document.parts, tokenizer.eot_token, document.num_text_bytes)
     splits = _finish(writers, folder)
     _check_sizes(splits, source, options)
@@ -190,7 +215,8 @@ def _write_set(
 
 def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitManifest]:
     """Close every split; a val split without documents is taken away again."""
-    splits = {split: writer.finish() for split, writer in writers.items()}
+    with show_progress("Writing shuffled windows", "B") as progress:
+        splits = {split: writer.finish(progress) for split, writer in writers.items()}
     if not splits["val"].num_documents:
         del splits["val"]
         shutil.rmtree(folder / "val")
@@ -236,8 +262,8 @@ def _assigned(
         parts.append(tokens)
         num_text_bytes += len(contents)
         if piece.ends_document:
-            score = split_score(digest.digest(), options.seed)
-            yield from assigner.assign(score, _Document(parts, num_text_bytes))
+            document = _Document(parts, num_text_bytes, digest.digest())
+            yield from assigner.assign(split_score(document.text_hash, options.seed), document)
             parts, num_text_bytes, digest = [], 0, hashlib.blake2b()
     yield from assigner.finish()
 

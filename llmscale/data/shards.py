@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from llmscale.data.fetch import FileInfo, ShardFetcher
 from llmscale.data.location import SetLocation
 from llmscale.data.manifest import ShardInfo, get_split
-from llmscale.data.preflight import check_files, check_hash, check_size, load_index
+from llmscale.data.preflight import check_files, check_hash, check_offsets, check_size, load_index
 from llmscale.data.streaming_import import streaming_module
 from llmscale.errors import DataError
 
@@ -116,6 +116,7 @@ class TokenShards:
     def _check(self, shard: ShardInfo) -> None:
         check_size(self._path(shard), shard.bytes)
         check_hash(self._path(shard), self.manifest.hash_algorithm, shard.hash)
+        check_offsets(self._path(shard), shard, self.manifest)
 
     def _path(self, shard: ShardInfo) -> Path:
         return self._folder / shard.name

@@ -1,4 +1,4 @@
-"""Pack one split's documents into windows of T + 1 tokens and write them as MDS shards."""
+"""Pack one split's documents into windows of T + 1 tokens, shuffle them and write them as MDS shards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.manifest import ShardInfo, SplitManifest, TokenDtype
+from llmscale.data.manifest import ShardInfo, SplitManifest
+from llmscale.data.progress import Progress
+from llmscale.data.set_rules import HASH_ALGORITHM, TokenDtype
 from llmscale.data.streaming_import import streaming_module
 from llmscale.data.tokenizer import TokenArray
+from llmscale.data.window_shuffle import WindowShuffle
 
-#: Fast enough to check a shard when it is first read: 65 MB in 9 to 14 ms from the page cache.
-#: Streaming's name of the algorithm.
-HASH_ALGORITHM = "xxh3_64"
 #: Tokens that are gathered before windows are cut off.
 _BUFFER_TOKENS = 1 << 18
 
@@ -23,9 +23,10 @@ _BUFFER_TOKENS = 1 << 18
 class SplitWriter:
     """Documents go in one after the other, each followed by end-of-text.
 
-    Sample k is tokens [k T, k T + T] of the resulting stream: T + 1 tokens, of which the last is the next
-    sample's first, so that with inputs window[:-1] and targets window[1:] every token is an input once and a
-    target once.
+    Window w is tokens [w T, w T + T] of the resulting stream: T + 1 tokens, of which the last is the next
+    window's first, so that with inputs window[:-1] and targets window[1:] every token is an input once and a
+    target once. Sample k is the k-th window by the keys that `shuffle_seed` gives (window_shuffle.py), or window k
+    when that is None.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SplitWriter:
         dtype: TokenDtype,
         shard_bytes: int,
         compression: str,
+        shuffle_seed: int | None,
     ) -> None:
         self._folder = folder
         self._seq_len = seq_len
@@ -48,6 +50,8 @@ class SplitWriter:
             hashes=[HASH_ALGORITHM],
             size_limit=shard_bytes,
         )
+        scratch = folder / "unshuffled.tmp"
+        self._shuffle = None if shuffle_seed is None else WindowShuffle(scratch, seed=shuffle_seed)
         self._waiting: list[NDArray[np.unsignedinteger]] = []
         self._num_waiting = 0
         self._num_counted = 0
@@ -70,9 +74,16 @@ class SplitWriter:
         if self._num_waiting >= max(_BUFFER_TOKENS, self._seq_len + 1):
             self._write_windows()
 
-    def finish(self) -> SplitManifest:
-        """Write what is left and the index; what does not fill a window is counted as the tail."""
+    def finish(self, progress: Progress) -> SplitManifest:
+        """Write what is left and the index, and tell `progress` the bytes of shuffled windows.
+
+        What does not fill a window is counted as the tail.
+        """
         self._write_windows()
+        if self._shuffle:
+            for windows in self._shuffle.drain():
+                self._write(windows)
+                progress.add(windows.nbytes)
         self._writer.finish()
         num_tokens = int(self._counts.sum())
         covered = self._num_samples * self._seq_len + 1 if self._num_samples else 0
@@ -89,17 +100,25 @@ class SplitWriter:
         )
 
     def _write_windows(self) -> None:
-        """Count what is waiting and cut off every full window; the rest, a shared token included, stays."""
+        """Count what is waiting and pass on every full window; the rest, a shared token included, stays."""
         if not self._waiting:
             return
         tokens = np.concatenate(self._waiting)
         self._counts += np.bincount(tokens[self._num_counted :], minlength=len(self._counts))
         num_windows = (len(tokens) - 1) // self._seq_len
-        for start in range(0, num_windows * self._seq_len, self._seq_len):
-            self._writer.write({"tokens": tokens[start : start + self._seq_len + 1]})
+        if num_windows:
+            windows = np.lib.stride_tricks.sliding_window_view(tokens, self._seq_len + 1)[:: self._seq_len]
+            if self._shuffle:
+                self._shuffle.add(windows)
+            else:
+                self._write(windows)
         self._num_samples += num_windows
         rest = tokens[num_windows * self._seq_len :].copy()
         self._waiting, self._num_waiting, self._num_counted = [rest], len(rest), len(rest)
+
+    def _write(self, windows: NDArray[np.unsignedinteger]) -> None:
+        for window in windows:
+            self._writer.write({"tokens": window})
 
     def _shards(self) -> tuple[ShardInfo, ...]:
         index = json.loads((self._folder / "index.json").read_text(encoding="utf-8"))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from llmscale.data.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
 from llmscale.errors import DataError
+from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.paths import read_regular
 
 RANKS_NAME = "ranks.tiktoken"
 #: GPT-2's pre-tokenisation (Radford et al. 2019, encoder.py), in the faster equivalent form that tiktoken
@@ -70,7 +72,7 @@ def load_ranks_file(path: Path) -> TiktokenTokenizer:
     changed.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        lines = read_regular(path, MAX_BYTES).splitlines()
     except OSError as error:
         raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.") from None
     ranks: dict[bytes, int] = {}

@@ -15,13 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.manifest import Manifest, load_manifest
+from llmscale.data.set_rules import TOKENIZER_FILES, check_no_links
 from llmscale.errors import DataError, did_you_mean
 
 TokenArray = NDArray[np.uint32]
 
 END_OF_TEXT = "<|endoftext|>"
-#: Where a prepared set keeps its tokenizer.
-TOKENIZER_FOLDER = "tokenizer"
 
 
 class Tokenizer(ABC):
@@ -114,6 +113,10 @@ def load_tokenizer(spec: str) -> Tokenizer:
 def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> Tokenizer:
     """The tokenizer of a prepared set, from the copy that it keeps. Raises DataError when they differ."""
     manifest = manifest or load_manifest(folder)
+    check_no_links(Path(folder), *TOKENIZER_FILES[manifest.tokenizer_files])
+    if not manifest.tokenizer_files and manifest.tokenizer != "bytes":
+        # Anything else that it names would be a file of this machine.
+        raise DataError(f"{folder} keeps no copy of its tokenizer. Prepare the set again with --overwrite.")
     spec = str(Path(folder) / manifest.tokenizer_files) if manifest.tokenizer_files else manifest.tokenizer
     tokenizer = load_tokenizer(spec)
     if tokenizer.sha256 != manifest.tokenizer_sha256:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from llmscale.data.atomic_folder import new_folder
 from llmscale.data.hf_tokenizer import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
 from llmscale.data.pieces import cut_text
 from llmscale.data.sources import Source
@@ -31,13 +30,8 @@ def train_tokenizer(source: Source, out: Path, vocab_size: int) -> HuggingFaceTo
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} already exists. Choose another --out, or remove it.")
-    partial = out.parent / f".{out.name}.partial-{os.getpid()}"
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(out, replace=False) as partial:
         _train(source, vocab_size, partial)
-        os.rename(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return HuggingFaceTokenizer(out / JSON_NAME)
 
 

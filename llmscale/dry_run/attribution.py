@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
+import torch
 from torch import Tensor
 
 from llmscale.config.shape import GPTShape
@@ -39,6 +40,9 @@ _CATEGORIES: dict[tuple[str, str], Category] = {
     ("engine.py", "allreduce_bucket"): _BUCKETS,
     ("engine.py", "buffered_allreduce_fallback"): _BUCKETS,
     ("utils.py", "all_gather_dp_groups"): _BUCKETS,
+    # llmscale/engine/gradient_sums.py: stage 0 in bf16
+    ("gradient_sums.py", "add"): _GRADIENTS,
+    ("gradient_sums.py", "hand_over"): _GRADIENTS,
     ("adam.py", "_init_group"): Category.OPTIMIZER,
     ("checkpointing.py", "backward"): Category.ACTIVATIONS,
 }
@@ -51,7 +55,9 @@ class Attribution:
         self._table = (shape.padded_vocab_size, shape.n_embd)
         self._logits = {shape.vocab_size, shape.padded_vocab_size}
 
-    def category_of(self, tensor: Tensor) -> Category | None:
+    def category_of(
+        self, tensor: Tensor, operator: torch._ops.OpOverload, arguments: tuple[object, ...]
+    ) -> Category | None:
         """The category of the storage that is being made right now; None where nothing tells."""
         frame: FrameType | None = sys._getframe(1)
         in_backward = False

@@ -1,9 +1,9 @@
 """Fake tensors on the CPU take the operators that a CUDA GPU takes, so that autograd saves the same tensors.
 
-Three of our model's operators keep other things for the backward pass on a GPU than on a CPU: attention (another fused
-kernel), dropout (a mask of one byte an element, not a scaled one in the input's type) and layer norm (statistics in
-fp32). Autograd treats fake tensors differently where it sums gradients. And some kernels allocate memory while they
-run, which no tensor shows: `kernel_workspace`.
+Some operators keep other things for the backward pass on a GPU than on a CPU: attention (another fused kernel), dropout
+(a mask of one byte an element, not a scaled one in the input's type), layer norm (statistics in fp32) and RMS norm
+(fused, not taken apart). Autograd treats fake tensors differently where it sums gradients. And some kernels allocate
+memory while they run, which no tensor shows: `kernel_workspace`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -30,13 +31,13 @@ _TORCH_WRAPPERS = ("_ops.py", "eval_frame.py", "_compile.py", "_python_dispatch.
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
     """Enter it inside of `FakeTensorMode` and before the `MemoryTracker`; everything is restored at the end."""
-    attention, dropout = F.scaled_dot_product_attention, F.dropout
-    F.scaled_dot_product_attention, F.dropout = _attention, _dropout
+    before = F.scaled_dot_product_attention, F.dropout, F.rms_norm
+    F.scaled_dot_product_attention, F.dropout, F.rms_norm = _attention, _dropout, _rms_norm
     try:
         with _RealTensors():
             yield
     finally:
-        F.scaled_dot_product_attention, F.dropout = attention, dropout
+        F.scaled_dot_product_attention, F.dropout, F.rms_norm = before
 
 
 def _attention(
@@ -77,6 +78,29 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if p == 0.0 or not training:
         return input
     return torch.native_dropout(input, p, True)[0]
+
+
+def _rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    """`F.rms_norm` as CUDA's fused kernel runs it (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+    if weight is None:
+        raise NotImplementedError("only RMS norm with a weight is routed")
+    return cast(Tensor, _FusedRMSNorm.apply(input, weight))
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Saves the input [..., n], the weight [n] and 1/rms [..., 1] in fp32."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        saved: Sequence[Tensor] = ctx.saved_tensors
+        return torch.empty_like(saved[0]), torch.empty_like(saved[1])
 
 
 class _RealTensors(TorchDispatchMode):

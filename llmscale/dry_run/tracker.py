@@ -26,8 +26,9 @@ _aten = torch.ops.aten
 
 #: Sizes in bytes of what a kernel allocates while it runs and frees before it returns, by its operator and arguments.
 Workspace = Callable[[torch._ops.OpOverload, tuple[object, ...]], Sequence[int]]
-#: What a new storage is for, where its first tensor tells; None where the phase decides.
-Classify = Callable[[Tensor], "Category | None"]
+#: What a new storage is for, told by its first tensor, the operator that makes it and that one's arguments; None where
+#: the phase decides.
+Classify = Callable[[Tensor, torch._ops.OpOverload, tuple[object, ...]], "Category | None"]
 
 
 class Category(Enum):
@@ -48,7 +49,10 @@ class Event:
 
     storage: int
     num_bytes: int
+    """Rounded up to whole blocks of the allocator."""
     phase: str
+    tensor_bytes: int = 0
+    """Before rounding, where the storage appears."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,10 @@ class MemoryTracker(TorchDispatchMode):
         self._peaks: dict[str, Peak] = {}
         self._peak_totals: Counter[str] = Counter()
 
+    def number_of(self, tensor: Tensor) -> int:
+        """The number of a live tensor's storage in `events`. Raises KeyError for one that was never seen."""
+        return self._live[id(tensor.untyped_storage())].number
+
     @property
     def live_bytes(self) -> int:
         return self._total
@@ -134,12 +142,16 @@ class MemoryTracker(TorchDispatchMode):
         """Everything within belongs to phase `name`, new storages to `category`. What is alive at the start counts
         towards the phase's peak."""
         before = self._phase, self._category
-        self._phase, self._category = name, category
+        self.begin_phase(name, category)
         self._record_peak("")
         try:
             yield
         finally:
-            self._phase, self._category = before
+            self.begin_phase(*before)
+
+    def begin_phase(self, name: str, category: Category) -> None:
+        """From here on, as `phase` within it: for phases that begin where no block of code does."""
+        self._phase, self._category = name, category
 
     def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
         """Move these tensors' storages to `category`; those made before the tracker was entered begin to count."""
@@ -171,7 +183,7 @@ class MemoryTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor) and leaf.device.type != "meta":
-                self._observe(leaf, str(func))
+                self._observe(leaf, func, args)
         if self._workspace is not None and self._is_here(args):
             self._use_workspace(self._workspace(func, args), str(func))
         return result
@@ -180,19 +192,19 @@ class MemoryTracker(TorchDispatchMode):
         """Whether an operator over these arguments runs on the device that counts."""
         return all(self._device in (None, tensor.device) for tensor in args if isinstance(tensor, Tensor))
 
-    def _observe(self, tensor: Tensor, operator: str) -> None:
+    def _observe(self, tensor: Tensor, func: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
         storage = tensor.untyped_storage()
         if self._device is not None and tensor.device != self._device:
             self._observe_elsewhere(storage)
             return
         live = self._find(storage)
         if live is None:
-            category = self._classify(tensor) if self._classify is not None else None
-            self._add(tensor, category or self._category, operator)
+            category = self._classify(tensor, func, args) if self._classify is not None else None
+            self._add(tensor, category or self._category, str(func))
         elif live.num_bytes != (resized := allocated_bytes(storage.nbytes(), 1)):
             self._release(id(storage))
             if resized:
-                self._add(tensor, live.category, operator)
+                self._add(tensor, live.category, str(func))
 
     def _observe_elsewhere(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
@@ -212,7 +224,7 @@ class MemoryTracker(TorchDispatchMode):
         # A reference with a callback, not weakref.finalize: thousands of those would also run when the process ends.
         reference = weakref.ref(storage, lambda _: self._release(key))
         self._live[key] = _Live(number, num_bytes, category, reference)
-        self._change(number, num_bytes, category)
+        self._change(number, num_bytes, category, storage.nbytes())
         self._record_peak(operator)
 
     def _release(self, key: int) -> None:
@@ -221,18 +233,18 @@ class MemoryTracker(TorchDispatchMode):
 
     def _use_workspace(self, sizes: Sequence[int], operator: str) -> None:
         """Memory that a kernel takes beside its results and has given back when it returns."""
-        rounded = [(next(self._numbers), allocated_bytes(size, 1)) for size in sizes if size]
-        for number, num_bytes in rounded:
-            self._change(number, num_bytes, Category.TEMPORARIES)
+        numbered = [(next(self._numbers), size, allocated_bytes(size, 1)) for size in sizes if size]
+        for number, size, num_bytes in numbered:
+            self._change(number, num_bytes, Category.TEMPORARIES, size)
         self._record_peak(operator)
-        for number, num_bytes in rounded:
+        for number, _, num_bytes in numbered:
             self._change(number, -num_bytes, Category.TEMPORARIES)
 
-    def _change(self, number: int, num_bytes: int, category: Category) -> None:
+    def _change(self, number: int, num_bytes: int, category: Category, tensor_bytes: int = 0) -> None:
         self._bytes[category] += num_bytes
         self._total += num_bytes
         if self._keep_events:
-            self.events.append(Event(number, num_bytes, self._phase))
+            self.events.append(Event(number, num_bytes, self._phase, tensor_bytes))
             self.category_of[number] = category
 
     def _record_peak(self, operator: str) -> None:

@@ -14,7 +14,9 @@ from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
 from llmscale.engine.optimizer import build_optimizer
+from llmscale.engine.quiet import without_memory_prints
 from llmscale.engine.zero_shards import check_deepspeed_version, reset_step_counts
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
@@ -74,9 +76,16 @@ def build_engine(
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=dict(ds_config), dist_init_required=False
-    )
+    ours = sums_are_ours(ds_config)
+    with without_memory_prints():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=without_sums(ds_config) if ours else dict(ds_config),
+            dist_init_required=False,
+        )
+    if ours:
+        sum_gradients_in_fp32(engine)
     reset_step_counts(engine)
     keep_gradient_norm_of_plain_optimizer(engine)
     return engine

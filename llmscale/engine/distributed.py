@@ -11,17 +11,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from llmscale.config.launcher_variables import check_started_alone
 from llmscale.engine.network_interface import set_network_interface
 from llmscale.engine.quiet import quiet_libraries
-from llmscale.errors import ConfigError
+from llmscale.errors import MachineError
 
 #: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once;
 #: this bounds the wait for a host that is gone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-
-
-#: How launchers that set no RANK say how many processes they have started.
-_PLAIN_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,16 @@ def join_world() -> World:
     accelerator = get_accelerator()
     local_rank = int(os.environ["LOCAL_RANK"])
     accelerator.set_device(local_rank)
-    deepspeed.init_distributed(
-        dist_backend=accelerator.communication_backend_name() if is_gpu() else "gloo",
-        auto_mpi_discovery=False,
-        timeout=COLLECTIVE_TIMEOUT,
-        verbose=False,
-    )
-    control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    try:
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name() if is_gpu() else "gloo",
+            auto_mpi_discovery=False,
+            timeout=COLLECTIVE_TIMEOUT,
+            verbose=False,
+        )
+        control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    except (dist.DistError, RuntimeError) as error:
+        raise MachineError(_explain_no_meeting(error)) from error
     return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -71,6 +71,17 @@ def join_world() -> World:
         device=torch.device(accelerator.current_device_name() if is_gpu() else "cpu"),
         device_name=torch.cuda.get_device_name(local_rank) if torch.cuda.is_available() else "cpu",
         control=control,
+    )
+
+
+def _explain_no_meeting(error: Exception) -> str:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, world_size, address, port = (os.environ.get(name, "?") for name in names)
+    reason = " ".join(str(error).split("Exception raised from")[0].split())
+    return (
+        f"rank {rank} of {world_size} could not meet the others at {address}:{port} (MASTER_ADDR and MASTER_PORT): "
+        f"{reason[:300]}. Every rank must run, reach that address, and be let through by its firewall; `llmscale "
+        "doctor --hostfile FILE` checks it."
     )
 
 
@@ -88,7 +99,7 @@ def set_default_environment() -> None:
     each would train alone, into the same folder.
     """
     if "RANK" not in os.environ:
-        _check_started_alone()
+        check_started_alone(os.environ)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -98,16 +109,6 @@ def set_default_environment() -> None:
     for ours, theirs in (("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")):
         if ours not in os.environ and theirs in os.environ:
             os.environ[ours] = os.environ[theirs]
-
-
-def _check_started_alone() -> None:
-    for name, launcher in _PLAIN_LAUNCHERS.items():
-        count = os.environ.get(name, "1")
-        if count != "1":
-            raise ConfigError(
-                f"{name} is {count}, but RANK is not set: {launcher} alone tells its processes nothing of each other. "
-                "Use scripts/slurm/train.sbatch, `llmscale launch`, deepspeed or torchrun; docs/cluster.md has each."
-            )
 
 
 def leave_out_shared_memory_op() -> None:

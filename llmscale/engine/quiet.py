@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def quiet_libraries() -> None:
@@ -30,3 +32,16 @@ def quiet_libraries() -> None:
 
 def _is_news(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Setting accelerator to CPU.")
+
+
+@contextmanager
+def without_memory_prints() -> Iterator[None]:
+    """DeepSpeed's BF16_Optimizer prints the memory at six points while it is built, and cannot be told not to."""
+    from deepspeed.runtime import bf16_optimizer
+
+    see_memory_usage = bf16_optimizer.see_memory_usage
+    bf16_optimizer.see_memory_usage = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        bf16_optimizer.see_memory_usage = see_memory_usage

@@ -216,9 +216,16 @@ def _views_of(engine: DeepSpeedEngine, places: list[Placement]) -> Iterator[tupl
         for key, value in state.items():
             if not _has_elements(value, place.flat):
                 continue
-            whole = value.numel() != place.flat.numel()
-            view = ShardView(value.detach().view(-1), 0, value.numel()) if whole else place.view(value)
-            yield f"{key}/{place.name}", view
+            if value.numel() == place.flat.numel():
+                yield f"{key}/{place.name}", place.view(value)
+            elif place.flat.numel() == place.total:
+                yield f"{key}/{place.name}", ShardView(value.detach().view(-1), 0, value.numel())
+            else:
+                raise CheckpointError(
+                    f"the optimizer's '{key}' of '{place.name}' has {value.numel()} elements and its weights "
+                    f"{place.flat.numel()} on this rank: such a state cannot be saved or loaded where ZeRO divides it. "
+                    "Use ZeRO stage 0, or another optimizer."
+                )
 
 
 def _has_elements(value: object, flat: Tensor) -> bool:

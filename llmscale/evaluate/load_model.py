@@ -14,6 +14,7 @@ from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.parse import build_run_config
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.data.location import fetch_tokenizer, open_set
+from llmscale.data.manifest import get_split
 from llmscale.data.tokenizer import Tokenizer, load_set_tokenizer
 from llmscale.errors import CheckpointError, DataError
 from llmscale.model.gpt import GPT
@@ -41,21 +42,38 @@ def load_trained_model(folder: Path) -> TrainedModel:
     config = build_run_config(dict(state.config))
     location = open_set(config.data, config.data_cache)
     manifest = location.manifest
-    if manifest.fingerprint != state.identity["data"]:
+    if manifest.fingerprint != state.identity.get("data"):
         raise DataError(
             f"the data set in {config.data} is not the one that {folder} was trained on, so its tokenizer may differ. "
             "Put the old set back."
         )
     fetch_tokenizer(location)
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
-    model = GPT(resolve_shape(config, facts), seed=0)
-    _fill(model, load_full_weights(folder))
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, get_split(manifest, "train", config.data).num_samples)
+    shape = resolve_shape(config, facts)
+    weights = load_full_weights(folder)
+    # Before a model is built whose size is the checkpoint's word alone.
+    if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
+        raise CheckpointError(
+            f"{folder} holds fewer weights than the {shape.num_parameters:,} of the model in its configuration."
+        )
+    model = GPT(shape, seed=0)
+    _fill(model, weights, folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return TrainedModel(model.to(device).eval(), load_set_tokenizer(location.folder, manifest), state.step)
 
 
-def _fill(model: GPT, weights: dict[str, torch.Tensor]) -> None:
-    """Copy flat fp32 tensors into the module's parameters and buffers."""
+def _fill(model: GPT, weights: dict[str, torch.Tensor], folder: Path) -> None:
+    """Copy flat fp32 tensors into the module's parameters and buffers. Raises CheckpointError unless they are the
+    same."""
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    for name in sorted(own.keys() ^ weights.keys()):
+        what = "lacks" if name in own else "holds"
+        raise CheckpointError(f"{folder} {what} '{name}': its tensors and its configuration are of different models.")
     with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        for name, tensor in own.items():
+            if tensor.numel() != weights[name].numel():
+                raise CheckpointError(
+                    f"{folder}: '{name}' has {weights[name].numel()} elements, and {tensor.numel()} by the "
+                    "configuration beside it."
+                )
             tensor.copy_(weights[name].view_as(tensor))

@@ -1,11 +1,8 @@
-"""Activation memory of llmscale.model.gpt for one micro-batch, counted tensor by tensor. No torch.
+"""Activation memory of llmscale.model.gpt for one micro-batch, from recorded passes. No torch.
 
-Sources: the count per layer of Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models,
-equations 1 and 2), which `attention="eager"` reproduces, corrected for what our blocks do: fused attention with its
-log-sum-exp (Dao et al. 2022), dropout or none, and the precisions of DeepSpeed. Nothing here is fitted.
-
-ZeRO decides who holds parameters and gradients, so both are left out; `Moment.gradient_parameters` says which gradients
-exist by then. Symbols: b micro-batch, t tokens of a sequence, h n_embd, a heads, L n_layer, V vocab_size.
+Which tensors autograd keeps and what else is alive beside them is recorded from the model itself
+(llmscale.memory.recorded); here it is put together with what ZeRO decides: parameters and their gradients are left out,
+and `Moment.gradient_parameters` says which gradients exist by then.
 """
 
 from __future__ import annotations
@@ -14,11 +11,9 @@ from dataclasses import dataclass
 
 from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.shape import GPTShape
-from llmscale.memory.block_passes import run_block, run_block_backward, saved_by_autograd, saved_by_selection
-from llmscale.memory.block_sizes import Attention, BlockSizes
-from llmscale.memory.head_passes import count_embeddings, count_head
-from llmscale.memory.ledger import Ledger, Moment, moments_that_matter
-from llmscale.memory.linear_passes import leave_autocast
+from llmscale.memory.breakdown import allocated_bytes
+from llmscale.memory.recorded import MicroStep, Moment, evaluate_segments, gpt_table, moments_that_matter
+from llmscale.memory.symbols import block_branch, ends_branch, shape_symbols
 
 #: DeepSpeed's cpu_checkpointing keeps the newest checkpoint on the GPU, and the one before until its copy is surely
 #: done (offload_activations.py, keep_last_count and max_fwd_stash_count); of the others one element is left.
@@ -59,8 +54,6 @@ class ActivationMemory:
     """What one block holds at the fullest moment of its forward pass, input, saved tensors and casts included."""
     logits_forward_peak_bytes: int
     """The same from the final norm to the loss."""
-    block_recompute_bytes: int
-    """What a checkpointed block has made again when its backward pass begins, beyond what it had saved."""
     block_backward: tuple[Moment, ...]
     """Everything that one block holds during its backward pass: its input, saved and recomputed tensors, gradients of
     activations. Only moments that no later one exceeds."""
@@ -78,25 +71,6 @@ class ActivationMemory:
     """One block's input [b, t, h]."""
     host_bytes: int
     """On the host, pinned: the other blocks' inputs, with cpu_checkpointing."""
-
-    @property
-    def saved_outside_blocks_bytes(self) -> int:
-        return self.saved_embedding_bytes + self.saved_final_norm_bytes
-
-    @property
-    def block_forward_temporaries_bytes(self) -> int:
-        """Beyond what the block saves and casts."""
-        return self.block_forward_peak_bytes - self.saved_per_block_bytes - self.saved_casts_per_block_bytes
-
-    @property
-    def block_backward_temporaries_bytes(self) -> int:
-        """Beyond what the block has saved and recomputed."""
-        held = self.saved_per_block_bytes + self.saved_casts_per_block_bytes + self.block_recompute_bytes
-        return _largest(self.block_backward) - held
-
-    @property
-    def logits_backward_peak_bytes(self) -> int:
-        return _largest(self.head_backward)
 
     def before_block_bytes(self, blocks: int, *, forward: bool = False) -> int:
         """What the embeddings and the first `blocks` blocks hold, casts included, during the backward pass or the
@@ -120,7 +94,7 @@ class ActivationMemory:
 
     @property
     def backward_peak_bytes(self) -> int:
-        head = self.before_block_bytes(self.n_layer) + self.logits_backward_peak_bytes
+        head = self.before_block_bytes(self.n_layer) + _largest(self.head_backward)
         block = self.before_block_bytes(self.n_layer - 1) + self.head_gradient_bytes + _largest(self.block_backward)
         return max(head, block, _largest(self.embedding_backward))
 
@@ -136,71 +110,88 @@ def estimate_activations(
     micro_batch_size: int,
     precision: Precision,
     checkpointing: CheckpointingMode,
-    attention: Attention = "flash",
     cpu_checkpointing: bool = False,
     zero_stage: int = 0,
 ) -> ActivationMemory:
-    """Count every tensor of a forward and a backward pass over sequences of `seq_len` tokens.
+    """Every tensor of a forward and a backward pass over sequences of `seq_len` tokens.
 
-    `attention="eager"` counts a model with separate matrix products for attention, for comparison with published
-    figures. `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has its own linear layers, which matter
-    under autocast: they save inputs in fp32 and no copies of weights.
+    `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has its own linear layers, which matter under
+    autocast: they save inputs in fp32 and no copies of weights. Raises ConfigError for a branch that was not recorded.
     """
-    sizes = BlockSizes(shape, micro_batch_size, precision, attention, zero_stage)
-    saved = {
-        "none": saved_by_autograd(sizes),
-        "selective": saved_by_selection(sizes),
-        "full": frozenset[str](),
-    }[checkpointing]
-    block = Ledger()
-    block.keep(stream_in=sizes.stream)
-    run_block(block, sizes, saved)
-    forward_peak = block.peak_bytes
-    forward_casts = block.now.casts_bytes
-    block.drop("stream_out")
-    leave_autocast(block, saved)
-    at_rest = block.now
-    recomputed, block_backward = _run_backward(block, sizes, checkpointing)
-    embeddings, head = count_embeddings(sizes), count_head(sizes)
-    offloaded = cpu_checkpointing and checkpointing == "full"
+    segments = gpt_table().segments(
+        block_branch(shape, precision, checkpointing, zero_stage),
+        ends_branch(shape, micro_batch_size, precision, zero_stage),
+    )
+    micro_step = evaluate_segments(segments, shape_symbols(shape, micro_batch_size), shape.n_layer)
+    stream_bytes_per_element = (
+        4 if precision in ("fp32", "autocast") else 2
+    )  # autocast leaves the residual stream alone
+    input_bytes = allocated_bytes(micro_batch_size * shape.seq_len * shape.n_embd, stream_bytes_per_element)
+    return assemble_activations(micro_step, input_bytes, offloaded=cpu_checkpointing and checkpointing == "full")
+
+
+def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: bool = False) -> ActivationMemory:
+    """A recorded micro-step by the parts that the memory of a training step is added up from.
+
+    A recording counts a block's input to what made it, `ActivationMemory` to the block. `offloaded`: blocks' inputs go
+    to the host.
+    """
+    segments, starts, layers = micro_step.segments, micro_step.starts, micro_step.n_layer
+    embeddings = starts["block_forward"].minus(Moment(input_bytes))
+    block = segments["block_forward"].net
+    saved_block = Moment(block.activations_bytes, casts_bytes=_kept_casts(micro_step))
+    head_begins = embeddings.plus(saved_block, layers)
+    last_block_begins = embeddings.plus(saved_block, layers - 1)
+    # What waits for the end of the backward pass: the loss, its gradient, the token embedding's gradient from the head.
+    waiting = _waiting(micro_step, last_block_begins, saved_block, input_bytes)
+    logits_bytes = segments["head_forward"].net.logits_bytes
+    before_head = embeddings.plus(block, layers)
     return ActivationMemory(
-        n_layer=shape.n_layer,
-        saved_per_block_bytes=sizes.tensor(1) if offloaded else at_rest.activations_bytes,
-        saved_casts_per_block_bytes=at_rest.casts_bytes,
-        forward_casts_per_block_bytes=forward_casts,
-        head_cast_bytes=head.cast_bytes,
-        saved_embedding_bytes=embeddings.saved_bytes,
-        saved_final_norm_bytes=head.saved_norm_bytes,
-        logits_saved_bytes=head.saved_logits_bytes,
-        block_forward_peak_bytes=forward_peak,
-        logits_forward_peak_bytes=head.forward_peak_bytes,
-        block_recompute_bytes=recomputed.total_bytes - at_rest.total_bytes,
-        block_backward=block_backward,
-        head_backward=head.backward,
-        embedding_backward=embeddings.backward,
-        head_gradient_bytes=head.gradient_bytes,
+        n_layer=layers,
+        saved_per_block_bytes=allocated_bytes(1, 1) if offloaded else saved_block.activations_bytes,
+        saved_casts_per_block_bytes=saved_block.casts_bytes,
+        forward_casts_per_block_bytes=block.casts_bytes,
+        head_cast_bytes=starts["head_backward"].casts_bytes - layers * saved_block.casts_bytes,
+        saved_embedding_bytes=embeddings.activations_bytes,
+        saved_final_norm_bytes=starts["head_backward"].minus(head_begins).activations_bytes - logits_bytes,
+        logits_saved_bytes=logits_bytes,
+        block_forward_peak_bytes=input_bytes + _largest(segments["block_forward"].moments),
+        logits_forward_peak_bytes=_largest(
+            tuple(starts["head_forward"].plus(moment).minus(before_head) for moment in segments["head_forward"].moments)
+        ),
+        block_backward=_moments_beyond(micro_step, "block_backward", last_block_begins.plus(waiting)),
+        head_backward=_moments_beyond(micro_step, "head_backward", head_begins),
+        embedding_backward=_moments_beyond(micro_step, "embed_backward", Moment()),
+        head_gradient_bytes=waiting.total_bytes,
         inputs_kept_on_gpu=_INPUTS_KEPT_ON_GPU if offloaded else 0,
-        input_bytes=sizes.stream,
-        host_bytes=max(0, shape.n_layer - 1) * sizes.stream if offloaded else 0,
+        input_bytes=input_bytes,
+        host_bytes=max(0, layers - 1) * input_bytes if offloaded else 0,
     )
 
 
-def _run_backward(
-    block: Ledger, sizes: BlockSizes, checkpointing: CheckpointingMode
-) -> tuple[Moment, tuple[Moment, ...]]:
-    """What the block holds when its backward pass begins, without the incoming gradient, and the moments from the
-    recomputation to the end."""
-    block.moments.clear()
-    block.use(gradient=sizes.stream)
-    if checkpointing != "none":
-        run_block(block, sizes, saved_by_autograd(sizes))
-        leave_autocast(block, saved_by_autograd(sizes))
-    if checkpointing == "selective":
-        block.drop("stream_out")  # DeepSpeed's checkpoint holds it, and the incoming gradient, to the end
-    begins = block.now
-    recomputed = Moment(begins.activations_bytes, 0, begins.casts_bytes, 0)
-    run_block_backward(block, sizes, caller_holds_gradient=checkpointing == "full")
-    return recomputed, moments_that_matter(block.moments)
+def _kept_casts(micro_step: MicroStep) -> int:
+    """Of a block's casts those that outlive the forward pass."""
+    segments = micro_step.segments
+    return segments["block_forward"].net.casts_bytes + segments["end_forward"].per_block.casts_bytes
+
+
+def _waiting(micro_step: MicroStep, last_block_begins: Moment, saved_block: Moment, input_bytes: int) -> Moment:
+    """What is alive from the head's backward pass to the end, when the gradient of [b, t, h] reaches the last block."""
+    begins = micro_step.starts["block_backward"].minus(last_block_begins).minus(saved_block)
+    # The last block's result goes with the head's backward pass, but for checkpoints that hold it.
+    result = input_bytes if begins.activations_bytes >= input_bytes else 0
+    return Moment(begins.activations_bytes - result, begins.temporaries_bytes - input_bytes)
+
+
+def _moments_beyond(micro_step: MicroStep, name: str, base: Moment) -> tuple[Moment, ...]:
+    """A segment's moments without `base`; parameters with gradients counted from the segment's beginning."""
+    start, found = micro_step.starts[name], []
+    for moment in (Moment(), *micro_step.segments[name].moments):
+        live = start.plus(moment).minus(base)
+        found.append(
+            Moment(live.activations_bytes, live.temporaries_bytes, live.casts_bytes, moment.gradient_parameters)
+        )
+    return moments_that_matter(found)
 
 
 def _largest(moments: tuple[Moment, ...]) -> int:

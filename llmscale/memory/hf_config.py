@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,6 +11,8 @@ from pathlib import Path
 
 from llmscale.errors import ConfigError
 from llmscale.memory.hf_families import Layers, Tensors, build_tensors
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.paths import read_regular
 
 CONFIG_NAME = "config.json"
 _TIMEOUT_S = 10.0
@@ -54,31 +55,30 @@ def load_hf_model(path_or_name: str) -> HFModel:
     A name is looked up in the Hub's cache first, then on the network. Raises ConfigError.
     """
     try:
-        config = json.loads(_read_text(path_or_name))
+        contents = _read(path_or_name)
     except OSError as error:
         raise ConfigError(f"--hf {path_or_name} cannot be read: {error.strerror}.") from None
-    except ValueError as error:
-        raise ConfigError(f"--hf {path_or_name} is not JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"--hf {path_or_name} must hold a JSON object, not a {type(config).__name__}.")
+    # Some models on the Hub have Infinity as a limit.
+    rules = Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES, not_finite=True)
+    config = parse_json(contents, rules, f"--hf {path_or_name}")
     return HFModel(path_or_name, str(config.get("model_type")), build_tensors(config, f"--hf {path_or_name}"))
 
 
-def _read_text(path_or_name: str) -> str:
+def _read(path_or_name: str) -> bytes:
     path = Path(path_or_name)
     if path.is_dir():
         path = path / CONFIG_NAME
         if not path.is_file():
             raise ConfigError(f"--hf {path_or_name}: the folder has no {CONFIG_NAME}.")
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, CONFIG_MAX_BYTES)
     looks_like_a_path = path_or_name.endswith(".json") or path_or_name.startswith((".", "/", "~"))
     if looks_like_a_path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_name):
         raise ConfigError(
             f"--hf {path_or_name} does not exist. Give a {CONFIG_NAME}, its folder, or a name on the Hub such as gpt2."
         )
     cached = _find_in_cache(path_or_name)
-    return _fetch(path_or_name) if cached is None else cached.read_text(encoding="utf-8")
+    return _fetch(path_or_name) if cached is None else read_regular(cached, CONFIG_MAX_BYTES)
 
 
 def _find_in_cache(name: str) -> Path | None:
@@ -89,7 +89,7 @@ def _find_in_cache(name: str) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _fetch(name: str) -> str:
+def _fetch(name: str) -> bytes:
     """From the Hub, in one attempt: huggingface_hub would retry for half a minute, and print each attempt."""
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get("HF_TOKEN")) else {}
@@ -98,8 +98,8 @@ def _fetch(name: str) -> str:
             raise OSError("HF_HUB_OFFLINE is set")
         request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/{CONFIG_NAME}", headers=headers)
         with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            text: str = answer.read().decode()
-            return text
+            contents: bytes = answer.read(CONFIG_MAX_BYTES + 1)
+            return contents
     except (OSError, ValueError) as error:
         reason = " ".join(str(getattr(error, "reason", None) or error).split())
         raise ConfigError(

@@ -32,6 +32,10 @@ class Tensors:
     """The output head is the token table."""
 
 
+#: Widths and vocabularies; layers.
+_MOST, _MOST_LAYERS = 1 << 30, 10_000
+
+
 class Keys:
     """A config.json's entries, typed; ConfigError names the entry that is missing or wrong."""
 
@@ -45,6 +49,15 @@ class Keys:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             found = "is missing" if value is None else f"is {value!r}"
             raise ConfigError(f"{self._source}: {name} {found}; a positive integer is needed to count parameters.")
+        if value > _MOST:
+            raise ConfigError(f"{self._source}: {name} is {value}, more than the {_MOST:,} of any model.")
+        return value
+
+    def layers(self, name: str) -> int:
+        """A number of layers: every one of them is looked at."""
+        value = self.count(name)
+        if value > _MOST_LAYERS:
+            raise ConfigError(f"{self._source}: {name} is {value}, more than the {_MOST_LAYERS:,} of any model.")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -86,7 +99,7 @@ def _gpt2(keys: Keys) -> Tensors:
             ("up", _linear(h, inner, True)),
             ("down", _linear(inner, h, True)),
         ),
-        n_layer=keys.count("n_layer"),
+        n_layer=keys.layers("n_layer"),
         after_blocks=(("ln_f", _layer_norm(h)), _head(tied, vocab, h)),
         tied=tied,
     )
@@ -114,7 +127,7 @@ def _opt(keys: Keys) -> Tensors:
             ("down", _linear(inner, h, bias)),
             ("ln_2", norm),
         ),
-        n_layer=keys.count("num_hidden_layers"),
+        n_layer=keys.layers("num_hidden_layers"),
         after_blocks=(("ln_f", final), _head(tied, vocab, table)),
         tied=tied,
     )
@@ -134,7 +147,7 @@ def _gpt_neox(keys: Keys) -> Tensors:
             ("up", _linear(h, inner, True)),
             ("down", _linear(inner, h, True)),
         ),
-        n_layer=keys.count("num_hidden_layers"),
+        n_layer=keys.layers("num_hidden_layers"),
         after_blocks=(("ln_f", _layer_norm(h)), _head(tied, vocab, h)),
         tied=tied,
     )
@@ -162,7 +175,7 @@ def _llama_like(keys: Keys, *, qkv_bias: bool, output_bias: bool, mlp_bias: bool
             ("ln_1", ((h,),)),
             ("ln_2", ((h,),)),
         ),
-        n_layer=keys.count("num_hidden_layers"),
+        n_layer=keys.layers("num_hidden_layers"),
         after_blocks=(("ln_f", ((h,),)), _head(tied, vocab, h)),
         tied=tied,
     )

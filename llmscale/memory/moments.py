@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from llmscale.config.shape import GPTShape
 from llmscale.memory.activations import ActivationMemory
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.ledger import Moment
+from llmscale.memory.recorded import Moment
 from llmscale.memory.state_memory import StateMemory
 
 #: The phases of a step, with their moments in the order of time.

@@ -26,16 +26,21 @@ def estimate_stage0(tensors: ParameterTensors, layout: EngineLayout) -> StateMem
     # Adam: two moments and, as the fused kernel wants it, the step count, of every tensor.
     moments = 2 * full + ALLOCATION_BYTES * len(tensors.all)
     accumulates = layout.gradient_accumulation_steps > 1
+    # llmscale.engine.gradient_sums: sums in fp32 until the last micro-step, handed over in the parameters' type.
+    in_fp32 = accumulates and layout.grad_accum_dtype == "fp32" and dtype != "fp32"
     tally = Tally()
     if accumulates:
-        tally.hold("gradients", low)
+        tally.hold("gradients", full if in_fp32 else low)
     forward = tally.now
 
     def hook(tensor: ParameterTensor) -> None:
-        if accumulates:  # added in place to the gradient that is there
+        if accumulates:  # added in place to what is there
             tally.drop("gradients", tensor_bytes(tensor.elements, dtype))
 
     def end() -> None:
+        for tensor in tensors.all if in_fp32 else ():
+            tally.hold("gradients", tensor_bytes(tensor.elements, dtype))
+            tally.drop("gradients", tensor_bytes(tensor.elements, "fp32"))
         reduce_in_buckets([tensor.elements for tensor in tensors.all], dtype, layout, tally)
 
     course = follow_backward(

@@ -5,10 +5,11 @@
 with nothing hidden behind anything: what overlap there is went into the fitted constants. Nothing was measured by us on
 a GPU. On the 209 published rows that the constants were fitted to (`llmscale.planning.kernels`), the relative error of
 tokens/s has a median of 3 %, a 90th percentile of 8 % and a maximum of 31 %; on a model size that was left out of the
-fit, 4 % and 12 %. Had the H100 not been among the rows and been given the A100's efficiency, it would have been called
-17 % too fast: so much for cards that are "not calibrated". The estimate is for runs that keep the GPU busy: it knows
-nothing of data loading, of launch overhead in micro-batches below 4,096 tokens, nor of what DeepSpeed does slower than
-FSDP, whose runs the rows are.
+fit, 4 % and 12 %. Beyond the rows (`llmscale.planning.calibration`) it is an extrapolation, and says so: ZeRO-3 at
+175B and 530B parameters on 384 to 2,240 A100s was published as 1.6 to 3.8 times slower. Had the H100 not been among the
+rows and been given the A100's efficiency, it would have been called 17 % too fast: so much for cards that are "not
+calibrated". The estimate is for runs that keep the GPU busy: it knows nothing of data loading, of launch overhead in
+micro-batches below 4,096 tokens, nor of what DeepSpeed does slower than FSDP, whose runs the rows are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.shape import GPTShape
 from llmscale.memory.layout import EngineLayout
+from llmscale.planning.calibration import beyond_rows, calibration_words, fitted_rows
 from llmscale.planning.communication import count_traffic, estimate_communication_s
 from llmscale.planning.host_traffic import HostRates, estimate_offload_s, optimizer_on_gpu
 from llmscale.planning.kernels import estimate_compute_s, kernel_efficiency, memory_bytes_per_s
@@ -48,7 +50,9 @@ class Throughput:
     mfu: float | None
     """Fraction of the 16-bit peak that the model's own FLOPs reach, as train.py reports it; None for fp32."""
     calibration: str
-    """What the kernels' efficiency rests on."""
+    """What the estimate rests on, and how far it is from that."""
+    beyond: tuple[str, ...]
+    """What of the run lies beyond the rows that the model was fitted to; empty: nothing."""
 
 
 def estimate_throughput(
@@ -81,6 +85,7 @@ def estimate_throughput(
     if optimizer_on_gpu(layout):
         share = shape.num_parameters / (layout.world_size if layout.zero_stage else 1)
         optimizer_s = share * _ADAM_BYTES / memory_bytes_per_s(gpu)
+    rows = fitted_rows(gpu)
     step_s = compute_s + communication_s + optimizer_s + offload_s
     tokens_per_second = plan.tokens_per_step / step_s
     mfu = tokens_per_second * shape.flops_per_token / (plan.world_size * gpu.dense_16bit_flops)
@@ -92,5 +97,6 @@ def estimate_throughput(
         offload_s=offload_s,
         tokens_per_second=tokens_per_second,
         mfu=None if layout.precision == "fp32" else mfu,
-        calibration=kernel_efficiency(gpu).source,
+        calibration=calibration_words(rows, shape, layout) if rows else kernel_efficiency(gpu).source,
+        beyond=tuple(beyond_rows(rows, shape, layout)) if rows else (gpu.name,),
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from llmscale.config.quantity import format_quantity
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
+from llmscale.report.save_figure import save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,13 +50,7 @@ def plot_isoflops(path: Path, law: ParametricLaw, chosen: Point, optimum: Interv
     axes.grid(alpha=0.25)
     axes.set_title(title, fontsize=10, loc="left")
     axes.legend(fontsize=8, frameon=False, loc="upper right")
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else error
-        raise ConfigError(f"--plot {path} cannot be written: {str(reason).rstrip('.')}.") from None
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _draw_budgets(axes: Axes, law: ParametricLaw, planned_flops: float) -> list[float]:

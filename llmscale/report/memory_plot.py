@@ -8,6 +8,7 @@ from pathlib import Path
 
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
+from llmscale.report.save_figure import save_figure
 
 _GIB = 2**30
 #: Colours that stay apart for colour-blind eyes and in grey (Okabe and Ito), in the order of Breakdown's fields.
@@ -72,13 +73,7 @@ def plot_memory(path: Path, bars: Sequence[MemoryBar], gpu_bytes: int, title: st
     axes.set(xlim=(0, limit * 1.08), ylim=(len(bars) - 0.4, -1.6), xlabel="GiB on one GPU at the peak")
     axes.set_title(title, fontsize=10, loc="left")
     figure.legend(loc="outside lower center", ncols=5, fontsize=8, frameon=False)
-    try:
-        figure.savefig(path, dpi=130)
-    except (OSError, ValueError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else error
-        raise ConfigError(f"--plot {path} cannot be written: {str(reason).rstrip('.')}.") from None
-    finally:
-        pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def _parts(bars: Sequence[MemoryBar]) -> dict[str, list[int]]:

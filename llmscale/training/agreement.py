@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from llmscale.errors import DataError, LlmscaleError
+from llmscale.errors import DataError, LlmscaleError, MachineError
 
 _T = TypeVar("_T")
 
@@ -32,12 +32,12 @@ def agree(
     stop: bool,
     save: bool = False,
     ids_checksum: int = 0,
-    failure: str | None = None,
+    failure: LlmscaleError | None = None,
 ) -> Verdict:
     """One small all-reduce over the host-side group. Collective: every rank must call it at the same boundary.
 
-    When any rank reports a failure, every rank raises DataError with the text of all that failed: one clear error
-    everywhere, and nobody waits for a peer that is gone.
+    When any rank reports a failure, every rank raises DataError with the text of all that failed, or MachineError when
+    nothing else failed anywhere: one clear error everywhere, and nobody waits for a peer that is gone.
     """
     votes = torch.tensor([int(stop), int(save), int(failure is not None), ids_checksum % 2**62], dtype=torch.int64)
     dist.all_reduce(votes, group=group)
@@ -52,7 +52,7 @@ def together(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
     try:
         result = action()
     except LlmscaleError as error:
-        failure = str(error)
+        failure = error
     agree(group, stop=False, failure=failure)
     return cast("_T", result)
 
@@ -62,11 +62,17 @@ def on_main_rank(group: dist.ProcessGroup, action: Callable[[], object]) -> None
     together(group, action if dist.get_rank(group) == 0 else lambda: None)
 
 
-def _raise_together(group: dist.ProcessGroup, failure: str | None) -> None:
-    failures: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, failure, group=group)
+def _raise_together(group: dist.ProcessGroup, failure: LlmscaleError | None) -> None:
+    own = None if failure is None else (str(failure), isinstance(failure, MachineError))
+    failures: list[tuple[str, bool] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(failures, own, group=group)
+    told = [(rank, *failed) for rank, failed in enumerate(failures) if failed is not None]
     texts: dict[str, list[int]] = {}
-    for rank, text in enumerate(failures):
-        if text is not None:
-            texts.setdefault(text, []).append(rank)
-    raise DataError("; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items()))
+    for rank, text, _ in told:
+        texts.setdefault(text, []).append(rank)
+    summary = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
+    if not all(is_machines for _, _, is_machines in told):
+        raise DataError(summary)
+    error = MachineError(summary)
+    error.is_on_every_rank = True
+    raise error

@@ -48,6 +48,7 @@ def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int
 
 def _diverged(what: str, step: int, run_folder: Path) -> TrainingError:
     return TrainingError(
-        f"step {step}: the {what}. Lower --lr, lengthen the warm-up or check the data, and continue from a "
-        f"checkpoint in {checkpoints_folder(run_folder)}, or start anew when there is none."
+        f"step {step}: the {what}. Lower --lr, lengthen the warm-up or check the data, and go back to an earlier "
+        f"checkpoint (--resume {checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or "
+        "start anew when there is none."
     )

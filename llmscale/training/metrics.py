@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
 
-if TYPE_CHECKING:
-    from wandb.sdk.wandb_run import Run
+from llmscale.files.append import AppendFile
+from llmscale.training.run_folder import METRICS_NAME
+from llmscale.training.wandb_run import WandbLog
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,23 @@ class StepMetrics:
 
 
 class MetricsLog:
-    """Writes records to the run folder, the console and, when given one, a wandb run. For the main rank."""
+    """Writes records to the run folder, the console and, when given one, a wandb run. For the main rank.
 
-    def __init__(self, run_folder: Path, total_steps: int, wandb_run: Run | None = None) -> None:
-        self._total_steps, self._wandb = total_steps, wandb_run
-        # Line buffered: a record is on its way to the disk when the step is over, whatever happens next.
-        self._file = (run_folder / "metrics.jsonl").open("a+", buffering=1)
-        if _ends_in_torn_line(self._file):
-            self._file.write("\n")
+    Nothing that goes wrong with any of them ends training.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        total_steps: int,
+        wandb_log: WandbLog | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`check` raises OSError while the run folder is not this run's; what is logged then waits in memory."""
+        self._total_steps, self._wandb = total_steps, wandb_log
+        # Unbuffered: a record is on its way to the disk when the step is over, whatever happens next.
+        self._file = AppendFile(run_folder / METRICS_NAME, check=check)
+        self._step = 0
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
@@ -79,30 +88,20 @@ class MetricsLog:
         self._write({"kind": "event", "event": event, **values})
 
     def close(self) -> None:
-        """Flush and close everything."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        """Make everything durable, close it, and warn of what is missing."""
         self._file.close()
         if self._wandb:
             self._wandb.finish()
 
     def _write(self, record: dict[str, object]) -> None:
+        self._step = int(str(record.get("step", self._step)))
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
         finite = {key: None if _is_not_finite(value) else value for key, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.append(json.dumps(finite, allow_nan=False).encode() + b"\n", self._step)
 
 
 def _is_not_finite(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def _ends_in_torn_line(file: TextIO) -> bool:
-    """Whether a killed process left the last record without its end."""
-    end = file.seek(0, os.SEEK_END)
-    if end == 0:
-        return False
-    file.seek(end - 1)
-    return file.read(1) != "\n"
 
 
 def format_step(m: StepMetrics, total_steps: int) -> str:

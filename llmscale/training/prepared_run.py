@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import cast
 
 from llmscale.checkpoint.find import find_checkpoint, read_state
-from llmscale.checkpoint.manifest import checkpoints_folder, list_checkpoints
+from llmscale.checkpoint.history import find_any_checkpoint
+from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.ds_resolve import resolve_ds_config
 from llmscale.config.ds_schema import DsConfig, read_ds_config
@@ -17,7 +18,7 @@ from llmscale.config.ds_sections import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.data.location import SetLocation, open_set
-from llmscale.data.manifest import Manifest, check_set_matches
+from llmscale.data.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.engine.adafactor import check_adafactor_stage
 from llmscale.errors import ConfigError, DataError
 
@@ -129,11 +130,18 @@ def _check_run_folder(config: RunConfig) -> None:
         raise ConfigError(f"--run {config.run}: {above} is a file; name a folder.")
     if not os.access(above, os.W_OK | os.X_OK):
         raise ConfigError(f"--run {config.run}: {above} may not be written to; name a folder elsewhere.")
-    existing = list_checkpoints(config.run)
+    if os.path.islink(config.run) and not os.path.exists(config.run):
+        raise ConfigError(f"--run {config.run} is a symbolic link to nothing; name a folder.")
+    # os.path, because Path.resolve raises where links form a loop.
+    is_root = os.path.realpath(config.run) == "/"
+    if is_root or os.path.isfile(config.run / MANIFEST_NAME):
+        kind = "the root of all folders" if is_root else "a prepared set or a checkpoint"
+        raise ConfigError(f"--run {config.run} is {kind}; name a folder for the run alone.")
+    existing = find_any_checkpoint(config.run)
     if existing and (config.resume == "none" or config.init_from):
         flag = "--resume none" if config.resume == "none" else "--init-from"
         raise ConfigError(
-            f"{flag} begins a new run, but {checkpoints_folder(config.run)} already holds {existing[0].name}. "
+            f"{flag} begins a new run, but {checkpoints_folder(config.run)} already holds {existing.name}. "
             "Name another --run folder, or drop the flag to continue."
         )
     if config.init_from and config.resume not in ("auto", "none"):

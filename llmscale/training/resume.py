@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from llmscale.checkpoint.commit import point_latest
 from llmscale.checkpoint.find import find_checkpoint, read_state
+from llmscale.checkpoint.history import Checkpoint, find_checkpoints, history_after, is_of_run, record_history
 from llmscale.checkpoint.load import find_damage_together, find_newest_good
+from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig
+from llmscale.data.order import ALGORITHM
 from llmscale.errors import CheckpointError
 
 
@@ -24,10 +28,14 @@ class ResumePoint:
 
 
 def find_resume_point(
-    config: RunConfig, identity: dict[str, object], group: dist.ProcessGroup, report: Callable[[str], None]
+    config: RunConfig,
+    identity: Callable[[Mapping[str, object]], Mapping[str, object]],
+    group: dist.ProcessGroup,
+    report: Callable[[str], None],
 ) -> ResumePoint | None:
     """The checkpoint to continue from; None for a run that begins. Collective.
 
+    `identity` gives this run's identity when it keeps the order of samples that a checkpoint recorded.
     Raises CheckpointError when the named checkpoint is damaged, when none of a run's checkpoints is whole, or when the
     run that was saved is not this one and the differences were not allowed.
     """
@@ -36,20 +44,86 @@ def find_resume_point(
     folder = (
         find_newest_good(config.run, group, report)
         if config.resume == "auto"
-        else (find_named_checkpoint(config.resume, "--resume", group))
+        else (find_named_checkpoint(config.resume, "--resume", group, report))
     )
     if folder is None:
         return None
     state = parse_run_state(read_state(folder))
-    for warning in check_identity(state.identity, identity, config.allow_changed):
+    if state.step != load_manifest(folder).step:
+        raise CheckpointError(
+            f"{folder} says step {load_manifest(folder).step} in one file and {state.step} in another."
+        )
+    for warning in check_identity(state.identity, identity(state.saved_order), config.allow_changed):
         report(f"WARNING: {warning}")
+    algorithm = state.saved_order.get("algorithm")
+    if algorithm != ALGORITHM:
+        report(f"samples keep the order that the run began with, {algorithm}; new runs have {ALGORITHM}")
     return ResumePoint(folder, state)
 
 
-def find_named_checkpoint(path: str | Path, flag: str, group: dist.ProcessGroup) -> Path:
+def find_named_checkpoint(path: str | Path, flag: str, group: dist.ProcessGroup, report: Callable[[str], None]) -> Path:
     """The checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
-    folder = find_checkpoint(Path(path))
+    # The main rank's answer counts: of a run that is training, another rank might see a newer one.
+    answers: list[Path | str] = [""]
+    if dist.get_rank(group) == 0:
+        try:
+            answers = [find_checkpoint(Path(path), report)]
+        except CheckpointError as error:
+            answers = [str(error)]
+    dist.broadcast_object_list(answers, src=0, group=group)
+    folder = answers[0]
+    if isinstance(folder, str):
+        raise CheckpointError(folder)
     damage = find_damage_together(folder, group)
     if damage:
         raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")
     return folder
+
+
+def enter_history(
+    run: Path, point: ResumePoint | None, group: dist.ProcessGroup, report: Callable[[str], None]
+) -> History:
+    """The history that this start's checkpoints belong to; a run that goes back begins a new one here, for good.
+
+    Call it when nothing but the first step can fail any more. Collective. Raises CheckpointError when the record of a
+    new history cannot be written.
+    """
+    answers: list[History | str] = [""]
+    if dist.get_rank(group) == 0:
+        try:
+            answers = [_enter(run, point, report)]
+        except (CheckpointError, OSError) as error:
+            answers = [f"the run cannot go back: {error}"]
+    dist.broadcast_object_list(answers, src=0, group=group)
+    if isinstance(answers[0], str):
+        raise CheckpointError(answers[0])
+    return answers[0]
+
+
+def _enter(run: Path, point: ResumePoint | None, report: Callable[[str], None]) -> History:
+    found = find_checkpoints(run)
+    if point is None:
+        return found.history
+    history = history_after(found, point.folder, run)
+    if history == found.history and is_of_run(point.folder, run) and not found.notes:
+        return history
+    record_history(run, history, point.folder)
+    still = {checkpoint.path for checkpoint in find_checkpoints(run).current}
+    left = [checkpoint for checkpoint in found.current if checkpoint.path not in still]
+    if left:
+        report(_describe_abandoned(left, history, point, run))
+    try:
+        point_latest(run, point.folder)
+    except OSError as error:
+        report(f"WARNING: `latest` still points to what is abandoned now: {error}")
+    return history
+
+
+def _describe_abandoned(left: list[Checkpoint], history: History, point: ResumePoint, run: Path) -> str:
+    """What the user who goes back should know, in one line. `left`: the newest first."""
+    gib = sum(checkpoint.manifest.num_bytes for checkpoint in left) / 2**30
+    names = f"{left[-1].path.name} to {left[0].path.name}" if len(left) > 1 else left[0].path.name
+    return (
+        f"history {history.number} of this run begins at step {point.state.step}. Abandoned: {names} ({len(left)}, "
+        f"{gib:.2f} GiB), neither resumed nor deleted unless you say so: --resume PATH, llmscale checkpoint prune {run}"
+    )

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from llmscale.data.build import FeedSettings, build_feed, build_order
 from llmscale.data.deal import RankLayout
 from llmscale.data.feed import Feed, FeedPlan
-from llmscale.data.order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
+from llmscale.data.order import Order
 from llmscale.data.shards import TokenShards
 from llmscale.engine.distributed import World, is_gpu
 from llmscale.training.prepared_run import PreparedRun
 
+#: The identity of the order that a checkpoint recorded, which the run keeps.
+SavedOrder = Mapping[str, object] | None
 
-def feed_settings(run: PreparedRun) -> FeedSettings:
+
+def feed_settings(run: PreparedRun, saved_order: SavedOrder = None) -> FeedSettings:
     """How the training split is ordered and read."""
     config = run.config
     return FeedSettings(
         seed=config.seed,
         shuffle=config.shuffle,
-        num_canonical_nodes=config.num_canonical_nodes or DEFAULT_CANONICAL_NODES,
-        block_size=config.shuffle_block_size or DEFAULT_BLOCK_SIZE,
+        num_canonical_nodes=config.num_canonical_nodes,
+        block_size=config.shuffle_block_size,
+        saved_order=saved_order,
         num_workers=config.num_workers,
         pin_memory=is_gpu(),
         cache_limit_bytes=None if config.cache_limit_gib is None else int(config.cache_limit_gib * 2**30),
     )
 
 
-def run_order(run: PreparedRun) -> SampleOrder:
+def run_order(run: PreparedRun, saved_order: SavedOrder = None) -> Order:
     """The order in which the run sees the training split."""
-    return build_order(run.location, feed_settings(run))
+    return build_order(run.location, feed_settings(run, saved_order))
 
 
-def open_feed(run: PreparedRun, world: World, *, start_sample: int) -> Feed:
+def open_feed(run: PreparedRun, world: World, *, start_sample: int, saved_order: SavedOrder = None) -> Feed:
     """This rank's micro-batches from stream position `start_sample` on. Raises DataError when a shard is not as it
     was."""
     plan = run.resolved.plan
     layout = RankLayout(world.rank, world.ranks_per_node)
     feed_plan = FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps)
-    return build_feed(run.location, feed_settings(run), feed_plan, start_sample=start_sample)
+    return build_feed(run.location, feed_settings(run, saved_order), feed_plan, start_sample=start_sample)
 
 
 def open_validation(run: PreparedRun) -> TokenShards | None:

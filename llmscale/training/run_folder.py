@@ -7,76 +7,155 @@ import json
 import os
 import platform
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import TextIO
 
 from llmscale import __version__
-from llmscale.checkpoint.manifest import write_durably
 from llmscale.errors import ConfigError
+from llmscale.files.append import AppendFile, warn_on_stderr
+from llmscale.files.whole import write_durably
 
 CONFIG_NAME = "config.json"
 DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
+METRICS_NAME = "metrics.jsonl"
 LOCK_NAME = ".lock"
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
+#: What a new run folder must have room for: the description of the run.
+_PROBE_BYTES = 1 << 16
 
 
-def create_run_folder(run: Path) -> None:
-    """Make the folder, and see that it can be written to. Raises ConfigError."""
+def create_run_folder(run: Path) -> list[Path]:
+    """Make the folder, and see that it can be written to. Returns the folders that were made for it, it last.
+
+    Raises ConfigError; then there is nothing that was not there before.
+    """
+    made: list[Path] = []
+    probe = run / f".writable-{os.getpid()}"
     try:
-        run.mkdir(parents=True, exist_ok=True)
-        probe = run / f".writable-{os.getpid()}"
-        probe.write_text("")
+        for folder in reversed((run, *run.absolute().parents)):
+            if not folder.exists():
+                folder.mkdir(exist_ok=True)
+                made.append(folder)
+        # A run that goes on is not refused for want of space: it may be there when the next checkpoint is due.
+        probe.write_bytes(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
         probe.unlink()
     except OSError as error:
+        with suppress(OSError):
+            probe.unlink()
+        remove_folders(made)
         raise ConfigError(
             f"--run {run} cannot be written to: {error.strerror or error}. Name a folder on a disk with space and "
             "permission."
         ) from None
+    return made
+
+
+def remove_folders(made: list[Path]) -> None:
+    """Take away folders, the innermost last in the list, that are empty."""
+    for folder in reversed(made):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def lock_run_folder(run: Path, name: str = LOCK_NAME) -> TextIO:
     """Claim the folder for this process for as long as the returned file stays open; death releases it too.
 
     A POSIX record lock: forked data workers do not inherit it, and network file systems know it. Raises ConfigError
-    when another process holds it: two runs in one folder would overwrite each other's checkpoints.
+    when another process holds it (two runs in one folder would overwrite each other's checkpoints), or when the file
+    cannot be made.
     """
-    file = (run / name).open("a+")
+    path = run / name
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        owner = file.read().strip() or "another process"
-        file.close()
-        raise ConfigError(f"--run {run} is in use by {owner}. Wait for it to end, or name another folder.") from None
-    except OSError:
-        # A file system without locks: nothing to claim, and no reason not to train.
-        return file
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on host {platform.node()}\n")
-    file.flush()
+        while True:
+            file = os.fdopen(_open_for_owner(path), "a+")
+            if not _lock(file):
+                file.seek(0)
+                owner = file.read().strip() or "another process"
+                file.close()
+                raise ConfigError(
+                    f"--run {run} is in use by {owner}. Wait for it to end, or name another folder."
+                ) from None
+            if _is_same_file(file, path):
+                break
+            # Its last owner removed it between our opening and our locking it.
+            file.close()
+    except OSError as error:
+        raise ConfigError(f"--run {run}: {path.name} cannot be written: {error.strerror or error}.") from None
+    with suppress(OSError):  # a full disk has no room for a name, but for a lock it has
+        os.ftruncate(file.fileno(), 0)
+        # Not into the file's buffer, which its end would try to write once more.
+        os.write(file.fileno(), f"process {os.getpid()} on host {platform.node()}\n".encode())
     return file
 
 
+def _lock(file: TextIO) -> bool:
+    """False when another process holds it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        return False
+    except OSError:
+        # A file system without locks: nothing to claim, and no reason not to train.
+        pass
+    return True
+
+
+def _is_same_file(file: TextIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _open_for_owner(path: Path) -> int:
+    """Who can read a file can lock it: other users must not."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with suppress(PermissionError):
+        os.fchmod(descriptor, 0o600)
+    return descriptor
+
+
 def save_run_description(
-    run: Path, config: Mapping[str, object], resolved: Mapping[str, object], ds_config: Mapping[str, object]
+    run: Path,
+    config: Mapping[str, object],
+    resolved: Mapping[str, object],
+    ds_config: Mapping[str, object],
+    *,
+    is_new: bool,
 ) -> None:
-    """Save the resolved configuration, what DeepSpeed really got, and one line about this start. Main rank only."""
-    _write_json(run / CONFIG_NAME, {"config": config, "resolved": resolved})
-    _write_json(run / DS_CONFIG_NAME, ds_config)
+    """Save the resolved configuration, what DeepSpeed really got, and one line about this start. Main rank only.
+
+    A run that `is_new` must be able to say what it is: raises ConfigError. One that goes on only warns.
+    """
+    try:
+        _write_json(run / CONFIG_NAME, {"config": config, "resolved": resolved})
+        _write_json(run / DS_CONFIG_NAME, ds_config)
+    except OSError as error:
+        what = f"the configuration cannot be written to {run}: {error.strerror or error}"
+        if is_new:
+            raise ConfigError(f"--run {run}: {what}. Free some space, or name a folder on another disk.") from None
+        warn_on_stderr(f"WARNING: {what}. {CONFIG_NAME} and {DS_CONFIG_NAME} there are those of an earlier start.")
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "host": platform.node(),
         "world_size": resolved.get("plan", {}).get("world_size"),  # type: ignore[attr-defined]  # a dict by as_dict
         "python": platform.python_version(),
         "llmscale": __version__,
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": library_versions(),
     }
-    with (run / STARTS_NAME).open("a") as file:
-        file.write(json.dumps(start) + "\n")
+    starts = AppendFile(run / STARTS_NAME, unit="start")
+    starts.append(json.dumps(start).encode() + b"\n", 0)
+    starts.close()
+
+
+def library_versions() -> dict[str, str | None]:
+    """Versions of LIBRARIES as they are installed, None for what is not."""
+    return {name: _version(name) for name in LIBRARIES}
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from llmscale.checkpoint.fragments import engine_fragments
+from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.hardware import model_flops_utilisation
@@ -27,7 +27,7 @@ from llmscale.engine.loss_scaling import explain_smallest_scale, get_scaler_stat
 from llmscale.engine.randomness import seed_step
 from llmscale.engine.step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, inner_optimizer
-from llmscale.errors import CheckpointError, DataError
+from llmscale.errors import CheckpointError, DataError, LlmscaleError, MachineError
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.agreement import Verdict, agree, together
 from llmscale.training.divergence import LostSteps, check_weights
@@ -35,8 +35,10 @@ from llmscale.training.memory_report import MEASURED_AFTER_STEPS, measured_line
 from llmscale.training.meter import StepMeter, measured_memory, peak_memory_bytes
 from llmscale.training.metrics import MetricsLog, StepMetrics
 from llmscale.training.prepared_run import PreparedRun, as_plain
+from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.stop_request import StopRequest
 from llmscale.training.validation import validation_loss
+from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -52,7 +54,8 @@ class Session:
     feed: Feed
     validation_shards: TokenShards | None
     saver: CheckpointSaver
-    recorder: SampleRecorder | None
+    open_recorder: Callable[[int], SampleRecorder | None]
+    """The record of samples from a step on; collective. None when none is kept."""
     log: MetricsLog | None
     """On the main rank only."""
     stop: StopRequest
@@ -62,6 +65,8 @@ class Session:
     """Samples that were seen before this start: step 0 of this start begins there."""
     skipped_before: int
     identity: dict[str, object]
+    hyperparameters: dict[str, object]
+    """With every default filled in, for the checkpoint."""
     wandb_run_id: str | None
     estimate: MemoryEstimate | None
     """Of one rank's GPU memory; None where there is none for the optimizer."""
@@ -71,8 +76,10 @@ class Session:
     """Prints one line on the main rank."""
     startup_s: dict[str, float]
     """Seconds per phase of the start, printed after the first step."""
-    locks: list[TextIO]
-    """Held on the main rank until the session ends: the claim on the run folder."""
+    claim: RunFolderClaim
+    """On the run folder; the main rank holds its lock until the session ends."""
+    history: History
+    """Of the steps to come."""
 
     def __post_init__(self) -> None:
         self.meter = StepMeter(self.world.device)
@@ -80,10 +87,12 @@ class Session:
         self._loss = torch.zeros((), device=self.world.device)
         self._lost = LostSteps(self.world.device)
         self._ids_checksum = 0
-        self._fetch_failure: str | None = None
+        self._fetch_failure: LlmscaleError | None = None
         self._last_save_s = time.monotonic()
         self._saved_step: int | None = self.first_step or None
         self._resumed_at = time.perf_counter()
+        self.recorder = self.open_recorder(self.first_step)
+        self._log_start()
 
     def __enter__(self) -> Session:
         return self
@@ -96,8 +105,7 @@ class Session:
             self.recorder.close()
         if self.log:
             self.log.close()
-        for lock in self.locks:
-            lock.close()
+        self.claim.close()
         if kind is None:
             leave_world()
 
@@ -106,8 +114,8 @@ class Session:
         self.meter.phases.mark("data_wait")
         try:
             batches = [next(self.feed) for _ in range(self.run.resolved.plan.gradient_accumulation_steps)]
-        except DataError as error:
-            self._fetch_failure = str(error)
+        except (DataError, MachineError) as error:
+            self._fetch_failure = error
             return []
         finally:
             self.meter.phases.mark("other")
@@ -157,6 +165,8 @@ class Session:
             self._report_memory()
         if step % config.log_every == 0 or step in (self.first_step + 1, last):
             self._log_step()
+            if self.log and (loss := self.claim.find_loss()):
+                self.report(f"WARNING: {loss}")
             self._lost.check(step, config.run)
         if self.validation_shards and config.val_every and (step % config.val_every == 0 or step == last):
             self._validate()
@@ -169,10 +179,11 @@ class Session:
 
     def save(self) -> None:
         """Copy the state out and write it in the background; nothing when this step is saved already."""
-        if self._saved_step == self.step:
-            return
         with self.meter.pause():
             self.saver.wait()
+            self._keep_run_folder()
+            if self._saved_step == self.step:
+                return
             fragments = engine_fragments(self.engine)
             weights = (fragment.local for key, fragment in fragments.items() if key.startswith(f"{MASTER}/"))
             check_weights(weights, self.world.control, self.step, self.run.config.run)
@@ -191,8 +202,10 @@ class Session:
         """Save what is not saved yet, and wait until it is on disk. Raises CheckpointError when it cannot be."""
         total = self.run.resolved.total_steps
         if self.step > self.first_step:
-            self.save()
-            self.saver.wait()
+            # Twice: the second does nothing, unless the run folder was removed during the first.
+            for _ in range(2):
+                self.save()
+                self.saver.wait()
             if self.saver.last_saved_step != self.step:
                 raise CheckpointError(
                     f"training ended at step {self.step} of {total}, but its last checkpoint could not be saved "
@@ -206,6 +219,22 @@ class Session:
         self.report(f"{why} at step {self.step} of {total}; run folder: {self.run.config.run}")
         if self.log:
             self.log.log_event(why.split()[0], step=self.step, reason=why)
+
+    def _keep_run_folder(self) -> None:
+        """Where the run folder is gone, begin it again, as a whole: what is saved next must be a run. Collective."""
+        renewed = [self.claim.renew(self.report)]
+        dist.broadcast_object_list(renewed, src=0, group=self.world.control)
+        if not renewed[0]:
+            return
+        self._saved_step = None
+        self._log_start()
+        if self.recorder:
+            self.recorder.close()
+            self.recorder = self.open_recorder(self.step)
+
+    def _log_start(self) -> None:
+        if self.log:
+            self.log.log_event("start", step=self.step, **self.history.as_dict())
 
     def _run_state(self) -> RunState:
         return RunState(
@@ -223,6 +252,7 @@ class Session:
             loss_scaler=get_scaler_state(self.engine),
             wandb_run_id=self.wandb_run_id,
             config=as_plain(self.run.config),
+            hyperparameters=self.hyperparameters,
         )
 
     def _samples_seen(self) -> int:
@@ -316,6 +346,6 @@ def report_on_main(world: World) -> Callable[[str], None]:
 
     def report(line: str) -> None:
         if world.is_main:
-            print(line, file=sys.stdout, flush=True)
+            print_visible(line, flush=True)
 
     return report

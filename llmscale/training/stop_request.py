@@ -1,52 +1,144 @@
-"""Signals that ask for a save and an orderly end. No torch: installed before anything slow is imported."""
+"""What asks for a save and an orderly end: signals, and the loss of the launcher. No torch: installed before anything
+slow is imported."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 
+from llmscale.training.launcher_chain import find_launchers
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+#: How often launchers are looked after.
+_LAUNCHER_CHECK_S = 0.5
+#: Asked to stop before its first step is done, a rank that has not come to a step boundary by then just ends. The main
+#: rank is last: the others' connections to it would break, and say so at length.
+_START_GRACE_S = 2.0
+_MAIN_RANK_LATER_S = 0.5
 
 
 @dataclass
 class StopRequest:
-    """Notes signals; the loop reads it at step boundaries, where all ranks can agree to stop.
+    """Notes what asks to stop; the loop reads it at step boundaries, where all ranks can agree to stop.
 
-    A handler that acted at once could interrupt a collective and leave the other ranks waiting in it.
+    A handler that acted at once could interrupt a collective and leave the other ranks waiting in it. Before the first
+    step is done there is nothing to lose but time: then the process ends by itself, soon, wherever it is.
     """
 
     received: list[str] = field(default_factory=list)
-    """Names of the signals that came, in order."""
+    """Names of the signals that came, in order; or which launcher is gone."""
+    before_early_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called before the process ends during start-up, in another thread than the main one."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _starting: bool = True
+    _early_reason: str | None = None
 
     def install(self) -> None:
-        """From now on note SIGTERM, SIGINT and SIGUSR1 instead of dying of them; a second SIGINT ends at once."""
-        for number in STOP_SIGNALS:
+        """From now on note SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless nohup has it ignored, instead of dying of them.
+        A second SIGINT ends at once."""
+        numbers = [*STOP_SIGNALS]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._listen(numbers)
+        for number in numbers:
             signal.signal(number, self._note)
-        _end_at_second_sigint()
+
+    def watch_launchers(self) -> None:
+        """From now on the end of a launcher above this process asks to stop, too."""
+        launchers = find_launchers()
+
+        def watch() -> None:
+            while True:
+                for launcher in launchers:
+                    if launcher.is_gone:
+                        self.received.append(f"the end of its launcher ({launcher.describe()})")
+                        self._end_early(self.received[0])
+                        return
+                time.sleep(_LAUNCHER_CHECK_S)
+
+        if launchers:
+            threading.Thread(target=watch, name="launchers", daemon=True).start()
+
+    def leave_start_up(self) -> None:
+        """From now on only the loop ends the process: there is something to save, or all ranks have agreed to stop."""
+        with self._lock:
+            self._starting = False
+
+    @property
+    def ends_early(self) -> bool:
+        """It came during start-up: whatever fails now, fails because ranks are ending."""
+        return self._starting and self._early_reason is not None
+
+    def end_now(self) -> None:
+        """End a start-up that was asked to stop, with status 0; returns when it is over already."""
+        with self._lock:
+            if not self._starting:
+                return
+            with contextlib.suppress(OSError):
+                for action in self.before_early_end:
+                    action()
+            if os.environ.get("RANK", "0") == "0":
+                line = f"stopped by {self._early_reason} before the first step: nothing was trained, nothing to save\n"
+                # Not print: the main thread may be within one.
+                with contextlib.suppress(OSError):
+                    os.write(1, line.encode())
+            os._exit(0)
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(signal.Signals(number).name)
 
+    def _listen(self, numbers: list[signal.Signals]) -> None:
+        """Watch for signals in a thread: Python runs no handler while the main thread waits in a collective or for a
+        rank that never comes, and that is when somebody presses Ctrl-C twice."""
+        arrivals, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        # A data worker's signals are not ours: forked, it would write them into the same pipe.
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
-def _end_at_second_sigint() -> None:
-    """Watch for it in a thread: Python runs no handler while the main thread waits in a collective for a dead peer, and
-    that is when somebody presses Ctrl-C twice."""
-    arrivals, wakeup = os.pipe()
-    os.set_blocking(wakeup, False)
-    signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-    # A data worker's signals are not ours: forked, it would write them into the same pipe.
-    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-    threading.Thread(target=_count_sigints, args=(arrivals,), name="second SIGINT", daemon=True).start()
+        def listen() -> None:
+            """`arrivals` has one byte per signal, its number."""
+            num_sigints = 0
+            while byte := os.read(arrivals, 1):
+                num_sigints += byte[0] == signal.SIGINT
+                if num_sigints == 2:
+                    # 128 + number is how shells report a signal.
+                    os._exit(128 + signal.SIGINT)
+                if byte[0] in numbers:
+                    self._end_early(signal.Signals(byte[0]).name)
+
+        threading.Thread(target=listen, name="signals", daemon=True).start()
+
+    def _end_early(self, why: str) -> None:
+        """Begin to end, unless training has begun."""
+        if self._early_reason is not None or not self._starting:
+            return
+        self._early_reason = why
+        # One that was not told would wait for this one.
+        _tell_other_ranks()
+        wait_s = _START_GRACE_S + (_MAIN_RANK_LATER_S if os.environ.get("RANK", "0") == "0" else 0.0)
+        timer = threading.Timer(wait_s, self.end_now)
+        timer.daemon = True
+        timer.start()
 
 
-def _count_sigints(arrivals: int) -> None:
-    """`arrivals` is a pipe with one byte per signal, its number."""
-    count = 0
-    while byte := os.read(arrivals, 1):
-        count += byte[0] == signal.SIGINT
-        if count == 2:
-            # 128 + number is how shells report a signal.
-            os._exit(128 + signal.SIGINT)
+def _tell_other_ranks() -> None:
+    """SIGTERM to the other ranks of this job on this host: those that meet at the same place."""
+    ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = set((folder / "environ").read_bytes().split(b"\0"))
+            pid = int(folder.name)
+            if ours <= variables and pid != os.getpid() and any(word.startswith(b"RANK=") for word in variables):
+                os.kill(pid, signal.SIGTERM)
+        except OSError:
+            continue  # another user's, or gone

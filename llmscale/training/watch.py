@@ -14,6 +14,7 @@ import signal
 from pathlib import Path
 from typing import TextIO
 
+from llmscale.files.append import warn_on_stderr
 from llmscale.training.stop_request import STOP_SIGNALS
 
 #: Names a folder on the host's own disk that holds, per rank, a pipe for its output; the rank adds its life signs and,
@@ -51,6 +52,7 @@ class Watch:
         self._first_step: int | None = None
         self._step: int | None = None
         self._stacks: TextIO | None = None
+        self._has_failed = False
 
     @classmethod
     def from_environment(cls) -> Watch:
@@ -58,11 +60,17 @@ class Watch:
         folder = os.environ.get(WATCH_VARIABLE)
         return cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
 
+    @property
+    def is_supervised(self) -> bool:
+        """A supervisor started this rank, and ends it when something above it is gone."""
+        return self._folder is not None
+
     def install(self) -> None:
         """Answer STACKS_SIGNAL from now on; under a supervisor also give it the output and the first life sign."""
         if self._folder is None:
             # By number: sys.stderr may have been replaced by something without a file.
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+            _hear()
             return
         # When the launcher is killed, its ranks must not train on with nobody to watch them.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -73,8 +81,7 @@ class Watch:
         self._stacks = stacks_path(self._folder, self._rank).open("w")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         self._signs = os.open(sign_path(self._folder, self._rank), os.O_WRONLY | os.O_CREAT, 0o600)
-        # The launcher is deaf to these, and so would its children be. What came meanwhile is delivered now.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        _hear()
         self.beat("starting")
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -92,6 +99,11 @@ class Watch:
             self._phase = "finished"
         self._write(exit_code)
 
+    def end_early(self) -> None:
+        """The last sign of a rank that was asked to stop before its first step."""
+        self._phase = "stopped"
+        self.end(0)
+
     def _write(self, exit_code: int | None) -> None:
         if self._signs < 0:
             return
@@ -104,4 +116,15 @@ class Watch:
             "step": self._step,
             "exit_code": exit_code,
         }
-        os.pwrite(self._signs, json.dumps(sign).ljust(SIGN_BYTES).encode(), 0)
+        try:
+            os.pwrite(self._signs, json.dumps(sign).ljust(SIGN_BYTES).encode(), 0)
+        except OSError as error:
+            if not self._has_failed:
+                warn_on_stderr(f"WARNING: rank {self._rank} can give no sign of life: {error.strerror}.")
+            self._has_failed = True
+
+
+def _hear() -> None:
+    """Let signals in. `llmscale train` and the supervisor's launcher start ranks with these blocked, so that none is
+    killed before it can answer; what came meanwhile is delivered now."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))

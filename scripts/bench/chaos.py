@@ -34,8 +34,12 @@ import numpy as np
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, list_checkpoints  # noqa: E402
-from llmscale.checkpoint.retention import step_of  # noqa: E402
+from llmscale.checkpoint.history import list_checkpoints  # noqa: E402
+from llmscale.checkpoint.manifest import (  # noqa: E402
+    checkpoints_folder,
+    find_damage,
+    step_of,
+)
 from llmscale.data.record import load_recorded  # noqa: E402
 
 DS_CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")

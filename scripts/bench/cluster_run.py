@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, list_checkpoints
+from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
 from llmscale.cluster.launch.attempts import read_attempts
 from llmscale.data.record import load_recorded
 from scripts.playground.hosts import Playground, PlaygroundHost

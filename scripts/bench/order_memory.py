@@ -31,12 +31,17 @@ def shard_sizes(num_samples: int, seq_len: int) -> np.ndarray:
     return np.array([per_shard] * full + [rest] * (rest > 0), np.int64)
 
 
+def large_order(sizes: np.ndarray) -> SampleOrder:
+    """The order of a set too large for a node."""
+    return SampleOrder(sizes, seed=17, num_canonical_nodes=DEFAULT_CANONICAL_NODES, block_size=DEFAULT_BLOCK_SIZE)
+
+
 def measure_cost(sizes: np.ndarray) -> dict[str, float]:
     """Resume in the middle of the third epoch: seconds and bytes from nothing to the first batch, then per batch."""
     start = int(2.5 * sizes.sum())
     tracemalloc.start()
     begin_s = time.perf_counter()
-    order = SampleOrder(sizes, seed=17)
+    order = large_order(sizes)
     positions = np.arange(start, start + GLOBAL_BATCH, dtype=np.int64)
     layout = RankLayout(0, (RANKS_PER_NODE,) * 2)
     order.sample_ids(deal(positions, order.rows(positions), layout))
@@ -56,13 +61,13 @@ def measure_cost(sizes: np.ndarray) -> dict[str, float]:
     }
 
 
-def measure_quality(ids: np.ndarray, sizes: np.ndarray) -> dict[str, float]:
+def measure_quality(ids: np.ndarray, rows: np.ndarray, sizes: np.ndarray) -> dict[str, float]:
     """Distinct shards in a global batch, and shards that one of one, of eight nodes holds within 100,000 samples."""
     shard_of = np.repeat(np.arange(len(sizes)), sizes)
     batches = ids[: len(ids) // GLOBAL_BATCH * GLOBAL_BATCH].reshape(-1, GLOBAL_BATCH)[:: max(len(ids) // 10**6, 1)]
     held = {}
     for nodes in (1, 8):
-        window = ids[: 100_000 * nodes].reshape(-1, nodes)[:, 0]
+        window = ids[: 100_000 * nodes][rows[: 100_000 * nodes] % nodes == 0]
         held[f"shards_per_100k_samples_of_1_in_{nodes}_nodes"] = float(len(np.unique(shard_of[window])))
     return {"distinct_shards_per_batch": float(np.mean([len(np.unique(shard_of[b])) for b in batches])), **held}
 
@@ -87,7 +92,8 @@ def main() -> None:
     }
     small = shard_sizes(args.samples // 20, args.seq_len)
     n = int(small.sum())
-    result["quality"] = measure_quality(SampleOrder(small, seed=17).sample_ids(np.arange(n)), small)
+    order = large_order(small)
+    result["quality"] = measure_quality(order.sample_ids(np.arange(n)), order.rows(np.arange(n)), small)
     from llmscale.data.streaming_import import streaming_module
 
     begin_s = time.perf_counter()
@@ -96,7 +102,7 @@ def main() -> None:
     theirs = theirs[partition[partition >= 0]]
     result["py1br_8_rows_block_2^18"] = {
         "seconds_for_1/20": time.perf_counter() - begin_s,
-        **measure_quality(theirs, small),
+        **measure_quality(theirs, np.arange(n) % 8, small),
     }
     print(json.dumps(result, indent=1))
 

@@ -46,7 +46,7 @@ def train(
     )
     _run(
         [
-            *("deepspeed", "--num_gpus", str(_count_processes()), str(ROOT / "llmscale" / "train.py")),
+            *(sys.executable, "-m", "llmscale", "train"),
             *("--ds", str(ROOT / "ds_configs" / f"{zero}.json"), "--data", "data", "--run", "run"),
             *("--model", model, "--steps", str(steps), "--global-batch-size", str(global_batch_size)),
         ],
@@ -67,12 +67,6 @@ def pack_weights(work: LocalPath) -> LocalPath:
         for name in names:
             tar.add(work / name, arcname=str(name))
     return archive
-
-
-def _count_processes() -> int:
-    import torch
-
-    return torch.cuda.device_count() or 1
 
 
 def _run(command: Sequence[str], folder: LocalPath) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # Works from a clone that is not installed, too.
@@ -14,15 +15,17 @@ from llmscale.config.parse import parse_run_config
 
 
 def is_finished(run: Path) -> bool:
-    """Whether the run's last end was that of its last step, and not a stop."""
+    """Whether the run's last end was that of its last step, and not a stop, and nothing was begun since."""
     try:
-        lines = (run / "metrics.jsonl").read_text().splitlines()
-    except FileNotFoundError:
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
         return False
-    # A line without its end was cut short by a crash.
-    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    ends = [record["event"] for record in records if record.get("event") in ("finished", "stopped")]
-    return ends[-1:] == ["finished"]
+    events = []
+    for line in lines:
+        # A line that a crash cut short, or that was damaged since, says nothing.
+        with suppress(ValueError, AttributeError, RecursionError):
+            events.append(json.loads(line).get("event"))
+    return [event for event in events if event in ("start", "finished", "stopped")][-1:] == ["finished"]
 
 
 def main(argv: Sequence[str]) -> int:

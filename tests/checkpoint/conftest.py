@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,7 +45,9 @@ def build_snapshot(step: int, numbers: int = 1000) -> Snapshot:
 def save_steps(one_rank: None, tmp_path: Path) -> Callable[..., list[str]]:
     """`save_steps(1, 2, 3)` saves these steps to tmp_path/run; returns what was reported."""
 
-    def save(*steps: int, keep_last: int = 9, keep_every: int = 0, in_background: bool = False) -> list[str]:
+    def save(
+        *steps: int, keep_last: int = 9, keep_every: int = 0, in_background: bool = False, **more: Any
+    ) -> list[str]:
         lines: list[str] = []
         saver = CheckpointSaver(
             tmp_path / "run",
@@ -52,6 +55,7 @@ def save_steps(one_rank: None, tmp_path: Path) -> Callable[..., list[str]]:
             keep_every=keep_every,
             in_background=in_background,
             report=lines.append,
+            **more,
         )
         for step in steps:
             saver.save(build_snapshot(step))

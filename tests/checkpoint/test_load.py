@@ -16,9 +16,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.fragments import Fragment, FragmentLoadPlanner
-from llmscale.checkpoint.json_storage import JsonIndexReader
-from llmscale.checkpoint.load import find_newest_good, load_full_weights
-from llmscale.checkpoint.manifest import list_checkpoints
+from llmscale.checkpoint.history import list_checkpoints, record_history
+from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
+from llmscale.checkpoint.load import (
+    check_nothing_is_dropped,
+    check_same_scalars,
+    find_newest_good,
+    load_full_weights,
+)
+from llmscale.checkpoint.manifest import History
 from llmscale.errors import CheckpointError
 
 
@@ -55,6 +61,56 @@ def test_a_model_of_another_shape_is_refused(checkpoint: Path) -> None:
         _load(checkpoint, {"master/w": Fragment(torch.empty(64), 0, 64)})
 
 
+def test_what_nobody_asked_for_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="holds 'exp_avg/x' and 1 more, which this run has no place for"):
+        check_nothing_is_dropped(["master/x", "exp_avg/x", "exp_avg/y"], ["master/x"], Path("step-1"))
+    check_nothing_is_dropped(["master/x"], ["master/x", "buffer/y"], Path("step-1"))
+
+
+@pytest.mark.parametrize(
+    ("stored", "problem"),
+    [
+        ({"decay": {"step": 3.0, "beta": 1.0}}, "'decay.beta' is stored and this run has no place for it"),
+        ({"decay": {}}, "'decay.step' is not stored"),
+        ({"other": {"step": 3.0}}, "'decay.step' is not stored"),
+        ({"decay": {"step": "3"}}, "'3' is no number for an optimizer"),
+        ({"decay": {"step": float("nan")}}, "nan is no number"),
+    ],
+)
+def test_the_optimizers_numbers_are_those_of_this_run(stored: dict, problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
+        check_same_scalars(stored, {"decay": {"step": 0.0}}, Path("step-1"))
+    check_same_scalars({"decay": {"step": 7}}, {"decay": {"step": 0.0}}, Path("step-1"))
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [[0, 500, "__0_0.distcp", 0, 2000]],
+        [[0, 500, "__0_0.distcp", 0, 2000], [600, 400, "__0_0.distcp", 2000, 1600]],
+        [[0, 600, "__0_0.distcp", 0, 2400], [500, 500, "__0_0.distcp", 2400, 2000]],
+        [[0, 1000, "__0_0.distcp", 0, 4000], [0, 1000, "__0_0.distcp", 0, 4000]],
+        [[0, 1001, "__0_0.distcp", 0, 4004]],
+        [["0", 1000, "__0_0.distcp", 0, 4000]],
+        7,
+    ],
+)
+def test_a_tensor_with_gaps_or_overlaps_is_refused(checkpoint: Path, chunks: object) -> None:
+    """A gap would keep what the new model was drawn with."""
+    index = json.loads((checkpoint / "tensors.json").read_text())
+    index["master/w"]["chunks"] = chunks
+    (checkpoint / "tensors.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"tensors\.json, tensor 'master/w', has"):
+        load_full_weights(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '{"master/w": 3}', '{"master/w": {}}', "[" * 5000, "\udcff"])
+def test_an_index_of_another_shape_is_refused(checkpoint: Path, text: str) -> None:
+    (checkpoint / "tensors.json").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CheckpointError, match=r"tensors\.json"):
+        load_index(checkpoint)
+
+
 class _Malice:
     """Unpickling it makes a folder."""
 
@@ -72,12 +128,11 @@ def test_nothing_in_a_checkpoint_is_executed(checkpoint: Path, tmp_path: Path) -
     load_full_weights(checkpoint)
     assert not evidence.exists()
     archive = _malicious_archive(evidence)
-    (checkpoint / "evil.distcp").write_bytes(archive)
+    (checkpoint / "__9_0.distcp").write_bytes(archive)
     index = json.loads((checkpoint / "tensors.json").read_text())
-    for entry in index.values():
-        entry["chunks"] = [[0, 1000, "evil.distcp", 0, len(archive)]]
+    index["master/w"]["chunks"] = [[0, 1000, "__9_0.distcp", 0, len(archive)]]
     (checkpoint / "tensors.json").write_text(json.dumps(index))
-    with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):
+    with pytest.raises(CheckpointError, match=r"__9_0\.distcp holds a tensor that refers to 'posix mkdir'"):
         load_full_weights(checkpoint)
     assert not evidence.exists()
     torch.load(io.BytesIO(archive), weights_only=False)
@@ -89,6 +144,7 @@ def _malicious_archive(evidence: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(_Malice(evidence), protocol=2))
+        archive.writestr("archive/data/0", bytes(4000))
         archive.writestr("archive/version", "3\n")
         archive.writestr("archive/byteorder", "little")
     return buffer.getvalue()
@@ -102,9 +158,10 @@ def test_the_newest_good_checkpoint_is_taken(save_steps: Callable, tmp_path: Pat
     lines: list[str] = []
     assert find_newest_good(tmp_path / "run", dist.group.WORLD, lines.append) == oldest
     assert len(lines) == 2
-    assert lines[0].startswith("WARNING: step-00000003 is damaged and passed over: ")
-    assert "has 4 bytes instead of" in lines[0]
-    assert "manifest.json is missing" in lines[1]
+    assert lines[0].startswith("WARNING: step-00000002 is damaged and passed over: ")
+    assert "manifest.json is missing" in lines[0]
+    assert lines[1].startswith("WARNING: step-00000003 is damaged and passed over: ")
+    assert "has 4 bytes instead of" in lines[1]
 
 
 def test_a_run_without_a_good_checkpoint_does_not_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
@@ -115,3 +172,19 @@ def test_a_run_without_a_good_checkpoint_does_not_begin_anew(checkpoint: Path, t
 
 def test_a_run_without_checkpoints_begins(one_rank: None, tmp_path: Path) -> None:
     assert find_newest_good(tmp_path / "run", dist.group.WORLD, lambda _: None) is None
+
+
+def test_a_run_of_which_only_abandoned_checkpoints_are_left_does_not_begin_anew(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    record_history(tmp_path / "run", History(2), tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"elsewhere has no checkpoints. 1 abandoned ones can be named"):
+        find_newest_good(tmp_path / "run", dist.group.WORLD, lambda _: None)
+
+
+def test_a_run_whose_only_checkpoint_has_another_name_does_not_begin_anew(checkpoint: Path, tmp_path: Path) -> None:
+    checkpoint.rename(checkpoint.with_name("step-00000003-backup"))
+    lines: list[str] = []
+    with pytest.raises(CheckpointError, match=r"nothing to continue from but step-00000003-backup"):
+        find_newest_good(tmp_path / "run", dist.group.WORLD, lines.append)
+    assert len(lines) == 1

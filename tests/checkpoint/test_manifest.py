@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.manifest import find_damage, list_checkpoints, load_manifest, read_latest
+from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.errors import CheckpointError
 
 
@@ -26,7 +27,7 @@ def test_says_what_the_checkpoint_is(checkpoint: Path, tmp_path: Path) -> None:
         (checkpoint / "manifest.json").stat().st_size
     )
     assert find_damage(checkpoint) is None
-    assert read_latest(tmp_path / "run") == "step-00000007"
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text().strip() == "step-00000007"
 
 
 def test_finds_a_truncated_file(checkpoint: Path) -> None:
@@ -62,7 +63,7 @@ def test_finds_a_changed_manifest(checkpoint: Path) -> None:
 def test_finds_a_torn_manifest(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     path.write_text(path.read_text()[:50])
-    assert "manifest.json cannot be read" in str(find_damage(checkpoint))
+    assert "manifest.json is not JSON" in str(find_damage(checkpoint))
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(checkpoint: Path) -> None:

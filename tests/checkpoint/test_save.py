@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmscale.checkpoint import retention
 from llmscale.checkpoint import save as save_module
+from llmscale.checkpoint.history import find_checkpoints, list_checkpoints, record_history
 from llmscale.checkpoint.load import load_full_weights
-from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, list_checkpoints, read_latest
+from llmscale.checkpoint.manifest import History, checkpoints_folder, find_damage
+from tests.checkpoint.conftest import folder_of
+
+#: Of a run that went back to step 10.
+SECOND = History(2, ((1, 10),))
 
 
 def test_what_is_saved_is_what_is_loaded(save_steps: Callable, tmp_path: Path) -> None:
@@ -37,6 +43,94 @@ def test_the_same_step_is_replaced_as_a_whole(save_steps: Callable, tmp_path: Pa
     (list_checkpoints(tmp_path / "run")[0] / "state.json").unlink()
     save_steps(5)
     assert find_damage(list_checkpoints(tmp_path / "run")[0]) is None
+    put_aside = checkpoints_folder(tmp_path / "run") / "step-00000005.old-1"
+    assert "state.json cannot be read" in str(find_damage(put_aside)), "nothing is lost that nobody gave up"
+
+
+def test_an_abandoned_checkpoint_outlives_the_save_of_the_same_step(save_steps: Callable, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_steps(10, 20, 30, keep_last=9)
+    record_history(run, SECOND, folder_of(run, 10))
+    assert save_steps(20, keep_last=1, history=SECOND)[-1].startswith("saved ")
+    found = find_checkpoints(run)
+    assert [saved.path.name for saved in found.current] == ["step-00000020"]
+    assert [saved.path.name for saved in found.abandoned] == ["step-00000030", "step-00000020.old-1"]
+    assert all(find_damage(saved.path) is None for saved in [*found.current, *found.abandoned])
+
+
+def test_retention_never_ranks_by_steps_of_another_history(save_steps: Callable, tmp_path: Path) -> None:
+    """The run of 10 to 60 that went back to 20 and was stopped at 43."""
+    run = tmp_path / "run"
+    save_steps(10, 20, 30, 40, 50, 60)
+    history = History(2, ((1, 20),))
+    record_history(run, history, folder_of(run, 20))
+    save_steps(30, 40, 43, keep_last=2, history=history)
+    found = find_checkpoints(run)
+    assert [saved.path.name for saved in found.current] == ["step-00000043", "step-00000040"]
+    assert {saved.step for saved in found.abandoned} == {30, 40, 50, 60}
+    assert (checkpoints_folder(run) / "latest").read_text().strip() == "step-00000043"
+
+
+@pytest.mark.parametrize("in_the_way", ["latest", "history.json"])
+def test_what_was_committed_is_not_called_lost(save_steps: Callable, tmp_path: Path, in_the_way: str) -> None:
+    """A folder where a file should be."""
+    save_steps(1)
+    folder = checkpoints_folder(tmp_path / "run")
+    (folder / "latest").unlink()
+    (folder / in_the_way).mkdir()
+    (folder / in_the_way / "x").write_text("")
+    lines = save_steps(2, keep_last=1)
+    assert lines[0].startswith(f"saved {folder / 'step-00000002'} in ")
+    assert not any("NOT saved" in line for line in lines)
+    if in_the_way == "latest":
+        assert lines[1].startswith(f"WARNING: {folder / 'step-00000002'} is saved, but latest does not point to it: ")
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002"]
+
+
+def test_a_checkpoint_that_cannot_be_deleted_does_not_undo_the_save(
+    save_steps: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_steps(1)
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(retention, "delete_checkpoint", refuse)
+    lines = save_steps(2, keep_last=1)
+    assert lines[0].startswith("saved ")
+    assert "is saved, but what --keep-last and --keep-every let go is not all removed: " in lines[1]
+    assert "Permission denied" in lines[1]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002", "step-00000001"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder"])
+def test_names_in_the_way_do_not_keep_a_step_from_being_saved(save_steps: Callable, tmp_path: Path, kind: str) -> None:
+    folder = checkpoints_folder(tmp_path / "run")
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("x")
+    folder.mkdir(parents=True)
+    for name in (".step-00000002.partial", "step-00000002"):
+        if kind == "file":
+            (folder / name).write_text("x")
+        elif kind == "link":
+            (folder / name).symlink_to(precious)
+        else:
+            (folder / name).mkdir()
+            (folder / name / "file").write_text("x")
+    assert save_steps(2)[0].startswith("saved ")
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000002"]
+    assert (folder / "step-00000002.old-1").exists()
+    assert (precious / "file").read_text() == "x"
+
+
+def test_a_run_folder_that_is_not_ours_any_more_gets_nothing(save_steps: Callable, tmp_path: Path) -> None:
+    def gone() -> None:
+        raise OSError("the run folder is gone")
+
+    (line,) = save_steps(2, check_run_folder=gone)
+    assert line.startswith("WARNING: the checkpoint of step 2 was NOT saved: rank 0: the run folder is gone")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_full_disk_is_noticed_before_writing(
@@ -84,5 +178,5 @@ def test_a_rank_without_the_shared_folder_says_so(
 
 def _only_step_1_is_left(run: Path) -> None:
     assert sorted(path.name for path in checkpoints_folder(run).iterdir()) == ["latest", "step-00000001"]
-    assert read_latest(run) == "step-00000001"
+    assert (checkpoints_folder(run) / "latest").read_text().strip() == "step-00000001"
     assert find_damage(list_checkpoints(run)[0]) is None

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.checkpoint.history import list_checkpoints, record_history
+from llmscale.checkpoint.manifest import History
 from llmscale.cli.main import main
 
 
@@ -86,8 +88,47 @@ def test_diff_shows_what_differs_and_only_that(trained_run: Path, capsys: pytest
 
 
 def test_a_folder_without_checkpoints_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for action in ("list", "show", "verify"):
+    for action in ("list", "show", "verify", "prune"):
         status, out, err = call(capsys, action, str(tmp_path))
         assert (status, out) == (2, "")
         assert err.startswith(f"error: {tmp_path} has no checkpoints")
         assert len(err.splitlines()) == 1
+
+
+def go_back(run: Path, step: int) -> None:
+    record_history(run, History(2, ((1, step),)), run / "checkpoints" / f"step-{step:08d}")
+
+
+def test_what_is_abandoned_is_listed_as_such_and_pruned_by_word_only(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    go_back(run, 2)
+    status, out, err = call(capsys, "list", str(run))
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[1].startswith("step-00000003")
+    assert lines[1].endswith("  abandoned (history 1)")
+    assert lines[2].endswith("  <- latest")
+    assert f"llmscale checkpoint prune {run}" in lines[-1]
+    assert call(capsys, "show", str(run))[1].startswith(str(run / "checkpoints" / "step-00000002"))
+    assert call(capsys, "verify", str(run))[1] == "step-00000002: whole\nstep-00000003 (abandoned): whole\n"
+    assert call(capsys, "prune", str(run)) == (0, "deleted step-00000003\n", "")
+    assert call(capsys, "prune", str(run))[1].startswith("nothing is abandoned")
+    assert [path.name for path in list_checkpoints(run)] == ["step-00000002"]
+
+
+def test_report_names_the_checkpoint_that_comes_next(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    go_back(run, 2)
+    assert main(["report", str(run)]) == 0
+    assert f"checkpoint       {run / 'checkpoints' / 'step-00000002'}\n" in capsys.readouterr().out
+
+
+def test_names_that_are_not_ours_are_one_line_each(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints" / "step-old").mkdir()
+    (run / "checkpoints" / "step-00000009").symlink_to(run / "checkpoints" / "step-00000003")
+    for action in ("list", "verify", "show", "prune"):
+        status, _, err = call(capsys, action, str(run))
+        assert status == 0
+        assert [line.split()[1] for line in err.splitlines()] == [
+            *(str(run / "checkpoints" / "step-00000009"), str(run / "checkpoints" / "step-old"))
+        ]

@@ -313,12 +313,30 @@ def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
         (("--model", "gpt2-1.5b", "--gpu-memory-gib", "24"), "--bf16-tflops"),
         (("--model", "gpt2-1.5b", *MACHINES, "--gpu-memory-gib", "24"), "--gpu names a card of the table"),
         (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"), "n_layer = 0"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--seq-len", "-5"), "--seq-len must be at least 1, not -5"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--vocab-size", "0"), "vocab_size must be at least 1"),
-        (("--model", "gpt2-1.5b", "--gpu", "t4", "--num-gpus", "0"), "--num-gpus must be at least 1"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--num-nodes", "-1"), "--num-nodes must be at least 1"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--host-memory-gib", "0"), "--host-memory-gib must be above 0"),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"),
+            "argument --n-layer: must be a whole number of at least 1, not '0'",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--seq-len", "-5"),
+            "argument --seq-len: must be a whole number of at least 1, not '-5'",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--vocab-size", "0"),
+            "argument --vocab-size: must be a whole number of at least 1",
+        ),
+        (
+            ("--model", "gpt2-1.5b", "--gpu", "t4", "--num-gpus", "0"),
+            "argument --num-gpus: must be a whole number of at least 1",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--num-nodes", "-1"),
+            "argument --num-nodes: must be a whole number of at least 1",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--host-memory-gib", "0"),
+            "argument --host-memory-gib: must be a number of at least 0.01",
+        ),
         (("--model", "gpt2-1.5b", *MACHINES, "--global-batch-size", "12"), "cannot be divided over 8 ranks"),
         (("--model", "gpt2-1.5b", *MACHINES, "--micro-batch-size", "3"), "Legal micro-batches: 1, 2, 4"),
         (("--model", "gpt2-1.5b", *MACHINES, "--interconnect", "ib-40g"), "Did you mean 'ib-400g'?"),

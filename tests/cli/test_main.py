@@ -18,7 +18,7 @@ def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Calla
     assert (done.returncode, done.stderr) == (0, "")
     for command in cli.COMMANDS:
         assert re.search(rf"^    {command}\b", done.stdout, re.MULTILINE)
-    assert "deepspeed llmscale/train.py --ds ds_configs/zero2.json" in " ".join(done.stdout.split())
+    assert "llmscale train --ds ds_configs/zero2.json" in " ".join(done.stdout.split())
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +33,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("smple",), "error: 'smple' is not known. Did you mean 'sample'? Legal: plan, "),
         ((), "error: the following arguments are required: COMMAND."),
-        (("checkpoint", "lst"), "error: 'lst' is not known. Did you mean 'list'? Legal: list, show, verify, diff.\n"),
+        (
+            ("checkpoint", "lst"),
+            "error: 'lst' is not known. Did you mean 'list'? Legal: list, show, verify, prune, diff.\n",
+        ),
         (("sample", "r", "p", "--temprature=1"), "error: unknown argument '--temprature'. Did you mean '--temp"),
         (
             ("sample", "r", "p", "--top-k", "x"),
@@ -85,7 +88,7 @@ def test_ctrl_c_has_the_shell_s_status_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_with_handler(monkeypatch, KeyboardInterrupt()) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_a_closed_pipe_is_no_error(trained_run: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
 from llmscale.cli.main import main
 
 
@@ -20,8 +21,9 @@ def run(tmp_path: Path, tiny_set: Path) -> Path:
     ]
     records.append({"kind": "validation", "step": 20, "loss": 9.5, "num_samples": 4})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step-00000020\n")
+    folder = tmp_path / "checkpoints" / "step-00000020"
+    folder.mkdir(parents=True)
+    save_manifest(folder, CheckpointManifest(20, 20_000, 1, 2, "fp32", "now", ()))
     return tmp_path
 
 

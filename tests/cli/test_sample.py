@@ -69,13 +69,13 @@ def test_wrong_folders_and_damage_are_one_clear_line(
     ("flag", "value", "legal"),
     [
         ("--max-new-tokens", "-1", "a whole number of at least 0"),
-        ("--temperature", "-1", "0 or a positive number"),
-        ("--temperature", "warm", "0 or a positive number"),
-        ("--temperature", "inf", "0 or a positive number"),
+        ("--temperature", "-1", "a number of at least 0"),
+        ("--temperature", "warm", "a number of at least 0"),
+        ("--temperature", "inf", "a number of at least 0 and at most 1e+06"),
         ("--top-k", "0", "a whole number of at least 1"),
         ("--top-k", "2.5", "a whole number of at least 1"),
-        ("--top-p", "2", "above 0 and at most 1"),
-        ("--top-p", "0", "above 0 and at most 1"),
+        ("--top-p", "2", "a number above 0 and at most 1"),
+        ("--top-p", "0", "a number above 0 and at most 1"),
         ("--num-samples", "0", "a whole number of at least 1"),
     ],
 )

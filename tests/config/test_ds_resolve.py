@@ -36,12 +36,13 @@ def resolve(
     precision_override: Precision | None = None,
     gradient_clipping: float | None = None,
     num_parameters: int = 10_000_001,
+    gradient_accumulation_steps: int = 2,
 ) -> dict[str, object]:
     return resolve_ds_config(
         parse_ds_config(config, "my.json"),
         micro_batch_size=4,
-        gradient_accumulation_steps=2,
-        global_batch_size=64,
+        gradient_accumulation_steps=gradient_accumulation_steps,
+        global_batch_size=32 * gradient_accumulation_steps,
         world_size=8,
         n_embd=100,
         num_parameters=num_parameters,
@@ -157,11 +158,11 @@ def test_host_memory_is_pinned_for_a_gpu_only(has_gpu: bool, written: dict[str, 
 @pytest.mark.parametrize(
     ("stage", "precision", "accumulation", "communication"),
     [
-        (0, "bf16", "bf16", "bf16"),
-        (1, "bf16", "bf16", "bf16"),
+        (0, "bf16", "fp32", "bf16"),
+        (1, "bf16", "fp32", "bf16"),
         (2, "bf16", "fp32", "bf16"),
         (3, "bf16", "fp32", "bf16"),
-        (1, "fp16", "fp16", "fp16"),
+        (1, "fp16", "fp32", "fp16"),
         (2, "fp16", "fp32", "fp16"),
         (0, "fp32", "fp32", "fp32"),
         (2, "autocast", "fp32", "fp32"),
@@ -175,6 +176,22 @@ def test_types_of_gradients_are_written_out(
     assert resolved["communication_data_type"] == communication
     switched_on = {name for name in ("bf16", "fp16", "torch_autocast") if section(resolved, name)["enabled"] is True}
     assert switched_on == {"torch_autocast" if precision == "autocast" else precision} - {"fp32"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "accumulation"),
+    [(0, "bf16", "bf16"), (1, "bf16", "bf16"), (1, "fp16", "fp16"), (2, "bf16", "fp32"), (3, "fp16", "fp32")],
+)
+def test_one_micro_step_is_no_sum(stage: int, precision: Precision, accumulation: str) -> None:
+    resolved = resolve(zero(stage), precision_override=precision, gradient_accumulation_steps=1)
+    assert section(resolved, "data_types") == {"grad_accum_dtype": accumulation}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_file_s_word_on_sums_holds(stage: int) -> None:
+    for dtype in ("bf16", "fp32"):
+        config = {**zero(stage), "bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}}
+        assert section(resolve(config), "data_types") == {"grad_accum_dtype": dtype}
 
 
 def test_the_file_wins_over_defaults_and_the_override_over_the_file() -> None:

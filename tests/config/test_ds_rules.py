@@ -37,7 +37,7 @@ def zero(stage: int, **keys: object) -> dict[str, object]:
             {**zero(1), "fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 8}},
             "above the first scale",
         ),
-        ({**BF16, "data_types": {"grad_accum_dtype": "fp32"}}, "at stage 0. Legal: bf16."),
+        ({**BF16, "data_types": {"grad_accum_dtype": "fp16"}}, "at stage 0. Legal: bf16, fp32."),
         ({**zero(2), **BF16, "data_types": {"grad_accum_dtype": "fp16"}}, "Legal: bf16, fp32."),
         ({**zero(2), "data_types": {"grad_accum_dtype": "bf16"}}, "precision fp32 at stage 2. Legal: fp32."),
         ({**zero(2), **BF16, "data_types": {"param_dtype": "fp32"}}, "contradicts the precision bf16"),

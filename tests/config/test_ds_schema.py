@@ -72,7 +72,7 @@ def test_malformed_json_is_located(tmp_path: Path) -> None:
     [
         ('{"bf16": {}, "bf16": {}}', "the key 'bf16' stands twice"),
         ('{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' stands twice"),
-        ("[1, 2]", "must be a JSON object {...}, not [1, 2]"),
+        ("[1, 2]", "must hold a JSON object, not a list"),
         ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
         ("", "is not JSON"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -10,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli import data
+from llmscale.config.flag_parser import FlagParser
 from llmscale.data.manifest import load_manifest
-from llmscale.errors import DataError
+from llmscale.errors import ConfigError, DataError
 
 
 def _call(*words: str | Path) -> int:
-    parser = argparse.ArgumentParser()
+    parser = FlagParser()
     data.add_parser(parser.add_subparsers())
     args = parser.parse_args(["data", *map(str, words)])
     status: int = args.handler(args)
@@ -52,16 +52,47 @@ def test_train_prepare_inspect_verify(corpus: Path, tmp_path: Path, capsys: pyte
     assert load_manifest(tmp_path / "set").splits.keys() == {"train", "val"}
 
 
-def test_one_document_makes_no_validation_split(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "one.txt").write_text("a single document " * 20)
+@pytest.mark.parametrize(
+    ("num_words", "flags", "words", "has_val"),
+    [
+        (20, (), "Validation is the last 17 of the text's 361 tokens", True),
+        (1, (), "No validation split: the text is too short, 19 tokens", False),
+        (20, ("--val-fraction", "0"), "No validation split: as --val-fraction 0 says.", False),
+    ],
+)
+def test_how_one_document_is_split_is_said(
+    num_words: int,
+    flags: tuple[str, ...],
+    words: str,
+    has_val: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "one.txt").write_text("a single document " * num_words)
     assert _call("prepare", "--input", tmp_path / "one.txt", "--out", tmp_path / "set", "--tokenizer", "bytes",
-                 "--seq-len", "16", "--workers", "1") == 0  # fmt: skip
-    assert "No validation split" in capsys.readouterr().err
-    assert not (tmp_path / "set" / "val").exists()
+                 "--seq-len", "16", "--workers", "1", *flags) == 0  # fmt: skip
+    assert words in capsys.readouterr().err
+    assert (tmp_path / "set" / "val").exists() == has_val
+
+
+def test_files_that_are_passed_over_and_a_large_validation_split_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for number in range(4):
+        (folder / f"{number}.txt").write_text(f"text number {number} " * 20)
+    for name in ("a.bin", "b.bin", "LICENSE"):
+        (folder / name).write_text("not read")
+    assert _call("prepare", "--input", folder, "--out", tmp_path / "set", "--tokenizer", "bytes", "--seq-len", "16",
+                 "--workers", "1") == 0  # fmt: skip
+    said = capsys.readouterr().err
+    assert "Passed over 3 files that are not known to be text (2 .bin, 1 LICENSE)" in said
+    assert "Validation has 25% of the tokens, not 1%: 1 of 4 documents" in said
 
 
 def test_errors_come_before_anything_is_written(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="--seq-len must be at least 1"):
+    with pytest.raises(ConfigError, match="--seq-len: must be a whole number of at least 1"):
         _call(
             "prepare", "--input", "python-stdlib", "--out", tmp_path / "set", "--tokenizer", "bytes", "--seq-len", "0"
         )

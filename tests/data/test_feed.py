@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -17,12 +18,12 @@ import pytest
 import torch
 
 from llmscale.data.build import FeedSettings, build_feed, build_order
-from llmscale.data.deal import RankLayout
+from llmscale.data.deal import RankLayout, deal
 from llmscale.data.feed import Feed, FeedPlan, rank_sample_ids
 from llmscale.data.location import SetLocation, open_set
 from llmscale.data.order import SampleOrder
 from llmscale.data.shards import TokenShards
-from llmscale.errors import ConfigError, DataError
+from llmscale.errors import ConfigError, DataError, MachineError
 from tests.conftest import shared_memory_segments
 
 GLOBAL_BATCH = 24
@@ -127,6 +128,23 @@ def test_nodes_fetch_only_their_rows_of_a_remote_set(location: SetLocation, tmp_
     assert all(30 <= len(shards) <= 34 for shards in shards_of_node)
 
 
+@pytest.mark.parametrize("layout", [(1, 1), (1, 1, 1), (2, 2, 2, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize("batch", [24, 56 * 3])
+def test_nodes_read_only_their_rows_at_any_batch(layout: tuple[int, ...], batch: int) -> None:
+    """Of the default order of 400 shards, over three epochs. A batch that straddles two epochs may ask for more."""
+    order = SampleOrder(np.full(400, 25) + np.arange(400) % 3, seed=1)
+    nodes = np.repeat(np.arange(len(layout)), layout)
+    turns = np.repeat(np.arange(len(layout)), np.array(layout) // np.gcd.reduce(layout))
+    rows = order.rows(np.arange(3 * order.num_samples))
+    for first in range(0, len(rows) - batch, batch):
+        if first // order.num_samples != (first + batch - 1) // order.num_samples:
+            continue
+        positions = np.arange(first, first + batch)
+        for rank in range(sum(layout)):
+            mine = deal(positions, rows[positions], RankLayout(rank, layout))
+            assert set(turns[rows[mine] % len(turns)]) == {nodes[rank]}
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_damage_is_one_clear_error(location: SetLocation, tmp_path: Path, num_workers: int) -> None:
     copied = Path(shutil.copytree(location.folder, tmp_path / "set"))
@@ -149,11 +167,34 @@ def feed_with_workers(location: SetLocation) -> Iterator[Feed]:
     feed.close()
 
 
-def test_a_killed_worker_is_a_clear_error_and_no_hang(feed_with_workers: Feed) -> None:
-    os.kill(multiprocessing.active_children()[0].pid or 0, signal.SIGKILL)
-    with pytest.raises(DataError, match=r"A data worker was killed .*--num-workers"):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_worker_is_named_with_its_signal_and_is_not_the_users_mistake(
+    feed_with_workers: Feed, number: signal.Signals
+) -> None:
+    worker = feed_with_workers._workers[1]
+    assert worker.pid is not None
+    os.kill(worker.pid, number)
+    with pytest.raises(
+        MachineError, match=rf"Data worker 1 \(process {worker.pid}\) was killed by {number.name}.*--num-workers"
+    ):
         for _ in range(100):
             next(feed_with_workers)
+
+
+def test_a_worker_killed_halfway_through_a_batch_leaves_nobody_waiting(make_set: Callable[..., Path]) -> None:
+    """The rest of it never comes, and the pipe does not end: another worker has it open, too."""
+    location = open_set(str(make_set(300)))
+    plan = FeedPlan(RankLayout(0, (1,)), 2048, 1)  # more than a pipe holds
+    feed = build_feed(location, _settings(True, num_workers=2), plan)
+    time.sleep(2.0)  # until the first batch is stuck in the pipe
+    first = feed._workers[0]
+    assert first.pid is not None
+    threading.Timer(0.5, os.kill, (first.pid, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(MachineError, match="was killed by SIGKILL"):
+        while time.monotonic() < began + 30:
+            next(feed)
+    feed.close()
 
 
 def test_workers_outlive_signals_to_the_process_group(location: SetLocation) -> None:
@@ -181,7 +222,7 @@ def test_closing_ends_the_workers(feed_with_workers: Feed) -> None:
 LEAVE_OPEN = """
 import sys
 from llmscale.data.build import FeedSettings, build_feed
-from llmscale.data.deal import RankLayout
+from llmscale.data.deal import RankLayout, deal
 from llmscale.data.feed import FeedPlan
 from llmscale.data.location import open_set
 plan = FeedPlan(RankLayout(0, (1,)), int(sys.argv[3]), 4)

@@ -52,7 +52,7 @@ def test_somebody_elses_shards_and_half_written_sets(shared_set: Path, tmp_path:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ("{", "[", "not valid JSON"),
+        ("{", "[", "is not JSON"),
         ('"seq_len": 16', '"seq_len": 17', "was altered: its fingerprint"),
         ('"seq_len": 16', '"seq_len": "16"', "seq_len must be int, not '16'"),
         ('"seq_len": 16', '"seqlen": 16', "the field seq_len is missing"),

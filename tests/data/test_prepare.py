@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import errno
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmscale.data import split_writer
 from llmscale.data.location import open_set
 from llmscale.data.manifest import Manifest, load_manifest
 from llmscale.data.prepare import Prepared, PrepareOptions, prepare
@@ -19,6 +22,7 @@ from llmscale.data.shards import TokenShards
 from llmscale.data.sources import open_source
 from llmscale.data.split_writer import unigram_entropy_nats
 from llmscale.data.tokenizer import END_OF_TEXT, Tokenizer, load_set_tokenizer, load_tokenizer
+from llmscale.data.window_shuffle import WindowShuffle, window_keys
 from llmscale.errors import DataError
 
 WriteDocuments = Callable[..., list[str]]
@@ -39,10 +43,22 @@ def _prepare(
     )
 
 
+def _windows_of_the_text(out: Path, split: str) -> np.ndarray:
+    """The split's windows, the shuffle undone."""
+    shards = TokenShards(open_set(str(out)), split)
+    stored = shards.read(np.arange(len(shards)))
+    if split != "train" or not shards.manifest.is_shuffled:
+        return stored
+    windows = np.empty_like(stored)
+    windows[np.argsort(window_keys(0, len(stored), int(shards.manifest.request["--seed"] or 0)), kind="stable")] = (
+        stored
+    )
+    return windows
+
+
 def _stream(out: Path, split: str) -> list[int]:
     """The split's tokens: every window without the token that it shares with the next."""
-    shards = TokenShards(open_set(str(out)), split)
-    windows = shards.read(np.arange(len(shards)))
+    windows = _windows_of_the_text(out, split)
     assert np.array_equal(windows[:-1, -1], windows[1:, 0])
     return [*windows[:, :-1].reshape(-1).tolist(), int(windows[-1, -1])]
 
@@ -162,6 +178,75 @@ def test_unigram_entropy() -> None:
     assert unigram_entropy_nats(np.array([0, 9])) == 0
 
 
+def test_every_shard_is_a_random_part_of_the_text(write_documents: WriteDocuments, tmp_path: Path) -> None:
+    """Of train; validation stays in the order of the text. The windows are those of the text, each once."""
+    write_documents(tmp_path / "in.jsonl", 400)
+    options = dataclasses.replace(SMALL, shuffle=False)
+    shuffled = _prepare(tmp_path / "in.jsonl", tmp_path / "shuffled").manifest
+    in_order = _prepare(tmp_path / "in.jsonl", tmp_path / "in_order", options).manifest
+    assert (shuffled.is_shuffled, in_order.is_shuffled) == (True, False)
+    assert shuffled.splits["val"] == in_order.splits["val"]
+    assert shuffled.fingerprint != in_order.fingerprint
+    train = TokenShards(open_set(str(tmp_path / "in_order")), "train")
+    text = train.read(np.arange(len(train)))
+    stored = TokenShards(open_set(str(tmp_path / "shuffled")), "train").read(np.arange(len(train)))
+    assert (stored == text).all(axis=1).mean() < 0.01
+    assert np.array_equal(_windows_of_the_text(tmp_path / "shuffled", "train"), text)
+    places = np.argsort(window_keys(0, len(text), 0))
+    means = [
+        part.mean()
+        for part in np.split(places, np.cumsum([s.num_samples for s in shuffled.splits["train"].shards])[:-1])
+    ]
+    assert len(means) > 10
+    assert np.std(means) < 0.1 * len(text)
+
+
+def test_what_does_not_fit_into_memory_changes_nothing(
+    write_documents: WriteDocuments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_documents(tmp_path / "in.jsonl", 400)
+    _prepare(tmp_path / "in.jsonl", tmp_path / "in_memory")
+    monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 1000)
+    monkeypatch.setattr(WindowShuffle.__init__, "__kwdefaults__", {"buffer_bytes": 3000})
+    _prepare(tmp_path / "in.jsonl", tmp_path / "spilled")
+    assert _files(tmp_path / "in_memory") == _files(tmp_path / "spilled")
+
+
+def test_a_disk_that_fills_during_the_shuffle_leaves_nothing(
+    write_documents: WriteDocuments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: WindowShuffle) -> None:
+        (self._scratch).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_documents(tmp_path / "in.jsonl", 60)
+    monkeypatch.setattr(WindowShuffle, "_write_run", fail)
+    monkeypatch.setattr(WindowShuffle.__init__, "__kwdefaults__", {"buffer_bytes": 10})
+    with pytest.raises(DataError, match=r"Cannot write .*set: No space left on device"):
+        _prepare(tmp_path / "in.jsonl", tmp_path / "set")
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_set_of_an_older_version_is_reused(write_documents: WriteDocuments, tmp_path: Path) -> None:
+    """It was written in the order of the text and does not say so; a run may depend on it."""
+    write_documents(tmp_path / "in.jsonl", 60)
+    _prepare(tmp_path / "in.jsonl", tmp_path / "set", dataclasses.replace(SMALL, shuffle=False))
+    path = tmp_path / "set" / "manifest.json"
+    record = json.loads(path.read_text())
+    del record["request"]["--no-shuffle"]
+    path.write_text(json.dumps(record))
+    again = _prepare(tmp_path / "in.jsonl", tmp_path / "set")
+    assert again.reused
+    assert not again.manifest.is_shuffled
+
+
+def test_a_set_in_another_order_is_refused(write_documents: WriteDocuments, tmp_path: Path) -> None:
+    write_documents(tmp_path / "in.jsonl", 60)
+    _prepare(tmp_path / "in.jsonl", tmp_path / "set")
+    with pytest.raises(DataError, match="--no-shuffle False there, True now"):
+        _prepare(tmp_path / "in.jsonl", tmp_path / "set", dataclasses.replace(SMALL, shuffle=False))
+
+
 def test_same_request_is_reused_and_another_refused(write_documents: WriteDocuments, tmp_path: Path) -> None:
     write_documents(tmp_path / "in.jsonl", 60)
     first = _prepare(tmp_path / "in.jsonl", tmp_path / "set")
@@ -228,10 +313,25 @@ def test_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("tiny")
     with pytest.raises(DataError, match="train split holds 5 tokens in 1 documents, less than one window of 1025"):
         _prepare(tmp_path / "in.txt", tmp_path / "set", PrepareOptions())
-    (tmp_path / "in.jsonl").write_text('{"text": "ab"}\n{"text": "' + "long " * 99 + '"}\n')
-    with pytest.raises(DataError, match="--val-fraction"):
-        _prepare(tmp_path / "in.jsonl", tmp_path / "set", PrepareOptions(seq_len=128, val_fraction=0.0001))
     assert not (tmp_path / "set").exists()
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_a_text_of_few_documents_is_cut_for_validation(tmp_path: Path, suffix: str) -> None:
+    """One document; and one beside others that fill no window."""
+    text = "".join(f"sentence number {number}. " for number in range(400))
+    lines = [json.dumps({"text": part}) for part in ("ab", text, "cd")]
+    (tmp_path / f"in.{suffix}").write_text(text if suffix == "txt" else "\n".join(lines))
+    options = PrepareOptions(seq_len=32, val_fraction=0.1)
+    prepared = _prepare(tmp_path / f"in.{suffix}", tmp_path / "set", options)
+    splits = prepared.manifest.splits
+    num_tokens = sum(split.num_tokens for split in splits.values())
+    assert splits["val"].num_tokens == pytest.approx(0.1 * num_tokens, abs=1)
+    assert sum(split.num_text_bytes for split in splits.values()) == len(text) + (4 if suffix == "jsonl" else 0)
+    train, val = (bytes(t for t in _stream(tmp_path / "set", split) if t < 256) for split in ("train", "val"))
+    assert 0.88 < text.encode().index(val[:100]) / len(text) < 0.91, "the end of the text"
+    assert train[:100] not in val
+    assert "too few documents" in prepared.note
 
 
 def test_the_set_keeps_its_tokenizer(write_documents: WriteDocuments, tmp_path: Path) -> None:

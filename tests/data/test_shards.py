@@ -59,7 +59,7 @@ DAMAGE_SEEN_AT_OPENING = [
     (_delete, "is missing"),
     (_truncate, r"is truncated: 4,0\d\d bytes instead of 4,0\d\d"),
     (_lengthen, "is too long"),
-    (_replace_by_folder, "is not a file"),
+    (_replace_by_folder, "is a folder, not a regular file"),
 ]
 
 

@@ -39,7 +39,12 @@ def flip_a_bit(path: Path) -> None:
     ids=["missing", "truncated", "altered"],
 )
 def test_a_damaged_set_ends_the_start(
-    ranks: Callable, train_command: Callable, own_set: Path, damage: Callable[[Path], None], text: str
+    ranks: Callable,
+    train_command: Callable,
+    own_set: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    text: str,
 ) -> None:
     shard = shard_of(own_set, "train")
     damage(shard)
@@ -50,6 +55,8 @@ def test_a_damaged_set_ends_the_start(
     assert len(errors) == 1, outputs[0]
     assert shard.name in errors[0]
     assert text in errors[0]
+    # What only reading finds is found by the first step, when the run has begun.
+    assert (tmp_path / "run").exists() == (text == "was altered"), "no folder is left that holds only a lock"
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

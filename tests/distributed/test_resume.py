@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.checkpoint.manifest import list_checkpoints
-from llmscale.checkpoint.retention import step_of
+from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest, step_of
+from llmscale.data.feistel_blocks_1 import FeistelBlocksOrder
+from llmscale.data.manifest import load_manifest as load_set
 from llmscale.data.record import load_recorded
 from tests.conftest import REPOSITORY, read_losses
 
@@ -84,6 +87,39 @@ def test_changes_are_refused_or_allowed_with_their_price(train: Train, tmp_path:
     assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [15, 10, 5]
     output = train("zero1", 1, "--seed", "7", "--allow-changed", "seed", "--allow-changed", "order")
     assert "WARNING: seed was 1337 and is 7 (the rest of the epoch has another order" in output
+
+
+def _make_old(folder: Path) -> None:
+    """The checkpoint as it would be if its run had begun before today's order of samples."""
+    state = json.loads((folder / STATE_NAME).read_text())
+    state["identity"]["order"] = {
+        **{"algorithm": "feistel-blocks-1", "shuffle": True},
+        **{"num_canonical_nodes": 48, "block_size": 32768},
+    }
+    (folder / STATE_NAME).write_text(json.dumps(state))
+    manifest = load_manifest(folder)
+    files = tuple(hash_file(folder / STATE_NAME) if file.name == STATE_NAME else file for file in manifest.files)
+    save_manifest(folder, dataclasses.replace(manifest, files=files))
+
+
+def test_a_run_keeps_the_order_of_samples_that_it_began_with(train: Train, tiny_set: Path, tmp_path: Path) -> None:
+    """Also the one that is now old, and through a second checkpoint."""
+    run = tmp_path / "run"
+    train("zero1", 1)
+    forget_after(run, 5)
+    _make_old(list_checkpoints(run)[0])
+    output = train("zero1", 2)
+    assert "samples keep the order that the run began with, feistel-blocks-1" in output
+    forget_after(run, 15)
+    train("zero1", 1, "--num-canonical-nodes", "48")
+    sizes = [shard.num_samples for shard in load_set(tiny_set).splits["train"].shards]
+    old = FeistelBlocksOrder(sizes, seed=1337, num_canonical_nodes=48, block_size=32768)
+    consumed = load_recorded(run)
+    for step in range(5, 20):
+        assert np.array_equal(consumed[step], np.sort(old.sample_ids(np.arange(8 * step, 8 * step + 8))))
+    forget_after(run, 15)
+    output = train("zero1", 1, "--num-canonical-nodes", "6", expect=2)
+    assert "order was {'num_canonical_nodes': 48} and is {'num_canonical_nodes': 6}" in output
 
 
 def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, tmp_path: Path) -> None:

@@ -13,4 +13,4 @@ def test_every_tensor_survives_every_change_of_stage(ranks: Callable, tmp_path: 
     job = ranks([str(Path(__file__).parent / "zero_state_job.py"), str(tmp_path)], world_size)
     output = job.wait()[0]
     assert job.exit_codes == [0] * world_size, output
-    assert output.count("ok ") == 10
+    assert output.count("ok ") == 11

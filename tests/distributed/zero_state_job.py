@@ -46,6 +46,8 @@ def build(stage: int, precision: str, offload: bool, optimizer: str) -> deepspee
     config: dict = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
     config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "steps_per_print": 10**9}
     config |= {precision: {"enabled": True}} if precision != "fp32" else {}
+    if (stage, precision) == (1, "bf16"):  # DeepSpeed's BF16_Optimizer
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     config["gradient_clipping"] = 0.0
     if offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": False}
@@ -134,6 +136,6 @@ if __name__ == "__main__":
     target = Path(sys.argv[1])
     every = [(0, False), (1, False), (2, False), (3, False), (2, True), (3, True)]
     check(here, target, "fp32", "amsgrad", every)
-    check(here, target, "bf16", "amsgrad", [(0, False), (2, False), (3, False)])
+    check(here, target, "bf16", "amsgrad", [(0, False), (1, False), (2, False), (3, False)])
     check(here, target, "fp32", "adafactor", [(0, False)])
     leave_world()

@@ -131,8 +131,8 @@ def test_what_was_there_before_counts_once_it_is_assigned(fake: None) -> None:
         assert tracker.live_bytes == 0
 
 
-def test_the_shape_can_tell_the_category(fake: None) -> None:
-    def classify(tensor: torch.Tensor) -> Category | None:
+def test_the_first_tensor_can_tell_the_category(fake: None) -> None:
+    def classify(tensor: torch.Tensor, operator: object, arguments: object) -> Category | None:
         return Category.LOGITS if tensor.shape[-1] == 1000 else None
 
     with MemoryTracker(classify=classify) as tracker, tracker.phase("forward", Category.ACTIVATIONS):

@@ -1,4 +1,4 @@
-"""The closed form against the model itself: every tensor of a forward and a backward pass, traced without a GPU."""
+"""Recorded activations against the model itself at other shapes, and against published figures."""
 
 from __future__ import annotations
 
@@ -117,10 +117,7 @@ def peaks_without_states(tracker: MemoryTracker) -> dict[str, int]:
 def assert_the_count_is_the_models(case: Case) -> None:
     estimate = case.estimate()
     counted = (estimate.saved_bytes, estimate.forward_peak_bytes, estimate.backward_peak_bytes)
-    # The only difference that is known, of one bias at most: what PyTorch's checkpoint recomputed goes before
-    # autocast's 16-bit gradient of the bias appears, and not after it.
-    early = case.mode == "selective" and case.precision == "autocast"
-    assert counted == pytest.approx(trace(case), rel=0, abs=8 * case.shape.n_embd if early else 0), case
+    assert counted == trace(case), case
 
 
 #: Sizes that make another moment the peak: long sequences, a large vocabulary, one that needs no padding, one layer,
@@ -173,12 +170,6 @@ def saved_per_block(shape: GPTShape, precision: Precision = "bf16", **options) -
     return estimate_activations(shape, precision=precision, **options).saved_per_block_bytes
 
 
-def test_a_block_with_eager_attention_holds_what_korthikanti_count() -> None:
-    """Equation 1: s b h (34 + 5 a s / h) bytes a layer in 16 bit, with dropout."""
-    counted = saved_per_block(PAPER, attention="eager") - NORM_STATISTICS
-    assert counted == B * T * H * 34 + 5 * A * T * T * B
-
-
 def test_a_block_that_recomputes_attention_holds_what_korthikanti_count() -> None:
     """Their selective recomputation, 34 s b h, is what a fused kernel does; that also saves the rows' log-sum-exp and
     the state of its random numbers."""
@@ -191,25 +182,9 @@ def test_a_block_that_recomputes_everything_holds_what_korthikanti_count() -> No
     assert saved_per_block(PAPER, checkpointing="full") == 2 * B * T * H
 
 
-def test_gpt2_with_eager_attention_in_fp32() -> None:
-    """GPT-2 124M, 32 sequences of 1024: Korthikanti's figure doubled for fp32 is 69 GB in the blocks. That counts the
-    three dropout masks as fp32 too; they stay one byte an element, and 63 GB are saved."""
-    shape = GPTShape(12, 12, 768, 50257, 1024, dropout=0.1)
-    b, t, h, a = 32, 1024, 768, 12
-    published = 12 * 2 * (b * t * h * 34 + 5 * a * t * t * b)
-    assert published == pytest.approx(69e9, rel=0.01)
-    counted = 12 * (saved_per_block(shape, "fp32", micro_batch_size=b, attention="eager") - 16 * b * t)
-    masks_as_fp32 = 12 * (2 * b * t * h + a * t * t * b)
-    assert counted + masks_as_fp32 == published
-    assert counted == pytest.approx(63.4e9, rel=0.01)
-
-
 def test_dropout_is_a_byte_for_each_mask_and_nothing_without() -> None:
     without = dataclasses.replace(PAPER, dropout=0.0)
     assert saved_per_block(PAPER) - saved_per_block(without) == 2 * B * T * H
-    eager = {"attention": "eager"}
-    scores = 3 * A * T * T * B  # the mask, and the dropped scores beside the softmax
-    assert saved_per_block(PAPER, **eager) - saved_per_block(without, **eager) == 2 * B * T * H + scores
 
 
 def test_checkpointing_keeps_16_11_or_1_elements_a_channel() -> None:
@@ -259,18 +234,9 @@ def test_a_block_ends_with_all_its_gradients(mode: CheckpointingMode, precision:
     assert sizes == sorted(sizes, reverse=True)
 
 
-def test_the_parts_add_up() -> None:
+def test_the_parts_are_in_order() -> None:
     for mode, precision in product(MODES, PRECISIONS):
         estimate = Case(LONG, 2, precision, mode, 0.1).estimate()
-        fullest = max(moment.total_bytes for moment in estimate.block_backward)
-        assert fullest == (
-            estimate.saved_per_block_bytes
-            + estimate.saved_casts_per_block_bytes
-            + estimate.block_recompute_bytes
-            + estimate.block_backward_temporaries_bytes
-        )
-        assert estimate.block_backward_temporaries_bytes > 0
-        assert (estimate.block_recompute_bytes == 0) == (mode == "none")
         assert estimate.peak_bytes >= estimate.forward_peak_bytes >= estimate.saved_bytes
 
 

@@ -65,15 +65,18 @@ def cell(stage: int, precision: str, ranks: int, accumulation: int, sums: str | 
 CELLS = [
     cell(0, "fp32", 8, 1),
     cell(0, "bf16", 2, 2),
+    cell(0, "bf16", 2, 2, "bf16"),
     cell(0, "autocast", 1, 2),
     cell(1, "bf16", 8, 1),
-    cell(1, "bf16", 64, 2, reduce_bucket_size=SMALL),
-    cell(1, "bf16", 2, 2, "fp32"),
+    cell(1, "bf16", 64, 2, "bf16", reduce_bucket_size=SMALL),
+    cell(1, "bf16", 2, 2),
     cell(1, "bf16", 2, 2, "fp32", immediate=True),
     cell(1, "fp16", 8, 2, "fp32", reduce_bucket_size=MEDIUM),
     cell(1, "fp32", 2, 2, overlap_comm=True, reduce_bucket_size=SMALL),
     cell(1, "autocast", 8, 1),
-    cell(1, "bf16", 8, 2, contiguous_gradients=False),
+    cell(1, "bf16", 8, 2, "bf16", contiguous_gradients=False),
+    cell(1, "fp16", 8, 2),
+    cell(1, "bf16", 8, 2, **OFFLOAD),
     cell(2, "bf16", 8, 1),
     cell(2, "bf16", 64, 2, "bf16", reduce_bucket_size=SMALL, overlap_comm=True),
     cell(2, "fp16", 2, 2, "fp32", reduce_bucket_size=MEDIUM, round_robin_gradients=True),
@@ -83,10 +86,14 @@ CELLS = [
     cell(2, "bf16", 1, 1, "bf16"),
     cell(2, "bf16", 2, 2, "bf16", reduce_bucket_size=SMALL, **OFFLOAD),
     cell(2, "bf16", 8, 1, **OFFLOAD),
+    cell(2, "bf16", 8, 2),
+    cell(2, "fp16", 8, 2, **OFFLOAD),
     cell(3, "bf16", 8, 1),
     cell(3, "bf16", 64, 1, reduce_bucket_size=MEDIUM, checkpointing="full", **TIGHT),
     cell(3, "fp16", 2, 2, "fp16", reduce_bucket_size=MEDIUM, **TIGHT),
     cell(3, "fp32", 1, 1),
+    cell(3, "bf16", 8, 2),
+    cell(3, "bf16", 2, 2, **OFFLOAD),
     cell(3, "autocast", 8, 1, reduce_bucket_size=MEDIUM),
     cell(3, "bf16", 8, 2, reduce_scatter=False, reduce_bucket_size=MEDIUM),
     cell(3, "fp16", 8, 2, reduce_bucket_size=SMALL, checkpointing="full", **OFFLOAD_ALL),
@@ -101,8 +108,6 @@ def all_cells() -> list[dict]:
         if (stage, precision) == (0, "fp16"):  # refused by the configuration
             continue
         for accumulation, sums, ranks in product((1, 3), sorted({model, "fp32"}), (1, 2, 8, 64)):
-            if stage == 0 and sums != model:
-                continue
             for bucket in (None,) if stage == 0 else (None, SMALL, MEDIUM):
                 zero = {"reduce_bucket_size": bucket} if bucket else {}
                 found.append(cell(stage, precision, ranks, accumulation, sums, **zero))

@@ -54,8 +54,8 @@ def test_no_rate_no_time() -> None:
 @pytest.mark.parametrize(
     ("gpu", "text"),
     [
-        ("a100-40gb", "calibrated: A100 rows of llm-foundry"),
-        ("h100-80gb", "calibrated: H100 rows of llm-foundry"),
+        ("a100-40gb", "A100 rows of llm-foundry"),
+        ("h100-80gb", "H100 rows of llm-foundry"),
         ("h200", "not calibrated: assumes H100's efficiency"),
         ("l4", "not calibrated: assumes A100's efficiency"),
     ],

@@ -49,6 +49,28 @@ def test_what_a_restart_abandoned_is_forgotten(write_run: Callable[..., Path]) -
     assert list(history.tokens_per_second) == [1, 2, 3]
 
 
+def start(step: int, history: int = 1, *branches: tuple[int, int]) -> str:
+    return json.dumps({"kind": "event", "event": "start", "step": step, "history": history, "branches": branches})
+
+
+def test_the_curve_is_that_of_the_line_that_leads_to_the_end(write_run: Callable[..., Path]) -> None:
+    """Back from 4 to 2, then from there to the abandoned 4 again: what was trained in between belongs to neither."""
+    first = [start(0), *(train(step, 10.0 + step) for step in range(1, 5)), validation(4, 1.0)]
+    second = [start(2, 2, (1, 2)), train(3, 23.0), train(4, 24.0), train(5, 25.0), validation(5, 2.0)]
+    assert load_history(write_run(*first, *second)).train == {1: 11.0, 2: 12.0, 3: 23.0, 4: 24.0, 5: 25.0}
+    third = [start(4, 3, (1, 4)), train(5, 35.0)]
+    history = load_history(write_run(*first, *second, *third))
+    assert history.train == {1: 11.0, 2: 12.0, 3: 13.0, 4: 14.0, 5: 35.0}
+    assert history.validation == {4: 1.0}
+    assert history.tokens_seen.keys() == history.train.keys()
+
+
+def test_what_a_run_went_back_from_is_forgotten_before_it_logs_again(write_run: Callable[..., Path]) -> None:
+    first = [start(0), *(train(step, 10.0 + step) for step in range(1, 5))]
+    assert load_history(write_run(*first, start(2, 2, (1, 2)))).train == {1: 11.0, 2: 12.0}
+    assert load_history(write_run(*first, start(3))).train == {1: 11.0, 2: 12.0, 3: 13.0}
+
+
 def test_lines_that_a_killed_process_left_half_written_are_skipped(write_run: Callable[..., Path]) -> None:
     history = load_history(write_run(train(1, 5.0), '{"kind": "tra', train(2, 4.0), '{"ki'))
     assert history.train == {1: 5.0, 2: 4.0}
@@ -69,4 +91,19 @@ def test_no_run_and_no_step_are_one_clear_line(write_run: Callable[..., Path], t
 def test_the_set_of_a_run_may_be_gone(tmp_path: Path) -> None:
     assert load_run_manifest(tmp_path) is None
     (tmp_path / "config.json").write_text(json.dumps({"config": {"data": str(tmp_path / "gone")}}))
+    assert load_run_manifest(tmp_path) is None
+
+
+def test_records_of_another_shape_are_passed_over(tmp_path: Path) -> None:
+    good = {"kind": "train", "step": 1, "loss": 2.0, "tokens_seen": 8, "tokens_per_second": 1.0}
+    wrong: list[object] = [{**good, key: value} for key in good for value in ("\x1b[2J", [], {}, True, -1)]
+    lines = [json.dumps(record) for record in [good, *wrong, [1], None, 7, {}, {"kind": []}, {"kind": "train"}]]
+    contents = "\n".join(lines).encode() + b"\n\xff\xfe\n" + b'{"a":' * 3000 + b"\n"
+    (tmp_path / "metrics.jsonl").write_bytes(contents)
+    assert load_history(tmp_path).train == {1: 2.0}
+
+
+@pytest.mark.parametrize("contents", [b"\xff", b"[1]", b'{"config": []}', b'{"config": {"data": 3}}', b'{"a":' * 3000])
+def test_a_hostile_description_of_a_run(contents: bytes, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(contents)
     assert load_run_manifest(tmp_path) is None

@@ -67,7 +67,7 @@ CASES = {
     "empty data": Case(("--data", "{tmp}/empty"), "empty is empty. Make it with `llmscale data prepare --input PATH"),
     "data is a file": Case(("--data", "{tmp}/a_file"), "a_file is a file; --data takes the folder"),
     "text as data": Case(("--data", "{tmp}"), "is not a prepared set: it has no manifest.json. Make it with"),
-    "damaged set": Case(("--data", "{tmp}/damaged"), "manifest.json is not valid JSON"),
+    "damaged set": Case(("--data", "{tmp}/damaged"), "manifest.json is not JSON"),
     "seq_len": Case(("--seq-len", "64"), "seq_len 64 does not match the data set in .*, whose samples have 32 tokens"),
     "heads": Case(("--n-head", "5"), "n_embd 32 is not divisible by n_head 5. Legal n_head for this width: 1, 2, 4, 8"),
     "world size": Case((), "global_batch_size 8 cannot be divided over 3 ranks. Legal world sizes.*: 1, 2, 4, 8.", 3),
@@ -76,7 +76,7 @@ CASES = {
     "warm-up": Case(("--steps", "5", "--warmup-steps", "5"), "warmup_steps 5 must be less than the 5 steps"),
     "no ds": Case(("--ds", "ds_configs/zero22.json"), "zero22.json does not exist. Did you mean 'zero2.json'?"),
     "malformed ds": Case(("--ds", "{tmp}/malformed.json"), "malformed.json is not JSON: .* at line 1"),
-    "ds is no object": Case(("--ds", "{tmp}/list.json"), "list.json must be a JSON object"),
+    "ds is no object": Case(("--ds", "{tmp}/list.json"), "list.json must hold a JSON object"),
     "ds key": Case(("--ds", "{tmp}/top.json"), "'zero_optimisation' is not a key .* Did you mean 'zero_optimization'?"),
     "nested ds key": Case(("--ds", "{tmp}/nested.json"), "'zero_optimization.overlap_com' .* mean 'overlap_comm'?"),
     "deep ds key": Case(("--ds", "{tmp}/deep.json"), "'zero_optimization.offload_param.pin_mem' .* mean 'pin_memory'?"),
@@ -182,7 +182,9 @@ def test_a_run_folder_without_permission(tmp_path: Path, tiny_set: Path) -> None
 def answer(argv: list[str], world_size: int) -> tuple[int | str | None, str, str]:
     from llmscale.train import main
 
-    os.environ["WORLD_SIZE"] = str(world_size)
+    os.environ.update(
+        RANK="0", WORLD_SIZE=str(world_size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29712"
+    )
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.manifest import list_checkpoints
+from llmscale.checkpoint.history import list_checkpoints
 from llmscale.errors import TrainingError
 from llmscale.training.divergence import PATIENCE_STEPS, LostSteps, check_weights
 

@@ -32,7 +32,8 @@ def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., PreparedRun]:
     """`prepared(*flags)`: gpt2-124m at stage 2 on the tiny set's 32 tokens, 2 ranks."""
 
     def prepare(*flags: str, world_size: int = 2) -> PreparedRun:
-        given = ["--data", str(tiny_set), "--run", str(tmp_path / "run"), "--ds", str(ROOT / "ds_configs/zero2.json")]
+        given = ["--data", str(tiny_set), "--run", str(tmp_path / "run")]
+        given += [] if "--ds" in flags else ["--ds", str(ROOT / "ds_configs/zero2.json")]
         return prepare_run(
             parse_run_config([*given, "--model", "gpt2-124m", "--global-batch-size", "2048", *flags]), world_size
         )

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
 from llmscale import __version__
 from llmscale.errors import ConfigError
-from llmscale.training.run_folder import create_run_folder, save_run_description
+from llmscale.training import run_folder
+from llmscale.training.run_folder import create_run_folder, lock_run_folder, save_run_description
 
 RESOLVED = {"plan": {"world_size": 2}}
 
@@ -30,7 +34,7 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_the_description_holds_what_explains_a_run_and_every_start_adds_a_line(tmp_path: Path) -> None:
     for lr in (1e-3, 2e-3):
-        save_run_description(tmp_path, {"lr": lr}, RESOLVED, {"zero_optimization": {"stage": 2}})
+        save_run_description(tmp_path, {"lr": lr}, RESOLVED, {"zero_optimization": {"stage": 2}}, is_new=lr == 1e-3)
     assert json.loads((tmp_path / "config.json").read_text()) == {"config": {"lr": 2e-3}, "resolved": RESOLVED}
     assert json.loads((tmp_path / "ds_config.json").read_text()) == {"zero_optimization": {"stage": 2}}
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
@@ -40,3 +44,50 @@ def test_the_description_holds_what_explains_a_run_and_every_start_adds_a_line(t
     assert set(starts[0]["versions"]) >= {"torch", "deepspeed", "numpy"}
     assert starts[0]["versions"]["torch"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "ds_config.json", "starts.jsonl"]
+
+
+def fill(disk: Path) -> Path:
+    ballast = disk / "ballast"
+    with open(ballast, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return ballast
+
+
+def test_a_full_disk_refuses_a_new_run_and_lets_one_go_on(small_disk: Callable[[int], Path]) -> None:
+    disk = small_disk(1 << 18)
+    run = disk / "a" / "old"
+    create_run_folder(run)
+    save_run_description(run, {"lr": 1.0}, RESOLVED, {}, is_new=True)
+    ballast = fill(disk)
+    with pytest.raises(ConfigError, match=r"--run .*new cannot be written to: No space left on device"):
+        create_run_folder(disk / "b" / "new")
+    assert sorted(os.listdir(disk)) == ["a", "ballast"]
+    assert create_run_folder(run) == []
+    lock = lock_run_folder(run)
+    with pytest.raises(ConfigError, match="Free some space"):
+        save_run_description(run, {"lr": 2.0}, RESOLVED, {}, is_new=True)
+    save_run_description(run, {"lr": 2.0}, RESOLVED, {}, is_new=False)
+    assert json.loads((run / "config.json").read_text())["config"] == {"lr": 1.0}
+    assert sorted(os.listdir(run)) == [".lock", "config.json", "ds_config.json", "starts.jsonl"]
+    lock.close()
+    ballast.unlink()
+
+
+def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between our opening the file and our locking it, its last owner gives up and removes it."""
+    lock, opened = run_folder._lock, []
+
+    def lock_late(file: TextIO) -> bool:
+        if not opened:
+            (tmp_path / ".lock").unlink()
+        opened.append(file)
+        return lock(file)
+
+    monkeypatch.setattr(run_folder, "_lock", lock_late)
+    file = lock_run_folder(tmp_path)
+    assert len(opened) == 2
+    assert os.fstat(file.fileno()).st_nlink == 1
+    file.close()

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.find import find_checkpoint
-from llmscale.checkpoint.manifest import find_damage, list_checkpoints, load_manifest
+from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.manifest import find_damage, load_manifest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc to send signals at the right moment")
 
@@ -127,12 +128,16 @@ def test_ctrl_c_that_reaches_every_process_and_its_data_workers(start: Callable,
 
 
 def test_during_start_up_nothing_is_trained_and_nothing_saved(start: Callable, tmp_path: Path) -> None:
+    """Whether it comes to a step boundary in time or not: within seconds, both ranks, without an error."""
     job = start()
     wait_until(lambda: handles(job.pid(1), signal.SIGUSR1), "no handlers")
     os.kill(job.pid(1), signal.SIGTERM)
     assert job.finish() == [0, 0], job.lines
-    assert "stopped by a signal on another rank at step 0 of 1000000" in job.lines[-1]
+    assert len(job.lines) < 15
+    assert any("stopped by" in line for line in job.lines)
     assert list_checkpoints(tmp_path / "run") == []
+    left = {path.name for path in (tmp_path / "run").glob("*")} | {path.name for path in (tmp_path / "run").glob(".*")}
+    assert left != {".lock"}, "a shell of a run that never began"
 
 
 def test_during_validation(start: Callable, tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from llmscale.training.stop_request import STOP_SIGNALS, StopRequest
 @pytest.fixture
 def stop() -> Iterator[StopRequest]:
     """An installed StopRequest; the handlers that were there before come back."""
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
     request = StopRequest()
+    request.leave_start_up()
     request.install()
     yield request
     signal.set_wakeup_fd(-1)
@@ -38,12 +39,25 @@ def test_sigterm_may_come_as_often_as_it_likes(stop: StopRequest) -> None:
 START = """
 import os, signal, time, threading
 from llmscale.training.stop_request import StopRequest
-StopRequest().install()
+stop = StopRequest()
+stop.install()
+"""
+IN_TRAINING = "stop.leave_start_up()\n"
+#: In the main thread, so that it runs no Python, as in a collective whose peer is dead.
+WAIT_FOR_EVER = """
+import ctypes
+mutex = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(mutex)
+libc.pthread_mutex_lock(mutex)  # for itself
 """
 
 
-def run_python(code: str) -> tuple[int, str, str]:
-    done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=60)
+def run_python(code: str, start: str = START + IN_TRAINING, **variables: str) -> tuple[int, str, str]:
+    environment = {**os.environ, **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", start + code], capture_output=True, text=True, timeout=60, env=environment
+    )
     return done.returncode, done.stdout, done.stderr
 
 
@@ -60,20 +74,61 @@ def test_a_second_sigint_ends_the_process_at_once() -> None:
 
 
 def test_it_ends_a_main_thread_that_runs_no_python() -> None:
-    """As in a collective whose peer is dead."""
     code = (
-        "import ctypes\n"
         "def twice():\n"
         "    for _ in range(2):\n"
         "        time.sleep(0.3)\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"
         "threading.Thread(target=twice, daemon=True).start()\n"
-        "mutex = ctypes.create_string_buffer(64)\n"
-        "libc = ctypes.CDLL(None)\n"
-        "libc.pthread_mutex_lock(mutex)\n"
-        "libc.pthread_mutex_lock(mutex)  # waits for itself, for ever\n"
     )
-    assert run_python(code) == (130, "", "")
+    assert run_python(code + WAIT_FOR_EVER) == (130, "", "")
+
+
+def test_a_closed_terminal_is_noted_unless_nohup_said_otherwise() -> None:
+    code = "os.kill(os.getpid(), signal.SIGHUP)\ntime.sleep(0.2)\nprint(stop.received)"
+    assert run_python(code) == (0, "['SIGHUP']\n", "")
+    ignored = "import signal\nsignal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + START + IN_TRAINING
+    assert run_python(code, start=ignored) == (0, "[]\n", "")
+
+
+EARLY = "threading.Timer(0.2, os.kill, (os.getpid(), signal.{name})).start()\n"
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_before_the_first_step_it_ends_by_itself_wherever_it_is(name: str) -> None:
+    """As in the rendezvous, which waits for half an hour and runs no Python."""
+    said = f"stopped by {name} before the first step: nothing was trained, nothing to save\n"
+    assert run_python(EARLY.format(name=name) + WAIT_FOR_EVER, start=START) == (0, said, "")
+
+
+def test_a_start_up_that_gets_to_a_step_in_time_ends_in_order() -> None:
+    code = EARLY.format(name="SIGTERM") + "time.sleep(0.5)\nstop.leave_start_up()\ntime.sleep(4)\nprint(stop.received)"
+    assert run_python(code, start=START) == (0, "['SIGTERM']\n", "")
+
+
+def test_all_ranks_of_a_job_on_this_host_are_told_and_no_others() -> None:
+    """One that waited for a rank that has ended would wait for long."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(10_000 + os.getpid() % 20_000), "WORLD_SIZE": "3"}
+    other = {**job, "MASTER_PORT": "9"}
+    ready = "print('up', flush=True)\n"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", START + ready + WAIT_FOR_EVER],
+            env={**os.environ, **variables, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, variables in enumerate((job, job, job, other))
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None
+        assert rank.stdout.readline() == "up\n"
+    ranks[1].send_signal(signal.SIGTERM)
+    assert [rank.wait(20) for rank in ranks[:3]] == [0, 0, 0]
+    assert ranks[0].communicate()[0].startswith("stopped by SIGTERM before the first step")
+    assert ranks[3].poll() is None
+    ranks[3].kill()
+    ranks[3].communicate()
 
 
 def test_the_signals_of_a_forked_data_worker_do_not_count() -> None:

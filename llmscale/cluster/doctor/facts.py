@@ -180,7 +180,7 @@ class FolderFacts:
     writable: bool
     free_bytes: int
     checkpoints_bytes: int
-    """What finished checkpoints of this run take already."""
+    """What the finished checkpoints of this run's current history take already, and give back as they expire."""
     num_checkpoints: int
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import TypeAdapter, ValidationError
 
 from llmscale.cluster.doctor.all_reduce import RESULT_MARK, SPARE_S
 from llmscale.cluster.doctor.ask import Asker, last_words
@@ -24,6 +25,8 @@ from llmscale.cluster.hostfile import Host
 _LOOK_TIMEOUT_S = 30.0
 _ALL_REDUCE_TIMEOUT_S = 60
 _BUILD_TIMEOUT_S = 900
+
+_RESULT = TypeAdapter(AllReduceResult)
 
 _WRITE = 'touch -- "$1"'
 #: Opening the folder asks a network file system's server again.
@@ -77,7 +80,13 @@ def try_all_reduce(
     lines = [line for line in answers[ready[0].name].stdout.splitlines() if line.startswith(RESULT_MARK)]
     if failed or not lines:
         return explain_failed_all_reduce(failed or {ready[0].name: "no result"}, port)
-    result = AllReduceResult(**json.loads(lines[-1].removeprefix(RESULT_MARK)))
+    result: AllReduceResult | None
+    try:
+        result = _RESULT.validate_json(lines[-1].removeprefix(RESULT_MARK))
+    except ValidationError:
+        result = None
+    if result is None or min(result.seconds, result.latency_s, result.world_size) <= 0:
+        return explain_failed_all_reduce({ready[0].name: "a result that no llmscale prints"}, port)
     return check_all_reduce(result, promised or promised_bytes_per_s(facts, backend))
 
 

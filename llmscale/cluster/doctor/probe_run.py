@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmscale.checkpoint.manifest import list_checkpoints
+from llmscale.checkpoint.history import find_checkpoints
 from llmscale.cluster.doctor.facts import DataFacts, FileFacts, FolderFacts, RunFacts
 from llmscale.config.ds_problems import find_problems
 from llmscale.config.ds_schema import load_ds_config, parse_ds_config
@@ -77,13 +77,17 @@ def _describe_data(config: RunConfig) -> DataFacts:
 def describe_folder(run: Path) -> FolderFacts:
     """The run folder, which need not exist yet."""
     exists_at = next(folder for folder in (run, *run.absolute().parents) if os.path.exists(folder))
-    checkpoints = list_checkpoints(run)
+    try:
+        checkpoints = find_checkpoints(run).current
+    except LlmscaleError:
+        # train.py's own checks say so.
+        checkpoints = []
     return FolderFacts(
         run=str(run),
         exists_at=os.path.abspath(exists_at),
         writable=os.path.isdir(exists_at) and os.access(exists_at, os.W_OK | os.X_OK),
         free_bytes=shutil.disk_usage(exists_at).free,
-        checkpoints_bytes=sum(file.stat().st_size for folder in checkpoints for file in folder.iterdir()),
+        checkpoints_bytes=sum(checkpoint.manifest.num_bytes for checkpoint in checkpoints),
         num_checkpoints=len(checkpoints),
     )
 

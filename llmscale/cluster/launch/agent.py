@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import hashlib
 import os
+import secrets
+import select
 import selectors
 import shutil
 import signal
@@ -19,10 +21,12 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.free_port import find_port
 from llmscale.cluster.launch.channel import Channel
+from llmscale.cluster.launch.listener import ANNOUNCEMENT, digest_of
 from llmscale.cluster.launch.messages import (
     Beat,
     DumpStacks,
@@ -40,7 +44,10 @@ from llmscale.cluster.launch.messages import (
 )
 from llmscale.cluster.launch.node_ranks import NodeRanks
 from llmscale.cluster.launch.process_tree import adopt_orphans
+from llmscale.cluster.launch.tls import call
 from llmscale.engine.network_interface import source_address
+from llmscale.errors import ConfigError
+from llmscale.training.run_folder import lock_run_folder
 from llmscale.training.stop_request import STOP_SIGNALS
 
 _TICK_S = 0.2
@@ -49,6 +56,10 @@ _BEAT_S = 1.0
 _PREDECESSOR_S = 30.0
 #: A connection that says nothing at all is none of ours.
 _HELLO_S = 60.0
+#: How long an agent goes on calling a supervisor that hangs up, as it does on strangers when there are many of them.
+_CALL_S = 30.0
+#: In the run folder: who claims it, by host.
+CLAIMS_NAME = ".agents"
 
 
 class Agent:
@@ -62,7 +73,7 @@ class Agent:
         self._last_beat = 0.0
         self._last_news: object = None
         self._ranks: NodeRanks | None = None
-        self._claim: socket.socket | None = None
+        self._claim: TextIO | None = None
         self._watch_prefix = ""
         self._end: str | None = None
         """Why to end; None while there is no reason."""
@@ -116,15 +127,22 @@ class Agent:
         except OSError as error:
             self._refuse(f"{hello.cwd}: {error.strerror}; every host needs the code at the same path")
             return
-        digest = hashlib.sha256(f"{os.getuid()} {hello.run}".encode()).hexdigest()[:16]
-        self._claim = claim_run(digest)
+        try:
+            self._claim = claim_run(Path(hello.run))
+        except OSError as error:
+            self._refuse(f"{hello.run} cannot be claimed: {error.strerror or error}")
+            return
         if self._claim is None:
             self._refuse(f"another supervisor's ranks of {hello.run} still run here")
             return
         # A predecessor that was killed could not do it.
+        digest = hashlib.sha256(f"{os.getuid()} {hello.run}".encode()).hexdigest()[:16]
         self._watch_prefix = f"llmscale-watch-{digest}-"
         for left in Path(tempfile.gettempdir()).glob(f"{self._watch_prefix}*"):
-            shutil.rmtree(left, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                # In a folder that everyone writes to, a name says nothing about whose it is.
+                if left.lstat().st_uid == os.getuid():
+                    shutil.rmtree(left, ignore_errors=True)
         locks = remove_stale_locks()
         client, own = connection_ends()
         notes = [f"removed {lock}, left behind by a build that was killed" for lock in locks]
@@ -172,7 +190,7 @@ class Agent:
         code, killed = None, 0
         if self._ranks:
             code, killed = self._ranks.end()
-            for output in self._ranks.read_output():
+            for output in self._ranks.read_output(is_last=True):
                 self._channel.send(output)
             # The life signs outlive their ranks: the last one says how far each has come.
             self._channel.send(Beat(self._ranks.signs(), code, True))
@@ -184,22 +202,32 @@ class Agent:
             self._channel.flush()
 
 
-def claim_run(digest: str) -> socket.socket | None:
-    """Claim a run, named by its digest, for as long as the returned socket is open; None when another agent keeps it.
+def claim_run(run: Path) -> TextIO | None:
+    """Claim a run on this host, for as long as the returned file is open; None when another agent keeps it. Raises
+    OSError.
 
-    A name without a file, which goes with its process whatever ends that. An agent that lost its supervisor may still
-    be ending its ranks: that is waited for.
+    A lock goes with its process, whatever ends that. It lies in the run folder, where no other user can be first. An
+    agent that lost its supervisor may still be ending its ranks: that is waited for.
     """
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = run / CLAIMS_NAME
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     deadline = time.monotonic() + _PREDECESSOR_S
-    while time.monotonic() < deadline:
+    while True:
         try:
-            claim.bind(f"\0llmscale-agent-{digest}")
-            return claim
-        except OSError:
+            return lock_run_folder(folder, claim_name())
+        except ConfigError:
+            if time.monotonic() > deadline:
+                return None
             time.sleep(0.2)
-    claim.close()
-    return None
+
+
+def claim_name() -> str:
+    """The same for all processes that share this host's network, until it boots: by its name alone, two hosts of one
+    name would exclude each other. A host that was switched off leaves no claim behind that its file system's server
+    would still have to give up."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network = os.readlink("/proc/self/ns/net")
+    return f"{socket.gethostname()}-{hashlib.sha256(f'{boot} {network}'.encode()).hexdigest()[:16]}.lock"
 
 
 def connection_ends() -> tuple[str | None, str | None]:
@@ -213,30 +241,52 @@ def connection_ends() -> tuple[str | None, str | None]:
     return None, None
 
 
-def connect(port: int, token: str) -> Channel:
-    """To a supervisor that could not give us its stdin and stdout, on the machine that ssh brought us from. Raises
-    OSError."""
-    connection = socket.create_connection((connection_ends()[0] or "localhost", port), timeout=10.0)
-    connection.sendall(token.encode() + b"\n")
-    connection.settimeout(None)
-    # Never closed: the process ends with the connection.
-    descriptor = connection.detach()
-    return Channel(descriptor, descriptor)
+def connect(address: str, port: int, fingerprint: str) -> Channel:
+    """To a supervisor that could not give us its stdin and stdout: listener.py says how. Raises OSError."""
+    secret = secrets.token_hex(32)
+    print(f"{ANNOUNCEMENT}{digest_of(secret)}", flush=True)
+    deadline = time.monotonic() + _CALL_S
+    while True:
+        try:
+            return _connect_once(address, port, fingerprint, secret)
+        except OSError as error:
+            if isinstance(error, PermissionError) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+def _connect_once(address: str, port: int, fingerprint: str, secret: str) -> Channel:
+    with socket.create_connection((address, port), timeout=10.0) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        session = call(connection, fingerprint, timeout_s=10.0)
+        connection.sendall(session.encrypt(f"{secret}\n".encode()))
+        # Until it answers, or hangs up.
+        ready = select.select([connection], [], [], _CALL_S)[0]
+        if not ready or not connection.recv(1, socket.MSG_PEEK):
+            raise ConnectionError("the supervisor does not answer")
+        # Never closed: the process ends with the connection.
+        descriptor = connection.detach()
+    return Channel(descriptor, descriptor, session)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve one supervisor."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--connect", type=int, metavar="PORT", help="where the supervisor listens (default: stdin)")
-    parser.add_argument("--token", default="", help="tells the supervisor who this is")
+    parser.add_argument("--connect", nargs=2, metavar=("ADDRESS", "PORT"), help="of the supervisor (default: stdin)")
+    parser.add_argument("--supervisor", default="", metavar="SHA256", help="the fingerprint of its certificate")
     args = parser.parse_args(argv)
     adopt_orphans()
     if args.connect:
-        channel = connect(args.connect, args.token)
+        address, port = args.connect
+        try:
+            channel = connect(address, int(port), args.supervisor)
+        except OSError as error:
+            print(f"the supervisor at {address} port {port} cannot be reached from here: {error}", file=sys.stderr)
+            return 1
     else:
-        # The ranks must not write into the conversation: what they inherit as stdout is this process's stderr.
         channel = Channel(os.dup(0), os.dup(1))
-        os.dup2(2, 1)
+    # The ranks must not write into the conversation: what they inherit as stdout is this process's stderr.
+    os.dup2(2, 1)
     Agent(channel).serve()
     return 0
 

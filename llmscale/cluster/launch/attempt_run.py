@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from llmscale.cluster.launch.messages import DumpStacks, FindPort, Port, Signal,
 from llmscale.cluster.launch.node import Node
 from llmscale.cluster.launch.progress import Progress
 from llmscale.cluster.launch.verdict import HostStatus, Verdict, judge
+from llmscale.files.whole import write_durably
 
 #: After the first sign of a fault, how long the others may take to say theirs: one of them may explain it.
 _SETTLE_S = 2.0
@@ -62,7 +64,8 @@ class AttemptRun:
     _pending: Verdict | None = None
     _pending_since_s: float = 0.0
     _told_from_outside: str | None = None
-    _stacks: list[tuple[str, Stacks]] = field(default_factory=list)
+    _stacks: dict[tuple[str, int], Stacks] = field(default_factory=dict)
+    """By host and rank."""
 
     def find_meeting_point(self, master_addr: str | None, master_port: int | None) -> tuple[str, int] | None:
         """Address and free port of the first host; None when it does not answer."""
@@ -71,7 +74,7 @@ class AttemptRun:
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and not master.closed:
             for node, message in self.crew.pump():
-                if node is master and isinstance(message, Port):
+                if node is master and isinstance(message, Port) and 0 < message.port < 65536:
                     if message.was_taken:
                         self.show(f"port {master_port} is taken on {master.name}; using {message.port}")
                     return master_addr or self._address_of(master), message.port
@@ -82,13 +85,13 @@ class AttemptRun:
         if len(self.layout.hosts) == 1:
             return "127.0.0.1"
         assert master.ready is not None
-        if master.ready.own_address:
-            return master.ready.own_address
+        if _is_address(master.ready.own_address):
+            return str(master.ready.own_address)
         # Not reached through ssh: it is this machine, and the others know where they were reached from.
         for name in self.layout.hosts[1:]:
             ready = self.crew.nodes[name].ready
-            if ready is not None and ready.client_address:
-                return ready.client_address
+            if ready is not None and _is_address(ready.client_address):
+                return str(ready.client_address)
         try:
             return socket.gethostbyname(master.name)
         except OSError:
@@ -132,7 +135,7 @@ class AttemptRun:
     def _listen(self) -> None:
         for node, message in self.crew.pump():
             if isinstance(message, Stacks):
-                self._stacks.append((node.name, message))
+                self._stacks[node.name, message.rank] = message
             elif isinstance(message, Signalled):
                 self._told_from_outside = message.name
                 self.show(f"{node.name}: its agent got {message.name}; its ranks save and stop")
@@ -186,7 +189,7 @@ class AttemptRun:
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and len(self._stacks) < self.layout.world_size:
             self._listen()
-        stopped = [(name, stacks.rank) for name, stacks in self._stacks if stacks.state == "T"]
+        stopped = [key for key, stacks in self._stacks.items() if stacks.state == "T"]
         step = self.progress.last_step if self.progress else None
         reason = f"no progress after {'the start' if step is None else f'step {step}'}"
         if stopped:
@@ -200,12 +203,12 @@ class AttemptRun:
             return None
         texts = [
             f"==== rank {stacks.rank} on {name}, state {stacks.state}\n{stacks.text or '(no answer)'}\n"
-            for name, stacks in sorted(self._stacks, key=lambda item: item[1].rank)
+            for (name, _), stacks in sorted(self._stacks.items(), key=lambda item: item[0][1])
         ]
         path = folder / "stacks.txt"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(texts))
+            write_durably(path, "\n".join(texts))
         except OSError:
             return None
         return path
@@ -218,3 +221,11 @@ class AttemptRun:
             # Cut off or dead, its agent has ended its ranks when the lease is over, and has two more seconds for it.
             time.sleep(max(0.0, self.limits.lease_s + 2.0 - node.silence_s))
         self.crew.close()
+
+
+def _is_address(word: str | None) -> bool:
+    """What a host says of itself reaches the command lines of all others."""
+    try:
+        return word is not None and bool(ipaddress.ip_address(word))
+    except ValueError:
+        return False

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from llmscale.files.append import AppendFile
+from llmscale.untrusted.documents import load_json_lines
 
 ATTEMPTS_NAME = "attempts.jsonl"
 LOGS_NAME = "logs"
@@ -43,38 +47,42 @@ class Attempt:
     """One line about the end."""
 
 
+#: Checks the types of a record, and passes over fields of another version.
+_ATTEMPT = TypeAdapter(Attempt)
+
+
 def attempt_logs(run: Path, number: int) -> Path:
     return run / LOGS_NAME / f"attempt-{number:04d}"
 
 
 def read_attempts(run: Path) -> list[Attempt]:
-    """All attempts so far, each as it was last written. A line that a crash cut short is skipped."""
+    """All attempts so far, each as it was last written. A line that is none, cut short by a crash or damaged since, is
+    skipped, and so is a file that cannot be read: it explains a run, and must not keep it from going on."""
     attempts: dict[int, Attempt] = {}
-    known = {field.name for field in fields(Attempt)}
-    path = run / ATTEMPTS_NAME
-    for line in path.read_text().splitlines() if path.exists() else []:
+    try:
+        records = list(load_json_lines(run / ATTEMPTS_NAME))
+    except OSError:
+        return []
+    for record in records:
         try:
-            attempt = Attempt(**{key: value for key, value in json.loads(line).items() if key in known})
-        except (ValueError, TypeError, AttributeError):
+            attempt = _ATTEMPT.validate_python(record)
+        except ValidationError:
             continue
         attempts[attempt.number] = attempt
     return [attempts[number] for number in sorted(attempts)]
 
 
+def next_number(run: Path) -> int:
+    """For the attempt to come: no logs of an earlier one are written over, even where its line is lost."""
+    logs = [path.name.removeprefix("attempt-") for path in (run / LOGS_NAME).glob("attempt-*")]
+    numbers = [attempt.number for attempt in read_attempts(run)]
+    return max([0, *numbers, *(int(name) for name in logs if name.isascii() and name.isdigit())]) + 1
+
+
 def write_attempt(run: Path, attempt: Attempt) -> str | None:
     """Append an attempt. Why it could not be written (the disk may be full, and training may go on), else None."""
-    try:
-        with (run / ATTEMPTS_NAME).open("a+b") as file:
-            # After a line that a crash cut short: begin a new one.
-            if file.tell() and _last_byte(file.fileno()) != b"\n":
-                file.write(b"\n")
-            file.write(json.dumps(asdict(attempt)).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        return f"{run / ATTEMPTS_NAME}: {error.strerror}"
-    return None
-
-
-def _last_byte(descriptor: int) -> bytes:
-    return os.pread(descriptor, 1, os.fstat(descriptor).st_size - 1)
+    problems: list[str] = []
+    file = AppendFile(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
+    file.append(json.dumps(asdict(attempt)).encode() + b"\n", attempt.number)
+    file.close()
+    return problems[-1] if problems else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import selectors
 import time
 from collections import deque
@@ -14,8 +13,9 @@ from llmscale.cluster.launch.messages import Hello, Message, Output, Stop
 from llmscale.cluster.launch.node import Node
 from llmscale.cluster.launch.reach import Reach
 
-#: Lines per rank that are kept as evidence.
+#: Lines per rank that are kept as evidence, and how much of each.
 _KEPT_LINES = 30
+_KEPT_CHARACTERS = 2000
 
 
 class Crew:
@@ -24,16 +24,21 @@ class Crew:
     def __init__(
         self,
         hosts: Sequence[Host],
-        reach: Callable[[Host], Reach],
-        listener: Listener | None,
+        reach: Callable[[Host, Listener], Reach],
         hello: Hello,
         show: Callable[[str], None],
     ) -> None:
-        """Begin to reach every host; `listener` is where those call back that must, `show` prints one line."""
-        self.nodes = {host.name: Node(host, reach(host), hello) for host in hosts}
-        self._listener = listener
+        """Begin to reach every host; `show` prints one line."""
+        self._listener = Listener()
+        """Where those call back that must."""
+        self.nodes: dict[str, Node] = {}
         self.left_out: dict[str, str] = {}
         """Hosts that are not part of it, and why."""
+        for host in hosts:
+            try:
+                self.nodes[host.name] = Node(host, reach(host, self._listener), hello)
+            except OSError as error:
+                self.left_out[host.name] = f"it cannot be reached from here: {error}"
         self.last_lines: dict[tuple[str, int | None], deque[str]] = {}
         """What each rank of each host printed last; None is the launcher."""
         self._show = show
@@ -57,7 +62,7 @@ class Crew:
     def _wait(self, timeout_s: float) -> None:
         """For anything that can be read; takes in those who call back."""
         descriptors = [descriptor for node in self.nodes.values() for descriptor in node.descriptors]
-        descriptors += self._listener.descriptors if self._listener else []
+        descriptors += self._listener.descriptors
         with selectors.DefaultSelector() as selector:
             for descriptor in descriptors:
                 selector.register(descriptor, selectors.EVENT_READ)
@@ -65,21 +70,21 @@ class Crew:
                 selector.select(timeout_s)
             else:
                 time.sleep(timeout_s)
-        callers = self._listener.accept() if self._listener else {}
+        callers = self._listener.accept({node.expected for node in self.nodes.values() if node.expected})
         for node in self.nodes.values():
-            if node.token in callers:
-                node.connect(callers.pop(node.token))
-        for stranger in callers.values():
-            os.close(stranger.reader.descriptor)
+            if node.expected in callers:
+                node.connect(callers.pop(node.expected))
 
     def gather(self, timeout_s: float, stop: Callable[[], bool]) -> None:
-        """Until every host has answered or time is up; those that did not are left out. Returns early on `stop`."""
+        """Until every host has answered or time is up; those that did not are left out, and nobody can call back any
+        more. Returns early on `stop`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop():
             waiting = [node for node in self.nodes.values() if node.ready is None and not _gone(node)]
             if not waiting:
                 break
             self.pump()
+        self._listener.close()
         for node in list(self.nodes.values()):
             if node.ready is None or _gone(node):
                 self.dismiss(node.name, node.why_lost())
@@ -110,13 +115,14 @@ class Crew:
 
     def close(self) -> None:
         """Close every connection."""
+        self._listener.close()
         for node in self.nodes.values():
             # One that is lost does not answer, and its connection would wait for it.
             node.close(patience_s=5.0 if node.stopped else 0.0)
 
     def _show_output(self, node: Node, output: Output) -> None:
         lines = self.last_lines.setdefault((node.name, output.rank), deque(maxlen=_KEPT_LINES))
-        lines.append(output.text)
+        lines.append(output.text[:_KEPT_CHARACTERS])
         speaker = "launcher" if output.rank is None else f"rank {output.rank}"
         self._show(f"{node.name} {speaker}: {output.text}")
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import cache
+from typing import Any, get_args, get_origin, get_type_hints
 
 #: Begins every message: a login shell may print a greeting into the same stream.
 MARK = "@llmscale "
@@ -57,6 +60,11 @@ class Start(Message):
     script: str
     arguments: list[str]
     log_folder: str
+
+    @property
+    def ranks(self) -> range:
+        """Of this host."""
+        return range(self.node_rank * self.ranks_per_host, (self.node_rank + 1) * self.ranks_per_host)
 
 
 @dataclass(frozen=True)
@@ -186,14 +194,39 @@ _KINDS: Mapping[str, type[Message]] = {
 
 
 def decode(line: str) -> Message | None:
-    """The message of one line; None for anything else."""
+    """The message of one line, every field of its type; None for anything else."""
     if not line.startswith(MARK):
         return None
     try:
         values = json.loads(line[len(MARK) :])
-        kind = _KINDS[values.pop("kind")]
-        if kind is Beat:
-            values["ranks"] = [RankSigns(**rank) for rank in values["ranks"]]
-        return kind(**values)
-    except (ValueError, TypeError, KeyError, AttributeError):
+        message = _build(_KINDS[values.pop("kind")], values)
+        assert isinstance(message, Message)
+        return message
+    # The last one for brackets in brackets in brackets.
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
+
+
+def _build(kind: Any, values: Any) -> object:
+    """`values`, which JSON held, as one of `kind`. Raises TypeError when they are something else."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        hints = _fields(kind)
+        return kind(**{name: _build(hints[name], value) for name, value in values.items()})
+    if get_origin(kind) is types.UnionType:
+        return None if values is None else _build(get_args(kind)[0], values)
+    if get_origin(kind) is list and type(values) is list:
+        return [_build(get_args(kind)[0], value) for value in values]
+    if get_origin(kind) is dict and type(values) is dict:
+        return {name: _build(get_args(kind)[1], value) for name, value in values.items()}
+    # Not isinstance: True is an int to Python.
+    if type(values) is kind:
+        return values
+    if kind is float and type(values) is int:
+        return float(values)
+    raise TypeError(f"{values!r} is no {kind}")
+
+
+@cache
+def _fields(kind: type) -> dict[str, Any]:
+    """Types by the names of a message's fields."""
+    return get_type_hints(kind)

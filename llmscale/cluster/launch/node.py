@@ -11,11 +11,25 @@ from collections import deque
 
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.channel import Channel, LineReader
-from llmscale.cluster.launch.messages import Beat, Hello, Message, Ping, RankSigns, Ready, Refused, Stopped
+from llmscale.cluster.launch.listener import find_announcement
+from llmscale.cluster.launch.messages import (
+    Beat,
+    Hello,
+    Message,
+    Output,
+    Ping,
+    RankSigns,
+    Ready,
+    Refused,
+    Stacks,
+    Start,
+    Stopped,
+)
 from llmscale.cluster.launch.reach import Reach
 
-#: Lines of a host's stderr that are kept for the reason of its end.
+#: Lines of a host's stderr that are kept for the reason of its end, and how much of each.
 _KEPT_LINES = 20
+_KEPT_CHARACTERS = 1000
 _PING_S = 1.0
 
 
@@ -23,8 +37,8 @@ class Node:
     """One host of an attempt."""
 
     def __init__(self, host: Host, reach: Reach, hello: Hello) -> None:
-        """Start the agent there; Hello is sent as soon as there is a connection."""
-        self.host, self.token, self._hello = host, reach.token, hello
+        """Start the agent there; Hello is sent as soon as there is a connection. Raises OSError."""
+        self.host, self._calls_back, self._hello = host, reach.calls_back, hello
         # A session of its own: Ctrl-C in the terminal is for the supervisor alone, which tells the agents what to do.
         self._process = subprocess.Popen(
             reach.argv,
@@ -36,6 +50,8 @@ class Node:
         assert self._process.stdin and self._process.stdout and self._process.stderr
         self._stdin = self._process.stdin
         self._channel: Channel | None = None
+        self._digest: str | None = None
+        self._ranks = range(0)
         self._prints = [LineReader(self._process.stderr.fileno())]
         """What is said outside of the conversation."""
         self._error_lines: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -45,10 +61,15 @@ class Node:
         self.signs: dict[int, RankSigns] = {}
         self.launcher_code: int | None = None
         self.last_heard = self._last_ping = time.monotonic()
-        if reach.token is None:
+        if not reach.calls_back:
             self.connect(Channel(self._process.stdout.fileno(), self._process.stdin.fileno()))
         else:
             self._prints.append(LineReader(self._process.stdout.fileno()))
+
+    @property
+    def expected(self) -> str | None:
+        """The digest by which its agent, which has announced it and not called yet, will be known; each only once."""
+        return None if self._channel else self._digest
 
     def connect(self, channel: Channel) -> None:
         """Begin the conversation."""
@@ -62,8 +83,9 @@ class Node:
     @property
     def descriptors(self) -> list[int]:
         """What to wait for."""
-        readers = [*self._prints, *([self._channel.reader] if self._channel else [])]
-        return [reader.descriptor for reader in readers if not reader.closed]
+        open_prints = [reader.descriptor for reader in self._prints if not reader.closed]
+        has_channel = self._channel is not None and not self._channel.closed
+        return [*open_prints, *([self._channel.reader.descriptor] if self._channel and has_channel else [])]
 
     @property
     def silence_s(self) -> float:
@@ -76,26 +98,46 @@ class Node:
 
     def send(self, message: Message) -> None:
         """Nothing when there is no connection."""
+        if isinstance(message, Start):
+            self._ranks = message.ranks
         if self._channel:
             self._channel.send(message)
 
     def receive(self) -> tuple[list[Message], list[str]]:
         """Messages since the last call, and lines to show that are none. Notes what they say about this host."""
         messages, lines = self._channel.receive() if self._channel else ([], [])
+        messages = [message for message in messages if self._is_its_own(message)]
         errors = [line for reader in self._prints for line in reader.read()]
-        self._error_lines.extend(line for line in errors if line.strip())
+        if self._calls_back:
+            errors = self._without_announcement(errors)
+        self._error_lines.extend(line[:_KEPT_CHARACTERS] for line in errors if line.strip())
         for message in messages:
             self.last_heard = time.monotonic()
-            if isinstance(message, Ready):
-                self.ready = message
-            elif isinstance(message, Refused):
-                self.refusal = message.reason
-            elif isinstance(message, Stopped):
-                self.stopped = message
-            elif isinstance(message, Beat):
-                self.signs.update({sign.rank: sign for sign in message.ranks})
-                self.launcher_code = message.launcher_code
+            self._note(message)
         return messages, lines + errors
+
+    def _is_its_own(self, message: Message) -> bool:
+        """A host speaks for its own ranks only."""
+        if isinstance(message, Output):
+            return message.rank is None or message.rank in self._ranks
+        return not isinstance(message, Stacks) or message.rank in self._ranks
+
+    def _without_announcement(self, lines: list[str]) -> list[str]:
+        """The first one counts: it was there before anything else that this host runs."""
+        digests = {line: find_announcement(line) for line in lines}
+        self._digest = self._digest or next(filter(None, digests.values()), None)
+        return [line for line in lines if not digests[line]]
+
+    def _note(self, message: Message) -> None:
+        if isinstance(message, Ready):
+            self.ready = self.ready or message
+        elif isinstance(message, Refused):
+            self.refusal = message.reason[:_KEPT_CHARACTERS]
+        elif isinstance(message, Stopped):
+            self.stopped = message
+        elif isinstance(message, Beat):
+            self.signs.update({sign.rank: sign for sign in message.ranks if sign.rank in self._ranks})
+            self.launcher_code = message.launcher_code
 
     def ping(self) -> None:
         """Keep the agent's lease; cheap to call often."""
@@ -109,6 +151,8 @@ class Node:
         """One line about a host that cannot be reached, or not any more."""
         if self.refusal:
             return self.refusal
+        if self._channel and self._channel.reader.has_cut:
+            return "it sent more than a message can hold"
         if self._error_lines:
             return self._error_lines[-1]
         code = self._process.poll()
@@ -120,7 +164,7 @@ class Node:
         """Close the connection, which is also the agent's word to end, and wait for the process that carries it."""
         with contextlib.suppress(OSError):
             self._stdin.close()
-        if self._channel and self.token is not None:
+        if self._channel and self._calls_back:
             os.close(self._channel.reader.descriptor)
         try:
             self._process.wait(patience_s)

@@ -11,12 +11,11 @@ import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from llmscale.cluster.extension_locks import HeldLocks
-from llmscale.cluster.launch.channel import LineReader
 from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
+from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.cluster.launch.starter import starter_command
 from llmscale.training.watch import STACKS_SIGNAL, WATCH_VARIABLE, output_path, sign_path, stacks_path
 
@@ -33,9 +32,10 @@ class NodeRanks:
         first = start.node_rank * start.ranks_per_host
         self.ranks = range(first, first + start.ranks_per_host)
         self._folder = folder
-        self._logs = {rank: _RankLog(Path(start.log_folder) / f"rank-{rank:05d}.log") for rank in self.ranks}
-        self._launcher_log = _RankLog(Path(start.log_folder) / f"launcher-{start.hosts[start.node_rank]}.log")
-        self._pipes = {rank: self._make_pipe(rank) for rank in self.ranks}
+        self._output = RankOutput()
+        logs = Path(start.log_folder)
+        for rank in self.ranks:
+            self._output.add(rank, self._make_pipe(rank), logs / f"rank-{rank:05d}.log")
         self._deferred: list[signal.Signals] = []
         self._locks = HeldLocks()
         self._launcher = subprocess.Popen(
@@ -48,13 +48,14 @@ class NodeRanks:
             preexec_fn=become_launcher,
         )
         assert self._launcher.stdout is not None
-        self._launcher_output = LineReader(self._launcher.stdout.fileno())
+        launcher_log = logs / f"launcher-{start.hosts[start.node_rank]}.log"
+        self._output.add(None, os.dup(self._launcher.stdout.fileno()), launcher_log)
 
-    def _make_pipe(self, rank: int) -> LineReader:
+    def _make_pipe(self, rank: int) -> int:
         path = output_path(self._folder, rank)
         os.mkfifo(path, 0o600)
         # Also for writing, so that it neither ends between two writers nor blocks the first one.
-        return LineReader(os.open(path, os.O_RDWR))
+        return os.open(path, os.O_RDWR)
 
     @property
     def launcher_code(self) -> int | None:
@@ -70,17 +71,9 @@ class NodeRanks:
         # The launcher passes a signal on as an exit status of -9, of which 247 is left.
         return ended.si_status - 256 if ended.si_status >= 192 else ended.si_status
 
-    def read_output(self) -> list[Output]:
-        """Lines since the last call; they are in the log files already."""
-        outputs = []
-        for rank, pipe in self._pipes.items():
-            for line in pipe.read():
-                self._logs[rank].write(line)
-                outputs.append(Output(rank, line))
-        for line in self._launcher_output.read():
-            self._launcher_log.write(line)
-            outputs.append(Output(None, line))
-        return outputs
+    def read_output(self, is_last: bool = False) -> list[Output]:
+        """Lines since the last call, of a flood the newest; with `is_last` unfinished ones too."""
+        return self._output.read(is_last)
 
     def signs(self) -> list[RankSigns]:
         """The newest life sign of every rank that has given one."""
@@ -151,28 +144,5 @@ class NodeRanks:
 
     def close(self) -> None:
         """Forget the watch folder and close the logs."""
-        for pipe in self._pipes.values():
-            os.close(pipe.descriptor)
-        for log in (*self._logs.values(), self._launcher_log):
-            log.close()
+        self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-class _RankLog:
-    """A log file that gives up quietly when the disk is full: a run must not die of its log."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO | None = None
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-
-    def write(self, line: str) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.write(line.encode(errors="replace") + b"\n")
-
-    def close(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()

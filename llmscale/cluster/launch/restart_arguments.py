@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from llmscale.config.run_config import RunConfig
 
@@ -11,13 +10,9 @@ from llmscale.config.run_config import RunConfig
 _BEGINNINGS = ("--resume", "--init-from")
 
 
-def restart_arguments(arguments: Sequence[str], config: RunConfig, newest: Path | None) -> list[str]:
-    """`arguments`, which parse to `config`, for a start after the checkpoint `newest` was saved; None when none was.
-
-    A run that was resumed from a named checkpoint goes on from `newest` by name: the newest of all in its folder may
-    belong to the history that was abandoned.
-    """
-    if newest is None or (config.resume == "auto" and config.init_from is None):
+def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
+    """`arguments`, which parse to `config`, for a start after they have begun a history that saved a checkpoint."""
+    if not begins_somewhere(config):
         return list(arguments)
     kept, value_follows = [], False
     for word in arguments:
@@ -28,6 +23,11 @@ def restart_arguments(arguments: Sequence[str], config: RunConfig, newest: Path 
             value_follows = not equals
         else:
             kept.append(word)
-    kept += ["--resume", "auto" if config.resume in ("auto", "none") else str(newest)]
+    kept += ["--resume", "auto"]
     # Said by a run file, perhaps.
     return kept if config.init_from is None else [*kept, "--init-from", "null"]
+
+
+def begins_somewhere(config: RunConfig) -> bool:
+    """Whether the run does more than go on where its folder ends."""
+    return config.resume != "auto" or config.init_from is not None

@@ -5,27 +5,26 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from llmscale.checkpoint.manifest import MANIFEST_NAME, list_checkpoints
+from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt_run import AttemptRun, Limits
-from llmscale.cluster.launch.attempts import Attempt, attempt_logs, read_attempts, write_attempt
+from llmscale.cluster.launch.attempts import Attempt, attempt_logs, next_number, read_attempts, write_attempt
 from llmscale.cluster.launch.crew import Crew
 from llmscale.cluster.launch.layout import Layout, choose_layout
 from llmscale.cluster.launch.listener import Listener
 from llmscale.cluster.launch.messages import Hello
 from llmscale.cluster.launch.reach import Reach
-from llmscale.cluster.launch.restart_arguments import restart_arguments
+from llmscale.cluster.launch.restart_arguments import begins_somewhere, restart_arguments
 from llmscale.cluster.launch.retry import RetryPolicy, decide
 from llmscale.cluster.launch.verdict import Verdict
 from llmscale.config.parse import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.prepared_run import prepare_run
-from llmscale.training.run_folder import create_run_folder, lock_run_folder
+from llmscale.training.run_claim import RunFolderClaim
 
 LAUNCH_LOCK_NAME = ".launch.lock"
 #: Between two tries to reach enough hosts.
@@ -37,10 +36,8 @@ class LaunchOptions:
     """What `llmscale launch` was told."""
 
     hosts: Sequence[Host]
-    reach: Callable[[Host], Reach]
-    """The way to a host."""
-    listener: Listener | None
-    """Where agents call back whose way needs it."""
+    reach: Callable[[Host, Listener], Reach]
+    """The way to a host, and where it can call back."""
     script: str
     """train.py's path, on every host."""
     arguments: Sequence[str]
@@ -73,9 +70,10 @@ class Supervisor:
         """The exit status: 0 when the run is finished, or was asked to stop and has saved; 2 for what the user must
         mend; 1 otherwise. Raises ConfigError or DataError before anything is started."""
         self._check_before_anything()
-        create_run_folder(self._run)
-        with closing(lock_run_folder(self._run, LAUNCH_LOCK_NAME)):
-            self._checkpoints_before = _checkpoint_times(self._run)
+        claim = RunFolderClaim(self._run, LAUNCH_LOCK_NAME)
+        try:
+            claim.take()
+            self._saved_before = self._saved()
             self._close_open_attempt()
             while True:
                 attempt = self._one_attempt()
@@ -84,6 +82,8 @@ class Supervisor:
                 status = self._after(attempt)
                 if status is not None:
                     return status
+        finally:
+            claim.give_up()
 
     def _check_before_anything(self) -> None:
         """The mistakes that need no host to be found, with all hosts there."""
@@ -110,11 +110,15 @@ class Supervisor:
 
     def _arguments(self) -> list[str]:
         """train.py's arguments for the next attempt."""
-        if not self._attempts:
+        if not self._attempts or self._saved() <= self._saved_before:
             return list(self._options.arguments)
-        now = _checkpoint_times(self._run)
-        saved = [path for path in list_checkpoints(self._run) if now.get(path) != self._checkpoints_before.get(path)]
-        return restart_arguments(self._options.arguments, self._config, saved[0] if saved else None)
+        return restart_arguments(self._options.arguments, self._config)
+
+    def _saved(self) -> set[tuple[int, int]]:
+        """(history, step) of the run's checkpoints; not looked at where a restart needs no other arguments."""
+        if not begins_somewhere(self._config):
+            return set()
+        return {(saved.history.number, saved.step) for saved in find_checkpoints(self._run).current}
 
     def _close_open_attempt(self) -> None:
         """The attempt of a supervisor that was killed has no end yet."""
@@ -127,8 +131,7 @@ class Supervisor:
     def _one_attempt(self) -> Attempt | None:
         """None when asked to stop before ranks were started."""
         began, began_utc = time.monotonic(), datetime.now(timezone.utc).isoformat(timespec="seconds")
-        number = max((attempt.number for attempt in read_attempts(self._run)), default=0) + 1
-        number = max([number, *(attempt.number + 1 for attempt in self._attempts)])
+        number = max([next_number(self._run), *(attempt.number + 1 for attempt in self._attempts)])
         crew, layout = self._gather()
         run: AttemptRun | None = None
         try:
@@ -195,7 +198,7 @@ class Supervisor:
                 run=str(self._run),
                 lease_s=self._options.limits.lease_s,
             )
-            crew = Crew(self._options.hosts, self._options.reach, self._options.listener, hello, self._show)
+            crew = Crew(self._options.hosts, self._options.reach, hello, self._show)
             crew.gather(self._options.connect_timeout_s, lambda: bool(self._stop_signals))
             for name, why in crew.left_out.items():
                 self._show(f"WARNING: {name} is left out: {why}")
@@ -281,12 +284,7 @@ class Supervisor:
     def _write(self, attempt: Attempt) -> None:
         problem = write_attempt(self._run, attempt)
         if problem:
-            self._show(f"WARNING: attempt {attempt.number} could not be written down: {problem}")
-
-
-def _checkpoint_times(run: Path) -> dict[Path, int]:
-    """When each checkpoint was written, in nanoseconds."""
-    return {path: (path / MANIFEST_NAME).stat().st_mtime_ns for path in list_checkpoints(run)}
+            self._show(problem)
 
 
 def _step_words(attempt: Attempt) -> str:

@@ -251,8 +251,8 @@ def test_json_and_exit_code(
     [
         (["--hostfile", "no/such/file"], "no/such/file does not exist"),
         (["--interconnect", "ib-400"], "Did you mean 'ib-400g'?"),
-        (["--port", "70000"], "--port must be from 1 to 65535, not 70000."),
-        (["--timeout", "0"], "--timeout must be above 0"),
+        (["--port", "70000"], "argument --port: must be a whole number of at least 1 and at most 65,535, not '70000'"),
+        (["--timeout", "0"], "argument --timeout: must be a number of at least 0.001"),
         (["--hostfle", "x"], "Did you mean '--hostfile'?"),
         (["--build-ops"], "--build-ops needs --ds"),
     ],

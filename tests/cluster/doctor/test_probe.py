@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.checkpoint.manifest import CheckpointManifest, StoredFile, save_manifest
 from llmscale.cluster.doctor.facts import GpuFacts, Request, parse_facts, parse_request, print_facts, print_request
 from llmscale.cluster.doctor.probe import _gather, gather_facts
 from llmscale.cluster.doctor.probe_code import gather_code, hash_sources
@@ -235,9 +236,13 @@ def test_a_run_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
 def test_the_checkpoints_in_a_run_folder_are_counted(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints" / "step-00000010"
     folder.mkdir(parents=True)
-    (folder / "x").write_bytes(bytes(1000))
+    manifest = CheckpointManifest(10, 0, 1, 0, "fp32", "now", (StoredFile("__0_0.distcp", 1000, ""),))
+    save_manifest(folder, manifest)
     facts = describe_folder(tmp_path)
     assert (facts.num_checkpoints, facts.checkpoints_bytes) == (1, 1000)
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "checkpoints").write_text("")
+    assert describe_folder(tmp_path).num_checkpoints == 0
 
 
 def test_a_ds_config_by_the_closed_schema(tmp_path: Path) -> None:

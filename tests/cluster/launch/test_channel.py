@@ -1,14 +1,16 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import subprocess
 import time
 
 import pytest
 
-from llmscale.cluster.launch.channel import MOST_WAITING_BYTES, Channel
-from llmscale.cluster.launch.listener import Listener
+from llmscale.cluster.launch.channel import MOST_MESSAGE_BYTES, MOST_WAITING_BYTES, Channel, LineReader
 from llmscale.cluster.launch.messages import (
+    MARK,
     Beat,
     FindPort,
     Hello,
@@ -45,6 +47,28 @@ def pair() -> tuple[Channel, Channel]:
 def test_what_is_said_is_what_is_heard(message: Message, pair: tuple[Channel, Channel]) -> None:
     pair[0].send(message)
     assert pair[1].receive() == ([message], [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("", "[]", "{}", "null", "7", '"Ping"', '{"kind": 1}', '{"kind": []}', '{"kind": "Message"}', "[" * 200_000),
+        *('{"kind": "Ping", "more": 1}', '{"kind": "Stop"', '{"kind": "Signal"}', '{"kind": "Signal", "name": 9}'),
+        *('{"kind": "Signal", "name": null}', '{"kind": "Port", "port": "1", "was_taken": false}'),
+        *('{"kind": "Port", "port": true, "was_taken": false}', '{"kind": "Port", "port": 1, "was_taken": 0}'),
+        *('{"kind": "Port", "port": 1.5, "was_taken": false}', '{"kind": "Output", "rank": "0", "text": "x"}'),
+        *('{"kind": "Output", "rank": 0, "text": ["x"]}', '{"kind": "Beat", "ranks": {}, "launcher_code": null}'),
+        *('{"kind": "Beat", "ranks": [[]], "launcher_code": null, "launched": true}', '{"kind": "Stacks", "rank": {}}'),
+        '{"kind": "Beat", "ranks": [{"rank": 0, "pid": "x"}], "launcher_code": null, "launched": true}',
+        '{"kind": "Ready", "pid": 1, "client_address": null, "own_address": {}, "notes": []}',
+        '{"kind": "Ready", "pid": 1, "client_address": null, "own_address": null, "notes": [1]}',
+        '{"kind": "Output", "rank": ' + "9" * 5000 + ', "text": "x"}',
+        '{"kind": "Stacks", "rank": 0, "state": "R", "text": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+    ids=lambda line: line[:70],
+)
+def test_what_has_not_the_form_of_a_message_is_none(line: str) -> None:
+    assert decode(f"{MARK}{line}") is None
 
 
 def test_what_a_login_shell_prints_is_no_message(pair: tuple[Channel, Channel]) -> None:
@@ -93,20 +117,41 @@ def test_the_end_of_the_other_side_is_noticed(pair: tuple[Channel, Channel]) -> 
     assert not ours.has_waiting
 
 
-def test_only_callers_with_a_known_word_are_listened_to() -> None:
-    listener = Listener()
-    silent, caller = (socket.create_connection(("127.0.0.1", listener.port)) for _ in range(2))
-    caller.sendall(b"tok")
-    time.sleep(0.05)
-    assert listener.accept() == {}
-    caller.sendall(b"en\n")
-    time.sleep(0.05)
-    channel = listener.accept()["token"]
-    channel.send(Ping())
-    assert caller.recv(100).startswith(b"@llmscale ")
-    silent.close()
-    time.sleep(0.05)
-    assert listener.accept() == {}
-    os.close(channel.reader.descriptor)
-    caller.close()
-    listener.close()
+def test_a_message_without_an_end_ends_the_conversation_and_fills_no_memory(pair: tuple[Channel, Channel]) -> None:
+    ours, theirs = pair
+    piece, sent = MARK.encode() + b"x" * 65536, 0
+    while not theirs.closed:
+        assert sent < 2 * MOST_MESSAGE_BYTES
+        with contextlib.suppress(BlockingIOError):
+            sent += os.write(ours.reader.descriptor, piece)
+        assert theirs.receive() == ([], [])
+    theirs.send(Ping())
+    assert not theirs.has_waiting
+    assert theirs.receive() == ([], [])
+
+
+def test_a_printed_line_without_an_end_comes_in_pieces() -> None:
+    read, write = os.pipe()
+    reader, text = LineReader(read, most_bytes=1000), ""
+    for _ in range(10):
+        os.write(write, b"x" * 10_000)
+        lines = reader.read()
+        assert all(len(line) <= 1000 for line in lines)
+        text += "".join(lines)
+    os.write(write, b"\nshort\n\n")
+    assert reader.read()[-2:] == ["short", ""]
+    assert len(text) == 100_000
+    for descriptor in (read, write):
+        os.close(descriptor)
+
+
+def test_one_who_never_stops_talking_does_not_keep_the_others_waiting() -> None:
+    read, write = os.pipe()
+    talker = subprocess.Popen(["yes"], stdout=write)
+    os.close(write)
+    reader = LineReader(read)
+    for _ in range(20):
+        reader.read()
+    talker.kill()
+    talker.wait()
+    os.close(read)

@@ -65,7 +65,7 @@ def test_mistakes_are_one_line_before_anything_is_started(tmp_path: Path, tiny_s
         ("a slots=1\n", ("--hostfile", str(hosts), "--slots", "2"), "--slots is said by the hostfile"),
         ("a slots=1\n", ("--hostfile", str(hosts), "--min-hosts", "2"), "--min-hosts 2: there are 1 hosts"),
         (None, ("--env", "NOT_THERE"), "this shell has no such variable"),
-        (None, ("--master-port", "70000"), "ports are 1 to 65535"),
+        (None, ("--master-port", "70000"), "at least 1 and at most 65,535, not '70000'"),
         (None, ("--lost-after-s", "1"), "at least 4"),
         (None, ("--", "--globl-batch-size", "8"), "Did you mean '--global-batch-size'?"),
         (None, ("--", "--data", "no/such/folder"), "does not exist"),
@@ -84,3 +84,12 @@ def test_mistakes_are_one_line_before_anything_is_started(tmp_path: Path, tiny_s
         assert output.startswith("error: ")
         assert output.count("\n") == 1
         assert not run.exists()
+
+
+def test_a_key_on_the_command_line_is_warned_of_without_its_value(tmp_path: Path) -> None:
+    words = ("--env", "MY_API_KEY=canary", "--env", "OMP_NUM_THREADS=1", "--env", "NOT_THERE_TOKEN")
+    code, output = launch_here(tmp_path, *words, "--", "--run", str(tmp_path / "run"))
+    assert code == 2
+    assert output.count("WARNING") == 1
+    assert "WARNING: --env MY_API_KEY=... can be read by every user" in output
+    assert "canary" not in output

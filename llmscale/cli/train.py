@@ -1,0 +1,133 @@
+"""`llmscale train`: all ranks of a run on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from llmscale.cluster.environment import PACKAGE
+from llmscale.cluster.extension_locks import remove_stale_locks
+from llmscale.cluster.free_port import find_port
+from llmscale.cluster.launch.local_gpus import count_gpus
+from llmscale.cluster.local_ranks import LocalRanks, count_cpus, rank_command, rank_environment, visible_gpus
+from llmscale.config import flag_type
+from llmscale.config.flag_parser import FlagParser
+from llmscale.config.launcher_variables import read_launcher_variables
+from llmscale.config.limits import MAX_GPUS_PER_NODE
+from llmscale.config.parse import parse_run_config
+from llmscale.errors import ConfigError
+from llmscale.files.patient_output import make_output_patient
+from llmscale.training.prepared_run import prepare_run
+from llmscale.training.stop_request import STOP_SIGNALS
+
+#: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.
+_OWN_FLAGS = ("--nproc-per-node", "--num-gpus")
+_num_processes = flag_type.whole(1, MAX_GPUS_PER_NODE)
+
+
+def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subcommands.add_parser("train", help="train on this machine, on all of its GPUs", add_help=False)
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(handler=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    """Mistakes are said here, once, before a rank is started. Raises LlmscaleError."""
+    _end_at_signals()
+    asked, arguments = _split_flags(args.arguments)
+    config = parse_run_config(arguments, _parser())
+    # The ranks print; that nobody reads it is no reason to fail.
+    make_output_patient()
+    if "LOCAL_RANK" in os.environ:
+        raise ConfigError(
+            "LOCAL_RANK is set: a launcher started this, and `llmscale train` starts ranks itself. Give the launcher "
+            "llmscale/train.py, or call `llmscale train` without one."
+        )
+    num_ranks = _count_ranks(asked)
+    prepare_run(config, world_size=num_ranks)
+    for lock in remove_stale_locks():
+        _show(f"removed {lock}, left behind by a build that was killed")
+    port, _ = find_port(None)
+    environments = rank_environment(os.environ, num_ranks, port, count_cpus())
+    read_launcher_variables(environments[0])
+    return LocalRanks(
+        rank_command(PACKAGE / "train.py", arguments),
+        environments,
+        lambda line: _show(f"error: {line}"),
+    ).run()
+
+
+def _end_at_signals() -> None:
+    """Until there are ranks to pass them on to. As a container's first process this one would not even die of them."""
+
+    def end(number: int, _frame: object) -> None:
+        _show(f"stopped by {signal.Signals(number).name} before the ranks were started")
+        raise SystemExit(0)
+
+    for number in (*STOP_SIGNALS, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, end)
+
+
+def _parser() -> FlagParser:
+    """For --help and for what is not known; the values of its own flags are taken out before."""
+    parser = FlagParser(
+        prog="llmscale train",
+        description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
+        "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a second SIGINT ends it at once.",
+    )
+    parser.add_argument(
+        *_OWN_FLAGS, type=_num_processes, metavar="N", help="processes (default: one per GPU; 1 where there is none)"
+    )
+    return parser
+
+
+def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The number of processes, None when it is not said, and what is train.py's. Raises ConfigError."""
+    asked, first, rest = None, "", []
+    remaining = iter(words[1:] if words[:1] == ["--"] else words)
+    for word in remaining:
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") not in _OWN_FLAGS:
+            rest.append(word)
+            continue
+        given = value if equals else next(remaining, "")
+        if first:
+            raise ConfigError(f"{first} and {name} are the same setting twice. Give it once.")
+        first = name
+        try:
+            asked = _num_processes(given)
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"argument {name}: {error}.") from None
+    return asked, rest
+
+
+def _count_ranks(asked: int | None) -> int:
+    """Raises ConfigError when more are asked for than there are GPUs, on a machine that has some."""
+    visible = visible_gpus(os.environ)
+    num_gpus = count_gpus() or _count_gpus_with_torch() if visible is None else len(visible)
+    if asked is None:
+        return num_gpus or 1
+    if 0 < num_gpus < asked:
+        raise ConfigError(
+            f"{_OWN_FLAGS[0]} {asked}: this machine has {num_gpus} GPU{'s' * (num_gpus != 1)}"
+            f"{'' if visible is None else ' in CUDA_VISIBLE_DEVICES'}. Give {num_gpus}, or nothing."
+        )
+    return asked
+
+
+def _count_gpus_with_torch() -> int:
+    """Of a vendor other than NVIDIA. In another process: torch takes seconds to import, and this one needs none."""
+    if not os.path.exists("/dev/kfd"):
+        return 0
+    code = "import torch; print(torch.cuda.device_count())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    return int(done.stdout) if done.stdout.strip().isdecimal() else 0
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,88 @@
+"""What was decided for a run and not asked for, in words: each is said where the run is described. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
+from llmscale.config.presets import PRESETS, nominal_parameters
+from llmscale.config.quantity import format_quantity
+from llmscale.config.resolve import ResolvedRun
+from llmscale.config.run_config import RunConfig
+from llmscale.config.schedule import Schedule
+from llmscale.config.shape import GPTShape
+
+#: A model whose size differs from its preset's name by more than this is not what the name says.
+_SAME_SIZE = 0.05
+
+
+def preset_words(name: str, shape: GPTShape, vocabulary_of: str = "the data set's") -> str | None:
+    """`gpt2-124m with ...: 88.1M parameters, not 124M`; None where the name says it."""
+    nominal = nominal_parameters(name)
+    if abs(shape.num_parameters / nominal - 1) <= _SAME_SIZE:
+        return None
+    preset = PRESETS[name]
+    sizes = [f"{key} {getattr(shape, key)}" for key in ("n_layer", "n_head", "n_embd")
+             if getattr(shape, key) != getattr(preset, key)]  # fmt: skip
+    parts = [*sizes, f"{vocabulary_of} vocabulary of {shape.vocab_size:,} and a context of {shape.seq_len:,}"]
+    return (
+        f"{name} with {', '.join(parts)}: {format_quantity(shape.num_parameters)} parameters, not "
+        f"{format_quantity(nominal)}"
+    )
+
+
+def gradient_words(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
+    """In which types gradients are summed and reduced; `ds_config` is a resolved one."""
+    types = cast("Mapping[str, str]", ds_config["data_types"])
+    words = []
+    if plan.gradient_accumulation_steps > 1:
+        words.append(f"summed over {plan.gradient_accumulation_steps} micro-steps in {types['grad_accum_dtype']}")
+    if plan.world_size > 1:
+        words.append(f"reduced over {plan.world_size} ranks in {ds_config['communication_data_type']}")
+    return ", ".join(words) or "one micro-step on one rank, nothing is summed"
+
+
+def batch_words(config: RunConfig) -> Iterator[str]:
+    """Where the sizes are from that were not given."""
+    if config.global_batch_size is None and config.global_batch_tokens is None:
+        yield f"the global batch is {config.model}'s"
+    if config.micro_batch_size is None:
+        yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens"
+
+
+def optimizer_words(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
+    """Optimizer and schedule, with every default written out."""
+    preset = "" if config.lr is not None else f" ({config.model}'s)"
+    adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer == "adamw" else ""
+    return (
+        f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}, {schedule_words(schedule)}, "
+        f"weight decay {config.weight_decay:g}{adam}, "
+        f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, dropout {config.dropout:g}"
+    )
+
+
+def schedule_words(schedule: Schedule) -> str:
+    """`117 warm-up steps, cosine to 6.00e-05`."""
+    floor = f" to {schedule.peak_lr * schedule.min_lr_frac:.2e}" if schedule.name != "constant" else ""
+    over = {"constant": "", "wsd": f" in the last {schedule.decay_steps:,} steps"}.get(
+        schedule.name, f" by step {schedule.decay_steps:,}"
+    )
+    return f"{schedule.warmup_steps:,} warm-up steps, {schedule.name}{floor}{over}"
+
+
+def steps_words(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:
+    """What the default of --steps leaves out or sees again, and how --tokens was rounded; None where nothing was
+    decided."""
+    size = resolved.plan.global_batch_size
+    if config.steps is not None:
+        return None
+    if config.tokens is not None:
+        more = resolved.total_tokens - config.tokens
+        return f"--tokens {config.tokens:,} rounded up to whole steps" if more else None
+    left = num_samples - resolved.total_steps * size
+    if left == 0:
+        return "one pass over the data"
+    if left > 0:
+        return f"one pass over the data, of which the last {left:,} samples fill no batch and are not seen"
+    return f"the {num_samples:,} samples are less than one batch: {-left:,} are seen again"

@@ -1,0 +1,179 @@
+"""The variables by which launchers tell a rank where it stands, checked once, before torch sees them. No torch.
+
+torch, DeepSpeed and Streaming read them too, and answer a wrong one with a traceback, a hang, or another world than the
+user meant.
+"""
+
+from __future__ import annotations
+
+import errno
+import re
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale.config.limits import MAX_RANKS
+from llmscale.errors import ConfigError, MachineError, did_you_mean
+
+#: What a rank must be told; with RANK unset, it is a world of its own.
+_TOGETHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+#: How launchers that set no RANK say how many processes they have started.
+_PLAIN_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+#: deepspeed/accelerator/real_accelerator.py
+_ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
+#: Numbers, or UUIDs; Slurm writes NoDevFiles for a job without GPUs.
+_DEVICE = r"(-?\d+|(GPU|MIG)-[\w/-]+)"
+_DEVICES = re.compile(rf"\s*({_DEVICE}(\s*,\s*{_DEVICE})*|NoDevFiles|none|void)?\s*", re.IGNORECASE)
+#: Beyond what a slow name server takes with its retries.
+_RESOLVE_S = 30.0
+
+
+@dataclass(frozen=True)
+class LauncherVariables:
+    """Where a launcher has put this process."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    meeting_point: tuple[str, int] | None = None
+    """Address and port of MASTER_ADDR and MASTER_PORT; None without a launcher."""
+
+
+def read_launcher_variables(variables: Mapping[str, str]) -> LauncherVariables:
+    """As the environment says. Raises ConfigError naming the variable, its value, the legal ones and the fix."""
+    _check_libraries(variables)
+    if "RANK" not in variables:
+        check_started_alone(variables)
+        return LauncherVariables()
+    missing = [name for name in _TOGETHER if name not in variables]
+    if missing:
+        raise ConfigError(
+            f"RANK is set to '{variables['RANK']}', but {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} "
+            f"not: a launcher sets {', '.join(_TOGETHER)} together. Start with deepspeed, torchrun or `llmscale "
+            "launch`, or `unset RANK` for a single process."
+        )
+    world_size = _whole(variables, "WORLD_SIZE", 1, MAX_RANKS)
+    rank = _whole(variables, "RANK", 0, world_size - 1, f"below WORLD_SIZE {world_size}")
+    local_rank = _whole(variables, "LOCAL_RANK", 0, rank, f"at most RANK {rank}")
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
+        if name in variables:
+            _whole(variables, name, local_rank + 1, world_size, f"above LOCAL_RANK, at most WORLD_SIZE {world_size}")
+    address = variables["MASTER_ADDR"].strip()
+    if not address or re.search(r"[\s/@]|://", address):
+        raise ConfigError(f"MASTER_ADDR is '{address}'. Legal: the name or address of the host of rank 0.")
+    return LauncherVariables(rank, world_size, local_rank, (address, _whole(variables, "MASTER_PORT", 1, 65535)))
+
+
+def check_meeting_point(here: LauncherVariables, variables: Mapping[str, str]) -> None:
+    """That MASTER_ADDR has an address, and that nothing but rank 0 listens at MASTER_PORT.
+
+    Raises ConfigError for a name that does not exist; MachineError for a taken port, and for a name server that does
+    not answer.
+    """
+    if here.meeting_point is None:
+        return
+    address, port = here.meeting_point
+    _resolve(address)
+    # torchrun's agent may already hold the meeting at that port itself.
+    if here.rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        _check_free(port)
+
+
+def check_started_alone(variables: Mapping[str, str]) -> None:
+    """Raises ConfigError under a launcher that starts several processes and tells them nothing that torch understands:
+    each would train alone, into the same folder."""
+    for name, launcher in _PLAIN_LAUNCHERS.items():
+        count = variables.get(name, "1")
+        if count != "1":
+            raise ConfigError(
+                f"{name} is {count}, but RANK is not set: {launcher} alone tells its processes nothing of each other. "
+                "Use scripts/slurm/train.sbatch, `llmscale launch`, deepspeed or torchrun; docs/cluster.md has each."
+            )
+    count = variables.get("WORLD_SIZE", "1")
+    if count != "1":
+        raise ConfigError(
+            f"WORLD_SIZE is '{count}', but RANK is not set: a launcher sets both. Start with deepspeed, torchrun or "
+            "`llmscale launch`, or `unset WORLD_SIZE` for a single process."
+        )
+
+
+def _check_libraries(variables: Mapping[str, str]) -> None:
+    """Variables that libraries would answer late, or with silence."""
+    if "LLMSCALE_WATCH" in variables and not Path(variables["LLMSCALE_WATCH"] or "-").is_dir():
+        raise ConfigError(
+            f"LLMSCALE_WATCH is '{variables['LLMSCALE_WATCH']}', which is no folder here. `llmscale launch` sets it "
+            "for its ranks; `unset LLMSCALE_WATCH` to start without it."
+        )
+    name = variables.get("DS_ACCELERATOR")
+    if name is not None and name not in _ACCELERATORS:
+        raise ConfigError(
+            f"DS_ACCELERATOR is '{name}'.{did_you_mean(name, _ACCELERATORS)} Legal: {', '.join(_ACCELERATORS)}; "
+            "`unset DS_ACCELERATOR` lets DeepSpeed look."
+        )
+    threads = variables.get("OMP_NUM_THREADS")
+    # OpenMP has a list for nested teams: 4,3,2.
+    if threads is not None and not re.fullmatch(r"\s*[1-9][0-9]{0,5}(\s*,\s*[1-9][0-9]{0,5})*\s*", threads):
+        raise ConfigError(
+            f"OMP_NUM_THREADS is '{threads}'. Legal: a whole number of at least 1, such as the cores per rank."
+        )
+    devices = variables.get("CUDA_VISIBLE_DEVICES")
+    if devices is not None and not _DEVICES.fullmatch(devices):
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES is '{devices}', which CUDA reads as no GPU at all. Legal: numbers or UUIDs with "
+            "commas between them (0,1), or nothing for none."
+        )
+
+
+def _whole(variables: Mapping[str, str], name: str, lowest: int, highest: int, which: str = "") -> int:
+    text = variables[name].strip()
+    if re.fullmatch(r"[0-9]{1,9}", text) and lowest <= int(text) <= highest:
+        return int(text)
+    legal = f"at least {lowest} and {which}" if which else f"from {lowest} to {highest}"
+    raise ConfigError(
+        f"{name} is '{variables[name]}'. Legal: a whole number {legal}. Launchers set it: start with deepspeed, "
+        f"torchrun or `llmscale launch`, or `unset {' '.join(_TOGETHER)}` for a single process."
+    )
+
+
+def _resolve(address: str) -> None:
+    answer: list[OSError | None] = []
+
+    def ask() -> None:
+        try:
+            socket.getaddrinfo(address, None)
+            answer.append(None)
+        except (OSError, UnicodeError) as error:
+            answer.append(error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error)))
+
+    # In a thread: the resolver has a time limit of its own for each of its servers and searches, and no way to cut it.
+    thread = threading.Thread(target=ask, name="resolve MASTER_ADDR", daemon=True)
+    thread.start()
+    thread.join(_RESOLVE_S)
+    if not answer:
+        raise MachineError(f"MASTER_ADDR {address}: the name server did not answer within {_RESOLVE_S:g} s.")
+    if isinstance(answer[0], socket.gaierror) and answer[0].errno == socket.EAI_AGAIN:
+        raise MachineError(f"MASTER_ADDR {address} cannot be resolved now: {answer[0].strerror}. Try again.")
+    if answer[0] is not None:
+        raise ConfigError(
+            f"MASTER_ADDR {address} does not resolve on this host: {answer[0].strerror}. Give the launcher an address, "
+            "or put the name into DNS or /etc/hosts (deepspeed --master_addr, torchrun --master-addr)."
+        )
+
+
+def _check_free(port: int) -> None:
+    with socket.socket() as probe:
+        # As torch's store does: what an ended run left in TIME_WAIT does not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except PermissionError:
+            raise ConfigError(f"MASTER_PORT {port} is reserved for root. Legal for others: 1024 to 65535.") from None
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return
+            raise MachineError(
+                f"MASTER_PORT {port} is taken on this host by another program, perhaps by another run. Give another: "
+                "deepspeed --master_port N, torchrun --master-port N."
+            ) from None

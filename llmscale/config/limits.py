@@ -1,0 +1,46 @@
+"""The largest values that make physical sense, each stated once. No torch.
+
+Beyond them lies a slip of the keyboard, and arithmetic that overflows, takes hours or fills the memory.
+"""
+
+from __future__ import annotations
+
+#: Transformer blocks; DeepNet (Wang et al. 2022) has 1,000.
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 16
+#: Residual stream; GPT-4-sized models are below 2^15.
+MAX_WIDTH = 1 << 20
+#: Tokens per sequence.
+MAX_SEQ_LEN = 1 << 24
+MAX_VOCAB = 1 << 24
+#: Sequences per optimizer step.
+MAX_BATCH = 1 << 30
+#: Tokens per optimizer step.
+MAX_BATCH_TOKENS = 1 << 40
+#: Optimizer steps.
+MAX_STEPS = 10**10
+#: All the text of the world is below 10^16.
+MAX_TOKENS = 10**17
+MAX_SEED = 2**63 - 1
+#: Ranks of a job; GPUs of a node; nodes.
+MAX_RANKS = 1 << 20
+MAX_GPUS_PER_NODE = 1024
+MAX_NODES = 1 << 16
+#: Loading or tokenising processes.
+MAX_WORKERS = 1024
+#: What fp32 can hold: that a rate is merely bad, the loss will say.
+MAX_LEARNING_RATE = 1e38
+MAX_WEIGHT_DECAY = 100.0
+#: As good as none.
+MAX_CLIPPING = 1e9
+MAX_MINUTES = 366 * 24 * 60
+MAX_CHECKPOINTS = 10**6
+#: Samples of a set that anything counts.
+MAX_SAMPLES = 1 << 40
+#: Of a GPU; of a node's host memory; of a cache, in GiB.
+MAX_GPU_GIB = 1 << 14
+MAX_HOST_GIB = 1 << 20
+MAX_CACHE_GIB = 1 << 30
+MAX_TFLOPS = 1e6
+#: Ten years.
+MAX_SECONDS = 10 * 366 * 86400

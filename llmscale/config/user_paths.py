@@ -1,0 +1,66 @@
+"""Paths and names as users give them: what cannot be one is said before anything is asked of the disk. No torch."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from llmscale.errors import ConfigError
+from llmscale.untrusted.terminal import is_visible
+
+#: Linux's NAME_MAX and PATH_MAX, the byte at the end included.
+_MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
+#: Kinds of files that a program can write to, but not replace.
+_SPECIAL = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
+
+
+def check_text(text: str) -> str:
+    """A name that is not blank. Raises ValueError: the end of a sentence that begins with what it is."""
+    if not text.strip():
+        raise ValueError("must not be empty")
+    # Bytes of another encoding come as lone surrogates; as names of files they are legal.
+    if not is_visible(text.encode(errors="surrogateescape").decode(errors="replace")):
+        raise ValueError("must not hold control characters or line breaks")
+    return text
+
+
+def check_path(value: object) -> Path:
+    """A path that the system can take. Raises ValueError as check_text, TypeError for what is no text."""
+    if not isinstance(value, str | Path):
+        raise ValueError("must be a path, as text")
+    # Path("") is the current folder.
+    text = check_text("" if value == Path() and not isinstance(value, str) else str(value))
+    if len(os.fsencode(text)) >= _MAX_PATH_BYTES:
+        raise ValueError(f"must have less than {_MAX_PATH_BYTES:,} bytes, and has {len(os.fsencode(text)):,}")
+    longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
+    if longest > _MAX_NAME_BYTES:
+        raise ValueError(f"must not hold names of more than {_MAX_NAME_BYTES} bytes; one has {longest:,}")
+    return Path(text)
+
+
+def check_path_or_url(text: str) -> str:
+    """A path, or what begins with a scheme (s3://, hf:). Raises ValueError as check_path."""
+    if not re.match(r"[A-Za-z][\w+.-]*:", check_text(text)):
+        check_path(text)
+    return text
+
+
+def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
+    """Refuse, before anything is computed, a file that could not be written. Raises ConfigError."""
+    said = f"{flag} {path}"
+    if path.is_dir():
+        raise ConfigError(f"{said} is a folder; name a file.")
+    if path.is_symlink() and not path.exists():
+        raise ConfigError(f"{said} is a symbolic link to nothing; name a file.")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{said}: the folder {path.parent} does not exist.")
+    if path.exists():
+        kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
+        if kind:
+            raise ConfigError(f"{said} is {kind}; name a file.")
+        if not overwrite:
+            raise ConfigError(f"{said} exists already. Name another file, or overwrite it with --force.")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{said}: the folder {path.parent} may not be written to.")

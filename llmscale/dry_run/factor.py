@@ -1,0 +1,226 @@
+"""Traces of the same code at several shapes become formulas: coefficient x product of symbols for every allocation."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+
+from llmscale.dry_run.record import MicroStepTrace, TracedSegment
+from llmscale.memory.recorded import BLOCK_SEGMENTS, SEGMENTS, RecordedSegment
+from llmscale.memory.symbols import VOCABULARY_SYMBOLS
+
+#: Most factors of a product: b t h^2 would have five with h = a d, and no tensor is that large.
+_MOST_FACTORS = 4
+
+
+def factor_traces(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[str, int]]) -> dict[str, RecordedSegment]:
+    """The recording that all traces agree on, one of equal blocks for all of them.
+
+    `symbols` gives each trace's shape as symbol -> number. Raises ValueError where the sequence of allocations differs
+    between shapes (another branch) or blocks, where a size is no product of the symbols, and where the shapes do not
+    tell two products apart.
+    """
+    first = traces[0]
+    for other in traces[1:]:
+        if _signatures(first) != _signatures(other):
+            raise ValueError("the sequence of allocations differs between the shapes: they take different branches")
+    formulas = _formulas(traces, symbols)
+    blocks = 1 + max(segment.block for segment in first.segments if segment.block is not None)
+    found: dict[str, RecordedSegment] = {}
+    for index, segment in enumerate(first.segments):
+        recorded = _record_segment(first, index, formulas, blocks)
+        if segment.block not in (None, 0) and segment.name in found and found[segment.name] != recorded:
+            raise ValueError(f"block {segment.block} allocates other tensors than the one before in {segment.name}")
+        found[segment.name] = recorded
+    return {name: found[name] for name in SEGMENTS}
+
+
+def pack_branches(
+    blocks: Mapping[str, Mapping[str, RecordedSegment]], ends: Mapping[str, Mapping[str, RecordedSegment]]
+) -> dict[str, object]:
+    """Recordings by branch as plain values for JSON, equal segments stored once
+    (llmscale.memory.recorded.RecordedTable)."""
+    formulas: dict[str, int] = {}
+    segments: dict[str, int] = {}
+    stored: list[list[list[int]]] = []
+
+    def index_of(recorded: RecordedSegment) -> int:
+        counts = [recorded.net, recorded.per_block, *recorded.moments]
+        digest = repr([sorted(one.items()) for one in counts])
+        if digest not in segments:
+            segments[digest] = len(stored)
+            stored.append([_pairs(one, formulas) for one in counts])
+        return segments[digest]
+
+    def indices(branches: Mapping[str, Mapping[str, RecordedSegment]], of_block: bool) -> dict[str, dict[str, int]]:
+        names = [name for name in SEGMENTS if (name in BLOCK_SEGMENTS) == of_block]
+        return {key: {name: index_of(branches[key][name]) for name in names} for key in sorted(branches)}
+
+    found = {"blocks": indices(blocks, True), "ends": indices(ends, False)}
+    return {"formulas": list(formulas), "segments": stored, **found}
+
+
+def _pairs(counts: Mapping[str, int], formulas: dict[str, int]) -> list[int]:
+    """[formula, count, ...], formulas by their number."""
+    return [
+        number for text, count in sorted(counts.items()) for number in (formulas.setdefault(text, len(formulas)), count)
+    ]
+
+
+def _formulas(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[str, int]]) -> dict[int, str]:
+    """Storage of the first trace -> kind and formula."""
+    products = _Products(symbols)
+    order = [[storage for s in trace.segments for storage, appears in s.events if appears] for trace in traces]
+    first, found = traces[0], {}
+    in_loss = False
+    places = {storage: s.name for s in first.segments for storage, appears in s.events if appears}
+    for numbers in zip(*order, strict=True):
+        storage = numbers[0]
+        product = products.find([trace.sizes[number] for trace, number in zip(traces, numbers, strict=True)])
+        kind = first.kinds[storage]
+        if places[storage] == "head_forward" and kind == "activation":
+            in_loss |= not VOCABULARY_SYMBOLS.isdisjoint(product.split("*"))
+            kind = "logits" if in_loss else kind
+        found[storage] = f"{kind} {product}"
+    return found
+
+
+class _Products:
+    """Finds the coefficient and the product of symbols for the sizes that one tensor has at several shapes."""
+
+    def __init__(self, symbols: Sequence[Mapping[str, int]]) -> None:
+        """Raises ValueError where two products have the same ratios at all shapes."""
+        self._symbols = symbols
+        self._names_of: dict[tuple[Fraction, ...], tuple[str, ...]] = {}
+        for size in range(_MOST_FACTORS + 1):
+            for names in itertools.combinations_with_replacement(self._distinct(), size):
+                key = self._ratios([self._value(names, shape) for shape in symbols])
+                if key in self._names_of:
+                    raise ValueError(f"the shapes do not tell {self._names_of[key]} from {names}")
+                self._names_of[key] = names
+
+    def find(self, sizes: Sequence[int]) -> str:
+        """`2*b*t*a*d`. Raises ValueError where no product fits."""
+        names = self._names_of.get(self._ratios(sizes))
+        if names is None:
+            raise ValueError(f"no product of {', '.join(self._symbols[0])} has the sizes {list(sizes)}")
+        coefficient = Fraction(sizes[0], self._value(names, self._symbols[0]))
+        return "*".join([str(coefficient), *names])
+
+    def _distinct(self) -> list[str]:
+        """Symbols without those that are constant, or equal an earlier one at every shape."""
+        found: dict[tuple[int, ...], str] = {}
+        for name in self._symbols[0]:
+            values = tuple(shape[name] for shape in self._symbols)
+            if len(set(values)) > 1:
+                found.setdefault(values, name)
+        return list(found.values())
+
+    @staticmethod
+    def _value(names: Sequence[str], shape: Mapping[str, int]) -> int:
+        value = 1
+        for name in names:
+            value *= shape[name]
+        return value
+
+    @staticmethod
+    def _ratios(sizes: Sequence[int]) -> tuple[Fraction, ...]:
+        return tuple(Fraction(size, sizes[0]) for size in sizes)
+
+
+def _signatures(trace: MicroStepTrace) -> list[tuple[str, int | None, list[tuple[int, bool, str]]]]:
+    """What must agree between shapes. Storages are numbered by their first appearance. Releases between two allocations
+    have no order: autocast's cache goes in that of a hash table of addresses."""
+    numbers: dict[int, int] = {}
+    found = []
+    for segment in trace.segments:
+        signature: list[tuple[int, bool, str]] = []
+        for appears, run in itertools.groupby(segment.events, key=lambda event: event[1]):
+            places = [(numbers.setdefault(storage, len(numbers)), trace.kinds[storage]) for storage, _ in run]
+            signature += [(number, appears, kind) for number, kind in (places if appears else sorted(places))]
+        found.append((segment.name, segment.block, signature))
+    return found
+
+
+def _record_segment(trace: MicroStepTrace, index: int, formulas: Mapping[int, str], blocks: int) -> RecordedSegment:
+    segment = trace.segments[index]
+    moments, net = _moments(segment, formulas)
+    per_block = Counter[str]()
+    if segment.block is None:
+        per_block = _released_per_block(trace, index, formulas, blocks)
+    if per_block:
+        if moments:
+            raise ValueError(f"{segment.name} allocates after it released something of every block")
+        for formula, count in per_block.items():
+            net[formula] -= blocks * count
+    return RecordedSegment(_nonzero(net), _nonzero(per_block), tuple(_fullest(moments)))
+
+
+def _moments(segment: TracedSegment, formulas: Mapping[int, str]) -> tuple[list[dict[str, int]], Counter[str]]:
+    """What is alive, beyond the segment's begin, whenever a release follows an allocation; and at its end."""
+    moments: list[dict[str, int]] = []
+    live = Counter[str]()
+    grew = False
+    for storage, appears in segment.events:
+        if grew and not appears:
+            moments.append(_nonzero(live))
+        grew = appears
+        live[formulas[storage]] += 1 if appears else -1
+    if grew:
+        moments.append(_nonzero(live))
+    return moments, live
+
+
+def _released_per_block(trace: MicroStepTrace, index: int, formulas: Mapping[int, str], blocks: int) -> Counter[str]:
+    """What a segment releases of every block alike, such as autocast's cache: formula -> negative count a block."""
+    made_by = {
+        storage: place for place, segment in enumerate(trace.segments) for storage, appears in segment.events if appears
+    }
+    by_block: dict[str, Counter[int | None]] = {}
+    for storage, appears in trace.segments[index].events:
+        origin = trace.segments[made_by[storage]]
+        if not appears and made_by[storage] != index and origin.name == "block_forward":
+            by_block.setdefault(formulas[storage], Counter())[origin.block] += 1
+    return Counter(
+        {
+            formula: -min(counts[block] for block in range(blocks))
+            for formula, counts in by_block.items()
+            if len(counts) == blocks
+        }
+    )
+
+
+def _fullest(moments: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
+    """Without those that can be no peak at any shape: a later one holds as much of everything (gradients only become
+    more), or an earlier one does with the same gradients."""
+    products = [_by_product(moment) for moment in moments]
+    kept: list[int] = []
+    for place, product in enumerate(products):
+        later = any(_is_below(product, other, same_gradients=False) for other in products[place + 1 :])
+        earlier = any(_is_below(product, products[other], same_gradients=True) for other in kept)
+        if not later and not earlier:
+            kept.append(place)
+    return [moments[place] for place in kept]
+
+
+def _is_below(small: Counter[tuple[bool, str]], large: Counter[tuple[bool, str]], *, same_gradients: bool) -> bool:
+    for key in small.keys() | large.keys():
+        is_gradient = key[0]
+        if small[key] != large[key] if is_gradient and same_gradients else not is_gradient and small[key] > large[key]:
+            return False
+    return True
+
+
+def _by_product(moment: Mapping[str, int]) -> Counter[tuple[bool, str]]:
+    """Without the kinds, which do not matter to what is larger: (whether a gradient, product) -> count."""
+    merged = Counter[tuple[bool, str]]()
+    for formula, count in moment.items():
+        kind, _, product = formula.partition(" ")
+        merged[kind == "gradient", product] += count
+    return merged
+
+
+def _nonzero(counts: Mapping[str, int]) -> dict[str, int]:
+    return {formula: count for formula, count in counts.items() if count}

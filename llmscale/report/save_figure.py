@@ -1,0 +1,28 @@
+"""A picture as a file: whole, or not there."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmscale.errors import ConfigError
+from llmscale.files.whole import write_output
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write it to `path`, whose suffix says the format (PNG without one), and close it. Raises ConfigError."""
+    from matplotlib import pyplot
+
+    picture = io.BytesIO()
+    try:
+        figure.savefig(picture, dpi=130, format=path.suffix.removeprefix(".") or "png")
+        write_output(path, picture.getvalue())
+    except (OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise ConfigError(f"--plot {path} cannot be written: {str(reason).rstrip('.')}.") from None
+    finally:
+        pyplot.close(figure)

@@ -1,0 +1,169 @@
+"""What must be the same on every rank before they train together, and what may differ.
+
+Ranks that differ train something that nobody asked for (another learning rate, one other token) or hang in the first
+collective that only some of them call (another number of steps, another ZeRO stage). So each sums up in one digest per
+section what it was started with, and only when digests differ do the ranks tell each other more: one speaks for all
+that agree with it, so that a thousand ranks cost no more than two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import llmscale
+from llmscale.checkpoint.manifest import MANIFEST_NAME
+from llmscale.data.manifest import Manifest
+from llmscale.engine.distributed import World
+from llmscale.training.agreement import together
+from llmscale.training.prepared_run import PreparedRun, as_plain
+from llmscale.training.rank_differences import (
+    DATA_SECTION,
+    SOURCES_SECTION,
+    Contribution,
+    Section,
+    contribute,
+    explain,
+    find_speakers,
+)
+from llmscale.training.run_claim import RunFolderClaim
+from llmscale.training.run_folder import library_versions
+
+#: Keys of a run that may differ, each with its reason (docs/cluster.md has them too).
+MAY_DIFFER = {
+    "config": "a path; the keys in the file are compared",
+    "ds": "a path; the ds_config is compared",
+    "data": "a path or URL, mounted elsewhere; the set's contents are compared",
+    "data_cache": "a local disk",
+    "cache_limit_gib": "a local disk",
+    "num_workers": "changes who reads a sample, not which",
+    "run": "a path; that it is one folder is checked by what lies in it",
+    "wandb": "only the main rank's counts",
+    "wandb_project": "only the main rank's counts",
+    "wandb_name": "only the main rank's counts",
+}
+#: Keys that say what others say too; their effect is in the resolved run and the ds_config.
+_RESOLVED_KEYS = ("model", "global_batch_tokens", "tokens", "warmup_tokens", "decay_tokens", "gradient_clipping")
+#: The resolved run's names of keys of a run.
+_NAMES = {"peak_lr": "lr", "name": "schedule", "total_steps": "steps"}
+#: Variables that change the arithmetic of a rank, or let NCCL's ranks wait for each other in different algorithms.
+_VARIABLES = (
+    *("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"),
+    *("NCCL_ALGO", "NCCL_PROTO"),
+)
+
+
+def check_ranks_agree(run: PreparedRun, ds_config: Mapping[str, object], world: World) -> None:
+    """Raise on every rank, with what differs, the values and the ranks, unless all were started alike. Collective."""
+    compare_ranks(run_sections(run, ds_config, world.device.type), world.control)
+
+
+def check_same_checkpoint(folder: Path | None, world: World) -> None:
+    """The same for the checkpoint that this rank goes on from. Collective."""
+    chosen = {"name": "none", MANIFEST_NAME: "none"}
+    if folder is not None:
+        chosen = {"name": folder.name, MANIFEST_NAME: _hash(folder / MANIFEST_NAME)}
+    compare_ranks({"checkpoint": chosen}, world.control)
+
+
+def check_one_run_folder(claim: RunFolderClaim, world: World) -> None:
+    """Raise on every rank unless all see the folder that the main rank has claimed. Collective."""
+    owners = [claim.owner if world.is_main else ""]
+    dist.broadcast_object_list(owners, src=0, group=world.control)
+    # Not on the main rank itself: closing a second handle of a locked file releases the lock.
+    together(world.control, lambda: None if world.is_main else claim.check_is_seen(owners[0]))
+
+
+def run_sections(run: PreparedRun, ds_config: Mapping[str, object], device_type: str) -> dict[str, Section]:
+    """What this rank was started with."""
+    versions = {name: str(version) for name, version in library_versions().items()}
+    # A patch release of Python changes no arithmetic.
+    versions |= {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
+    variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
+    return {
+        "configuration": _configuration(run),
+        "ds_config": _without_local_paths(flatten(ds_config)),
+        DATA_SECTION: _data_set(run.location.manifest),
+        SOURCES_SECTION: source_hashes(Path(llmscale.__file__).parent),
+        "versions": versions,
+        "environment": {**variables, "kind of device": device_type},
+    }
+
+
+def _configuration(run: PreparedRun) -> dict[str, str]:
+    """Every key with the value that it has come to."""
+    config, resolved = as_plain(run.config), run.resolved.as_dict()
+    kept = {key: value for key, value in config.items() if key not in MAY_DIFFER and key not in _RESOLVED_KEYS}
+    # Which checkpoint a path means is compared by the checkpoint itself.
+    kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
+    kept["init_from"] = None if run.config.init_from is None else "a checkpoint"
+    kept |= {"precision": run.precision, "activation_checkpointing": run.checkpointing}
+    values = {key: _text(value) for key, value in kept.items()}
+    for path, text in flatten(resolved).items():
+        name = path.rpartition(".")[2]
+        values[_NAMES.get(name, name)] = text
+    return values
+
+
+def _data_set(manifest: Manifest) -> dict[str, str]:
+    """What decides what sample k is, shard by shard: a set's own word for what it is could be a copy's."""
+    values = {
+        name: _text(getattr(manifest, name))
+        for name in ("tokenizer_sha256", "vocab_size", "eot_token", "seq_len", "dtype", "hash_algorithm")
+    }
+    for split, held in manifest.splits.items():
+        values |= {f"{split}/{shard.name}": f"{shard.hash} ({shard.num_samples} samples)" for shard in held.shards}
+    return values
+
+
+def source_hashes(package: Path) -> dict[str, str]:
+    """sha256 of every Python file of a package, by its path within."""
+    return {path.relative_to(package).as_posix(): _hash(path) for path in sorted(package.rglob("*.py"))}
+
+
+def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Nested mappings as one, keys joined by dots, values as text."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = _text(value)
+    return flat
+
+
+def _without_local_paths(values: dict[str, str]) -> dict[str, str]:
+    """NVMe disks may be mounted anywhere."""
+    return {key: value for key, value in values.items() if not key.endswith("nvme_path")}
+
+
+def _hash(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+
+
+def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> None:
+    """Raise ConfigError, or DataError when only data differs, on every rank unless all bring the same. Collective."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    contributions: list[Contribution] = [contribute(sections)] * world_size
+    dist.all_gather_object(contributions, contributions[rank], group=group)
+    speakers = find_speakers(contributions)
+    if not speakers:
+        return
+    own = {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks}
+    details: list[Mapping[str, Section]] = [own] * world_size
+    dist.all_gather_object(details, own, group=group)
+    raise explain(contributions, details)

@@ -1,0 +1,250 @@
+"""JSON, YAML and TOML of bounded size and depth, as plain values: the one place that parses them.
+
+Whatever a file holds, the answer is a value or one line that names the file: bytes that are no UTF-8, ten thousand
+brackets, numbers that no machine word holds, a key that stands twice, an alias that unfolds to gigabytes, a list where
+an object should be. A missing file is the caller's to explain (FileNotFoundError, NotADirectoryError).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NoReturn
+
+import yaml
+
+from llmscale.errors import LlmscaleError
+from llmscale.untrusted.paths import open_regular, read_regular
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+#: Of a file that people write: run files, ds_configs, model configurations.
+CONFIG_MAX_BYTES = 1 << 20
+#: Of a file that programs write: 20 times that in memory at worst.
+MAX_BYTES = 64 << 20
+#: Of one line of a log.
+LINE_MAX_BYTES = 1 << 20
+_MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
+#: Objects and lists within each other. Nothing of ours or of the Hub's has more than a dozen.
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a document may hold, and how its faults are told."""
+
+    error: type[LlmscaleError]
+    """Raised for whatever is wrong."""
+    remedy: str = ""
+    """Sentence at the end of every message."""
+    max_bytes: int = MAX_BYTES
+    follow_links: bool = True
+    """Whether the file may be a symbolic link: yes where a user named it, no inside a set or a checkpoint."""
+    not_finite: bool = False
+    """Accept NaN and Infinity, which JSON does not know and Python writes."""
+
+
+def load_json(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
+    """The JSON object in a file. `where` names it in messages instead of its path."""
+    where = where or str(path)
+    return parse_json(_read(path, rules, where), rules, where)
+
+
+def load_yaml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
+    """The mapping in a YAML file; of an empty file, an empty one."""
+    where = where or str(path)
+    return parse_yaml(_read(path, rules, where), rules, where)
+
+
+def load_toml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
+    """The table that a TOML file is."""
+    where = where or str(path)
+    return parse_toml(_read(path, rules, where), rules, where)
+
+
+def load_json_lines(path: Path) -> Iterator[dict[str, object]]:
+    """The JSON objects of a log, a line each; what is none (torn, damaged, not UTF-8, too long) is passed over.
+
+    NaN and Infinity are accepted. Raises OSError, RefusedFile when it is no regular file.
+    """
+    rules = Rules(LlmscaleError, max_bytes=LINE_MAX_BYTES, not_finite=True)
+    with open_regular(path) as file:
+        for line in _lines(file):
+            try:
+                yield parse_json(line, rules, "")
+            except LlmscaleError:
+                continue
+
+
+def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
+    """The JSON object that `contents` is; bytes are UTF-8. Raises `rules.error`."""
+    text = _decode(contents, rules, where, "JSON")
+    try:
+        value = json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=None if rules.not_finite else _refuse_constant,
+            parse_int=_parse_int,
+            parse_float=None if rules.not_finite else _parse_float,
+        )
+    except json.JSONDecodeError as error:
+        hint = ""
+        if text[error.pos : error.pos + 1] in tuple("/#}],'"):
+            hint = ". (JSON has no comments and no comma after the last entry.)"
+        place = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise _fault(rules, f"{where} is not JSON: {place}{hint}") from None
+    except ValueError as error:
+        raise _fault(rules, f"{where}: {error}") from None
+    except RecursionError:
+        raise _too_deep(rules, where) from None
+    return _checked(value, rules, where, "a JSON object")
+
+
+def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
+    """The mapping that `contents` is: safe YAML without aliases and keys that stand twice. Raises `rules.error`."""
+    text = _decode(contents, rules, where, "valid yaml")
+    try:
+        value = yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise _fault(rules, f"{where} is not valid yaml: {_yaml_problem(error)}") from None
+    except RecursionError:
+        raise _too_deep(rules, where) from None
+    return {} if value is None else _checked(value, rules, where, "keys and values")
+
+
+def parse_toml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
+    """The table that `contents` is. Raises `rules.error`."""
+    text = _decode(contents, rules, where, "valid toml")
+    try:
+        value = tomllib.loads(text)
+    except ValueError as error:
+        raise _fault(rules, f"{where} is not valid toml: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise _too_deep(rules, where) from None
+    return _checked(value, rules, where, "keys and values")
+
+
+def _read(path: Path, rules: Rules, where: str) -> bytes:
+    try:
+        return read_regular(path, rules.max_bytes, follow_links=rules.follow_links)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except (OSError, ValueError) as error:
+        # ValueError: a NUL in the path.
+        raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Lines of bounded length; of a longer one nothing."""
+    whole = True
+    while line := file.readline(LINE_MAX_BYTES + 1):
+        ends = line.endswith(b"\n")
+        if whole and (ends or len(line) <= LINE_MAX_BYTES):
+            yield line
+        whole = ends
+
+
+def _decode(contents: bytes | str, rules: Rules, where: str, kind: str) -> str:
+    if len(contents) > rules.max_bytes:
+        raise _fault(rules, f"{where} is larger than the {rules.max_bytes:,} bytes that it may have")
+    if isinstance(contents, str):
+        return contents
+    try:
+        return contents.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _fault(rules, f"{where} is not {kind}: it is not UTF-8 text (byte {error.start})") from None
+
+
+def _checked(value: object, rules: Rules, where: str, wanted: str) -> dict[str, object]:
+    """`value` when it is a mapping of bounded depth whose keys are text."""
+    if not isinstance(value, dict):
+        raise _fault(rules, f"{where} must hold {wanted}, not {_describe(value)}")
+    level: list[object] = [value]
+    for _ in range(MAX_DEPTH + 1):
+        inner = [item for item in level if isinstance(item, (dict, list))]
+        if not inner:
+            return {str(key): entry for key, entry in value.items()}
+        level = [child for item in inner for child in (item.values() if isinstance(item, dict) else item)]
+        for number in level:
+            if type(number) is int and not _MIN_INT <= number <= _MAX_INT:
+                raise _fault(rules, f"{where}: a number of {number.bit_length()} bits does not fit 64")
+    raise _too_deep(rules, where)
+
+
+def _describe(value: object) -> str:
+    kinds = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key '{key}' stands twice in one object. Keep one of them")
+            seen.add(key)
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _parse_int(digits: str) -> int:
+    # The length first: converting a million digits takes minutes.
+    if len(digits) > 20:
+        raise ValueError(f"the number {digits[:24]}... does not fit 64 bits")
+    return int(digits)
+
+
+def _parse_float(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"the number {digits[:24]} is beyond what a double holds")
+    return value
+
+
+def _yaml_problem(error: Exception) -> str:
+    mark = getattr(error, "problem_mark", None)
+    place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+    return " ".join(str(getattr(error, "problem", None) or error).split()) + place
+
+
+def _too_deep(rules: Rules, where: str) -> LlmscaleError:
+    return _fault(rules, f"{where} nests objects and lists more than {MAX_DEPTH} levels deep")
+
+
+def _fault(rules: Rules, what: str) -> LlmscaleError:
+    end = "" if what.endswith((".", ".)")) else "."
+    return rules.error(f"{what}{end} {rules.remedy}".rstrip())
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML without aliases, which unfold to gigabytes, and without keys that stand twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{name}' stands twice; keep one of them", key.start_mark
+                )
+            seen.add(name)
+        values: dict[object, object] = super().construct_mapping(node, deep=deep)
+        return values

@@ -1,0 +1,352 @@
+"""Bad inputs, a line each: the command as a shell would read it, and a regular expression for what must be said.
+
+Words NAME=VALUE before the program are its environment; LONG and NINES stand for 300 letters and 5,000 digits. The
+files are made by tests/bad_input/test_bad_input.py.
+"""
+
+from __future__ import annotations
+
+LAUNCHED = "RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29711"
+ESTIMATE = "llmscale estimate --model gpt2-1.5b --gpu a100-80gb"
+PREPARE = "llmscale data prepare --tokenizer bytes --workers 1 --seq-len 16"
+CUSTOM = "llmscale estimate --model gpt2-1.5b --bf16-tflops 100"
+PLAN = "llmscale plan --gpu a100-80gb"
+
+LAUNCHER_VARIABLES = [
+    ("WORLD_SIZE=abc train", r"WORLD_SIZE is 'abc', but RANK is not set"),
+    ("WORLD_SIZE=2 train", r"WORLD_SIZE is '2', but RANK is not set"),
+    ("WORLD_SIZE= train", r"WORLD_SIZE is '', but RANK is not set"),
+    ("RANK=0 train", r"RANK is set to '0', but WORLD_SIZE and LOCAL_RANK and MASTER_ADDR and MASTER_PORT are not"),
+    (f"{LAUNCHED} WORLD_SIZE=abc train", r"WORLD_SIZE is 'abc'\. Legal: a whole number from 1 to"),
+    (f"{LAUNCHED} WORLD_SIZE=0 train", r"WORLD_SIZE is '0'"),
+    (f"{LAUNCHED} WORLD_SIZE=-2 train", r"WORLD_SIZE is '-2'"),
+    (f"{LAUNCHED} WORLD_SIZE=99999999999999999999 train", r"WORLD_SIZE is '9+'"),
+    (f"{LAUNCHED} WORLD_SIZE=1e3 train", r"WORLD_SIZE is '1e3'"),
+    (f"{LAUNCHED} WORLD_SIZE=٣ train", r"WORLD_SIZE is '٣'"),
+    (f"{LAUNCHED} RANK=abc train", r"RANK is 'abc'\. Legal: a whole number at least 0 and below WORLD_SIZE 1"),
+    (f"{LAUNCHED} RANK= train", r"RANK is ''"),
+    (f"{LAUNCHED} RANK=3 WORLD_SIZE=2 train", r"RANK is '3'\. Legal: .* below WORLD_SIZE 2"),
+    (f"{LAUNCHED} RANK=-1 train", r"RANK is '-1'"),
+    (f"{LAUNCHED} LOCAL_RANK=x train", r"LOCAL_RANK is 'x'"),
+    (f"{LAUNCHED} LOCAL_RANK=1 train", r"LOCAL_RANK is '1'\. Legal: a whole number at least 0 and at most RANK 0"),
+    (f"{LAUNCHED} LOCAL_SIZE=0 train", r"LOCAL_SIZE is '0'"),
+    (f"{LAUNCHED} LOCAL_WORLD_SIZE=8 train", r"LOCAL_WORLD_SIZE is '8'"),
+    (f"{LAUNCHED} MASTER_ADDR= train", r"MASTER_ADDR is ''"),
+    (f"{LAUNCHED} MASTER_ADDR=tcp://a train", r"MASTER_ADDR is 'tcp://a'"),
+    (f"{LAUNCHED} MASTER_PORT=99999 train", r"MASTER_PORT is '99999'\. Legal: a whole number from 1 to 65535"),
+    (f"{LAUNCHED} MASTER_PORT=abc train", r"MASTER_PORT is 'abc'"),
+    (f"{LAUNCHED} MASTER_PORT=0 train", r"MASTER_PORT is '0'"),
+    ("DS_ACCELERATOR=foo train", r"DS_ACCELERATOR is 'foo'\. Legal: cuda, cpu"),
+    ("DS_ACCELERATOR=CUDA train", r"DS_ACCELERATOR is 'CUDA'\. Did you mean 'cuda'\?"),
+    ("OMP_NUM_THREADS=abc train", r"OMP_NUM_THREADS is 'abc'"),
+    ("OMP_NUM_THREADS=0 train", r"OMP_NUM_THREADS is '0'"),
+    ("CUDA_VISIBLE_DEVICES=foo train", r"CUDA_VISIBLE_DEVICES is 'foo'"),
+    ("LLMSCALE_WATCH=/no/such train", r"LLMSCALE_WATCH is '/no/such'"),
+    ("DS_ACCELERATOR=foo llmscale train --data set --run r", r"DS_ACCELERATOR is 'foo'"),
+    ("OMP_NUM_THREADS=0 llmscale train --data set --run r", r"OMP_NUM_THREADS is '0'"),
+    ("CUDA_VISIBLE_DEVICES=foo llmscale train --data set --run r", r"CUDA_VISIBLE_DEVICES is 'foo'"),
+    ("SLURM_STEP_NUM_TASKS=4 train", r"SLURM_STEP_NUM_TASKS is 4, but RANK is not set"),
+]
+
+_TOO_LARGE = "999999999999999999999999999999"
+NUMBERS = [
+    *[
+        (f"train --{key} {value}", rf"{key.replace('-', '_')} = '{value.replace('.', '[.]')}'")
+        for key, value in (
+            *(("lr", "1e308"), ("lr", "nan"), ("lr", "inf"), ("lr", "1e400"), ("lr", "0"), ("lr", "1,5")),
+            *(("steps", "1e3"), ("steps", "1.5"), ("steps", "9223372036854775808"), ("steps", _TOO_LARGE)),
+            *(("tokens", _TOO_LARGE), ("n-layer", "1000000"), ("n-embd", _TOO_LARGE)),
+            *(("n-head", _TOO_LARGE), ("global-batch-size", "1000000000000000003"), ("micro-batch-size", "0")),
+            *(("global-batch-tokens", _TOO_LARGE), ("micro-batch-size", _TOO_LARGE), ("seq-len", _TOO_LARGE)),
+            *(("seq-len", "0"), ("num-workers", "100000"), ("num-workers", "-2"), ("seed", _TOO_LARGE)),
+            *(("seed", "-1"), ("num-canonical-nodes", _TOO_LARGE), ("shuffle-block-size", _TOO_LARGE)),
+            *(("cache-limit-gib", "inf"), ("cache-limit-gib", "nan"), ("cache-limit-gib", "1e300")),
+            *(("warmup-steps", _TOO_LARGE), ("decay-steps", _TOO_LARGE), ("weight-decay", "inf")),
+            *(("weight-decay", "nan"), ("weight-decay", "1e308"), ("eps", "inf"), ("eps", "1e-400")),
+            *(("gradient-clipping", "nan"), ("gradient-clipping", "inf"), ("gradient-clipping", "1e308")),
+            *(("beta1", "nan"), ("beta2", "1"), ("dropout", "nan"), ("min-lr-frac", "nan"), ("min-lr-frac", "2")),
+            *(("log-every", _TOO_LARGE), ("save-every-minutes", "inf"), ("save-every-minutes", "nan")),
+            *(("save-every-minutes", "1e308"), ("keep-last", _TOO_LARGE), ("keep-last", "0")),
+            *(("val-samples", _TOO_LARGE), ("check-every", "-1")),
+        )
+    ],
+    ("train --steps NINES", r"steps = '9+\.\.\.9+'?.* \(5,00[0-9] characters\)"),
+    ("train --lr ''", r"lr = '': input should be a valid number"),
+    *[
+        (f"{ESTIMATE} --{flag} {value}", rf"--{flag}: must be a .*number of at least .* not '{value}'")
+        for flag, value in (
+            *(("seq-len", "0"), ("seq-len", _TOO_LARGE), ("n-layer", "1000000"), ("n-layer", "1e3")),
+            *(("n-embd", _TOO_LARGE), ("vocab-size", "0"), ("vocab-size", _TOO_LARGE), ("num-gpus", "-1")),
+            *(("num-gpus", _TOO_LARGE), ("num-nodes", "1000000000"), ("host-memory-gib", "nan")),
+            *(("host-memory-gib", "inf"), ("host-memory-gib", "1e300"), ("dropout", "nan"), ("dropout", "2")),
+            *(("global-batch-size", _TOO_LARGE), ("micro-batch-size", "0"), ("micro-batch-size", "1.5")),
+        )
+    ],
+    *[
+        (f"{CUSTOM} --gpu-memory-gib {value}", rf"--gpu-memory-gib: .*not '{value}'")
+        for value in ("nan", "inf", "1e300", "0", "-5", "x")
+    ],
+    ("llmscale estimate --model gpt2-1.5b --gpu-memory-gib 80 --bf16-tflops 1e308", "--bf16-tflops: .*not '1e308'"),
+    *[
+        (f"llmscale plan --{flag} {value}", rf"--{flag}: .*not '{value}'")
+        for flag, value in (
+            *(("flops", "nan"), ("flops", "inf"), ("flops", "1e400"), ("flops", "1e300"), ("flops", "1.2.3")),
+            *(("flops", "..."), ("flops", "_"), ("params", "1e300"), ("tokens", "1e300"), ("loss", "1e300")),
+            *(("pf-days", "1e308"), ("tokens", "1e-5")),
+        )
+    ],
+    *[
+        (f"{PLAN} --gpu-hours 10 --{flag} {value}", rf"--{flag}: .*not '{value}'")
+        for flag, value in (
+            *(("num-nodes", "1000000000"), ("num-gpus", _TOO_LARGE), ("seq-len", _TOO_LARGE)),
+            *(("vocab-size", "1e30"), ("global-batch-size", _TOO_LARGE), ("mfu", "nan"), ("mfu", "1e-300")),
+            *(("pue", "nan"), ("pue", "1e300"), ("keep-last", _TOO_LARGE), ("inference-tokens", "1e300")),
+            ("price-per-gpu-hour", "1e-300"),
+        )
+    ],
+    *[
+        (f"llmscale data prepare --input texts --out o --{flag} {value}", rf"--{flag}: .*not '{value}'")
+        for flag, value in (
+            *(("workers", "-2"), ("workers", "0"), ("workers", "100000"), ("workers", _TOO_LARGE), ("workers", "1.5")),
+            *(("seq-len", "0"), ("seq-len", _TOO_LARGE), ("seq-len", "1e3"), ("val-fraction", "nan")),
+            *(("val-fraction", "inf"), ("val-fraction", "1"), ("val-fraction", "-0.1"), ("seed", "-1")),
+            *(("seed", _TOO_LARGE), ("shard-mb", "0"), ("shard-mb", _TOO_LARGE)),
+        )
+    ],
+    (
+        "llmscale data prepare --input texts --out o --shard-mb NINES",
+        r"not '9+\.\.\.9+ \(5,001 characters\)|characters\)",
+    ),
+    *[
+        (f"llmscale data train-tokenizer --input texts --out o --vocab-size {value}", rf"--vocab-size: .*not '{value}'")
+        for value in ("0", "-5", _TOO_LARGE, "9223372036854775807", "100000000000")
+    ],
+    *[
+        (f"llmscale data inspect set --samples {value}", rf"--samples: .*not '{value}'")
+        for value in ("-1", _TOO_LARGE, "1000000000")
+    ],
+    *[
+        (f"llmscale sample adir x --{flag} {value}", rf"--{flag}: .*not '{value}'")
+        for flag, value in (
+            ("seed", _TOO_LARGE),
+            ("top-k", "0"),
+            ("temperature", "nan"),
+            ("max-new-tokens", _TOO_LARGE),
+        )
+    ],
+    *[
+        (f"llmscale doctor --{flag} {value}", rf"--{flag}: .*not '{value}'")
+        for flag, value in (("port", "0"), ("port", _TOO_LARGE), ("timeout", "nan"), ("timeout", "1e308"))
+    ],
+    *[
+        (f"llmscale launch --{flag} {value}", rf"--{flag}: .*not '{value}'")
+        for flag, value in (
+            *(("slots", "0"), ("slots", _TOO_LARGE), ("slots", "100000"), ("master-port", "0"), ("min-hosts", "0")),
+            *(("hang-timeout-s", "nan"), ("start-timeout-s", "inf"), ("lost-after-s", "nan"), ("lost-after-s", "1")),
+            *(("wait-for-hosts-s", "nan"), ("max-restarts", "-1"), ("same-step-limit", "0")),
+        )
+    ],
+    *[
+        (f"llmscale train --nproc-per-node {value}", rf"argument --nproc-per-node: must be a whole .*not '{value}'")
+        for value in ("0", "-1", "1.5", "٣", "abc", _TOO_LARGE)
+    ],
+    ("llmscale train --num-gpus", r"--num-gpus: must be a whole number .*not ''"),
+    ("llmscale train --data set --lr 1e308", r"lr = '1e308'"),
+    ("train --ds big64.json", r"reduce_bucket_size|64"),
+    ("train --ds scale.json", r"initial_scale_power must be a whole number of at least 0 and at most 64, not 100000"),
+    ("train --ds clip.json", r"gradient_clipping must be a number of at least 0 and at most 1e\+18, not 1e\+308"),
+    ("train --config bool.yaml", r"steps = True: input should be a number"),
+    ("train --config inf.yaml", r"lr = inf: "),
+    (
+        "llmscale doctor --no-network-test --hostfile hostbig",
+        r"hostbig:1: 'localhost slots=9+.* is not `name slots=N`",
+    ),
+    ("llmscale doctor --no-network-test --hostfile hostmany", r"hostmany:1: slots=100000 is more than a host has"),
+    ("llmscale doctor --no-network-test --hostfile hostarabic", r"hostarabic:1: .* is not `name slots=N`"),
+]
+
+PATHS = [
+    ("train --data ''", r"data = '': must not be empty"),
+    ("train --data ' '", r"data = ' ': must not be empty"),
+    ("train --data LONG", r"data = 'x+': must not hold names of more than 255 bytes; one has 300"),
+    ("train --run ''", r"run = '': must not be empty"),
+    ("train --run '  '", r"run = '  ': must not be empty"),
+    ("train --run /", r"--run / is the root of all folders; name a folder"),
+    ("train --run empty", r"--run empty: empty is a file; name a folder"),
+    ("train --run set", r"--run set is a prepared set"),
+    ("train --run LONG", r"run = 'x+': must not hold names"),
+    ("train --run loop", r"--run loop is a symbolic link to nothing"),
+    ("train --run $'a\nb'", r"run = .*control characters or line breaks"),
+    ("train --resume ''", r"resume = '': must not be empty"),
+    ("train --resume maybe", r"maybe does not exist"),
+    ("train --resume LONG", r"resume = 'x+': must not hold names"),
+    ("train --init-from ''", r"init_from = '': must not be empty"),
+    ("train --init-from LONG", r"init_from = 'x+': must not"),
+    ("train --ds ''", r"ds = '': must not be empty"),
+    ("train --ds LONG", r"ds = 'x+': must not"),
+    ("train --config ''", r"config = '': must not be empty"),
+    ("train --data-cache ''", r"data_cache = '': must not be empty"),
+    ("train --model ''", r"model = '': must not be empty"),
+    ("train --wandb --wandb-project ''", r"wandb_project = '': must not be empty"),
+    (f"{ESTIMATE} --plot ''", r"--plot: must not be empty, not ''"),
+    (f"{ESTIMATE} --plot adir", r"--plot adir is a folder; name a file"),
+    (f"{ESTIMATE} --plot no/such/x.png", r"--plot no/such/x.png: the folder no/such does not exist"),
+    (f"{ESTIMATE} --plot LONG.png", r"--plot: must not hold names of more than 255 bytes"),
+    (f"{ESTIMATE} --plot zero", r"--plot zero is a device; name a file"),
+    (f"{PLAN} --flops 1e20 --plot ''", r"--plot: must not be empty"),
+    (f"{PLAN} --flops 1e20 --plot adir", r"--plot adir is a folder"),
+    (f"{ESTIMATE} --emit ''", r"--emit: must not be empty"),
+    (f"{ESTIMATE} --emit ' '", r"--emit: must not be empty"),
+    (f"{ESTIMATE} --emit adir", r"--emit adir is a folder"),
+    (f"{ESTIMATE} --emit empty", r"--emit empty exists already.*--force"),
+    (f"{ESTIMATE} --emit LONG", r"--emit: must not hold names"),
+    (f"{ESTIMATE} --emit loop", r"--emit loop is a symbolic link to nothing"),
+    (f"{ESTIMATE} --emit fifo --force", r"--emit fifo is a named pipe; name a file"),
+    (f"{ESTIMATE} --force", r"--force lets --emit overwrite: it needs --emit FILE"),
+    (f"{ESTIMATE} --ds ''", r"--ds: must not be empty"),
+    ("llmscale estimate --gpu a100-80gb --hf ''", r"--hf: must not be empty"),
+    ("llmscale estimate --model gpt2-1.5b --gpu ''", r"--gpu: must not be empty"),
+    ("llmscale report ''", r"RUN: must not be empty"),
+    ("llmscale report LONG", r"RUN: must not hold names"),
+    ("llmscale checkpoint list LONG", r"RUN: must not hold names"),
+    ("llmscale checkpoint diff adir LONG", r"B: must not hold names"),
+    ("llmscale sample '' x", r"RUN: must not be empty"),
+    ("llmscale sample LONG x", r"RUN: must not hold names"),
+    ("llmscale data inspect ''", r"folder: must not be empty"),
+    ("llmscale data verify LONG", r"folder: must not hold names"),
+    ("llmscale doctor --hostfile ''", r"--hostfile: must not be empty"),
+    ("llmscale doctor --ds ''", r"--ds: must not be empty"),
+    ("llmscale doctor --run-config LONG.yaml", r"--run-config: must not hold names"),
+    ("llmscale doctor --interconnect ''", r"--interconnect: must not be empty"),
+    ("llmscale doctor --hostfile fifo", r"fifo cannot be read: is a named pipe, not a regular file"),
+    ("llmscale doctor --hostfile zero", r"zero cannot be read: is a device, not a regular file"),
+    ("llmscale doctor --hostfile adir", r"adir cannot be read: is a folder"),
+    ("llmscale launch --hostfile fifo", r"fifo cannot be read: is a named pipe"),
+    ("llmscale launch --hostfile ''", r"--hostfile: must not be empty"),
+    ("llmscale launch --master-addr ''", r"--master-addr: must not be empty"),
+]
+
+DATA = [
+    (f"{PREPARE} --input '' --out o", r"--input: must not be empty"),
+    (f"{PREPARE} --input LONG --out o", r"--input: must not hold names"),
+    (f"{PREPARE} --input no-such --out o", r"--input no-such does not exist\. Legal"),
+    (f"{PREPARE} --input Python-stdlib --out o", r"does not exist\. Did you mean 'python-stdlib'\?"),
+    (f"{PREPARE} --input fifo --out o", r"--input fifo cannot be read: is a named pipe"),
+    (f"{PREPARE} --input zero --out o", r"--input zero cannot be read: is a device"),
+    (f"{PREPARE} --input texts --out ''", r"--out: must not be empty"),
+    (f"{PREPARE} --input texts --out ' '", r"--out: must not be empty"),
+    (f"{PREPARE} --input texts --out LONG", r"--out: must not hold names"),
+    (f"{PREPARE} --input texts --out texts", r"--out texts and --input texts lie within each other"),
+    (f"{PREPARE} --input texts --out texts/o", r"--out texts/o and --input texts lie within each other"),
+    (f"{PREPARE} --input texts --out textlink/o", r"--out textlink/o and --input texts lie within each other"),
+    (f"{PREPARE} --input textlink --out texts/o", r"--out texts/o and --input textlink lie within each other"),
+    (f"{PREPARE} --input texts/0.txt --out texts", r"--out texts and --input texts/0.txt lie within each other"),
+    (f"{PREPARE} --input texts --out .", r"--out \. and --input texts lie within each other"),
+    (f"{PREPARE} --input texts --input inset --out o", r"--input and --input are the same setting twice"),
+    (f"{PREPARE} --input set --out o", r"--input set: set holds MDS shards"),
+    (f"{PREPARE} --input set/train --out o", r"--input set/train: set/train holds MDS shards"),
+    (f"{PREPARE} --input set/train/shard.00000.mds --out o", r"holds MDS shards"),
+    (f"{PREPARE} --input mixed --out o", r"mixed/prepared holds MDS shards|mixed/prepared/train holds MDS shards"),
+    (f"{PREPARE} --input nul.txt --out o", r"nul.txt holds zero bytes: it is binary, or in UTF-16"),
+    (f"{PREPARE} --input latin.txt --out o", r"latin.txt is not utf-8"),
+    (f"{PREPARE} --input deep.jsonl --out o", r"deep.jsonl, line 1"),
+    (f"{PREPARE} --input texts/0.txt --glob '*.py' --out o", r"--glob '\*.py' chooses among the files of a folder"),
+    (
+        f"{PREPARE} --input python-stdlib --glob 'json/*' --out o",
+        r"--glob 'json/\*' chooses among the files of a folder",
+    ),
+    (f"{PREPARE} --input hf:a/b --glob '*.txt' --out o", r"--glob '\*.txt' chooses among the files of a folder"),
+    (f"{PREPARE} --input texts --out empty/x", r"Cannot write empty/x|Not a directory"),
+    (f"{PREPARE} --input texts --out x/y/z --seq-len 100000", r"less than one window of 100001|same setting twice"),
+    ("llmscale data train-tokenizer --input texts --out texts/tok --vocab-size 260", r"lie within each other"),
+    (
+        "llmscale data train-tokenizer --input texts --out empty/x --vocab-size 260",
+        r"Cannot write empty/x: ",
+    ),
+    ("llmscale data train-tokenizer --input texts --out '' --vocab-size 260", r"--out: must not be empty"),
+]
+
+REPEATED = [
+    ("llmscale train --nproc-per-node 2 --nproc_per_node=2", r"--nproc-per-node and --nproc_per_node are the same"),
+    ("llmscale train --num-gpus 1 --nproc-per-node 2", r"--num-gpus and --nproc-per-node are the same setting twice"),
+    ("llmscale train --steps 5 --steps 6", r"--steps and --steps are the same setting twice"),
+    (f"{PREPARE} --input texts --out o --no-shuffle --no-shuffle", r"--no-shuffle and --no-shuffle are the same"),
+    ("llmscale launch --env A=1 --env A=2", r"--env A is given twice"),
+    ("train --steps 5 --steps 6", r"--steps and --steps are the same setting twice\. Give it once"),
+    ("train --steps 5 --steps=5", r"--steps and --steps=5 are the same setting twice"),
+    ("train --lr 1 --shuffle --no-shuffle", r"--shuffle and --no-shuffle are the same setting twice"),
+    ("train --config bool.yaml --config inf.yaml", r"--config and --config are the same setting twice"),
+    ("train --global-batch-size 8 --global_batch_size 16", r"--global-batch-size and --global-batch-size are the same"),
+    (f"{ESTIMATE} --gpu h100-80gb", r"--gpu and --gpu are the same setting twice"),
+    (f"{ESTIMATE} --ds a.json --ds b.json", r"--ds and --ds are the same setting twice\. Give it once, with all its"),
+    ("llmscale plan --flops 1e20 --flops 1e21", r"--flops and --flops are the same setting twice"),
+    ("train --config dupkebab.yaml", r"the key 'global_batch_size' stands there twice"),
+    ("train --config nested.yaml", r"a run file cannot name another one"),
+    ("train --local_rank=abc", r"unknown argument '--local-rank'"),
+    ("""train --allow-changed '["data"'""", r"allow_changed.*Repeat the flag for several values"),
+]
+
+SUGGESTIONS = [
+    *[
+        (f"train --{word} 5", rf"unknown argument '--{word.replace('_', '-')}'\. Did you mean '--{meant}'")
+        for word, meant in (
+            *(
+                ("learning-rate", "lr"),
+                ("learning_rate", "lr"),
+                ("LR", "lr"),
+                ("Steps", "steps"),
+                ("max-iters", "steps"),
+            ),
+            *(
+                ("max_iters", "steps"),
+                ("max_steps", "steps"),
+                ("epochs", "steps' or '--tokens"),
+                ("block-size", "seq-len"),
+            ),
+            *(("batch-size", "micro-batch-size' or '--global-batch-size"), ("n_layers", "n-layer")),
+            *(("num-layers", "n-layer"), ("hidden-size", "n-embd"), ("lr-schedule", "schedule")),
+            *(("lr_scheduler_type", "schedule"), ("per_device_train_batch_size", "micro-batch-size")),
+            *(
+                ("gradient_accumulation_steps", "global-batch-size"),
+                ("eval_interval", "val-every"),
+                ("bf16", "precision"),
+            ),
+            *(("dtype", "precision"), ("deepspeed_config", "ds"), ("output_dir", "run"), ("out_dir", "run")),
+            *(("grad_clip", "gradient-clipping"), ("max_grad_norm", "gradient-clipping"), ("adam_beta1", "beta1")),
+            *(
+                ("save_steps", "save-every"),
+                ("warmup_iters", "warmup-steps"),
+                ("gradient_checkpointing", "activation-checkpointing"),
+            ),
+        )
+    ],
+    ("llmscale train --nproc 2", r"unknown argument '--nproc'\. Did you mean '--nproc-per-node'\?"),
+    ("llmscale train --num_processes 2", r"Did you mean '--nproc-per-node'\?"),
+    ("llmscale train --learning_rate 1", r"unknown argument '--learning-rate'\. Did you mean '--lr'\?"),
+    (f"{PREPARE} --input texts --out o --noshuffle", r"Did you mean '--no-shuffle'\?"),
+    ("train --device cpu", r"unknown argument '--device'\. `train.py --help` lists all"),
+    ("train --compile", r"unknown argument '--compile'\. `train.py"),
+    ("train --config iters.yaml", r"unknown key 'max_iters'\. Did you mean 'steps'\?"),
+    ("train --model GPT2-124M", r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?"),
+    ("train --model gpt2", r"Did you mean 'gpt2-124m'\?"),
+    ("train --model gpt2-xl", r"Did you mean 'gpt2-1.5b'\?"),
+    ("train --precision BF16", r"precision = 'BF16': .* Did you mean 'bf16'\?"),
+    ("train --schedule COSINE", r"Did you mean 'cosine'\?"),
+    (
+        "train --ds grad_clip.json",
+        r"'grad_clip' is not a key that DeepSpeed reads\. Did you mean 'gradient_clipping'\?",
+    ),
+    ("llmscale estimate --model gpt2-1.5b --gpu 'NVIDIA A100-SXM4-80GB'", r"Did you mean 'a100-80gb'\?"),
+    ("llmscale estimate --model gpt2-1.5b --gpu A100", r"Did you mean 'a100-"),
+    (f"{ESTIMATE} --num_layers 5", r"Did you mean '--n-layer'\?"),
+    ("llmscale Estimate", r"'Estimate' is not known\. Did you mean 'estimate'\?"),
+    ("llmscale generate", r"Did you mean 'sample'\?"),
+    ("llmscale ''", r"'' is not known\. Legal: plan, estimate"),
+    ("llmscale data tokenize", r"Did you mean 'prepare'\?"),
+    ("llmscale data Prepare", r"Did you mean 'prepare'\?"),
+    (f"{PREPARE[:22]} --input texts --out o --tokenizer GPT2", r"Did you mean 'gpt2'\?"),
+    (f"{PREPARE[:22]} --input texts --out o --tokenizer byte", r"Did you mean 'bytes'\?"),
+    ("llmscale plan --law HOFFMANN --flops 1e20", r"Did you mean 'hoffmann'\?"),
+]
+
+CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS]

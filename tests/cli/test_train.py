@@ -1,0 +1,79 @@
+"""`llmscale train` before it has ranks: what it says, and what it takes for its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+from llmscale.cli.train import _split_flags
+from llmscale.errors import ConfigError
+from tests.conftest import REPOSITORY
+
+
+@pytest.mark.parametrize(
+    ("words", "asked", "rest"),
+    [
+        (["--steps", "3"], None, ["--steps", "3"]),
+        (["--nproc-per-node", "2", "--steps", "3"], 2, ["--steps", "3"]),
+        (["--run", "a b", "--num_gpus=4"], 4, ["--run", "a b"]),
+        (["--", "--nproc_per_node", "8", "--ds", "x.json"], 8, ["--ds", "x.json"]),
+    ],
+)
+def test_its_own_flag_is_taken_out(words: list[str], asked: int | None, rest: list[str]) -> None:
+    assert _split_flags(words) == (asked, rest)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", ""])
+def test_a_wrong_number_is_one_line(value: str) -> None:
+    with pytest.raises(ConfigError, match=r"must be a whole number of at least 1, not"):
+        _split_flags([f"--nproc-per-node={value}"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "words"),
+    [
+        (["--stps", "3"], {}, "Did you mean '--steps'? `llmscale train --help` lists all."),
+        (["--data", "no/such/folder"], {}, "does not exist"),
+        (["--nproc-per-node", "3"], {"CUDA_VISIBLE_DEVICES": "1,2"}, "this machine has 2 GPUs in CUDA_VISIBLE_DEVICES"),
+        ([], {"LOCAL_RANK": "0"}, "a launcher started this"),
+    ],
+)
+def test_a_mistake_is_one_line_before_any_rank(
+    flags: list[str],
+    variables: dict[str, str],
+    words: str,
+) -> None:
+    environment = {**os.environ, **variables, "PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-m", "llmscale", "train", *flags]
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_help_lists_its_own_flag_and_those_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    assert "--nproc-per-node" in text
+    assert "--global-batch-size" in text
+
+
+def test_one_rank_in_a_folder_with_spaces_from_elsewhere(tiny_set: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    command = [sys.executable, "-m", "llmscale", "train", "--data", str(tiny_set), "--model", "tiny-1m"]
+    command += ["--ds", str(REPOSITORY / "ds_configs" / "zero1.json"), "--n-layer", "1", "--n-head", "1"]
+    command += ["--n-embd", "16", "--steps", "2", "--global-batch-size", "2", "--run", "my run"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished at step 2 of 2; run folder: my run" in done.stdout
+    assert done.stderr == "", "no launcher's noise"

@@ -1,0 +1,183 @@
+"""Inputs that unfold, never end, or are no files: bounded memory, one line, no hang."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from llmscale.data import read_files
+from llmscale.data.hf_tokenizer import load_huggingface
+from llmscale.data.read_files import read_documents
+from llmscale.data.sources import open_source
+from llmscale.data.tiktoken_tokenizer import load_ranks_file
+from llmscale.errors import DataError
+
+MIB = 1 << 20
+
+
+def _gzip(total_bytes: int) -> bytes:
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", compresslevel=9) as file:
+        for _ in range(total_bytes // MIB):
+            file.write(b"a" * MIB)
+    return buffer.getvalue()
+
+
+def _zstd(total_bytes: int) -> bytes:
+    compressor = zstandard.ZstdCompressor(3).compressobj()
+    return b"".join(compressor.compress(b"a" * MIB) for _ in range(total_bytes // MIB)) + compressor.flush()
+
+
+@pytest.mark.parametrize("name", ["bomb.txt.gz", "bomb.jsonl.gz", "bomb.txt.zst", "bomb.jsonl.zst", "bomb.parquet.zst"])
+def test_a_bomb_is_refused_in_little_memory(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes((_gzip if name.endswith("gz") else _zstd)(400 * MIB))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(DataError, match=r"unpacks to more than 256 times its size|longer than 64 MiB"):
+        for _ in read_documents(path, "text"):
+            pass
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 350 * 1024  # KiB
+
+
+def test_what_compresses_well_and_is_small_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(_gzip(12 * MIB))
+    assert [len(text) for text in read_documents(tmp_path / "a.txt.gz", "text")] == [12 * MIB]
+
+
+def test_a_long_text_is_several_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut behind a line, nothing lost, and said."""
+    monkeypatch.setattr(read_files, "MAX_TEXT_BYTES", 3 * MIB)
+    text = "".join(f"line {number} naïve 数据\n" for number in range(500_000))
+    (tmp_path / "long.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "one_line.txt").write_text("é" * (4 * MIB), encoding="utf-8")
+    (tmp_path / "short.txt").write_text("short")
+    source = open_source(str(tmp_path))
+    documents = list(source.documents())
+    assert "".join(documents) == text + "é" * (4 * MIB) + "short"
+    assert max(len(document) for document in documents) <= MIB
+    assert all(document.endswith("\n") for document in documents[:3])
+    assert source.num_cut == 2
+
+
+def test_a_long_record_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_files, "MAX_DOCUMENT_BYTES", 1000)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 2000}) + "\n")
+    with pytest.raises(DataError, match="line 2: longer than"):
+        list(read_documents(tmp_path / "a.jsonl", "text"))
+    parquet.write_table(pa.table({"text": ["a", "x" * 2000]}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="rows 0 and following: longer than"):
+        list(read_documents(tmp_path / "a.parquet", "text"))
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"text": ' + "[" * 5000 + "]" * 5000 + "}", '{"a":' * 3000 + "1" + "}" * 3000]
+)
+def test_deep_records_are_one_line(line: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(line)
+    with pytest.raises(DataError, match="line 1: "):
+        list(read_documents(tmp_path / "a.jsonl", "text"))
+
+
+@pytest.mark.parametrize("coding", ["zlib", "bz2", "hex", "rot13", "unicode_escape", "nonsense"])
+def test_codings_that_are_none(coding: str, tmp_path: Path) -> None:
+    """Of a Python file: what its first line declares must not unpack it."""
+    (tmp_path / "a.py").write_bytes(f"# coding: {coding}\nx = '\\ud800'\n".encode())
+    try:
+        text = "".join(read_documents(tmp_path / "a.py", "text"))
+    except DataError as error:
+        assert "a.py is not" in str(error)
+    else:
+        text.encode()
+
+
+def _make_pipe(folder: Path) -> None:
+    os.mkfifo(folder / "pipe.txt")
+
+
+def _make_device(folder: Path) -> None:
+    (folder / "zero.txt").symlink_to("/dev/zero")
+
+
+def _make_loop(folder: Path) -> None:
+    (folder / "loop").symlink_to(folder)
+    (folder / "self.txt").symlink_to("self.txt")
+
+
+def _make_way_out(folder: Path) -> None:
+    (folder.parent / "secret.txt").write_text("secret")
+    (folder / "innocent.txt").symlink_to("../secret.txt")
+    (folder / "home").symlink_to(folder.parent)
+
+
+@pytest.mark.parametrize("make", [_make_pipe, _make_device, _make_loop, _make_way_out])
+def test_what_is_no_file_of_the_folder_is_left_out_and_said(make: Callable[[Path], None], tmp_path: Path) -> None:
+    folder = tmp_path / "input"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a.txt").write_text("text")
+    (folder / "alias.txt").symlink_to("sub/a.txt")
+    make(folder)
+    source = open_source(str(folder))
+    assert list(source.documents()) == ["text", "text"]
+    assert source.left_out is not None and source.left_out.startswith("Left out: ")
+    (folder / "alias.txt").unlink()
+    (folder / "sub" / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"none of its files .*Left out: "):
+        open_source(str(folder))
+
+
+def test_input_that_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    for path in (str(tmp_path / "pipe.txt"), "/dev/zero"):
+        with pytest.raises(DataError, match=r"cannot be read: is .*, not a regular file"):
+            open_source(path)
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        b"",
+        b"\xff",
+        b"[1]",
+        b"{}",
+        b'{"a":' * 2000,
+        b'{"model": {"type": "BPE", "vocab": {"a": 4294967295}, "merges": []}}',
+    ],
+    ids=lambda contents: ascii(contents)[:20],
+)
+def test_hostile_tokenizers(contents: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(contents)
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        load_huggingface(tmp_path)
+    (tmp_path / "x.tiktoken").write_bytes(contents or b"YQ== -1")
+    with pytest.raises(DataError, match=r"x\.tiktoken"):
+        load_ranks_file(tmp_path / "x.tiktoken")
+
+
+def test_tokenizers_that_never_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.tiktoken")
+    with pytest.raises(DataError, match="named pipe"):
+        load_ranks_file(tmp_path / "x.tiktoken")
+
+
+def test_names_with_control_characters_are_shown_as_text(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a\x1b]0;owned\x07\nerror: fine.txt").write_bytes(b"\xff")
+    command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--tokenizer", "bytes"]
+    done = subprocess.run(
+        [*command, "--input", str(tmp_path / "in"), "--out", str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "\x1b" not in done.stderr and done.stderr.count("\n") == 1
+    assert r"a\x1b]0;owned\x07\nerror: fine.txt" in done.stderr

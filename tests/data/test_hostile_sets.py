@@ -1,0 +1,371 @@
+"""A set whose author means harm: nothing outside of it is opened or written, whatever it names.
+
+The manifests are signed (their fingerprint is right), as those of an attacker would be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+from llmscale.cli.main import main
+from llmscale.data.location import fetch_tokenizer, open_set
+from llmscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest
+from llmscale.data.shards import TokenShards
+from llmscale.data.tokenizer import load_set_tokenizer
+from llmscale.errors import DataError
+
+Record = dict[str, Any]
+
+
+class _Opened:
+    """Paths that this process opens, renames or removes while `watch` is on. An audit hook cannot be taken away."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] | None = None
+        sys.addaudithook(self._note)
+
+    def _note(self, event: str, arguments: tuple[object, ...]) -> None:
+        if self.paths is not None and event in (
+            "open",
+            "os.rename",
+            "os.remove",
+            "os.mkdir",
+            "os.link",
+            "shutil.copyfile",
+        ):
+            self.paths += [os.fspath(value) for value in arguments[:2] if isinstance(value, (str, os.PathLike))]
+
+    @contextmanager
+    def watch(self) -> Iterator[list[str]]:
+        self.paths = paths = []
+        try:
+            yield paths
+        finally:
+            self.paths = None
+
+
+@pytest.fixture(scope="module")
+def opened() -> _Opened:
+    return _Opened()
+
+
+@pytest.fixture
+def home(shared_set: Path, tmp_path: Path) -> Path:
+    """A folder with a set in it, and beside it what an attacker would like to read or replace."""
+    shutil.copytree(shared_set, tmp_path / "home" / "data" / "set")
+    (tmp_path / "home" / "secret").write_text("secret")
+    (tmp_path / "home" / "data" / "victim.mds").write_text("untouched")
+    return tmp_path / "home"
+
+
+def _sign(folder: Path, change: Callable[[Record], None]) -> None:
+    """Change a manifest as somebody would who knows how its fingerprint is made."""
+    path = folder / MANIFEST_NAME
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    try:
+        splits = {
+            name: [[shard.get(key) for key in ("name", "bytes", "hash", "num_samples")] for shard in split["shards"]]
+            for name, split in record["splits"].items()
+        }
+        signed = Manifest.fingerprint.fget(_Signable(record, splits))  # type: ignore[attr-defined]
+        path.write_text(json.dumps({**record, "fingerprint": signed}))
+    except (AttributeError, TypeError, KeyError):
+        pass  # not even the shape of a manifest
+
+
+class _Signable:
+    """What Manifest.fingerprint looks at, unchecked."""
+
+    def __init__(self, record: Record, splits: dict[str, list]) -> None:
+        self.__dict__.update(record)
+        from llmscale.data.manifest import ShardInfo
+
+        class Split:
+            def __init__(self, shards: list) -> None:
+                self.shards = [ShardInfo(*shard) for shard in shards]
+
+        self.splits = {name: Split(shards) for name, shards in splits.items()}
+
+
+def _use(folder: str, cache: Path | None) -> None:
+    """Everything that reads a set."""
+    location = open_set(folder, cache)
+    fetch_tokenizer(location)
+    load_set_tokenizer(location.folder, location.manifest)
+    for split in location.manifest.splits:
+        shards = TokenShards(location, split, cache_limit_bytes=8192 if cache else None)
+        shards.read(np.arange(len(shards)))
+
+
+def _tree(home: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in sorted(home.rglob("*"))}
+
+
+def _refused(opened: _Opened, home: Path, cache: Path | None) -> str:
+    """That a set is refused, and that neither its own folder nor anything beside it was changed or read for it."""
+    before = _tree(home)
+    with opened.watch() as paths, pytest.raises(DataError) as caught:
+        _use(str(home / "data" / "set"), cache)
+    assert _tree(home) == before
+    allowed = [
+        str(home / "data" / "set"),
+        *([str(cache)] if cache else []),
+        sys.prefix,
+        sys.base_prefix,
+        "/proc",
+        "/sys",
+    ]
+    touched = [path for path in map(os.path.abspath, paths) if path.startswith(str(home.parent))]
+    outside = [path for path in touched if not any(path.startswith(inside) for inside in allowed)]
+    assert not outside
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1500
+    return str(caught.value)
+
+
+def _shard(record: Record) -> Record:
+    shard: Record = record["splits"]["train"]["shards"][0]
+    return shard
+
+
+def _rename_split(name: str) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        record["splits"][name] = record["splits"].pop("val")
+
+    return change
+
+
+def _set(*path: str | int, to: object) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        place: Any = record
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = to
+
+    return change
+
+
+_FIRST = ("splits", "train", "shards", 0)
+_NAMES = (
+    "../victim.mds",
+    "../../secret",
+    # Nowhere: were it used, nothing of this machine would be lost.
+    "/no-such-folder/shard.mds",
+    "..",
+    "",
+    "a/b",
+    "x\0y",
+    "x\n",
+    "\x1b[2J",
+    "index.json",
+    "-rf",
+)
+HOSTILE_MANIFESTS: dict[str, Callable[[Record], None]] = {
+    **{f"shard {name!a}": _set(*_FIRST, "name", to=name) for name in _NAMES},
+    **{f"split {name!a}": _rename_split(name) for name in (*_NAMES[:-2], "tokenizer", ".locks", "a" * 300, "\u202e")},
+    **{
+        f"tokenizer_files {name!a}": _set("tokenizer_files", to=name)
+        for name in (
+            "../../secret",
+            "/no-such-folder",
+            "tokenizer/../../x.tiktoken",
+            "x/tokenizer.json",
+            "\0",
+            "tokenizer",
+        )
+    },
+    "tokenizer of this machine": _set("tokenizer", to="/no-such-folder"),
+    "shard twice": _set(*_FIRST, "name", to="shard.00001.mds"),
+    "shard name of a number": _set(*_FIRST, "name", to=7),
+    "negative bytes": _set(*_FIRST, "bytes", to=-1),
+    "huge bytes": _set(*_FIRST, "bytes", to=10**15),
+    "negative samples": _set(*_FIRST, "num_samples", to=-1),
+    "samples beyond the bytes": _set(*_FIRST, "num_samples", to=10**9),
+    "hash of another kind": _set(*_FIRST, "hash", to="../x"),
+    "hash_algorithm": _set("hash_algorithm", to="__builtins__"),
+    "compression": _set("compression", to="gz"),
+    "dtype": _set("dtype", to="object"),
+    "seq_len": _set("seq_len", to=10**12),
+    "seq_len 0": _set("seq_len", to=0),
+    "vocab_size": _set("vocab_size", to=10**12),
+    "eot_token": _set("eot_token", to=-1),
+    "max_token_id": _set("splits", "train", "max_token_id", to=10**9),
+    "num_tokens 0": _set("splits", "train", "num_tokens", to=0),
+    "num_samples": _set("splits", "train", "num_samples", to=10**15),
+    "no splits": _set("splits", to={}),
+    "splits a list": _set("splits", to=[]),
+    "a split a list": _set("splits", "train", to=[]),
+    "no shards": _set("splits", "train", "shards", to=[]),
+    "a shard null": _set(*_FIRST, to=None),
+    "version": _set("format_version", to={"a": ["x" * 10**5]}),
+}
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("name", HOSTILE_MANIFESTS)
+def test_hostile_manifests(name: str, remote: bool, home: Path, tmp_path: Path, opened: _Opened) -> None:
+    _sign(home / "data" / "set", HOSTILE_MANIFESTS[name])
+    text = _refused(opened, home, tmp_path / "cache" if remote else None)
+    assert "was altered" not in text, "refused for the signature, not for what it says"
+
+
+def test_the_attack_itself_is_well_formed(home: Path, opened: _Opened) -> None:
+    """A signed set without a change is read, so what is refused above is refused for its change."""
+    _sign(home / "data" / "set", lambda record: None)
+    _use(str(home / "data" / "set"), None)
+    with opened.watch() as paths:
+        (home / "secret").read_text()
+    assert str(home / "secret") in paths
+
+
+HOSTILE_INDEXES: dict[str, Callable[[Record], None]] = {
+    **{f"raw {name!a}": _set("shards", 0, "raw_data", "basename", to=name) for name in _NAMES},
+    **{
+        f"zip {name!a}": _set(
+            "shards", 0, "zip_data", to={"basename": name, "bytes": 9, "hashes": {"xxh3_64": "0" * 16}}
+        )
+        for name in _NAMES
+    },
+    "pickle": _set("shards", 0, "column_encodings", to=["pkl"]),
+    "json column": _set("shards", 0, "column_encodings", to=["json"]),
+    "array of any size": _set("shards", 0, "column_encodings", to=["ndarray:uint16"]),
+    "second column": _set("shards", 0, "column_names", to=["tokens", "pkl"]),
+    "column size": _set("shards", 0, "column_sizes", to=[10**9]),
+    "format": _set("shards", 0, "format", to="json"),
+    "entry version": _set("shards", 0, "version", to=1),
+    "compression": _set("shards", 0, "compression", to="gz"),
+    "hashes": _set("shards", 0, "hashes", to=["md5"]),
+    "no hash": _set("shards", 0, "raw_data", "hashes", to={}),
+    "negative samples": _set("shards", 0, "samples", to=-1),
+    "huge samples": _set("shards", 0, "samples", to=10**15),
+    "huge bytes": _set("shards", 0, "raw_data", "bytes", to=10**15),
+    "shards no list": _set("shards", to={"0": 1}),
+    "shard null": _set("shards", 0, to=None),
+    "raw null": _set("shards", 0, "raw_data", to=None),
+    "too few": _set("shards", to=[]),
+    "large": _set("padding", to="x" * 10**6),
+}
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("name", HOSTILE_INDEXES)
+def test_hostile_indexes(name: str, remote: bool, home: Path, tmp_path: Path, opened: _Opened) -> None:
+    path = home / "data" / "set" / "train" / "index.json"
+    record = json.loads(path.read_text())
+    HOSTILE_INDEXES[name](record)
+    path.write_text(json.dumps(record))
+    _refused(opened, home, tmp_path / "cache" if remote else None)
+
+
+PLANTED = ("manifest.json", "train", "train/index.json", "train/shard.00000.mds")
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "remote"])
+@pytest.mark.parametrize("kind", ["link out", "link within", "pipe", "device"])
+@pytest.mark.parametrize("name", PLANTED)
+def test_links_and_devices_in_a_set(
+    name: str, kind: str, remote: bool, home: Path, tmp_path: Path, opened: _Opened
+) -> None:
+    path = home / "data" / "set" / name
+    os.rename(path, (home if kind == "link out" else home / "data" / "set") / "moved")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        target = {"link out": home / "moved", "link within": home / "data" / "set" / "moved"}.get(
+            kind, Path("/dev/zero")
+        )
+        path.symlink_to(target)
+    text = _refused(opened, home, tmp_path / "cache" if remote else None)
+    assert "link" in text or "pipe" in text or "not a directory" in text.lower() or "missing" in text
+
+
+def test_locks_of_a_compressed_set_do_not_leave_it(make_set: Callable[..., Path], tmp_path: Path) -> None:
+    """It is unpacked where it lies, under locks that are made there."""
+    copied = Path(shutil.copytree(make_set(compression="zstd"), tmp_path / "set"))
+    victim = tmp_path / "victim"
+    victim.write_text("untouched")
+    (copied / ".locks" / "train").mkdir(parents=True)
+    (copied / ".locks" / "train" / "shard.00000.mds.lock").symlink_to(victim)
+    with pytest.raises(DataError, match="is a symbolic link"):
+        _use(str(copied), None)
+    (copied / ".locks" / "train" / "shard.00000.mds.lock").unlink()
+    (copied / "train" / "shard.00000.mds.tmp").symlink_to(victim)
+    _use(str(copied), None)
+    assert victim.read_text() == "untouched"
+
+
+def test_a_shard_unpacks_to_its_bytes_and_no_more(make_set: Callable[..., Path], tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(make_set(compression="zstd"), tmp_path / "set"))
+    packed = copied / "train" / "shard.00000.mds.zstd"
+    bomb = zstandard.compress(bytes(1 << 30), 19)
+    assert len(bomb) < 40_000
+    index = json.loads((copied / "train" / "index.json").read_text())
+    index["shards"][0]["zip_data"] |= {"bytes": len(bomb), "hashes": {"xxh3_64": _xxh3(bomb)}}
+    (copied / "train" / "index.json").write_text(json.dumps(index))
+    packed.write_bytes(bomb)
+    with pytest.raises(DataError, match="damaged"):
+        _use(str(copied), None)
+    # A shard large enough for its compressed file to be believed.
+    small = zstandard.compress(bytes(64 << 20), 19)
+    assert len(small) < 5000
+    index["shards"][0]["zip_data"] |= {"bytes": len(small), "hashes": {"xxh3_64": _xxh3(small)}}
+    (copied / "train" / "index.json").write_text(json.dumps(index))
+    packed.write_bytes(small)
+    with pytest.raises(DataError, match=r"it unpacks to more than its 4,0\d\d bytes"):
+        _use(str(copied), None)
+    assert all(path.stat().st_size < 10_000 for path in copied.rglob("*.mds*"))
+
+
+def test_offsets_within_a_shard(home: Path) -> None:
+    """Streaming would read as many bytes as two offsets are apart: up to 4 GiB."""
+    folder = home / "data" / "set"
+    shard = folder / "train" / "shard.00000.mds"
+    contents = bytearray(shard.read_bytes())
+    contents[4:12] = np.array([64, 2**32 - 1], "<u4").tobytes()
+    shard.write_bytes(contents)
+    digest = _xxh3(bytes(contents))
+    _sign(folder, _set(*_FIRST, "hash", to=digest))
+    index = json.loads((folder / "train" / "index.json").read_text())
+    index["shards"][0]["raw_data"]["hashes"]["xxh3_64"] = digest
+    (folder / "train" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"does not hold \d+ windows of 17 tokens"):
+        _use(str(folder), None)
+
+
+def test_a_cache_limit_never_removes_a_local_sets_own_files(make_set: Callable[..., Path], tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(make_set(compression="zstd"), tmp_path / "set"))
+    before = {path.name for path in copied.rglob("*.zstd")}
+    shards = TokenShards(open_set(str(copied)), "train", cache_limit_bytes=5000)
+    shards.read(np.arange(len(shards)))
+    assert {path.name for path in copied.rglob("*.zstd")} == before
+
+
+@pytest.mark.parametrize("command", [["data", "inspect"], ["data", "verify"]])
+def test_what_a_set_says_of_itself_is_shown_as_text(
+    command: list[str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = home / "data" / "set"
+    _sign(folder, _set("source", to="\x1b]0;owned\x07\u202e"))
+    assert load_manifest(folder).source == "\x1b]0;owned\x07\u202e"
+    assert main([*command, str(folder)]) == 0
+    captured = capsys.readouterr()
+    assert "\x1b" not in captured.out + captured.err
+    assert command[1] == "verify" or r"\x1b]0;owned\x07\u202e" in captured.out
+
+
+def _xxh3(contents: bytes) -> str:
+    import xxhash
+
+    return xxhash.xxh3_64_hexdigest(contents)

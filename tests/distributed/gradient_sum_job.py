@@ -1,0 +1,109 @@
+"""Rank script of test_gradient_sums.py: 64 micro-batches through an engine, and how far the gradient that the optimizer
+gets is from the exact sum of the very same micro-batches' gradients.
+
+Reads a JSON list of [ds_config, precision] from its first argument; the main rank prints one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import Tensor
+
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.ds_resolve import resolve_ds_config
+from llmscale.config.ds_schema import parse_ds_config
+from llmscale.config.resolve import ResolvedRun
+from llmscale.config.run_config import RunConfig
+from llmscale.config.schedule import Schedule
+from llmscale.config.shape import GPTShape
+from llmscale.engine.build import build_engine
+from llmscale.engine.distributed import join_world, leave_world
+from llmscale.engine.step import train_step
+from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.zero_shards import inner_optimizer, placements
+from llmscale.model.gpt import GPT
+
+MICRO_STEPS = 64
+#: Static, of fp16; a power of two changes nothing in bf16.
+LOSS_SCALE = 1024
+SHAPE = GPTShape(n_layer=1, n_head=2, n_embd=32, vocab_size=61, seq_len=8)
+
+
+def tokens_of(rank: int) -> list[Tensor]:
+    """A rank's micro-batches, the same in every process that asks."""
+    draw = torch.Generator().manual_seed(rank)
+    return [torch.randint(SHAPE.vocab_size, (1, SHAPE.seq_len + 1), generator=draw) for _ in range(MICRO_STEPS)]
+
+
+@lru_cache
+def exact_gradients(dtype: torch.dtype, world_size: int) -> dict[str, Tensor]:
+    """The mean over all ranks' micro-batches of gradients that are computed in `dtype`, summed in double precision."""
+    model = GPT(SHAPE, seed=0, checkpoint=None).to(dtype)
+    sums = {name: torch.zeros(param.numel(), dtype=torch.float64) for name, param in model.named_parameters()}
+    for rank in range(world_size):
+        for tokens in tokens_of(rank):
+            model.zero_grad(set_to_none=True)
+            (LOSS_SCALE * model(tokens[:, :-1], tokens[:, 1:]) / MICRO_STEPS).backward()
+            for name, param in model.named_parameters():
+                sums[name] += param.grad.double().view(-1)
+    return {name: total / (world_size * LOSS_SCALE) for name, total in sums.items()}
+
+
+def error_of(ds: dict, precision: str, rank: int, world_size: int, exact: dict[str, Tensor]) -> dict[str, object]:
+    """Norm of the difference over norm of the exact gradient, over all ranks' parts."""
+    plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, world_size, SHAPE.seq_len)
+    resolved = resolve_ds_config(
+        parse_ds_config(ds, "job"),
+        micro_batch_size=1,
+        gradient_accumulation_steps=MICRO_STEPS,
+        global_batch_size=plan.global_batch_size,
+        world_size=world_size,
+        n_embd=SHAPE.n_embd,
+        num_parameters=SHAPE.num_parameters,
+        has_gpu=False,
+        gradient_clipping=0.0,
+    )
+    stage = ds["zero_optimization"]["stage"]
+    run = ResolvedRun(SHAPE, plan, Schedule("constant", 1e-4, 0, 1, 1, 0.0), 1)
+    config = RunConfig.model_validate({"seed": 0})
+    engine = build_engine(config, run, resolved, zero_stage=stage, precision=precision, checkpointing="none")
+    seen: dict[str, tuple[int, Tensor]] = {}
+    # Found before the step, in which DeepSpeed hands one group at a time to the optimizer.
+    places, optimizer = list(placements(engine)), inner_optimizer(engine)
+    step = optimizer.step
+
+    def watched_step(*args: object, **kwargs: object) -> object:
+        for place in places:
+            if place.flat.grad is not None:
+                view = place.view(place.flat.grad)
+                seen[place.name] = (view.start, view.local.clone())
+        return step(*args, **kwargs)
+
+    optimizer.step = watched_step
+    train_step(engine, tokens_of(rank), torch.device("cpu"), PhaseTimer(torch.device("cpu")))
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name, (start, gradient) in seen.items():
+        wanted = exact[name][start : start + gradient.numel()]
+        squares += torch.stack([(gradient.double() - wanted).square().sum(), wanted.square().sum()])
+    if stage:  # at stage 0 every rank has everything
+        dist.all_reduce(squares)
+    engine.destroy()
+    return {"stage": stage, "error": float((squares[0] / squares[1]).sqrt())}
+
+
+if __name__ == "__main__":
+    # The few layers of this model run in fp16 on any CPU, which DeepSpeed does not claim.
+    type(get_accelerator()).is_fp16_supported = lambda self: True
+    world = join_world()
+    for ds_config, name in json.loads(sys.argv[1]):
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
+        found = error_of(ds_config, name, world.rank, world.world_size, exact_gradients(dtype, world.world_size))
+        if world.is_main:
+            print(json.dumps(found), flush=True)
+    leave_world()

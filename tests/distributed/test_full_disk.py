@@ -1,0 +1,95 @@
+"""A disk that fills under a run: training goes on, says so, loses nothing that memory can hold, and is honest at the
+end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from llmscale.data.record import load_recorded, read_recorded
+from llmscale.errors import DataError
+
+#: A checkpoint asks for 64 MiB of spare room.
+DISK_BYTES = 80 << 20
+
+
+class Ballast:
+    """A file that takes all there is."""
+
+    def __init__(self, disk: Path) -> None:
+        self._path = disk / "ballast"
+
+    def fill(self) -> None:
+        with open(self._path, "wb", buffering=0) as file, suppress(OSError):
+            for size in (1 << 20, 1 << 12, 1):
+                with suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+
+    def free(self) -> None:
+        self._path.unlink()
+
+
+def read_until(job, text: str, rank: int = 0) -> str:
+    """What a rank printed up to a line with `text`; fails when it ends before."""
+    seen = []
+    for line in job.processes[rank].stdout:
+        seen.append(line)
+        if text in line:
+            return "".join(seen)
+    raise AssertionError("".join(seen))
+
+
+def test_metrics_and_records_outlive_a_full_disk(
+    ranks: Callable, train_command: Callable, small_disk: Callable[[int], Path]
+) -> None:
+    disk = small_disk(DISK_BYTES)
+    run, ballast = disk / "run", Ballast(disk)
+    job = ranks(
+        train_command("--steps", "1000000", "--record-samples", "--global-batch-size", "128", "--run", str(run)), 2
+    )
+    read_until(job, "step      5/")
+    ballast.fill()
+    seen = read_until(job, "metrics.jsonl cannot be written: No space left on device. Training goes on")
+    seen += read_until(job, "step ")
+    ballast.free()
+    read_until(job, "metrics.jsonl is written again")
+    recorded = read_recorded(run).steps
+    assert list(recorded) == list(range(len(recorded)))
+    ballast.fill()
+    read_until(job, "metrics.jsonl cannot be written")
+    step = int(read_until(job, "step ").splitlines()[-1].split("step")[1].split("/")[0])
+    # The record of 64 samples a step fills its page of the disk within 15 steps.
+    read_until(job, f"step {step + 30:>6}/")
+    job.send(signal.SIGTERM)
+    outputs = job.wait()
+    assert job.exit_codes == [2, 2], "its last checkpoint could not be saved"
+    assert "NOT saved" in outputs[0]
+    (lacks,) = [line for line in outputs[0].splitlines() if "metrics.jsonl lacks" in line]
+    assert "No space left on device" in lacks
+    assert "rank-00001.bin lacks" in outputs[1]
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    logged = [record["step"] for record in records if record["kind"] == "train"]
+    assert logged == list(range(1, len(logged) + 1)), "whole lines, without a gap before the second outage"
+    assert f"of steps {logged[-1] + 1} to " in lacks
+    with pytest.raises(DataError, match=r"samples is incomplete.*: step \d+ and what came after it is missing"):
+        load_recorded(run)
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_behind(
+    ranks: Callable, train_command: Callable, small_disk: Callable[[int], Path]
+) -> None:
+    disk = small_disk(1 << 20)
+    Ballast(disk).fill()
+    job = ranks(train_command("--steps", "5", "--run", str(disk / "runs" / "new")), 2)
+    outputs = job.wait(90)
+    assert job.exit_codes == [2, 2], outputs
+    (error,) = [line for line in outputs[0].splitlines() if line.startswith("error: ")]
+    assert "runs/new cannot be written to: No space left on device" in error
+    assert os.listdir(disk) == ["ballast"]

@@ -1,0 +1,46 @@
+"""Gradients of many micro-batches are summed in fp32 at every stage, and in 16 bit only where the file says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+CPU = {"device": "cpu"}
+LAYOUTS = {
+    "zero0": {"stage": 0},
+    "zero1": {"stage": 1},
+    "zero1-offload": {"stage": 1, "offload_optimizer": CPU},
+    "zero2": {"stage": 2},
+    "zero2-offload": {"stage": 2, "offload_optimizer": CPU},
+    "zero3": {"stage": 3},
+    "zero3-offload": {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU},
+}
+#: Of the exact sum. Ranks exchange gradients in 16 bit, which rounds them once more; without that nothing is left.
+LEFT = {"bf16": 0.003, "fp16": 0.0004}
+SUMMED_IN_16_BIT = {"bf16": 0.008, "fp16": 0.001}
+
+
+def ds_of(layout: str, precision: str, **top: object) -> dict[str, object]:
+    section = {"enabled": True} | ({"loss_scale": 1024} if precision == "fp16" else {})
+    return {"zero_optimization": LAYOUTS[layout], precision: section, **top}
+
+
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
+def test_64_micro_batches_are_summed_in_fp32_at_every_stage(ranks: Callable, precision: str) -> None:
+    layouts = [name for name in LAYOUTS if (name, precision) != ("zero0", "fp16")]  # refused: DeepSpeed cannot scale
+    cells = [ds_of(name, precision) for name in layouts]
+    cells.append(ds_of("zero1", precision, data_types={"grad_accum_dtype": precision}))
+    cells += [ds_of(name, precision, communication_data_type="fp32") for name in ("zero1", "zero2", "zero3")]
+    script = Path(__file__).with_name("gradient_sum_job.py")
+    job = ranks([str(script), json.dumps([[cell, precision] for cell in cells])], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    errors = [json.loads(line)["error"] for line in outputs[0].splitlines() if line.startswith('{"stage"')]
+    assert len(errors) == len(cells), outputs[0]
+    for name, error in zip(layouts, errors, strict=False):
+        assert error < LEFT[precision], name
+    assert errors[len(layouts)] > SUMMED_IN_16_BIT[precision], "the file's word holds; what is compared is no constant"
+    assert max(errors[len(layouts) + 1 :]) < 1e-6, "reduced in fp32 too, nothing is lost"

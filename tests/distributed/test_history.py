@@ -1,0 +1,166 @@
+"""Runs that go back, as a user would have them: what is saved stays, and the next start goes on from it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
+from llmscale.checkpoint.manifest import StoredFile, find_damage, hash_file, hash_json, step_of
+from llmscale.report.run_history import load_history
+from tests.conftest import Ranks, read_losses
+
+Train = Callable[..., str]
+
+
+@pytest.fixture
+def train(ranks: Callable[..., Ranks], train_command: Callable[..., list[str]]) -> Train:
+    """`train(*flags, world_size=1, expect=0)`: saves every fifth step and keeps one checkpoint; rank 0's output."""
+
+    def run(*flags: str, world_size: int = 1, expect: int = 0) -> str:
+        command = train_command("--precision", "fp32", "--save-every", "5", "--keep-last", "1", "--warmup-steps", "0")
+        job = ranks([*command, "--schedule", "constant", "--lr", "3e-3", *flags], world_size)
+        output = job.wait()[0]
+        assert job.exit_codes == [expect] * world_size, output
+        return output
+
+    return run
+
+
+def saved(run: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(run)]
+
+
+def abandoned(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in find_checkpoints(run).abandoned]
+
+
+def flip_a_bit(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 4
+    path.write_bytes(content)
+
+
+def test_what_a_run_saves_after_it_went_back_is_what_comes_next(train: Train, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    folder = run / "checkpoints"
+    train("--steps", "20", "--keep-last", "9")
+    first = read_losses(run)
+    output = train("--steps", "13", "--resume", str(folder / "step-00000005"), "--lr", "1e-3")
+    assert output.count("Abandoned: step-00000010 to step-00000020 (3, ") == 1
+    assert f"saved {folder / 'step-00000013'} in" in output
+    assert (saved(run), abandoned(run)) == ([13], [20, 15, 10])
+    assert f"continuing from {folder / 'step-00000013'}" in train("--steps", "14", "--lr", "1e-3")
+    assert saved(run) == [14]
+
+    # A newest checkpoint that is damaged must not be the only one that is kept.
+    flip_a_bit(folder / "step-00000014")
+    train("--steps", "14", expect=2)
+    assert saved(run) == [14], "nothing is deleted by a start that fails"
+    output = train("--steps", "16", "--resume", str(folder / "step-00000015"))
+    # Step 10 of the first history counts again, and has expired.
+    assert (saved(run), abandoned(run)) == ([16], [20, 14]), output
+
+    # What is drawn is the line that leads to the last step: 1 to 15 of the first history, 16 of the third.
+    losses = load_history(run).train
+    assert losses == {step: loss for step, loss in first.items() if step <= 15} | {16: losses[16]}
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_one_is_left_behind_and_does_not_push_out_the_others(train: Train, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train("--steps", "10", "--keep-last", "2")
+    flip_a_bit(list_checkpoints(run)[0])
+    output = train("--steps", "8")
+    assert "step-00000010 is damaged and passed over" in output
+    assert (saved(run), abandoned(run)) == ([8], [10])
+    assert "continuing from" in train("--steps", "10")
+    assert saved(run) == [10]
+    assert find_damage(list_checkpoints(run)[0]) is None
+    assert (run / "checkpoints" / "step-00000010.old-1").is_dir()
+
+
+def test_state_that_the_engine_did_not_ask_for_is_refused_on_every_rank(
+    train: Train, ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    train("--steps", "2")
+    (folder,) = list_checkpoints(tmp_path / "run")
+    index = json.loads((folder / "tensors.json").read_text())
+    # In its place: bytes that two tensors claim are refused before.
+    index["max_exp_avg_sq/ln_f.weight"] = index.pop("exp_avg_sq/ln_f.weight")
+    (folder / "tensors.json").write_text(json.dumps(index))
+    sign(folder)
+    job = ranks(train_command("--precision", "fp32", "--steps", "4"), 2)
+    outputs = job.wait()
+    assert job.exit_codes == [2, 2]
+    assert "holds 'max_exp_avg_sq/ln_f.weight', which this run has no place for" in outputs[0]
+    assert "Traceback" not in "".join(outputs)
+
+
+def sign(folder: Path) -> None:
+    """Have the manifest say what is there now."""
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    files: list[StoredFile] = [hash_file(folder / entry["name"]) for entry in body["files"]]
+    body["files"] = [vars(file) for file in files]
+    (folder / "manifest.json").write_text(json.dumps({"manifest": body, "xxh3_128": hash_json(body)}))
+
+
+def test_a_run_folder_that_is_removed_is_made_again_as_a_whole(
+    ranks: Callable[..., Ranks], train_command: Callable[..., list[str]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    flags = ("--save-every", "20", "--record-samples", "--schedule", "constant")
+    job = ranks(train_command("--steps", "1000000", *flags), 2)
+    lines = iter(job.processes[0].stdout or ())
+    assert any("saved" in line for line in lines)
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.rmtree(run, ignore_errors=True)
+    assert any("is made again" in line for line in map(str.lower, lines))
+    assert any("saved" in line for line in lines)
+    job.send(signal.SIGTERM)
+    rest = "".join(lines)
+    job.wait()
+    assert job.exit_codes == [0, 0], rest
+    whole = {"config.json", "ds_config.json", "starts.jsonl", "metrics.jsonl", "checkpoints", "samples", ".lock"}
+    assert {path.name for path in run.iterdir()} >= whole
+    newest = find_checkpoints(run).current[0]
+    assert find_damage(newest.path) is None
+    assert load_history(run).train
+    job = ranks(train_command("--steps", str(newest.step + 1), *flags), 2)
+    assert f"continuing from {newest.path}" in job.wait()[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed_before_a_save", [False, True])
+def test_the_advice_after_a_nan_leads_to_a_finished_run(
+    train: Train,
+    ranks: Callable[..., Ranks],
+    train_command: Callable[..., list[str]],
+    tmp_path: Path,
+    killed_before_a_save: bool,
+) -> None:
+    run = tmp_path / "run"
+    train("--steps", "20", "--keep-last", "9")
+    good = read_losses(run)
+    output = train("--steps", "60", "--lr", "1e30", "--ds", "ds_configs/zero0.json", expect=2)
+    advice = output.splitlines()[-1]
+    assert f"--resume {run}/checkpoints/step-..." in advice
+    back = ("--resume", str(run / "checkpoints" / "step-00000010"))
+    if killed_before_a_save:
+        job = ranks(train_command("--precision", "fp32", "--steps", "100000", "--save-every", "0", *back), 1)
+        assert any("| loss" in line for line in job.processes[0].stdout or ())
+        job.kill()
+        back = ()
+    output = train("--steps", "23", *back)
+    assert f"continuing from {run}/checkpoints/step-00000010" in output
+    assert (saved(run), abandoned(run)) == ([23], [20, 15])
+    assert "finished at step 23 of 23" in train("--steps", "23")
+    losses = load_history(run).train
+    assert list(losses) == list(range(1, 24))
+    assert {step: losses[step] for step in range(1, 11)} == {step: good[step] for step in range(1, 11)}

@@ -1,0 +1,221 @@
+"""However a run of two real ranks is asked to end, under every launcher: it saves, nothing runs on, and the same
+command goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.manifest import find_damage
+from llmscale.cluster.launch.process_tree import descendants, process_state
+from llmscale.training.run_folder import lock_run_folder
+from tests.conftest import REPOSITORY, free_port
+
+PATIENCE_S = 90
+BIN = Path(sys.executable).parent
+
+
+class Job:
+    """A launcher and all below it."""
+
+    def __init__(self, command: list[str], run: Path, **settings: object) -> None:
+        self.run = run
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+        environment["PATH"] = f"{BIN}{os.pathsep}{environment['PATH']}"
+        self.output = run.parent / "output.txt"
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                env=environment,
+                cwd=REPOSITORY,
+                **{"stdout": output, "stderr": output, "start_new_session": True, **settings},  # type: ignore[call-overload]
+            )
+        self.below: list[int] = []
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: self.process.poll() is not None or f"step {step:>6}/" in self.output.read_text())
+        self.below = descendants(self.process.pid)
+        assert len(self.below) >= 2, self.output.read_text()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < deadline, self.output.read_text()
+            time.sleep(0.05)
+
+    @property
+    def alive(self) -> list[int]:
+        return [pid for pid in self.below if process_state(pid) not in ("", "Z")]
+
+    def check_saved(self, why: str) -> None:
+        """It has ended altogether, with a whole checkpoint."""
+        self.process.wait(PATIENCE_S)
+        self.until(lambda: not self.alive)
+        assert why in self.output.read_text()
+        [newest] = list_checkpoints(self.run)
+        assert find_damage(newest) is None
+
+    def kill(self) -> None:
+        for pid in (self.process.pid, *self.below, *descendants(self.process.pid)):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+@pytest.fixture
+def start(train_command: Callable, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def begin(launcher: str, *flags: str, steps: int = 1_000_000, **settings: object) -> Job:
+        script, *arguments = train_command("--steps", str(steps), *flags)
+        command = {
+            "deepspeed": ["deepspeed", "--num_gpus", "2", "--master_port", str(free_port()), script],
+            "torchrun": ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), "--", script],
+            "llmscale train": ["llmscale", "train", "--nproc-per-node", "2"],
+            "python -m llmscale train": [sys.executable, "-m", "llmscale", "train", "--nproc-per-node=2"],
+            "python": [sys.executable, script],
+            "python -m": [sys.executable, "-m", "llmscale.train"],
+        }[launcher]
+        jobs.append(Job([*command, *arguments], tmp_path / "run", **settings))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.kill()
+
+
+def test_sigterm_to_deepspeed_which_does_not_pass_it_on(start: Callable) -> None:
+    job = start("deepspeed", "--num-workers", "1")
+    job.until_step(3)
+    job.process.terminate()
+    job.check_saved(f"stopped by the end of its launcher (deepspeed, process {job.process.pid})")
+    lock_run_folder(job.run).close()  # another start may have it
+
+
+def test_sigterm_to_llmscale_train_and_the_same_command_goes_on(start: Callable) -> None:
+    job = start("llmscale train", "--num-workers", "1")
+    job.until_step(3)
+    job.process.terminate()
+    job.check_saved("stopped by SIGTERM at step")
+    assert job.process.returncode == 0
+    step = int(list_checkpoints(job.run)[0].name.removeprefix("step-"))
+    again = start("python -m llmscale train")
+    again.until_step(step + 1)
+    assert "continuing from" in again.output.read_text()
+
+
+def test_a_terminal_that_is_closed(start: Callable) -> None:
+    """Nothing can be printed any more: not even that must cost the save."""
+    master, terminal = os.openpty()
+    said: list[bytes] = []
+
+    def control() -> None:
+        os.setsid()
+        import fcntl
+        import termios
+
+        fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+
+    job = start("python", stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=False, preexec_fn=control)
+    os.close(terminal)
+    while b"step      3/" not in b"".join(said):
+        said.append(os.read(master, 4096))
+    os.close(master)
+    assert job.process.wait(PATIENCE_S) == 0
+    [newest] = list_checkpoints(job.run)
+    assert find_damage(newest) is None
+
+
+def test_a_reader_that_ends_first_does_not_end_the_run(start: Callable) -> None:
+    """As `llmscale train ... | tee`, when Ctrl-C ends tee at once."""
+    job = start("python", "--save-every", "0", steps=60, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert job.process.stdout is not None
+    for line in job.process.stdout:
+        if b"step      3/" in line:
+            break
+    job.process.stdout.close()
+    assert job.process.wait(PATIENCE_S) == 0
+    assert [path.name for path in list_checkpoints(job.run)] == ["step-00000060"]
+
+
+def test_a_killed_data_worker_is_worth_another_try(start: Callable) -> None:
+    job = start("llmscale train", "--num-workers", "1")
+    job.until_step(3)
+    ranks = [int(word) for word in Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()]
+    [worker] = [pid for pid in descendants(ranks[1]) if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(worker, signal.SIGKILL)
+    assert job.process.wait(PATIENCE_S) == 1, "2 would be the user's mistake, which launch does not try again"
+    lines = [line for line in job.output.read_text().splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert f"Data worker 0 (process {worker}) was killed by SIGKILL" in lines[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [0.7, 2.0, 4.0, 6.0])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "llmscale train", "python -m"])
+def test_sigterm_during_start_up(start: Callable, launcher: str, when: float) -> None:
+    job = start(launcher)
+    time.sleep(when)
+    job.below = descendants(job.process.pid)
+    job.process.terminate()
+    job.process.wait(PATIENCE_S)
+    job.until(lambda: not job.alive)
+    assert len(job.output.read_text().splitlines()) < 60
+    assert "Traceback" not in job.output.read_text() or launcher == "torchrun"  # its own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "llmscale train"])
+def test_every_signal_to_every_launcher(start: Callable, launcher: str, number: signal.Signals) -> None:
+    job = start(launcher, "--num-workers", "1")
+    job.until_step(3)
+    job.process.send_signal(number)
+    job.check_saved("stopped by ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun", "llmscale train", "python"])
+def test_sigterm_to_the_whole_group(start: Callable, launcher: str) -> None:
+    job = start(launcher, "--num-workers", "1")
+    job.until_step(3) if launcher != "python" else job.until(lambda: "step      3/" in job.output.read_text())
+    os.killpg(job.process.pid, signal.SIGTERM)
+    job.check_saved("stopped by SIGTERM")
+
+
+@pytest.mark.slow
+def test_sigkill_to_the_launcher_that_deepspeed_starts(start: Callable) -> None:
+    job = start("deepspeed")
+    job.until_step(3)
+    os.kill(job.below[0], signal.SIGKILL)
+    job.check_saved("stopped by the end of its launcher (deepspeed.launcher.launch, process")
+
+
+@pytest.mark.slow
+def test_a_shell_that_ends_leaves_a_run_as_it_is(start: Callable, train_command: Callable, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    (tmp_path / "out").touch()
+    words = " ".join(f"'{word}'" for word in [sys.executable, *train_command("--steps", "1000000")])
+    job = start("python", steps=1)
+    job.process.wait(PATIENCE_S)
+    subprocess.run(
+        ["bash", "-c", f"nohup {words} --run {tmp_path}/other > {tmp_path}/out 2>&1 & echo $! > {pid_file}"],
+        check=True,
+        cwd=REPOSITORY,
+    )
+    pid = int(pid_file.read_text())
+    job.below = [pid]
+    job.until(lambda: "step     50/" in (tmp_path / "out").read_text())
+    os.kill(pid, signal.SIGHUP)
+    time.sleep(2.0)
+    assert process_state(pid) not in ("", "Z")
