@@ -90,9 +90,12 @@ class ShardFetcher:
             self._evict(keep=shard.name)
 
     def discard(self, shard: ShardInfo, file: ShardFile) -> None:
-        """Remove a shard that turned out to be damaged, so that it is fetched again."""
-        with _filelock().FileLock(self._locks / f"{shard.name}.lock", timeout=_LOCK_TIMEOUT_S):
-            self._remove(file)
+        """Remove a shard that turned out to be damaged, so that it is fetched again. Raises DataError."""
+        try:
+            with _filelock().FileLock(self._locks / f"{shard.name}.lock", timeout=_LOCK_TIMEOUT_S):
+                self._remove(file)
+        except OSError as error:
+            raise self._explain(error, shard) from error
 
     def _fetch_locked(self, shard: ShardInfo, file: ShardFile) -> None:
         needed_bytes = shard.bytes + (file.zip_data.bytes if file.zip_data else 0)

@@ -183,8 +183,11 @@ def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
 
     Streaming takes a sample's place from the file, and would read up to 4 GiB for one. Raises DataError.
     """
-    with open_regular(path, follow_links=False) as file:
-        head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), "<u4").astype(np.int64)
+    try:
+        with open_regular(path, follow_links=False) as file:
+            head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), "<u4").astype(np.int64)
+    except OSError as error:
+        raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
     offsets = head[1:]
     first = shard.bytes - shard.num_samples * manifest.window_bytes
     expected = first + manifest.window_bytes * np.arange(shard.num_samples + 1)

@@ -47,13 +47,24 @@ def agree(
 
 
 def together(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
-    """Run `action` on every rank; when it raises an LlmscaleError on any, every rank raises. Collective."""
-    result, failure = None, None
+    """Run `action` on every rank; when it raises on any, every rank raises. Collective.
+
+    What nobody foresaw keeps its traceback on the rank where it happened; the others raise MachineError.
+    """
+    result, failure, unforeseen = None, None, None
     try:
         result = action()
     except LlmscaleError as error:
         failure = error
-    agree(group, stop=False, failure=failure)
+    except Exception as error:
+        failure, unforeseen = MachineError(f"unexpected {type(error).__name__}: {error}"), error
+    try:
+        agree(group, stop=False, failure=failure)
+    except LlmscaleError:
+        if unforeseen is None:
+            raise
+    if unforeseen is not None:
+        raise unforeseen
     return cast("_T", result)
 
 

@@ -148,11 +148,12 @@ def test_nodes_read_only_their_rows_at_any_batch(layout: tuple[int, ...], batch:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_damage_is_one_clear_error(location: SetLocation, tmp_path: Path, num_workers: int) -> None:
     copied = Path(shutil.copytree(location.folder, tmp_path / "set"))
-    feed = build_feed(open_set(str(copied)), _settings(True, num_workers), FeedPlan(RankLayout(0, (1,)), 1, 1))
     shard = copied / "train" / "shard.00001.mds"
     contents = bytearray(shard.read_bytes())
     contents[-1] ^= 1
+    # Before the workers start: each checks a shard's hash once, when it first reads from it.
     shard.write_bytes(contents)
+    feed = build_feed(open_set(str(copied)), _settings(True, num_workers), FeedPlan(RankLayout(0, (1,)), 1, 1))
     with pytest.raises(DataError, match=rf"^Shard {shard} was altered: [^\n]*$"):
         for _ in range(200):
             next(feed)

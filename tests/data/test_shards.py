@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmscale.data import preflight
 from llmscale.data.location import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.preflight import find_damage
 from llmscale.data.shards import TokenShards
@@ -84,6 +85,24 @@ def test_damage_after_opening_is_seen_before_a_sample_is_used(
     damage(copied / "train" / "shard.00001.mds")
     with pytest.raises(DataError, match=rf"shard\.00001\.mds {text}"):
         shards.read(np.arange(len(shards)))
+
+
+@pytest.mark.parametrize("look", range(3))
+def test_a_shard_that_goes_while_it_is_checked(copied: Path, monkeypatch: pytest.MonkeyPatch, look: int) -> None:
+    """Its size, its hash and its offsets are read one after the other; whichever finds it gone says so."""
+    shards = TokenShards(open_set(str(copied)), "train")
+    shard = copied / "train" / "shard.00000.mds"
+    looks = iter(range(100))
+
+    def remove_before(real: Callable, *args: object, **options: object) -> object:
+        if next(looks) == look:
+            shard.unlink()
+        return real(*args, **options)
+
+    for name in ("check_regular", "open_regular"):
+        monkeypatch.setattr(preflight, name, partial(remove_before, getattr(preflight, name)))
+    with pytest.raises(DataError, match=r"shard\.00000\.mds (is missing|cannot be read: No such file or directory)"):
+        shards.read(np.array([0]))
 
 
 def test_a_shard_cut_while_it_is_in_use(copied: Path) -> None:
