@@ -24,14 +24,14 @@ if __name__ == "__main__":
     stop_request = StopRequest()
     stop_request.install()
 
+from llmscale.config.arguments import parse_run_config
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
-from llmscale.config.parse import parse_run_config
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
+from llmscale.training.heartbeat import Watch
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
-from llmscale.training.prepared_run import PreparedRun, prepare_run
-from llmscale.training.watch import Watch
+from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
 
 def train(run: PreparedRun, stop: StopRequest, watch: Watch, began: float) -> int:
     """Everything after the checks. `began` is when the process started, on perf_counter's clock."""
-    from llmscale.training.open_session import open_session
+    from llmscale.training.build_session import open_session
 
     with explained_out_of_memory(run), open_session(run, stop, began) as session:
         for step in range(session.first_step, run.resolved.total_steps):

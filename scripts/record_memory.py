@@ -1,4 +1,4 @@
-"""Records the activation memory of llmscale's model in every branch of its code (llmscale/memory/recorded.py).
+"""Records the activation memory of llmscale's model in every branch of its code, for llmscale.memory.activations.
 
 python scripts/record_memory.py
 
@@ -19,8 +19,8 @@ import torch
 from llmscale.dry_run.factor import pack_branches
 from llmscale.dry_run.fake_world import fake_world
 from llmscale.dry_run.gpt_recording import all_block_branches, all_ends_branches, record_blocks, record_ends
-from llmscale.memory.recorded import TABLE_PATH, RecordedSegment
-from llmscale.memory.symbols import BlockBranch, EndsBranch
+from llmscale.memory.activations.recorded import TABLE_PATH, RecordedSegment
+from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
 
 
 def main() -> None:

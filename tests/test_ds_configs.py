@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.ds_resolve import resolve_ds_config
-from llmscale.config.ds_schema import read_ds_config
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import read_ds_config
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "ds_configs"

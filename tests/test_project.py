@@ -13,25 +13,27 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmscale.config.parse import build_run_config
+from llmscale.config.arguments import build_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The README's tour has the same order.
 LAYERS = (
-    *("__init__", "other_names", "errors", "files", "untrusted", "last_words", "config", "memory", "planning", "model"),
+    *("__init__", "other_names", "errors", "files", "untrusted", "last_words"),
+    *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
     "__main__",
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *("other_names", "errors", "files", "untrusted", "last_words", "config", "memory", "planning", "report"),
+    *("other_names", "errors", "files", "untrusted", "last_words", "architecture", "config", "memory", "planning"),
+    "report",
     *("cluster", "cli", "train"),
-    *("data.manifest", "data.order", "data.location", "data.record"),
-    *("checkpoint.manifest", "checkpoint.find", "checkpoint.retention", "checkpoint.run_state"),
+    *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
+    *("checkpoint.manifest", "checkpoint.locate", "checkpoint.retention", "checkpoint.run_state"),
     *("checkpoint.history", "checkpoint.commit"),
-    *("training.prepared_run", "training.stop_request", "training.launcher_chain"),
+    *("training.run_inputs", "training.stop_request", "training.launcher_chain"),
     *("training.run_folder", "training.run_claim"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")

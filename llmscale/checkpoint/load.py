@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.find import no_checkpoint_to_take
-from llmscale.checkpoint.fragments import Fragment, FragmentLoadPlanner, engine_fragments
+from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner, engine_fragments
 from llmscale.checkpoint.history import FoundCheckpoints, find_checkpoints, report_passed_over
 from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
+from llmscale.checkpoint.locate import no_checkpoint_to_take
 from llmscale.checkpoint.manifest import MANIFEST_NAME, checkpoints_folder, find_damage
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.tensor_archive import DTYPES

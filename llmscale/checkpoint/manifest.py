@@ -23,7 +23,7 @@ from typing import TypeGuard, TypeVar, cast
 
 import xxhash
 
-from llmscale.data.preflight import hash_file as hash_content
+from llmscale.data.shards.verify_shards import hash_file as hash_content
 from llmscale.errors import CheckpointError
 from llmscale.files.whole import write_durably
 from llmscale.untrusted.documents import Rules, load_json

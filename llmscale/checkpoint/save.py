@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.commit import Retention, commit_checkpoint
-from llmscale.checkpoint.fragments import Fragment, FragmentSavePlanner
+from llmscale.checkpoint.dcp_adapter import Fragment, FragmentSavePlanner
 from llmscale.checkpoint.json_storage import JsonIndexWriter
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,

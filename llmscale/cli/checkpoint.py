@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.find import find_checkpoint, read_state
 from llmscale.checkpoint.history import Checkpoint, FoundCheckpoints, find_checkpoints, report_passed_over
+from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import find_damage, load_manifest, step_of
 from llmscale.checkpoint.retention import delete_checkpoint, prunable
 from llmscale.config import flag_type

@@ -13,9 +13,9 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
     from collections.abc import Iterator
 
-    from llmscale.data.manifest import Manifest
-    from llmscale.data.prepare import Prepared
-    from llmscale.data.sources import Source
+    from llmscale.data.prepare.prepare_set import Prepared
+    from llmscale.data.prepare.sources import Source
+    from llmscale.data.shards.manifest import Manifest
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -138,7 +138,7 @@ def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _open_source(args: argparse.Namespace) -> Source:
-    from llmscale.data.sources import check_apart, open_source
+    from llmscale.data.prepare.sources import check_apart, open_source
 
     check_apart(args.input, args.out)
     source = open_source(
@@ -154,8 +154,8 @@ def _open_source(args: argparse.Namespace) -> Source:
 
 
 def _prepare(args: argparse.Namespace) -> int:
-    from llmscale.data.prepare import PrepareOptions, prepare
-    from llmscale.data.tokenizer import load_tokenizer
+    from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+    from llmscale.data.tokenizers.tokenizer import load_tokenizer
 
     options = PrepareOptions(
         seq_len=args.seq_len,
@@ -189,7 +189,7 @@ def _prepare(args: argparse.Namespace) -> int:
 
 def _choices(prepared: Prepared, source: Source, val_fraction: float) -> Iterator[str]:
     """What was decided and not asked for."""
-    from llmscale.data.read_files import MAX_TEXT_BYTES
+    from llmscale.data.prepare.read_files import MAX_TEXT_BYTES
 
     if source.num_cut:
         yield f"{source.num_cut:,} texts of more than {MAX_TEXT_BYTES >> 20} MiB became documents of about 1 MiB."
@@ -214,7 +214,7 @@ def _choices(prepared: Prepared, source: Source, val_fraction: float) -> Iterato
 
 
 def _train_tokenizer(args: argparse.Namespace) -> int:
-    from llmscale.data.train_tokenizer import train_tokenizer
+    from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 
     tokenizer = train_tokenizer(_open_source(args), args.out, args.vocab_size)
     print_visible(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
@@ -224,9 +224,9 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from llmscale.data.location import fetch_tokenizer, open_set
-    from llmscale.data.shards import TokenShards
-    from llmscale.data.tokenizer import load_set_tokenizer
+    from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+    from llmscale.data.shards.token_shards import TokenShards
+    from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
 
     location = open_set(args.folder)
     fetch_tokenizer(location)
@@ -243,9 +243,9 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from llmscale.data.manifest import load_manifest
-    from llmscale.data.preflight import find_damage
-    from llmscale.data.tokenizer import load_set_tokenizer
+    from llmscale.data.shards.manifest import load_manifest
+    from llmscale.data.shards.verify_shards import find_damage
+    from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
 
     manifest = load_manifest(args.folder)
     load_set_tokenizer(args.folder, manifest)

@@ -19,7 +19,7 @@ from llmscale.untrusted.terminal import make_visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.cluster.doctor.examine import Diagnosis, Question
+    from llmscale.cluster.doctor.diagnose import Diagnosis, Question
     from llmscale.cluster.doctor.rows import Row, Status
     from llmscale.config.flag_parser import FlagParser
 
@@ -72,7 +72,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.cluster.doctor.examine import diagnose
+    from llmscale.cluster.doctor.diagnose import diagnose
     from llmscale.cluster.doctor.rows import worst
 
     diagnosis = diagnose(_question(args))
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _question(args: argparse.Namespace) -> Question:
-    from llmscale.cluster.doctor.examine import Question
+    from llmscale.cluster.doctor.diagnose import Question
 
     flags = list(args.flags)
     if args.run_config is not None:
@@ -106,7 +106,7 @@ def _question(args: argparse.Namespace) -> Question:
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.facts import facts_as_plain
+    from llmscale.cluster.doctor.host_facts import facts_as_plain
     from llmscale.cluster.doctor.rows import worst
 
     return {

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llmscale.cluster.environment import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.cluster.hostfile import Host, parse_hostfile
-from llmscale.cluster.launch.attempt_run import Limits
+from llmscale.cluster.launch.attempt import Limits
 from llmscale.cluster.launch.local_gpus import count_gpus
 from llmscale.cluster.launch.reach import LAUNCHERS, choose_reach
 from llmscale.cluster.launch.retry import RetryPolicy

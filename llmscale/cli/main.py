@@ -1,4 +1,4 @@
-"""The `llmscale` command: one subcommand per file of this folder."""
+"""The `llmscale` command: one subcommand per file or package of this folder."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from llmscale import __version__
 from llmscale.config.flag_parser import FlagParser
 from llmscale.last_words import guarded
 
-#: In the order of the questions that they answer; each is a module of this folder.
+#: In the order of the questions that they answer; each is a module of this folder, or a package with a `command`.
 COMMANDS = ("plan", "estimate", "data", "doctor", "train", "launch", "report", "sample", "checkpoint")
+PACKAGES = ("plan", "estimate")
 
 
 def build_parser(argv: Sequence[str]) -> FlagParser:
@@ -27,7 +28,8 @@ def build_parser(argv: Sequence[str]) -> FlagParser:
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
-        importlib.import_module(f"llmscale.cli.{name}").add_parser(subcommands)
+        module = f"{name}.command" if name in PACKAGES else name
+        importlib.import_module(f"llmscale.cli.{module}").add_parser(subcommands)
     return parser
 
 

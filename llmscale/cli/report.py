@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.config import flag_type
-from llmscale.data.record import read_recorded
+from llmscale.data.sample_log import read_recorded
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.run_history import load_history, load_run_manifest
 from llmscale.untrusted.terminal import print_visible
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.flag_parser import FlagParser
-    from llmscale.data.manifest import Manifest
+    from llmscale.data.shards.manifest import Manifest
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:

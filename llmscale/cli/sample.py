@@ -52,12 +52,12 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.find import find_checkpoint
+    from llmscale.checkpoint.locate import find_checkpoint
     from llmscale.untrusted.terminal import make_visible, print_visible
 
     folder = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr))
     # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.engine.quiet import quiet_libraries
+    from llmscale.engine.silence_libraries import quiet_libraries
     from llmscale.evaluate.load_model import load_trained_model
     from llmscale.evaluate.text import generate_text
 

@@ -15,13 +15,13 @@ from llmscale.cluster.free_port import find_port
 from llmscale.cluster.launch.local_gpus import count_gpus
 from llmscale.cluster.local_ranks import LocalRanks, count_cpus, rank_command, rank_environment, visible_gpus
 from llmscale.config import flag_type
+from llmscale.config.arguments import parse_run_config
 from llmscale.config.flag_parser import FlagParser
 from llmscale.config.launcher_variables import read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE
-from llmscale.config.parse import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
-from llmscale.training.prepared_run import prepare_run
+from llmscale.training.run_inputs import prepare_run
 from llmscale.training.stop_request import STOP_SIGNALS
 
 #: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.

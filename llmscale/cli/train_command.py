@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from llmscale.memory.search import Fit
+from llmscale.planning.largest_micro_batch import Fit
 
 
 def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:

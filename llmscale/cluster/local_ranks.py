@@ -14,9 +14,9 @@ from pathlib import Path
 
 from llmscale.cluster.environment import search_path
 from llmscale.cluster.launch.process_tree import adopt_orphans, kill_descendants
+from llmscale.training.heartbeat import STACKS_SIGNAL
 from llmscale.training.launcher_chain import LAUNCHER_VARIABLE
 from llmscale.training.stop_request import STOP_SIGNALS
-from llmscale.training.watch import STACKS_SIGNAL
 
 #: After one rank has failed, how long the others may take to say what they know of it.
 _LAST_WORDS_S = 5.0

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
+from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS, nominal_parameters
-from llmscale.config.quantity import format_quantity
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
-from llmscale.config.shape import GPTShape
 
 #: A model whose size differs from its preset's name by more than this is not what the name says.
 _SAME_SIZE = 0.05

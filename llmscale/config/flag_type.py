@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from llmscale.config.quantity import parse_quantity
+from llmscale.config.human_numbers import parse_quantity
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 
 _T = TypeVar("_T")

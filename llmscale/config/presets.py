@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmscale.config.quantity import parse_quantity
-from llmscale.config.shape import Activation
+from llmscale.architecture.shape import Activation
+from llmscale.config.human_numbers import parse_quantity
 from llmscale.errors import ConfigError, did_you_mean
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.presets import get_preset
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
-from llmscale.config.shape import GPTShape
 from llmscale.errors import ConfigError
 
 

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from llmscale.architecture.shape import Activation
 from llmscale.config import limits
-from llmscale.config.ds_sections import CheckpointingMode, Precision
-from llmscale.config.shape import Activation
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 
 NonBlank = Annotated[str, AfterValidator(check_text)]

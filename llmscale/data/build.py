@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmscale.data import feistel_blocks_1
-from llmscale.data.feed import Feed, FeedPlan
-from llmscale.data.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.location import SetLocation
-from llmscale.data.order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, MOST_CANONICAL_NODES, Order, SampleOrder
-from llmscale.data.shards import TokenShards
+from llmscale.data.loader import Feed, FeedPlan
+from llmscale.data.order import feistel_blocks_1
+from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
+from llmscale.data.order.sample_order import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_CANONICAL_NODES,
+    MOST_CANONICAL_NODES,
+    Order,
+    SampleOrder,
+)
+from llmscale.data.shards.dataset_source import SetLocation
+from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import DataError
 
 #: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.

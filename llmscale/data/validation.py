@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmscale.data.deal import RankLayout
-from llmscale.data.shards import TokenShards
+from llmscale.data.order.rank_sharding import RankLayout
+from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError
 
 

@@ -8,7 +8,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.dry_run.tracker import Category
 
 _PARAMETERS, _GRADIENTS = Category.PARAMETERS, Category.GRADIENTS

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.ds_sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
-from llmscale.config.shape import GPTShape
 from llmscale.dry_run.attribution import Attribution
 from llmscale.dry_run.caching_allocator import least_capacity_bytes
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
@@ -32,7 +32,7 @@ from llmscale.dry_run.fake_gpu import GPU, fake_gpu
 from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
 from llmscale.dry_run.peaks import peaks_by_phase
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
-from llmscale.engine.build import build_engine
+from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
 
@@ -155,7 +155,7 @@ def _build(
 def _train_step(
     engine: DeepSpeedEngine, tracker: MemoryTracker, shape: GPTShape, micro_batch_size: int, micro_steps: int
 ) -> None:
-    """What `llmscale.engine.step.train_step` does, phase by phase."""
+    """What `llmscale.engine.train_step.train_step` does, phase by phase."""
     total = torch.zeros((), device=GPU)
     for _ in range(micro_steps):
         with tracker.phase("forward", Category.ACTIVATIONS):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from llmscale.dry_run.record import MicroStepTrace, TracedSegment
-from llmscale.memory.recorded import BLOCK_SEGMENTS, SEGMENTS, RecordedSegment
-from llmscale.memory.symbols import VOCABULARY_SYMBOLS
+from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, SEGMENTS, RecordedSegment
+from llmscale.memory.activations.symbols import VOCABULARY_SYMBOLS
 
 #: Most factors of a product: b t h^2 would have five with h = a d, and no tensor is that large.
 _MOST_FACTORS = 4
@@ -41,7 +41,7 @@ def pack_branches(
     blocks: Mapping[str, Mapping[str, RecordedSegment]], ends: Mapping[str, Mapping[str, RecordedSegment]]
 ) -> dict[str, object]:
     """Recordings by branch as plain values for JSON, equal segments stored once
-    (llmscale.memory.recorded.RecordedTable)."""
+    (llmscale.memory.activations.recorded.RecordedTable)."""
     formulas: dict[str, int] = {}
     segments: dict[str, int] = {}
     stored: list[list[list[int]]] = []

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from llmscale.engine.distributed import leave_out_shared_memory_op
+from llmscale.engine.process_group import leave_out_shared_memory_op
 from llmscale.errors import ConfigError
 
 #: Modules that DeepSpeed keeps process-wide state in: the communication backend, process groups, whether checkpointing

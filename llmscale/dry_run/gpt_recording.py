@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmscale.config.ds_sections import CheckpointingMode, Precision
-from llmscale.config.shape import Activation, GPTShape
+from llmscale.architecture.shape import Activation, GPTShape
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
-from llmscale.memory.recorded import RecordedSegment
-from llmscale.memory.symbols import AttentionKernel, BlockBranch, EndsBranch, PrecisionKind, shape_symbols
+from llmscale.memory.activations.recorded import RecordedSegment
+from llmscale.memory.activations.symbols import AttentionKernel, BlockBranch, EndsBranch, PrecisionKind, shape_symbols
 from llmscale.model.gpt import GPT
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
@@ -127,7 +127,7 @@ def _record(
 
 
 def _head_dim(number: int, kernel: AttentionKernel, precision: PrecisionKind) -> int:
-    """A head that this kernel takes, made of an odd number (llmscale.memory.symbols.attention_kernel)."""
+    """A head that this kernel takes, made of an odd number (llmscale.memory.activations.symbols.attention_kernel)."""
     if kernel == "flash":
         return 8 * number
     if kernel == "flash_padded":

@@ -38,7 +38,7 @@ class TracedSegment:
     """A segment's allocations and releases."""
 
     name: str
-    """One of llmscale.memory.recorded.SEGMENTS."""
+    """One of llmscale.memory.activations.recorded.SEGMENTS."""
     block: int | None
     """Of the model; None outside of the blocks."""
     events: tuple[tuple[int, bool], ...]

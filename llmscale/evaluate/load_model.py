@@ -7,15 +7,15 @@ from pathlib import Path
 
 import torch
 
-from llmscale.checkpoint.find import read_state
 from llmscale.checkpoint.load import load_full_weights
+from llmscale.checkpoint.locate import read_state
 from llmscale.checkpoint.manifest import find_damage
 from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.config.parse import build_run_config
+from llmscale.config.arguments import build_run_config
 from llmscale.config.resolve import SetFacts, resolve_shape
-from llmscale.data.location import fetch_tokenizer, open_set
-from llmscale.data.manifest import get_split
-from llmscale.data.tokenizer import Tokenizer, load_set_tokenizer
+from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+from llmscale.data.shards.manifest import get_split
+from llmscale.data.tokenizers.tokenizer import Tokenizer, load_set_tokenizer
 from llmscale.errors import CheckpointError, DataError
 from llmscale.model.gpt import GPT
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from llmscale.data.tokenizer import Tokenizer
+from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.evaluate.sampling import sample
 from llmscale.model.gpt import GPT
 

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from llmscale.config.ds_schema import DsConfig
-from llmscale.config.ds_sections import CheckpointingMode, Precision
-from llmscale.config.shape import GPTShape
-from llmscale.memory.activations import ActivationMemory, estimate_activations
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.memory.activations.activation_memory import ActivationMemory, estimate_activations
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.layout import EngineLayout
-from llmscale.memory.moments import PHASES, find_moments
-from llmscale.memory.state_memory import StateMemory
-from llmscale.memory.states import estimate_states
+from llmscale.memory.states.by_stage import estimate_states
+from llmscale.memory.states.state_memory import StateMemory
+from llmscale.memory.step_peaks import PHASES, find_moments
+from llmscale.memory.zero_settings import EngineLayout
 
 #: ASSUMED, not calibrated: the CUDA context, kernels and cuBLAS's work space take 0.5 to 1 GiB that no PyTorch counter
 #: shows; NCCL's buffers come on top with every peer.

@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmscale.config.ds_sections import CheckpointingMode
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.hf_config import HFModel
+from llmscale.architecture.hf_families import Layers
+from llmscale.architecture.parameter_list import Layer, ParameterTensor, ParameterTensors
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
-from llmscale.memory.hf_config import HFModel
-from llmscale.memory.hf_families import Layers
-from llmscale.memory.layout import EngineLayout
-from llmscale.memory.states import estimate_states_of
-from llmscale.memory.tensors import Layer, ParameterTensor, ParameterTensors
+from llmscale.memory.states.by_stage import estimate_states_of
+from llmscale.memory.zero_settings import EngineLayout
 
 #: The order in which a block's layers get their gradients.
 _BACKWARD: tuple[Layer, ...] = ("down", "up", "ln_2", "proj", "qkv", "ln_1")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmscale.config.ds_sections import Dtype
-from llmscale.memory.layout import BYTES_PER_ELEMENT
+from llmscale.config.deepspeed.sections import Dtype
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT
 
 
 @dataclass

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmscale.config.shape import Activation, GPTShape
+from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.model.initialization import residual_std
 from llmscale.model.layers import Linear
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
 from llmscale.model.block import Block
 from llmscale.model.layers import Embedding, TiedHead

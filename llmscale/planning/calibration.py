@@ -1,7 +1,7 @@
 """What the throughput model was fitted to, and whether a run lies within it. No torch.
 
-The fit is llmscale.planning.kernels'. Within the rows its error is known; beyond them the formulas go on, and the only
-runs to compare with are those of PUBLISHED, which were slower than it says.
+The fit is llmscale.planning.compute_time'. Within the rows its error is known; beyond them the formulas go on, and the
+only runs to compare with are those of PUBLISHED, which were slower than it says.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.hardware import GPU
-from llmscale.config.quantity import format_quantity
-from llmscale.config.shape import GPTShape
-from llmscale.memory.layout import EngineLayout
+from llmscale.config.human_numbers import format_quantity
+from llmscale.memory.zero_settings import EngineLayout
 
 #: A size counts as that of a row up to so much beside it.
 _NEAR = 1.1

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
-from llmscale.config.shape import GPTShape
 from llmscale.errors import ConfigError
+from llmscale.planning.compute_optimal import optimal_point
+from llmscale.planning.disk_usage import DiskSpace, estimate_disk
 from llmscale.planning.flops import affordable_tokens, inference_flops, training_flops
-from llmscale.planning.frontier import optimal_point
-from llmscale.planning.model_choice import nearest_preset, suggest_shape
-from llmscale.planning.run_on_gpus import GPUs, Placement, place, usual_mfu
+from llmscale.planning.placement import GPUs, Placement, place, usual_mfu
 from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
-from llmscale.planning.storage import DiskSpace, estimate_disk
+from llmscale.planning.shape_for_size import nearest_preset, suggest_shape
 
 #: How many FLOPs GPU-hours buy depends on the model, and the model on the FLOPs: rounds in which the two agree to a
 #: thousandth, and where they start.

@@ -2,30 +2,31 @@
 
     step = micro-steps x compute + communication + optimizer + offload
 
-with nothing hidden behind anything: what overlap there is went into the fitted constants. Nothing was measured by us on
-a GPU. On the 209 published rows that the constants were fitted to (`llmscale.planning.kernels`), the relative error of
-tokens/s has a median of 3 %, a 90th percentile of 8 % and a maximum of 31 %; on a model size that was left out of the
-fit, 4 % and 12 %. Beyond the rows (`llmscale.planning.calibration`) it is an extrapolation, and says so: ZeRO-3 at
-175B and 530B parameters on 384 to 2,240 A100s was published as 1.6 to 3.8 times slower. Had the H100 not been among the
-rows and been given the A100's efficiency, it would have been called 17 % too fast: so much for cards that are "not
-calibrated". The estimate is for runs that keep the GPU busy: it knows nothing of data loading, of launch overhead in
-micro-batches below 4,096 tokens, nor of what DeepSpeed does slower than FSDP, whose runs the rows are.
+with nothing hidden behind anything: what overlap there is went into the fitted constants. Nothing was measured by us
+on a GPU. On the 209 published rows that the constants were fitted to (`llmscale.planning.compute_time`), the relative
+error of tokens/s has a median of 3 %, a 90th percentile of 8 % and a maximum of 31 %; on a model size that was left
+out of the fit, 4 % and 12 %. Beyond the rows (`llmscale.planning.calibration`) it is an extrapolation, and says so:
+ZeRO-3 at 175B and 530B parameters on 384 to 2,240 A100s was published as 1.6 to 3.8 times slower. Had the H100 not
+been among the rows and been given the A100's efficiency, it would have been called 17 % too fast: so much for cards
+that are "not calibrated". The estimate is for runs that keep the GPU busy: it knows nothing of data loading, of
+launch overhead in micro-batches below 4,096 tokens, nor of what DeepSpeed does slower than FSDP, whose runs the rows
+are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.ds_sections import CheckpointingMode
+from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
-from llmscale.config.shape import GPTShape
-from llmscale.memory.layout import EngineLayout
+from llmscale.memory.zero_settings import EngineLayout
 from llmscale.planning.calibration import beyond_rows, calibration_words, fitted_rows
-from llmscale.planning.communication import count_traffic, estimate_communication_s
-from llmscale.planning.host_traffic import HostRates, estimate_offload_s, optimizer_on_gpu
-from llmscale.planning.kernels import estimate_compute_s, kernel_efficiency, memory_bytes_per_s
+from llmscale.planning.communication_time import count_traffic, estimate_communication_s
+from llmscale.planning.compute_time import estimate_compute_s, kernel_efficiency, memory_bytes_per_s
+from llmscale.planning.offload_time import HostRates, estimate_offload_s, optimizer_on_gpu
 
 #: AdamW on the GPU, per parameter of a rank's share: fp32 parameter and two moments read and written, the gradient
 #: read, the 16-bit parameter written.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
-from llmscale.data.manifest import Manifest, load_manifest
+from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME
 from llmscale.untrusted.documents import Rules, load_json, load_json_lines

@@ -9,7 +9,7 @@ from typing import cast
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.resolve import SetFacts, resolve_run
 from llmscale.config.schedule import Schedule
-from llmscale.training.prepared_run import PreparedRun, as_plain
+from llmscale.training.run_inputs import PreparedRun, as_plain
 
 #: Of the configuration: what decides how steps are made and follows from nothing else.
 _KEYS = ("optimizer", "weight_decay", "beta1", "beta2", "eps", "dropout", "bias")

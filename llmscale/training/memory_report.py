@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.errors import LlmscaleError, TrainingError
-from llmscale.memory.describe import describe_breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
-from llmscale.memory.layout import build_layout
-from llmscale.memory.recommend import find_smallest_change
-from llmscale.memory.search import Job, Machines
-from llmscale.training.prepared_run import PreparedRun
+from llmscale.memory.format_bytes import describe_breakdown, format_size
+from llmscale.memory.zero_settings import build_layout
+from llmscale.planning.largest_micro_batch import Job, Machines
+from llmscale.planning.recommend import find_smallest_change
+from llmscale.training.run_inputs import PreparedRun
 
 #: The step after which the measured peak stands beside the estimate: the first one lacks what DeepSpeed learns in it.
 MEASURED_AFTER_STEPS = 2
@@ -85,7 +85,7 @@ def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         # torch is there already when memory runs out.
-        from llmscale.training.meter import device_memory_bytes
+        from llmscale.training.throughput import device_memory_bytes
 
         raise OutOfMemory(explain_out_of_memory(run, str(error), device_memory_bytes())) from error
 

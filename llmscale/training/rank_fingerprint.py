@@ -20,10 +20,9 @@ import torch.distributed as dist
 
 import llmscale
 from llmscale.checkpoint.manifest import MANIFEST_NAME
-from llmscale.data.manifest import Manifest
-from llmscale.engine.distributed import World
-from llmscale.training.agreement import together
-from llmscale.training.prepared_run import PreparedRun, as_plain
+from llmscale.data.shards.manifest import Manifest
+from llmscale.engine.collectives import together
+from llmscale.engine.process_group import World
 from llmscale.training.rank_differences import (
     DATA_SECTION,
     SOURCES_SECTION,
@@ -35,6 +34,7 @@ from llmscale.training.rank_differences import (
 )
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_folder import library_versions
+from llmscale.training.run_inputs import PreparedRun, as_plain
 
 #: Keys of a run that may differ, each with its reason (docs/cluster.md has them too).
 MAY_DIFFER = {

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from llmscale.data.record import FOLDER as SAMPLES_NAME
+from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError
 from llmscale.training.run_folder import (
     CONFIG_NAME,

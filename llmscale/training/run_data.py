@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llmscale.data.build import FeedSettings, build_feed, build_order
-from llmscale.data.deal import RankLayout
-from llmscale.data.feed import Feed, FeedPlan
-from llmscale.data.order import Order
-from llmscale.data.shards import TokenShards
-from llmscale.engine.distributed import World, is_gpu
-from llmscale.training.prepared_run import PreparedRun
+from llmscale.data.loader import Feed, FeedPlan
+from llmscale.data.order.rank_sharding import RankLayout
+from llmscale.data.order.sample_order import Order
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.engine.process_group import World, is_gpu
+from llmscale.training.run_inputs import PreparedRun
 
 #: The identity of the order that a checkpoint recorded, which the run keeps.
 SavedOrder = Mapping[str, object] | None

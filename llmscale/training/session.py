@@ -12,31 +12,31 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.fragments import engine_fragments
+from llmscale.checkpoint.dcp_adapter import engine_fragments
 from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.hardware import model_flops_utilisation
-from llmscale.data.feed import Feed, MicroBatch
-from llmscale.data.record import SampleRecorder, ids_checksum
-from llmscale.data.shards import TokenShards
+from llmscale.data.loader import Feed, MicroBatch
+from llmscale.data.sample_log import SampleRecorder, ids_checksum
+from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import ValidationBatch, validation_batches
-from llmscale.engine.build import gradient_norm, set_learning_rate
-from llmscale.engine.distributed import World, leave_world
+from llmscale.engine.collectives import Verdict, agree, together
+from llmscale.engine.deepspeed_engine import gradient_norm, set_learning_rate
 from llmscale.engine.loss_scaling import explain_smallest_scale, get_scaler_state, loss_scale
-from llmscale.engine.randomness import seed_step
-from llmscale.engine.step import train_step
+from llmscale.engine.process_group import World, leave_world
+from llmscale.engine.step_seed import seed_step
+from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, inner_optimizer
 from llmscale.errors import CheckpointError, DataError, LlmscaleError, MachineError
 from llmscale.memory.estimate import MemoryEstimate
-from llmscale.training.agreement import Verdict, agree, together
-from llmscale.training.divergence import LostSteps, check_weights
 from llmscale.training.memory_report import MEASURED_AFTER_STEPS, measured_line
-from llmscale.training.meter import StepMeter, measured_memory, peak_memory_bytes
 from llmscale.training.metrics import MetricsLog, StepMetrics
-from llmscale.training.prepared_run import PreparedRun, as_plain
+from llmscale.training.nonfinite_guard import LostSteps, check_weights
 from llmscale.training.run_claim import RunFolderClaim
+from llmscale.training.run_inputs import PreparedRun, as_plain
 from llmscale.training.stop_request import StopRequest
+from llmscale.training.throughput import StepMeter, measured_memory, peak_memory_bytes
 from llmscale.training.validation import validation_loss
 from llmscale.untrusted.terminal import print_visible
 

@@ -40,7 +40,7 @@ from llmscale.checkpoint.manifest import (  # noqa: E402
     find_damage,
     step_of,
 )
-from llmscale.data.record import load_recorded  # noqa: E402
+from llmscale.data.sample_log import load_recorded  # noqa: E402
 
 DS_CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 GLOBAL_BATCH = 12

@@ -18,21 +18,21 @@ import torch.distributed as dist
 from checkpoint import GLOBAL_BATCH, folder_bytes
 from paced_ranks import REPOSITORY
 
-from llmscale.checkpoint.find import find_checkpoint, read_state
-from llmscale.checkpoint.fragments import engine_fragments
+from llmscale.checkpoint.dcp_adapter import engine_fragments
 from llmscale.checkpoint.load import find_damage_together, load_engine
+from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.build import set_learning_rate
-from llmscale.engine.distributed import join_world, leave_world
+from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.loss_scaling import set_scaler_state
-from llmscale.engine.step import train_step
+from llmscale.engine.process_group import join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
-from llmscale.training.divergence import check_weights
-from llmscale.training.open_session import build_run_engine, resolve_ds
-from llmscale.training.prepared_run import prepare_run
+from llmscale.training.build_session import build_run_engine, resolve_ds
+from llmscale.training.nonfinite_guard import check_weights
+from llmscale.training.run_inputs import prepare_run
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -18,8 +18,8 @@ import numpy as np
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
-from llmscale.cluster.launch.attempts import read_attempts
-from llmscale.data.record import load_recorded
+from llmscale.cluster.launch.attempt_log import read_attempts
+from llmscale.data.sample_log import load_recorded
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
 

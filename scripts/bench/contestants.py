@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from paced_ranks import Orders
 
-from llmscale.config.parse import parse_run_config
-from llmscale.training.prepared_run import PreparedRun, prepare_run
+from llmscale.config.arguments import parse_run_config
+from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
     import torch
@@ -66,7 +66,7 @@ def prepare(arguments: list[str], world_size: int) -> PreparedRun:
 def save_windows(run: PreparedRun, path: Path) -> None:
     """Every sample of the run, in order: the other loops read them from one memory-mapped file, the cheapest feed."""
     from llmscale.data.build import build_order
-    from llmscale.data.shards import TokenShards
+    from llmscale.data.shards.token_shards import TokenShards
     from llmscale.training.run_data import feed_settings
 
     samples = np.arange(run.resolved.total_steps * run.resolved.plan.global_batch_size, dtype=np.int64)
@@ -97,7 +97,7 @@ def run_plain(contest: Contest) -> float:
     import torch
     import torch.distributed as dist
 
-    from llmscale.engine.distributed import join_world, leave_world
+    from llmscale.engine.process_group import join_world, leave_world
     from llmscale.model.gpt import GPT
 
     resolved, config, plan = contest.run.resolved, contest.run.config, contest.run.resolved.plan
@@ -133,8 +133,8 @@ def run_trainer(contest: Contest) -> float:
     """Hugging Face Trainer with DeepSpeed, with the ds_config that train.py gives to DeepSpeed."""
     import torch.distributed as dist
 
-    from llmscale.checkpoint.huggingface import import_transformers
-    from llmscale.engine.distributed import is_gpu, join_world, leave_world
+    from llmscale.checkpoint.hf_weights import import_transformers
+    from llmscale.engine.process_group import is_gpu, join_world, leave_world
     from llmscale.model.gpt import GPT
 
     transformers = import_transformers()

@@ -9,13 +9,13 @@ import torch
 from memory_cells import VOCAB_SIZE, Cell
 from memory_peers import accelerate_bytes, cookbook_bytes, deepspeed_bytes
 
-from llmscale.config.ds_resolve import resolve_ds_config
-from llmscale.config.ds_schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.memory.estimate import estimate_memory
-from llmscale.memory.layout import build_layout
+from llmscale.memory.zero_settings import build_layout
 
 #: Memory settles with the second step, ZeRO-3's with the third.
 STEPS = 4
@@ -65,10 +65,10 @@ def resolve_ds(cell: Cell, run: ResolvedRun) -> dict[str, object]:
 
 def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun, ds_config: dict[str, object]) -> dict[str, object]:
     """Train STEPS steps on random tokens. Bytes that CUDA's allocator had handed out and held, and the card's."""
-    from llmscale.engine.build import build_engine
-    from llmscale.engine.distributed import join_world, leave_world
-    from llmscale.engine.step import train_step
+    from llmscale.engine.deepspeed_engine import build_engine
+    from llmscale.engine.process_group import join_world, leave_world
     from llmscale.engine.timing import PhaseTimer
+    from llmscale.engine.train_step import train_step
 
     world = join_world()
     engine = build_engine(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from memory_cells import Cell
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 
 #: torch's names of our precisions, as accelerate spells them.
 ACCELERATE_PRECISIONS = {"fp32": "float32", "autocast": "bfloat16", "bf16": "bfloat16", "fp16": "float16"}

@@ -17,8 +17,8 @@ import tracemalloc
 
 import numpy as np
 
-from llmscale.data.deal import RankLayout, deal
-from llmscale.data.order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
+from llmscale.data.order.rank_sharding import RankLayout, deal
+from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
 
 GLOBAL_BATCH = 512
 RANKS_PER_NODE = 8
@@ -94,7 +94,7 @@ def main() -> None:
     n = int(small.sum())
     order = large_order(small)
     result["quality"] = measure_quality(order.sample_ids(np.arange(n)), order.rows(np.arange(n)), small)
-    from llmscale.data.streaming_import import streaming_module
+    from llmscale.data.shards.streaming_import import streaming_module
 
     begin_s = time.perf_counter()
     partition = streaming_module("partition").get_partitions("relaxed", n, 8, 1, 1, 1, 1, 0, 1).reshape(-1)

@@ -25,10 +25,10 @@ from pathlib import Path
 import numpy as np
 from machine import describe_machine
 
-from llmscale.data.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
-from llmscale.data.streaming_import import streaming_module
-from llmscale.data.window_shuffle import window_keys
+from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
+from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
+from llmscale.data.prepare.window_shuffle import window_keys
+from llmscale.data.shards.streaming_import import streaming_module
 
 BATCHES = (1, 8, 12, 24, 48, 128, 512, 2048)
 SEEDS = 4
@@ -148,8 +148,8 @@ def measure_losses(folder: Path) -> dict[str, dict[str, float]]:
     """Autocorrelation at lags 1 to 4 of a nanoGPT-like loop's losses, windows in the order of the text."""
     import torch
 
-    from llmscale.data.location import open_set
-    from llmscale.data.shards import TokenShards
+    from llmscale.data.shards.dataset_source import open_set
+    from llmscale.data.shards.token_shards import TokenShards
 
     shards = TokenShards(open_set(str(prepare_stdlib(folder / "in_order", shuffle=False))), "train")
     sizes = shards.samples_per_shard
@@ -199,9 +199,9 @@ def train(batches: np.ndarray) -> np.ndarray:
 
 
 def prepare_stdlib(out: Path, *, shuffle: bool, seq_len: int = 64) -> Path:
-    from llmscale.data.prepare import PrepareOptions, prepare
-    from llmscale.data.sources import open_source
-    from llmscale.data.tokenizer import load_tokenizer
+    from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+    from llmscale.data.prepare.sources import open_source
+    from llmscale.data.tokenizers.tokenizer import load_tokenizer
 
     options = PrepareOptions(seq_len=seq_len, shuffle=shuffle)
     prepare(open_source("python-stdlib"), out, load_tokenizer("bytes"), options, num_workers=1)

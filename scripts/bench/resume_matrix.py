@@ -101,7 +101,7 @@ def run_rank_job(args: argparse.Namespace) -> None:
     import torch
     from resume_matrix_rank import train
 
-    from llmscale.engine.distributed import join_world, leave_world
+    from llmscale.engine.process_group import join_world, leave_world
 
     torch.set_num_threads(1)
     world = join_world()

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from deepspeed.runtime import torch_autocast
 
-from llmscale.checkpoint.find import find_checkpoint, read_state
-from llmscale.checkpoint.fragments import engine_fragments
+from llmscale.checkpoint.dcp_adapter import engine_fragments
 from llmscale.checkpoint.load import load_engine
+from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.build import set_learning_rate
-from llmscale.engine.distributed import World
+from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
-from llmscale.engine.randomness import seed_step
-from llmscale.engine.step import train_step
+from llmscale.engine.process_group import World
+from llmscale.engine.step_seed import seed_step
 from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import group_scalars
-from llmscale.training.open_session import build_run_engine, resolve_ds
-from llmscale.training.prepared_run import PreparedRun, prepare_run
+from llmscale.training.build_session import build_run_engine, resolve_ds
 from llmscale.training.run_data import open_feed
+from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -16,8 +16,8 @@ ROOT = LocalPath(__file__).resolve().parents[2]
 # Cog copies the repository without installing it.
 sys.path.insert(0, str(ROOT))
 
-from llmscale.checkpoint.find import find_checkpoint  # noqa: E402
-from llmscale.data.manifest import load_manifest  # noqa: E402
+from llmscale.checkpoint.locate import find_checkpoint  # noqa: E402
+from llmscale.data.shards.manifest import load_manifest  # noqa: E402
 
 
 class TrainingOutput(BaseModel):

@@ -13,8 +13,8 @@ from cog import BasePredictor, ConcatenateIterator, Input, Path
 # Cog copies the repository without installing it.
 sys.path.insert(0, str(LocalPath(__file__).resolve().parents[2]))
 
-from llmscale.checkpoint.find import find_checkpoint
-from llmscale.engine.quiet import quiet_libraries
+from llmscale.checkpoint.locate import find_checkpoint
+from llmscale.engine.silence_libraries import quiet_libraries
 from llmscale.evaluate.load_model import load_trained_model
 from llmscale.evaluate.text import generate_text
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.fragments import Fragment
+from llmscale.checkpoint.dcp_adapter import Fragment
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.find import find_checkpoint
 from llmscale.checkpoint.history import (
     FoundCheckpoints,
     find_any_checkpoint,
@@ -17,6 +16,7 @@ from llmscale.checkpoint.history import (
     list_checkpoints,
     record_history,
 )
+from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from llmscale.checkpoint.find import read_state
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.checkpoint.load import load_full_weights
+from llmscale.checkpoint.locate import read_state
 from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.checkpoint.tensor_archive import DTYPES, check_archive

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.fragments import Fragment, FragmentLoadPlanner
+from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner
 from llmscale.checkpoint.history import list_checkpoints, record_history
 from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
 from llmscale.checkpoint.load import (

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.cluster.launch.attempts import Attempt, read_attempts
-from llmscale.data.record import load_recorded
+from llmscale.cluster.launch.attempt_log import Attempt, read_attempts
+from llmscale.data.sample_log import load_recorded
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
 from tests.cluster.conftest import SHELL

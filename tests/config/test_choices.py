@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.arguments import build_run_config
 from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
-from llmscale.config.parse import build_run_config
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
-from llmscale.config.shape import GPTShape
 
 
 def config_of(**keys: object) -> RunConfig:

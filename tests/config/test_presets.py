@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS, get_preset
-from llmscale.config.shape import GPTShape
 from llmscale.errors import ConfigError
 
 #: Brown et al. 2020, table 2.1: layers, width, heads, peak learning rate, batch in tokens.

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llmscale.config.parse import parse_run_config
+from llmscale.config.arguments import parse_run_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.errors import ConfigError
 

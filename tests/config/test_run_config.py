@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from llmscale.config.parse import parse_run_config
+from llmscale.config.arguments import parse_run_config
 from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.prepare import PrepareOptions, prepare
-from llmscale.data.sources import open_source
-from llmscale.data.tokenizer import load_tokenizer
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources import open_source
+from llmscale.data.tokenizers.tokenizer import load_tokenizer
 
 WORDS = ["der", "die", "das", "und", "in", "nicht", "ein", "auch", "es", "\n", "\t", "你好", "naïve", "🙂"]
 

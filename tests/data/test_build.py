@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from llmscale.data.build import WHOLE_SET_BYTES, FeedSettings, build_order
-from llmscale.data.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.location import SetLocation, open_set
-from llmscale.data.manifest import ShardInfo
+from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
+from llmscale.data.shards.dataset_source import SetLocation, open_set
+from llmscale.data.shards.manifest import ShardInfo
 from llmscale.errors import DataError
 
 MakeLocation = Callable[..., SetLocation]

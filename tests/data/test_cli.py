@@ -10,7 +10,7 @@ import pytest
 
 from llmscale.cli import data
 from llmscale.config.flag_parser import FlagParser
-from llmscale.data.manifest import load_manifest
+from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import ConfigError, DataError
 
 

@@ -17,11 +17,11 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from llmscale.data import read_files
-from llmscale.data.hf_tokenizer import load_huggingface
-from llmscale.data.read_files import read_documents
-from llmscale.data.sources import open_source
-from llmscale.data.tiktoken_tokenizer import load_ranks_file
+from llmscale.data.prepare import read_files
+from llmscale.data.prepare.read_files import read_documents
+from llmscale.data.prepare.sources import open_source
+from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
+from llmscale.data.tokenizers.tiktoken_tokenizer import load_ranks_file
 from llmscale.errors import DataError
 
 MIB = 1 << 20

@@ -19,10 +19,10 @@ import pytest
 import zstandard
 
 from llmscale.cli.main import main
-from llmscale.data.location import fetch_tokenizer, open_set
-from llmscale.data.manifest import MANIFEST_NAME, Manifest, load_manifest
-from llmscale.data.shards import TokenShards
-from llmscale.data.tokenizer import load_set_tokenizer
+from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
 from llmscale.errors import DataError
 
 Record = dict[str, Any]
@@ -91,7 +91,7 @@ class _Signable:
 
     def __init__(self, record: Record, splits: dict[str, list]) -> None:
         self.__dict__.update(record)
-        from llmscale.data.manifest import ShardInfo
+        from llmscale.data.shards.manifest import ShardInfo
 
         class Split:
             def __init__(self, shards: list) -> None:

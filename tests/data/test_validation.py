@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.deal import RankLayout
-from llmscale.data.location import open_set
-from llmscale.data.shards import TokenShards
+from llmscale.data.order.rank_sharding import RankLayout
+from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import ValidationBatch, validation_batches, validation_sample_ids
 from llmscale.errors import ConfigError
 

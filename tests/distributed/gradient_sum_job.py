@@ -15,17 +15,17 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.ds_resolve import resolve_ds_config
-from llmscale.config.ds_schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
-from llmscale.config.shape import GPTShape
-from llmscale.engine.build import build_engine
-from llmscale.engine.distributed import join_world, leave_world
-from llmscale.engine.step import train_step
+from llmscale.engine.deepspeed_engine import build_engine
+from llmscale.engine.process_group import join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import inner_optimizer, placements
 from llmscale.model.gpt import GPT
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.record import load_recorded, read_recorded
+from llmscale.data.sample_log import load_recorded, read_recorded
 from llmscale.errors import DataError
 
 #: A checkpoint asks for 64 MiB of spare room.

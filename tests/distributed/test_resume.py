@@ -16,9 +16,9 @@ import pytest
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest, step_of
-from llmscale.data.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.manifest import load_manifest as load_set
-from llmscale.data.record import load_recorded
+from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
+from llmscale.data.sample_log import load_recorded
+from llmscale.data.shards.manifest import load_manifest as load_set
 from tests.conftest import REPOSITORY, read_losses
 
 Train = Callable[..., str]

@@ -13,14 +13,14 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from llmscale.checkpoint.fragments import Fragment, FragmentLoadPlanner, engine_fragments
+from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner, engine_fragments
 from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
 from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
-from llmscale.engine.distributed import World, join_world, leave_world
 from llmscale.engine.optimizer import build_parameter_groups
+from llmscale.engine.process_group import World, join_world, leave_world
 from llmscale.engine.zero_shards import group_scalars, reset_step_counts
 
 STEP = 3

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmscale.config.ds_sections import CheckpointingMode
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_world import fake_world
 from llmscale.engine.activation_checkpointing import build_block_checkpoint

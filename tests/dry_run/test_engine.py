@@ -18,9 +18,9 @@ warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.ds_resolve import resolve_ds_config
-from llmscale.config.ds_schema import parse_ds_config
-from llmscale.config.shape import GPTShape
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.architecture.shape import GPTShape
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
@@ -214,7 +214,7 @@ def measure_on_gpu() -> dict[str, dict]:
 
 
 def main(job: str) -> None:
-    from llmscale.engine.distributed import join_world, leave_world
+    from llmscale.engine.process_group import join_world, leave_world
 
     join_world()
     outcome = measure_on_gpu() if job == "gpu" else compare_ways(int(job.removeprefix("stage")))

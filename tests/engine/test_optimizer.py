@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.engine.optimizer import build_optimizer, build_parameter_groups
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 from llmscale.evaluate.sampling import sample
 from llmscale.model.gpt import GPT

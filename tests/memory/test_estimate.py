@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from llmscale.cli.estimate_simulation import simulate
-from llmscale.config.ds_schema import DsConfig, parse_ds_config
-from llmscale.config.ds_sections import CheckpointingMode, Precision
-from llmscale.config.shape import GPTShape
-from llmscale.memory.activations import estimate_activations
+from llmscale.architecture.shape import GPTShape
+from llmscale.cli.estimate.simulation import simulate
+from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_least
-from llmscale.memory.moments import PHASES
-from llmscale.memory.search import Fit, Job, Machines, fit_at
+from llmscale.memory.step_peaks import PHASES
+from llmscale.planning.largest_micro_batch import Fit, Job, Machines, fit_at
 
 GIB = 2**30
 #: What the total peak of the closed form may differ from the dry run's.

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
+from llmscale.architecture.hf_config import HFModel
+from llmscale.architecture.hf_families import build_tensors
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
-from llmscale.config.ds_schema import parse_ds_config
-from llmscale.config.shape import GPTShape
+from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.memory.estimate import CONTEXT_BYTES
-from llmscale.memory.hf_config import HFModel
-from llmscale.memory.hf_families import build_tensors
 from llmscale.memory.hf_states import estimate_hf_states
-from llmscale.memory.layout import EngineLayout, build_layout
-from llmscale.memory.search import resolve_on_gpus
-from llmscale.memory.states import estimate_states
+from llmscale.memory.states.by_stage import estimate_states
+from llmscale.memory.zero_settings import EngineLayout, build_layout
+from llmscale.planning.largest_micro_batch import resolve_on_gpus
 
 GIB = 2**30
 #: GPT-2 of transformers and of ours: the vocabulary is a multiple of 128, so the table is not padded.

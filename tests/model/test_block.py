@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.model.block import Block, CausalSelfAttention, activate
 
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=32, vocab_size=10, seq_len=16)

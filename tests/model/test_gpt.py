@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
-from llmscale.config.shape import GPTShape
 from llmscale.errors import DataError
 from llmscale.model.gpt import GPT
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from llmscale.config.shape import GPTShape
+from llmscale.architecture.shape import GPTShape
 from llmscale.model.gpt import GPT
 from llmscale.model.initialization import CHUNK_ELEMENTS, fill_normal_
 
@@ -76,7 +76,7 @@ def test_zero_init_shards_the_same_numbers(ranks, world_size: int) -> None:
 def compare_zero_init_with_a_plain_build() -> None:
     import deepspeed
 
-    from llmscale.engine.distributed import join_world, leave_world
+    from llmscale.engine.process_group import join_world, leave_world
 
     join_world()
     plain = GPT(SHAPE, seed=7)

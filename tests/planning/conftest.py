@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.ds_resolve import resolve_ds_config
-from llmscale.config.ds_schema import parse_ds_config
-from llmscale.config.shape import GPTShape
-from llmscale.memory.layout import EngineLayout, build_layout
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.memory.zero_settings import EngineLayout, build_layout
 
 LayoutOf = Callable[[Mapping[str, object], GPTShape, BatchPlan], EngineLayout]
 

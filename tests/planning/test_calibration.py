@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
-from llmscale.config.shape import GPTShape
 from llmscale.planning.calibration import FITTED, PUBLISHED, PublishedRun
 from llmscale.planning.throughput import Throughput, estimate_throughput
 from tests.planning.test_throughput import MPT

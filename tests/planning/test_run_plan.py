@@ -7,10 +7,10 @@ import pytest
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.errors import ConfigError
-from llmscale.planning.model_choice import preset_shape
-from llmscale.planning.run_on_gpus import GPUs
+from llmscale.planning.placement import GPUs
 from llmscale.planning.run_plan import Goal, Question, make_plan
 from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN, Interval
+from llmscale.planning.shape_for_size import preset_shape
 
 A100S = GPUs(get_gpu("a100-80gb"), 8, 1, get_interconnect("ib-200g"), None)
 

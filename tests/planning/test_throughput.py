@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
-from llmscale.config.shape import GPTShape
 from llmscale.planning.throughput import Throughput, estimate_throughput
 
 #: MPT's shapes: n_layer, n_head, n_embd.

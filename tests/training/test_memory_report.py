@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.parse import parse_run_config
-from llmscale.memory.search import Job, Machines, find_largest_fit
+from llmscale.config.arguments import parse_run_config
+from llmscale.planning.largest_micro_batch import Job, Machines, find_largest_fit
 from llmscale.training.memory_report import (
     MeasuredMemory,
     OutOfMemory,
@@ -21,7 +21,7 @@ from llmscale.training.memory_report import (
     is_out_of_memory,
     measured_line,
 )
-from llmscale.training.prepared_run import PreparedRun, prepare_run
+from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ from unittest import mock
 
 import pytest
 
-from llmscale.data.manifest import load_manifest
-from llmscale.data.preflight import hash_file
+from llmscale.data.shards.manifest import load_manifest
+from llmscale.data.shards.verify_shards import hash_file
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -154,12 +154,12 @@ def test_another_run_folder_on_one_rank_is_found_at_the_start(
 def one_rank(places: dict[str, str]) -> dict[str, str | None]:
     """What this rank hears in each case; rank 1 is the one that differs."""
     import llmscale
-    from llmscale.config.parse import parse_run_config
-    from llmscale.engine.distributed import join_world
+    from llmscale.config.arguments import parse_run_config
+    from llmscale.engine.process_group import join_world
     from llmscale.errors import LlmscaleError
     from llmscale.training import rank_fingerprint
-    from llmscale.training.prepared_run import prepare_run
     from llmscale.training.run_folder import library_versions
+    from llmscale.training.run_inputs import prepare_run
 
     world, versions = join_world(), library_versions()
     heard: dict[str, str | None] = {}

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from llmscale.cluster.doctor.ops import NVME_OPS
-from llmscale.engine.quiet import quiet_libraries
+from llmscale.engine.silence_libraries import quiet_libraries
 
 _BUILDERS = {"pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmscale.cluster.doctor.facts import Gpu, HostFacts
+from llmscale.cluster.doctor.host_facts import Gpu, HostFacts
 from llmscale.cluster.doctor.rows import Row, differ, green, grouped, red, yellow
 from llmscale.cluster.hostfile import Host
 

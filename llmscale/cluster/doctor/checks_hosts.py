@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from llmscale.cluster.doctor.facts import HostFacts
+from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import Row, differ, green, grouped, listed, placed, red, yellow
 from llmscale.cluster.remote import SSH_FAILED, Finished
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmscale.cluster.doctor.facts import HostFacts
+from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import Row, green, red, split_error
 from llmscale.cluster.hostfile import Host
-from llmscale.config.ds_schema import DsConfig
+from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.memory.describe import describe_breakdown, format_size
-from llmscale.memory.recommend import find_smallest_change
-from llmscale.memory.search import Job, Machines, fit_at
+from llmscale.memory.format_bytes import describe_breakdown, format_size
+from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
+from llmscale.planning.recommend import find_smallest_change
 
 
 def check_memory(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmscale.cluster.doctor.facts import HostFacts, Interface, NetworkFacts
+from llmscale.cluster.doctor.host_facts import HostFacts, Interface, NetworkFacts
 from llmscale.cluster.doctor.rows import Row, differ, green, grouped, listed, red, yellow
 from llmscale.config.hardware import find_gpu
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from llmscale.cluster.doctor.checks_memory import check_memory
 from llmscale.cluster.doctor.checks_run import folders_of
-from llmscale.cluster.doctor.facts import HostFacts
+from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import Row, green, red, split_error
 from llmscale.cluster.hostfile import Host
-from llmscale.config.ds_schema import DsConfig
+from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.memory.describe import format_size
+from llmscale.memory.format_bytes import format_size
 
 #: A checkpoint holds the fp32 weights and AdamW's two moments.
 CHECKPOINT_BYTES_PER_PARAMETER = 12

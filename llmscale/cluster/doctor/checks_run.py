@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from llmscale.cluster.doctor.facts import DataFacts, FileFacts, FolderFacts, HostFacts, RunFacts
+from llmscale.cluster.doctor.host_facts import DataFacts, FileFacts, FolderFacts, HostFacts, RunFacts
 from llmscale.cluster.doctor.rows import Row, differ, green, grouped, listed, red, split_error, yellow
 
 

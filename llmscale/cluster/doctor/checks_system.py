@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmscale.cluster.doctor.facts import HostFacts, SystemFacts
+from llmscale.cluster.doctor.host_facts import HostFacts, SystemFacts
 from llmscale.cluster.doctor.ops import find_stale_locks
 from llmscale.cluster.doctor.rows import Row, green, listed, placed, red, yellow
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmscale.cluster.doctor.facts import SystemFacts
+from llmscale.cluster.doctor.host_facts import SystemFacts
 from llmscale.cluster.extension_locks import STALE_LOCK_S
-from llmscale.config.ds_schema import DsConfig
+from llmscale.config.deepspeed.schema import DsConfig
 
 #: `async_io` reads and writes NVMe files, and loads `pin_memory` itself.
 NVME_OPS = ("pin_memory", "async_io")

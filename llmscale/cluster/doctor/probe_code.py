@@ -14,17 +14,17 @@ import time
 from importlib import metadata
 from pathlib import Path
 
-from llmscale.cluster.doctor.facts import CodeFacts, ImportFacts
+from llmscale.cluster.doctor.host_facts import CodeFacts, ImportFacts
 from llmscale.cluster.environment import PACKAGE
 from llmscale.training.run_folder import LIBRARIES
 
 #: Run in a process of its own: an import can hang, crash, or take GPU memory.
 _IMPORT_CODE = """
 import json, os, sys
-from llmscale.engine.quiet import quiet_libraries
+from llmscale.engine.silence_libraries import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
-import llmscale.training.open_session
+import llmscale.training.build_session
 print("facts", json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]), flush=True)
 os._exit(0)
 """

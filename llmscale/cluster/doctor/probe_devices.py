@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from llmscale.cluster.doctor.facts import Gpu, GpuFacts
+from llmscale.cluster.doctor.host_facts import Gpu, GpuFacts
 
 _MIB = 2**20
 _CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")

@@ -10,7 +10,7 @@ import socket
 import struct
 from pathlib import Path
 
-from llmscale.cluster.doctor.facts import Interface, NetworkFacts, Request, Route
+from llmscale.cluster.doctor.host_facts import Interface, NetworkFacts, Request, Route
 from llmscale.cluster.free_port import find_port
 
 _INFINIBAND = Path("/sys/class/infiniband")

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmscale.checkpoint.history import find_checkpoints
-from llmscale.cluster.doctor.facts import DataFacts, FileFacts, FolderFacts, RunFacts
-from llmscale.config.ds_problems import find_problems
-from llmscale.config.ds_schema import load_ds_config, parse_ds_config
-from llmscale.config.parse import parse_run_config
+from llmscale.cluster.doctor.host_facts import DataFacts, FileFacts, FolderFacts, RunFacts
+from llmscale.config.arguments import parse_run_config
+from llmscale.config.deepspeed.problems import find_problems
+from llmscale.config.deepspeed.schema import load_ds_config, parse_ds_config
 from llmscale.config.run_config import RunConfig
-from llmscale.data.location import open_set
-from llmscale.data.preflight import check_files
+from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import LlmscaleError
-from llmscale.training.prepared_run import prepare_run
+from llmscale.training.run_inputs import prepare_run
 
 
 def gather_ds(path: str) -> FileFacts:

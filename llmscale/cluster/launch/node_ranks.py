@@ -17,7 +17,7 @@ from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
 from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.cluster.launch.starter import starter_command
-from llmscale.training.watch import STACKS_SIGNAL, WATCH_VARIABLE, output_path, sign_path, stacks_path
+from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, output_path, sign_path, stacks_path
 
 #: How long the launcher may take to notice that its ranks are dead and say why.
 _LAUNCHER_WORD_S = 2.5

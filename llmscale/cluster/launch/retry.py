@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llmscale.cluster.launch.attempts import Attempt
+from llmscale.cluster.launch.attempt_log import Attempt
 
 #: Ends after which nothing can be gained by trying again.
 FINAL_ENDS = ("finished", "stopped", "user error")

@@ -11,20 +11,20 @@ from pathlib import Path
 
 from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.attempt_run import AttemptRun, Limits
-from llmscale.cluster.launch.attempts import Attempt, attempt_logs, next_number, read_attempts, write_attempt
-from llmscale.cluster.launch.crew import Crew
+from llmscale.cluster.launch.attempt import AttemptRun, Limits
+from llmscale.cluster.launch.attempt_log import Attempt, attempt_logs, next_number, read_attempts, write_attempt
+from llmscale.cluster.launch.host_pool import Crew
 from llmscale.cluster.launch.layout import Layout, choose_layout
 from llmscale.cluster.launch.listener import Listener
 from llmscale.cluster.launch.messages import Hello
+from llmscale.cluster.launch.outcome import Verdict
 from llmscale.cluster.launch.reach import Reach
 from llmscale.cluster.launch.restart_arguments import begins_somewhere, restart_arguments
 from llmscale.cluster.launch.retry import RetryPolicy, decide
-from llmscale.cluster.launch.verdict import Verdict
-from llmscale.config.parse import parse_run_config
+from llmscale.config.arguments import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.training.prepared_run import prepare_run
 from llmscale.training.run_claim import RunFolderClaim
+from llmscale.training.run_inputs import prepare_run
 
 LAUNCH_LOCK_NAME = ".launch.lock"
 #: Between two tries to reach enough hosts.

@@ -20,11 +20,11 @@ from llmscale.cluster.doctor.checks_run import (
     check_run_folder,
 )
 from llmscale.cluster.doctor.checks_system import check_system
-from llmscale.cluster.doctor.facts import Gpu, HostFacts
+from llmscale.cluster.doctor.host_facts import Gpu, HostFacts
 from llmscale.cluster.doctor.rows import Row
 from llmscale.cluster.hostfile import Host
-from llmscale.config.ds_schema import parse_ds_config
-from llmscale.config.parse import build_run_config
+from llmscale.config.arguments import build_run_config
+from llmscale.config.deepspeed.schema import parse_ds_config
 from tests.cluster.doctor.healthy_facts import break_host
 
 NVME_OPS = ("pin_memory", "async_io")

@@ -12,7 +12,7 @@ import pytest
 
 from llmscale.cluster.doctor.build_ops import main
 from llmscale.cluster.doctor.ops import needed_ops
-from llmscale.config.ds_schema import parse_ds_config
+from llmscale.config.deepspeed.schema import parse_ds_config
 from tests.conftest import REPOSITORY
 
 

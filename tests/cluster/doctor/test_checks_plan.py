@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from llmscale.cluster.doctor.checks_plan import check_plan, checkpoints_at_once
-from llmscale.cluster.doctor.facts import FolderFacts
+from llmscale.cluster.doctor.host_facts import FolderFacts
 from llmscale.cluster.doctor.rows import Row
 from llmscale.cluster.hostfile import Host
-from llmscale.config.ds_schema import parse_ds_config
-from llmscale.config.parse import build_run_config
+from llmscale.config.arguments import build_run_config
+from llmscale.config.deepspeed.schema import parse_ds_config
 from tests.cluster.doctor.healthy_facts import GIB, break_host, build_pair
 
 HOSTS = (Host("node-0", 8), Host("node-1", 8))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.manifest import CheckpointManifest, StoredFile, save_manifest
-from llmscale.cluster.doctor.facts import GpuFacts, Request, parse_facts, parse_request, print_facts, print_request
+from llmscale.cluster.doctor.host_facts import GpuFacts, Request, parse_facts, parse_request, print_facts, print_request
 from llmscale.cluster.doctor.probe import _gather, gather_facts
 from llmscale.cluster.doctor.probe_code import gather_code, hash_sources
 from llmscale.cluster.doctor.probe_devices import gather_gpus

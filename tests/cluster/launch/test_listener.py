@@ -20,7 +20,7 @@ from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch import listener as listener_module
 from llmscale.cluster.launch.agent import connect
 from llmscale.cluster.launch.channel import Channel
-from llmscale.cluster.launch.crew import Crew
+from llmscale.cluster.launch.host_pool import Crew
 from llmscale.cluster.launch.listener import ANNOUNCEMENT, MOST_STRANGERS, Listener, digest_of, find_announcement
 from llmscale.cluster.launch.messages import Hello, Ping
 from llmscale.cluster.launch.reach import Reach

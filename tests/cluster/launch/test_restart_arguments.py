@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cluster.launch.restart_arguments import restart_arguments
-from llmscale.config.parse import parse_run_config
+from llmscale.config.arguments import parse_run_config
 
 DATA = ["--data", "set", "--steps", "3"]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.cluster.launch.attempts import Attempt
+from llmscale.cluster.launch.attempt_log import Attempt
 from llmscale.cluster.launch.retry import RetryPolicy, decide
 
 

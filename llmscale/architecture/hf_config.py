@@ -1,0 +1,112 @@
+"""A transformers `config.json`: the model's exact parameters, and what it does not say about memory. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale.architecture.hf_families import Layers, Tensors, build_tensors
+from llmscale.errors import ConfigError
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.paths import read_regular
+
+CONFIG_NAME = "config.json"
+_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class HFModel:
+    """A model of transformers: enough for its model states."""
+
+    name: str
+    """As the user wrote it."""
+    family: str
+    """transformers' model_type."""
+    tensors: Tensors
+
+    @property
+    def num_parameters(self) -> int:
+        """As transformers' `num_parameters()`: a tied head counts once."""
+        tensors = self.tensors
+        return _elements(tensors.before_blocks + tensors.n_layer * tensors.block + tensors.after_blocks)
+
+    @property
+    def n_embd(self) -> int:
+        """Width of the token table, from which "auto" sizes of buffers follow."""
+        return self.tensors.before_blocks[0][1][0][1]
+
+    @property
+    def unknown(self) -> str:
+        """What config.json cannot say about the activations, in one sentence."""
+        return (
+            f"activations are not estimated: config.json does not say which attention {self.family} will run with "
+            "(eager keeps batch x heads x seq_len^2 elements a layer, flash none of them), what its code fuses or "
+            "upcasts, or how its loss is computed; llmscale's own model was counted tensor by tensor, this one was not"
+        )
+
+
+def load_hf_model(path_or_name: str) -> HFModel:
+    """From a config.json, a folder that holds one, or a name on the Hugging Face Hub.
+
+    A name is looked up in the Hub's cache first, then on the network. Raises ConfigError.
+    """
+    try:
+        contents = _read(path_or_name)
+    except OSError as error:
+        raise ConfigError(f"--hf {path_or_name} cannot be read: {error.strerror}.") from None
+    # Some models on the Hub have Infinity as a limit.
+    rules = Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES, not_finite=True)
+    config = parse_json(contents, rules, f"--hf {path_or_name}")
+    return HFModel(path_or_name, str(config.get("model_type")), build_tensors(config, f"--hf {path_or_name}"))
+
+
+def _read(path_or_name: str) -> bytes:
+    path = Path(path_or_name)
+    if path.is_dir():
+        path = path / CONFIG_NAME
+        if not path.is_file():
+            raise ConfigError(f"--hf {path_or_name}: the folder has no {CONFIG_NAME}.")
+    if path.is_file():
+        return read_regular(path, CONFIG_MAX_BYTES)
+    looks_like_a_path = path_or_name.endswith(".json") or path_or_name.startswith((".", "/", "~"))
+    if looks_like_a_path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_name):
+        raise ConfigError(
+            f"--hf {path_or_name} does not exist. Give a {CONFIG_NAME}, its folder, or a name on the Hub such as gpt2."
+        )
+    cached = _find_in_cache(path_or_name)
+    return _fetch(path_or_name) if cached is None else read_regular(cached, CONFIG_MAX_BYTES)
+
+
+def _find_in_cache(name: str) -> Path | None:
+    """The newest snapshot's config.json."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/{CONFIG_NAME}")
+    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _fetch(name: str) -> bytes:
+    """From the Hub, in one attempt: huggingface_hub would retry for half a minute, and print each attempt."""
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get("HF_TOKEN")) else {}
+    try:
+        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+            raise OSError("HF_HUB_OFFLINE is set")
+        request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/{CONFIG_NAME}", headers=headers)
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+            contents: bytes = answer.read(CONFIG_MAX_BYTES + 1)
+            return contents
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(getattr(error, "reason", None) or error).split())
+        raise ConfigError(
+            f"--hf {name} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
+            f"({reason}). Download its {CONFIG_NAME} and give the file."
+        ) from None
+
+
+def _elements(layers: Layers) -> int:
+    return sum(math.prod(shape) for _, shapes in layers for shape in shapes)

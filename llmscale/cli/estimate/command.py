@@ -1,0 +1,188 @@
+"""`llmscale estimate`: what fits these GPUs, by how much, and how fast it would be."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from llmscale.config import flag_type, limits
+from llmscale.errors import ConfigError
+
+if TYPE_CHECKING:  # the real imports wait until the command runs: other subcommands' --help must not wait for them
+    from argparse import _SubParsersAction
+
+    from llmscale.config.flag_parser import FlagParser
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `estimate`."""
+    parser = subparsers.add_parser(
+        "estimate",
+        help="which ZeRO stage, offload and micro-batch fit your GPUs, and how fast they are",
+        description="Every ZeRO stage, offload and activation checkpointing at the largest micro-batch that fits, from "
+        "closed formulas, at once. Exit status: 0 something fits, 1 nothing does, 2 the question was wrong.",
+    )
+    _add_model_arguments(parser.add_argument_group("model"))
+    _add_machine_arguments(parser.add_argument_group("machines"))
+    _add_run_arguments(parser.add_argument_group("run"))
+    _add_output_arguments(parser.add_argument_group("what to show"))
+    parser.set_defaults(handler=_run)
+
+
+def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model", type=flag_type.name, metavar="PRESET", help="tiny-1m ... gpt3-175b; the next three override it"
+    )
+    group.add_argument("--n-layer", type=flag_type.whole(1, limits.MAX_LAYERS), metavar="N", help="transformer blocks")
+    group.add_argument(
+        "--n-head", type=flag_type.whole(1, limits.MAX_HEADS), metavar="N", help="attention heads; must divide n_embd"
+    )
+    group.add_argument(
+        "--n-embd", type=flag_type.whole(1, limits.MAX_WIDTH), metavar="N", help="width of the residual stream"
+    )
+    group.add_argument(
+        "--seq-len",
+        type=flag_type.whole(1, limits.MAX_SEQ_LEN),
+        metavar="T",
+        help="tokens per sequence (default: the preset's)",
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=flag_type.whole(1, limits.MAX_VOCAB),
+        default=50257,
+        metavar="V",
+        help="of the data set's tokenizer (default: GPT-2's 50257)",
+    )
+    group.add_argument("--activation", metavar="NAME", help="gelu, gelu_tanh or relu (default: the preset's)")
+    group.add_argument(
+        "--dropout", type=flag_type.number(0, 0.999), metavar="P", help="dropout probability (default: 0)"
+    )
+    group.add_argument("--bias", action=argparse.BooleanOptionalAction, help="biases in linear layers and norms")
+    group.add_argument(
+        "--hf",
+        type=flag_type.name,
+        metavar="PATH|NAME",
+        help="a transformers config.json, its folder, or a name on the Hub: model states only",
+    )
+
+
+def _add_machine_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--gpu", type=flag_type.name, metavar="NAME", help="a card of the table; `list` shows it")
+    group.add_argument(
+        "--gpu-memory-gib",
+        type=flag_type.number(0.01, limits.MAX_GPU_GIB),
+        metavar="GIB",
+        help="of a card that is not in the table",
+    )
+    group.add_argument(
+        "--bf16-tflops", type=flag_type.number(0.001, limits.MAX_TFLOPS), metavar="X", help="its dense 16-bit rate"
+    )
+    group.add_argument(
+        "--num-gpus",
+        type=flag_type.whole(1, limits.MAX_GPUS_PER_NODE),
+        default=1,
+        metavar="N",
+        help="GPUs per node (default: 1)",
+    )
+    group.add_argument(
+        "--num-nodes", type=flag_type.whole(1, limits.MAX_NODES), default=1, metavar="N", help="nodes (default: 1)"
+    )
+    group.add_argument(
+        "--interconnect",
+        type=flag_type.name,
+        default="ib-400g",
+        metavar="NAME",
+        help="between nodes (default: ib-400g)",
+    )
+    group.add_argument(
+        "--host-memory-gib",
+        type=flag_type.number(0.01, limits.MAX_HOST_GIB),
+        metavar="GIB",
+        help="of one node, for offload (default: not checked)",
+    )
+
+
+def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--global-batch-size",
+        type=flag_type.whole(1, limits.MAX_BATCH),
+        metavar="B",
+        help="sequences per step over all GPUs (default: the preset's)",
+    )
+    group.add_argument(
+        "--micro-batch-size",
+        type=flag_type.whole(1, limits.MAX_BATCH),
+        metavar="B",
+        help="sequences per GPU and forward (default: the largest that fits)",
+    )
+    group.add_argument(
+        "--precision", metavar="NAME", help="bf16, fp16, fp32 or autocast (default: the ds_config's, else bf16; "
+        "fp16 on a card without it)",
+    )  # fmt: skip
+    group.add_argument(
+        "--activation-checkpointing", metavar="MODE", help="none, selective or full only (default: all of them)"
+    )
+    group.add_argument(
+        "--ds", type=flag_type.path, nargs="+", metavar="FILE", help="explain these ds_configs, side by side"
+    )
+    group.add_argument(
+        "--nvme-path", type=flag_type.name, default="/local_nvme", metavar="DIR", help="of every node, for --emit"
+    )
+
+
+def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--emit", type=flag_type.path, metavar="FILE", help="write the recommended ds_config")
+    group.add_argument("--force", action="store_true", help="let --emit overwrite")
+    group.add_argument("--max-model", action="store_true", help="the largest model of the GPT family that fits")
+    group.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="simulate the recommended row, or --ds, with the real DeepSpeed: a minute",
+    )
+    group.add_argument(
+        "--plot", type=flag_type.path, metavar="FILE", help="draw the rows as stacked bars (needs matplotlib)"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.gpu == "list":
+        return _print_gpus()
+    _check_combination(args)
+    from llmscale.cli.estimate import hugging_face as estimate_hf
+    from llmscale.cli.estimate import max_model as estimate_max_model
+    from llmscale.cli.estimate import rows as estimate_rows
+
+    if args.hf is not None:
+        return estimate_hf.run(args)
+    return estimate_max_model.run(args) if args.max_model else estimate_rows.run(args)
+
+
+def _print_gpus() -> int:
+    from llmscale.cli.estimate.table import gpu_lines
+
+    for line in gpu_lines():
+        print(line)
+    return 0
+
+
+#: Flags that say what to show, of which some exclude others.
+_EXCLUSIVE = (
+    ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run")),
+    ("--hf", ("--ds", "--emit", "--plot", "--dry-run", "--model", "--n-layer", "--n-head", "--n-embd")),
+    ("--ds", ("--emit",)),
+)
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    def given(flag: str) -> bool:
+        return getattr(args, flag.removeprefix("--").replace("-", "_")) not in (None, False)
+
+    for flag, others in _EXCLUSIVE:
+        for other in others:
+            if given(flag) and given(other):
+                raise ConfigError(f"{flag} and {other} exclude each other. Drop one of them.")
+    if args.force and args.emit is None:
+        raise ConfigError("--force lets --emit overwrite: it needs --emit FILE.")
+    if not (args.model or args.hf or args.max_model):
+        raise ConfigError("which model? Give --model PRESET (such as gpt2-1.5b), or --hf for one of transformers'.")

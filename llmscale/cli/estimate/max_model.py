@@ -1,0 +1,46 @@
+"""`llmscale estimate --max-model`: the largest GPT that each strategy can train."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from llmscale.cli.estimate.as_json import largest_models_as_list, request_as_dict
+from llmscale.cli.estimate.request import read_request
+from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
+from llmscale.cli.estimate.table import largest_model_lines
+from llmscale.planning.largest_model import find_largest_models
+from llmscale.planning.strategy import CHECKPOINTING
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when something fits, 1 when nothing does."""
+    request = read_request(args)
+    job, mode = request.job, request.config.activation_checkpointing
+    models = find_largest_models(job, request.precision, args.nvme_path, (mode,) if mode else CHECKPOINTING)
+    if args.json:
+        values = request_as_dict(request) | {"largest_models": largest_models_as_list(models)}
+        del values["shape"]
+        print(json.dumps(values, indent=1))
+    else:
+        print(
+            f"The largest GPT that fits {request.machines_in_words}, {request.precision}: sequences of "
+            f"{job.shape.seq_len:,}, vocabulary {job.shape.vocab_size:,}, micro-batch {job.micro_batch_size or 1}"
+        )
+        print()
+        for line in largest_model_lines(models):
+            print(line)
+        print()
+        host = "checked" if job.machines.host_bytes else "not checked: --host-memory-gib"
+        fit = next((model.fit for model in models if model.fit), None)
+        if fit is not None and fit.plan.gradient_accumulation_steps > 1:
+            print(
+                f"global batch {job.global_batch_size:,}: {fit.plan.gradient_accumulation_steps} micro-steps, whose "
+                f"gradients are summed in {fit.layout.grad_accum_dtype}."
+            )
+        print("Shapes: GPT-3's table, and between its points depth as a function of the width.")
+        print(f"total: GiB of one GPU; host and NVMe: GiB of one node, {host}.")
+        print(
+            "preset: the largest one that is not larger. What only just fits leaves no room for a larger micro-batch."
+        )
+    return 0 if any(model.shape for model in models) else EXIT_NOTHING_FITS

@@ -1,0 +1,303 @@
+"""What `llmscale plan` prints: text, JSON, a picture. No torch."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from llmscale.cli.estimate.table import align
+from llmscale.cli.plan.request import Terms
+from llmscale.cli.train_command import data_words, train_command
+from llmscale.config.choices import preset_words
+from llmscale.config.hardware import GPUS
+from llmscale.config.human_numbers import format_quantity
+from llmscale.config.presets import PRESETS
+from llmscale.memory.format_bytes import format_size
+from llmscale.planning.cost import energy_kwh, price_usd
+from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
+from llmscale.planning.law_table import LawRow, central, law_rows
+from llmscale.planning.placement import Placement
+from llmscale.planning.run_plan import Lifetime, Plan, Question
+from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
+
+_TIB = 2**40
+#: Of the model, beside its preset.
+_SIZES = ("n_layer", "n_head", "n_embd")
+#: Columns of a line of text.
+_WIDTH = 112
+
+
+def plan_lines(question: Question, plan: Plan, terms: Terms) -> Iterator[str]:
+    """The whole answer."""
+    yield from _law_lines(question, plan)
+    yield ""
+    yield from _run_lines(question, plan)
+    if plan.placement is not None:
+        yield from _placement_lines(question, plan, plan.placement, terms)
+    elif question.gpus is None:
+        yield _line("GPUs", "--gpu NAME adds hours, energy, the ZeRO row, and with --price-per-gpu-hour the cost")
+    if plan.lifetime is not None:
+        yield from _lifetime_lines(question, plan, plan.lifetime, terms)
+    yield from _hint_lines(question, plan)
+
+
+def _line(name: str, text: str) -> str:
+    """A name and what it is, wrapped."""
+    return textwrap.fill(text, _WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+
+
+def _law_lines(question: Question, plan: Plan) -> Iterator[str]:
+    yield f"Optimal for {plan.flops:.3g} FLOPs = {plan.flops / PF_DAY_FLOPS:,.4g} PF-days (C = 6 N D) of training:"
+    rows = law_rows(plan.flops)
+    cells = [
+        [
+            "*" if row.name == question.law.name else "",
+            row.name,
+            _with_range(row.num_parameters),
+            _with_range(row.tokens),
+            f"{central(row.tokens) / central(row.num_parameters):.2g}",
+            "-" if row.loss is None else f"{central(row.loss):.3f}",
+        ]
+        for row in rows
+    ]
+    yield from align(["", "by", "parameters N", "tokens D", "D/N", "loss"], cells)
+    yield _note(
+        "In brackets: 80 % by the errors of the fit alone. Hoffmann et al. print none for these numbers; all their "
+        "approaches together put the optimum of 5.76e23 FLOPs between 40B and 70B."
+    )
+    yield _note(f"{KAPLAN.name} differs because {KAPLAN.why_it_differs}.")
+    if not FITTED_PARAMETERS[0] <= plan.shape.num_parameters <= FITTED_PARAMETERS[1]:
+        low, high = map(format_quantity, FITTED_PARAMETERS)
+        yield _note(f"The fits rest on models of {low} to {high} parameters; this is an extrapolation.")
+
+
+def _note(text: str) -> str:
+    return textwrap.fill(text, _WIDTH)
+
+
+def _with_range(value: Interval | float) -> str:
+    if isinstance(value, Interval):
+        return f"{format_quantity(value.value)} ({format_quantity(value.low)}-{format_quantity(value.high)})"
+    return format_quantity(value)
+
+
+def _run_lines(question: Question, plan: Plan) -> Iterator[str]:
+    shape, preset = plan.shape, PRESETS[plan.preset]
+    yield _line(
+        "model",
+        f"{shape.num_parameters:,} parameters: {shape.n_layer} layers, {shape.n_head} heads of {shape.head_dim}, width "
+        f"{shape.n_embd} (vocabulary {shape.vocab_size:,})",
+    )
+    if (shape.n_layer, shape.n_head, shape.n_embd) != (preset.n_layer, preset.n_head, preset.n_embd):
+        yield _line("", f"nearest preset: {plan.preset}, {preset.n_layer} layers, width {preset.n_embd}")
+    else:
+        yield _line("", preset_words(plan.preset, shape, "a") or f"that is the preset {plan.preset}")
+    yield _line(
+        "training",
+        f"{format_quantity(plan.tokens)} tokens = {plan.steps:,} steps of {plan.tokens_per_step:,} tokens "
+        f"({plan.global_batch_size:,} sequences of {shape.seq_len:,})",
+    )
+    loss = f"{central(plan.loss):.3f}"
+    if isinstance(plan.loss, Interval):
+        loss += f" ({plan.loss.low:.3f}-{plan.loss.high:.3f})"
+    yield _line("loss", f"{loss} nats per token by {question.law.name}, on text and a tokenizer like theirs")
+    disk = plan.disk
+    yield _line(
+        "disk",
+        f"{_size(disk.total_bytes)}: checkpoints of {_size(disk.checkpoint_bytes)}, {disk.kept_checkpoints} kept and "
+        f"one being written; data {_size(disk.data_bytes)}; 16-bit weights {_size(disk.weights_bytes)}",
+    )
+
+
+def _placement_lines(question: Question, plan: Plan, placement: Placement, terms: Terms) -> Iterator[str]:
+    if question.gpus is None:
+        return
+    gpu, machines = question.gpus.gpu, placement.machines
+    found = " (the fewest nodes that hold it)" if question.gpus.num_nodes is None and machines.num_nodes > 1 else ""
+    yield _line("GPUs", f"{machines.in_words(gpu.name)}, {question.gpus.precision}{found}")
+    if placement.row is None:
+        yield _line("ZeRO", f"nothing fits these GPUs: {placement.why}")
+    else:
+        fit = placement.row.fit
+        is_summed = fit.plan.gradient_accumulation_steps > 1
+        summed = f" (gradients summed in {fit.layout.grad_accum_dtype})" if is_summed else ""
+        yield _line(
+            "ZeRO",
+            f"{fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size} x "
+            f"{fit.plan.gradient_accumulation_steps} accumulation{summed}: {placement.why}",
+        )
+        if fit.host_bytes_per_node:
+            yield _line("", f"needs {_size(fit.host_bytes_per_node)} of host memory per node, not checked here")
+    speed = placement.tokens_per_second(plan.shape, gpu)
+    if speed is None or placement.mfu is None or plan.gpu_hours is None or plan.hours is None:
+        yield _line("speed", "not known: more nodes, or --mfu for an assumption")
+        return
+    yield _line("speed", f"{speed:,.0f} tokens/s at {placement.mfu:.0%} MFU ({placement.calibration})")
+    yield _line("time", f"{_duration(plan.hours)}; {plan.gpu_hours:,.0f} GPU-hours")
+    if gpu.power_w is not None:
+        assumed = "" if terms.is_pue_given else " (assumed)"
+        yield _line(
+            "energy",
+            f"{_energy(energy_kwh(plan.gpu_hours, gpu.power_w, terms.pue))}: boards at their limit of "
+            f"{gpu.power_w:g} W, PUE {terms.pue:g}{assumed}; hosts and network not counted",
+        )
+    if terms.price_per_gpu_hour is not None:
+        cost = price_usd(plan.gpu_hours, terms.price_per_gpu_hour)
+        yield _line("cost", f"${cost:,.0f} at ${terms.price_per_gpu_hour:g} per GPU-hour")
+
+
+def _lifetime_lines(question: Question, plan: Plan, lifetime: Lifetime, terms: Terms) -> Iterator[str]:
+    other = lifetime.training_optimal
+    served = format_quantity(question.inference_tokens)
+    yield _line("inference", f"{served} tokens: {lifetime.inference_flops:.3g} FLOPs (2 N D, attention not counted)")
+    unit = "FLOPs"
+    if question.inference_mfu is not None and plan.placement is not None and plan.placement.mfu is not None:
+        unit = f"FLOPs of training (serving at {question.inference_mfu:.0%} MFU, training at {plan.placement.mfu:.0%})"
+    total = f"{lifetime.total_flops:.3g} {unit}"
+    price = _price_per_flop(question, plan, terms)
+    if price is not None:
+        total += f" = ${lifetime.total_flops * price:,.0f}"
+    yield _line("lifetime", f"{total} for training and inference together")
+    saved = 1 - lifetime.total_flops / lifetime.training_optimal_total_flops
+    more = f"{saved:.0%} less" if saved >= 0 else f"{-saved:.0%} more"
+    yield _line(
+        "",
+        f"{more} than the model of the same loss that is cheapest to train, {_describe(other)}: "
+        f"{other.flops:.3g} + {inference_flops(other.num_parameters, question.inference_tokens):.3g} FLOPs",
+    )
+    if question.inference_mfu is None:
+        yield _line(
+            "",
+            "served at the MFU of training; producing one token at a time is slower by far: --inference-mfu",
+        )
+
+
+def _price_per_flop(question: Question, plan: Plan, terms: Terms) -> float | None:
+    """Dollars per 6 N D FLOP of training, at this plan's speed."""
+    if terms.price_per_gpu_hour is None or plan.gpu_hours is None:
+        return None
+    return price_usd(plan.gpu_hours, terms.price_per_gpu_hour) / plan.flops
+
+
+def _hint_lines(question: Question, plan: Plan) -> Iterator[str]:
+    """The words of the commands that come next."""
+    shape, preset = plan.shape, PRESETS[plan.preset]
+    keys: dict[str, object] = {"model": plan.preset}
+    keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
+    asked = keys | {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
+    asked |= {"global_batch_size": plan.global_batch_size}
+    yield ""
+    if plan.placement is None or question.gpus is None:
+        trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
+        yield f"llmscale estimate {_flags(asked)} --gpu NAME --emit ds.json"
+        yield f"deepspeed llmscale/train.py --ds ds.json {_flags(trained)}"
+        return
+    machines, gpu = plan.placement.machines, question.gpus.gpu
+    if gpu in GPUS:
+        asked["gpu"] = gpu.name
+    else:
+        asked |= {"gpu_memory_gib": f"{gpu.memory_gib:g}", "bf16_tflops": f"{gpu.dense_16bit_flops / 1e12:g}"}
+    asked |= {"num_gpus": machines.gpus_per_node, "num_nodes": machines.num_nodes}
+    yield f"llmscale estimate {_flags(asked)} --emit ds.json"
+    if plan.placement.row is not None:
+        yield train_command("ds.json", plan.placement.row.fit, keys | {"steps": plan.steps})
+        yield data_words(shape.seq_len, shape.vocab_size)
+
+
+def _flags(keys: dict[str, object]) -> str:
+    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in keys.items())
+
+
+def _energy(kwh: float) -> str:
+    return f"{kwh:.3g} kWh" if kwh < 1000 else f"{kwh / 1000:,.4g} MWh"
+
+
+def _describe(point: Point) -> str:
+    return f"{format_quantity(point.num_parameters)} on {format_quantity(point.tokens)} tokens"
+
+
+def _size(num_bytes: float) -> str:
+    return format_size(num_bytes) if num_bytes < _TIB else f"{num_bytes / _TIB:,.2f} TiB"
+
+
+def _duration(hours: float) -> str:
+    if hours < 1:
+        return f"{hours * 60:.3g} minutes"
+    return f"{hours:.3g} hours" if hours < 48 else f"{hours / 24:,.1f} days"
+
+
+def to_json(question: Question, plan: Plan, terms: Terms) -> str:
+    """Everything, unrounded."""
+    return json.dumps(
+        {
+            "goal": asdict(question.goal),
+            "flops": plan.flops,
+            "pf_days": plan.flops / PF_DAY_FLOPS,
+            "laws": [_law_as_dict(row) for row in law_rows(plan.flops)],
+            "law": question.law.name,
+            "optimum": {**asdict(plan.optimum), "flops": plan.optimum.flops},
+            "shape": {**asdict(plan.shape), "num_parameters": plan.shape.num_parameters},
+            "nearest_preset": plan.preset,
+            "tokens": plan.tokens,
+            "steps": plan.steps,
+            "global_batch_size": plan.global_batch_size,
+            "tokens_per_step": plan.tokens_per_step,
+            "loss": asdict(plan.loss) if isinstance(plan.loss, Interval) else plan.loss,
+            "disk": {
+                **asdict(plan.disk),
+                "checkpoints_bytes": plan.disk.checkpoints_bytes,
+                "total_bytes": plan.disk.total_bytes,
+            },
+            "run": _run_as_dict(question, plan, terms),
+            "lifetime": asdict(plan.lifetime) if plan.lifetime else None,
+        },
+        indent=1,
+    )
+
+
+def _law_as_dict(row: LawRow) -> dict[str, object]:
+    values = {"num_parameters": row.num_parameters, "tokens": row.tokens, "loss": row.loss}
+    plain = {key: asdict(value) if isinstance(value, Interval) else value for key, value in values.items()}
+    return {"name": row.name, **plain, "source": row.source}
+
+
+def _run_as_dict(question: Question, plan: Plan, terms: Terms) -> dict[str, object] | None:
+    placement, hours = plan.placement, plan.gpu_hours
+    if placement is None or question.gpus is None:
+        return None
+    gpu, fit = question.gpus.gpu, placement.row.fit if placement.row else None
+    power, price = gpu.power_w, terms.price_per_gpu_hour
+    return {
+        "gpu": gpu.name,
+        "gpus_per_node": placement.machines.gpus_per_node,
+        "num_nodes": placement.machines.num_nodes,
+        "precision": question.gpus.precision,
+        "strategy": asdict(fit.strategy) if fit else None,
+        "micro_batch_size": fit.plan.micro_batch_size if fit else None,
+        "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps if fit else None,
+        "grad_accum_dtype": fit.layout.grad_accum_dtype if fit else None,
+        "why": placement.why,
+        "mfu": placement.mfu,
+        "calibration": placement.calibration,
+        "tokens_per_second": placement.tokens_per_second(plan.shape, gpu),
+        "hours": plan.hours,
+        "gpu_hours": hours,
+        "energy_kwh": None if power is None or hours is None else energy_kwh(hours, power, terms.pue),
+        "pue": terms.pue,
+        "cost_usd": None if price is None or hours is None else price_usd(hours, price),
+    }
+
+
+def draw(path: Path, question: Question, plan: Plan) -> None:
+    """Iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
+    from llmscale.report.isoflop_plot import plot_isoflops
+
+    chosen = Point(plan.shape.num_parameters, plan.tokens, central(plan.loss))
+    law = question.law
+    interval = law.interval(lambda moved: moved.optimal_parameters(plan.flops))
+    plot_isoflops(
+        path, law, chosen, interval or law.optimal_parameters(plan.flops), f"{law.name}: loss at equal training FLOPs"
+    )

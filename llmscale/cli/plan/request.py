@@ -1,0 +1,119 @@
+"""From the arguments of `llmscale plan` to a question. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.cli.estimate.request import read_gpu
+from llmscale.config.interconnect import get_interconnect
+from llmscale.config.presets import get_preset
+from llmscale.errors import ConfigError
+from llmscale.planning.cost import DEFAULT_PUE
+from llmscale.planning.flops import PF_DAY_FLOPS
+from llmscale.planning.placement import GPUs
+from llmscale.planning.run_plan import Goal, Question
+from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN
+from llmscale.planning.shape_for_size import preset_shape, suggest_shape
+
+_LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
+_MODELS = ("--model", "--params")
+_OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
+#: What means nothing without a card.
+_OF_GPUS = ("--budget-usd", "--gpu-hours", "--price-per-gpu-hour", "--mfu", "--inference-mfu", "--num-nodes", "--pue")
+_DEFAULT_SEQ_LEN = 2048
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What turns hours into money and energy."""
+
+    price_per_gpu_hour: float | None
+    pue: float
+    is_pue_given: bool
+
+
+def read_question(args: argparse.Namespace) -> tuple[Question, Terms]:
+    """Raises ConfigError for whatever cannot be."""
+    _check_goals(args)
+    _check_machines(args)
+    shape = _read_shape(args)
+    question = Question(
+        goal=_read_goal(args, shape),
+        shape=shape,
+        law=_LAWS[args.law],
+        vocab_size=args.vocab_size,
+        seq_len=shape.seq_len if shape else args.seq_len or _DEFAULT_SEQ_LEN,
+        global_batch_size=args.global_batch_size,
+        gpus=_read_gpus(args),
+        inference_tokens=args.inference_tokens or 0.0,
+        inference_mfu=args.inference_mfu,
+        keep_last=args.keep_last,
+        keep_every=args.keep_every,
+    )
+    return question, Terms(args.price_per_gpu_hour, args.pue or DEFAULT_PUE, args.pue is not None)
+
+
+def _given(args: argparse.Namespace, flags: tuple[str, ...]) -> list[str]:
+    return [flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]
+
+
+def _check_goals(args: argparse.Namespace) -> None:
+    models, others = _given(args, _MODELS), _given(args, _OTHERS)
+    for flags in (models, others):
+        if len(flags) > 1:
+            raise ConfigError(f"{' and '.join(flags)} are two goals that contradict each other. Give one of them.")
+    if not models and not others:
+        raise ConfigError(
+            f"plan for what? Give one of {', '.join((*_OTHERS, *_MODELS))}, or a model and one of the others."
+        )
+
+
+def _check_machines(args: argparse.Namespace) -> None:
+    has_gpu = _has_gpu(args)
+    for flag in _OF_GPUS:
+        if _given(args, (flag,)) and not has_gpu:
+            raise ConfigError(f"{flag} needs --gpu NAME: what an hour is worth depends on the card.")
+    if args.budget_usd is not None and args.price_per_gpu_hour is None:
+        raise ConfigError("--budget-usd needs --price-per-gpu-hour.")
+    if args.inference_mfu is not None and args.inference_tokens is None:
+        raise ConfigError("--inference-mfu needs --inference-tokens.")
+
+
+def _has_gpu(args: argparse.Namespace) -> bool:
+    return bool(_given(args, ("--gpu", "--gpu-memory-gib", "--bf16-tflops")))
+
+
+def _read_gpus(args: argparse.Namespace) -> GPUs | None:
+    if not _has_gpu(args):
+        return None
+    network = get_interconnect(args.interconnect)
+    return GPUs(read_gpu(args), args.num_gpus, args.num_nodes, network, args.mfu)
+
+
+def _read_shape(args: argparse.Namespace) -> GPTShape | None:
+    if args.model is not None:
+        get_preset(args.model)  # says which there are
+        return preset_shape(args.model, args.vocab_size, args.seq_len)
+    if args.params is not None:
+        return suggest_shape(args.params, args.vocab_size, args.seq_len or _DEFAULT_SEQ_LEN)
+    return None
+
+
+def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:
+    if args.budget_usd is not None:
+        return Goal("gpu_hours", args.budget_usd / args.price_per_gpu_hour)
+    if args.gpu_hours is not None:
+        return Goal("gpu_hours", args.gpu_hours)
+    if args.pf_days is not None:
+        return Goal("flops", args.pf_days * PF_DAY_FLOPS)
+    if args.flops is not None:
+        return Goal("flops", args.flops)
+    if args.tokens is not None:
+        return Goal("tokens", args.tokens)
+    if args.loss is not None:
+        return Goal("loss", args.loss)
+    if shape is None:
+        raise ConfigError("plan for what? Give a goal.")
+    return Goal("parameters", float(shape.num_parameters))

@@ -1,0 +1,212 @@
+"""Keys that DeepSpeed 0.19.8 crashes on, or with which it trains something else.
+
+`refusals` yields what must not start; `ignored_keys` what is harmless but has no effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llmscale.config.deepspeed.sections import DsFile, OffloadOptimizer, OffloadParam, ZeroOptimization
+
+_EVERY_STAGE = frozenset({1, 2, 3})
+_FLAT_STAGES = frozenset({1, 2})
+_STAGE_3 = frozenset({3})
+_NO_STAGE: frozenset[int] = frozenset()
+
+#: The stages at which a key of zero_optimization has an effect.
+EFFECTIVE_STAGES: dict[str, frozenset[int]] = {
+    "contiguous_gradients": _EVERY_STAGE,
+    "reduce_scatter": _EVERY_STAGE,
+    "reduce_bucket_size": _EVERY_STAGE,
+    "overlap_comm": _EVERY_STAGE,
+    "allgather_bucket_size": _FLAT_STAGES,
+    "use_multi_rank_bucket_allreduce": _FLAT_STAGES,
+    "round_robin_gradients": _FLAT_STAGES,
+    "parameter_alignment": _FLAT_STAGES,
+    "ignore_unused_parameters": _FLAT_STAGES,
+    "allgather_partitions": _NO_STAGE,
+    "load_from_fp32_weights": _NO_STAGE,
+    "sub_group_size": _STAGE_3,
+    "memory_efficient_linear": _STAGE_3,
+    "override_module_apply": _STAGE_3,
+    "log_trace_cache_warnings": _STAGE_3,
+    "enable_sanity_checks": _STAGE_3,
+} | {name: _STAGE_3 for name in ZeroOptimization.model_fields if name.startswith("stage3_")}
+
+_NVME_KEYS = (
+    "nvme_path",
+    "buffer_count",
+    "buffer_size",
+    "max_in_cpu",
+    "pipeline_read",
+    "pipeline_write",
+    "fast_init",
+)
+_DYNAMIC_SCALE_KEYS = (
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+
+
+def refusals(keys: DsFile) -> Iterator[str]:
+    """Every combination that cannot train what was written, one sentence or two each."""
+    yield from _offload_refusals(keys)
+    yield from _precision_refusals(keys)
+    yield from _gradient_refusals(keys)
+    section = keys.activation_checkpointing
+    if section and section.partition_activations:
+        yield (
+            "activation_checkpointing.partition_activations splits activations over model-parallel ranks, "
+            "llmscale is data parallel only. Delete it; cpu_checkpointing also saves device memory."
+        )
+    if section and section.contiguous_memory_optimization:
+        yield (
+            "activation_checkpointing.contiguous_memory_optimization works only with partition_activations, "
+            "which needs model parallelism. Delete it."
+        )
+    if not keys.zero_allow_untested_optimizer:
+        yield (
+            "zero_allow_untested_optimizer must be true: DeepSpeed does not list torch's fused AdamW. Delete "
+            "the key, llmscale sets it."
+        )
+    if keys.zero_force_ds_cpu_optimizer:
+        yield (
+            "zero_force_ds_cpu_optimizer must be false: llmscale passes torch.optim.AdamW. Delete the key, "
+            "llmscale sets it."
+        )
+
+
+def _offload_refusals(keys: DsFile) -> Iterator[str]:
+    stage, optimizer, parameters = keys.zero.stage, keys.offload_optimizer_device, keys.offload_param_device
+    if parameters != "none" and stage < 3:
+        yield (
+            f"zero_optimization.offload_param needs stage 3; at stage {stage} DeepSpeed ignores it. Set "
+            "stage to 3, or delete offload_param."
+        )
+    if optimizer != "none" and stage == 0:
+        yield (
+            "zero_optimization.offload_optimizer needs stage 1, 2 or 3; at stage 0 DeepSpeed ignores it. Set "
+            "stage to 1, or delete offload_optimizer."
+        )
+    if optimizer == "nvme" and stage in (1, 2):
+        yield (
+            f'zero_optimization.offload_optimizer.device "nvme" needs stage 3; at stage {stage} DeepSpeed '
+            'uses the host memory instead. Write "cpu", or set stage to 3.'
+        )
+    sections: tuple[tuple[str, OffloadOptimizer | OffloadParam | None], ...] = (
+        ("offload_optimizer", keys.zero.offload_optimizer),
+        ("offload_param", keys.zero.offload_param),
+    )
+    for name, section in sections:
+        if section and section.device == "nvme" and section.nvme_path is None:
+            yield (
+                f'zero_optimization.{name}.device "nvme" needs nvme_path: a folder on the local NVMe disk '
+                "of every host."
+            )
+    states = keys.zero.offload_optimizer
+    if states and states.ratio != 1.0:
+        yield (
+            f"zero_optimization.offload_optimizer.ratio {states.ratio} needs DeepSpeed's own CPU Adam, "
+            "llmscale passes torch.optim.AdamW. Delete it: all states are offloaded."
+        )
+    if states and states.device == "nvme" and states.buffer_count < 4:
+        yield (
+            f"zero_optimization.offload_optimizer.buffer_count {states.buffer_count} is too small: AdamW "
+            "needs 4 (parameter, gradient, two moments)."
+        )
+
+
+def _precision_refusals(keys: DsFile) -> Iterator[str]:
+    switched_on = [
+        name
+        for name in ("bf16", "fp16", "torch_autocast")
+        if (section := getattr(keys, name)) is not None and section.enabled is True
+    ]
+    if len(switched_on) > 1:
+        yield f"{' and '.join(switched_on)} are both enabled. Keep one precision and delete the other."
+    stage, dtype = keys.zero.stage, keys.model_dtype
+    if dtype == "fp16" and stage == 0:
+        yield (
+            "fp16 does not train at stage 0: DeepSpeed divides the gradients by a loss scale that it never "
+            "applied to the loss. Set zero_optimization.stage to 1, or use bf16."
+        )
+    if keys.fp16 and keys.fp16.min_loss_scale > 2**keys.fp16.initial_scale_power:
+        yield (
+            f"fp16.min_loss_scale {keys.fp16.min_loss_scale} is above the first scale, "
+            f"2**initial_scale_power = {2**keys.fp16.initial_scale_power}."
+        )
+    types = keys.data_types
+    if types and types.param_dtype and types.param_dtype != dtype:
+        yield (
+            f"data_types.param_dtype {types.param_dtype} contradicts the precision {keys.precision}, whose "
+            f"parameters are {dtype}. Delete it."
+        )
+    accumulation = types.grad_accum_dtype if types else None
+    legal = {dtype, "fp32"}
+    if accumulation and accumulation not in legal:
+        yield (
+            f"data_types.grad_accum_dtype {accumulation} cannot be used with precision {keys.precision} at "
+            f"stage {stage}. Legal: {', '.join(sorted(legal))}."
+        )
+
+
+def _gradient_refusals(keys: DsFile) -> Iterator[str]:
+    stage = keys.zero.stage
+    if keys.communication_data_type == "fp16" and keys.precision != "fp16":
+        yield (
+            f"communication_data_type fp16 overflows with precision {keys.precision}, whose loss is not "
+            "scaled. Use bf16 or fp32."
+        )
+    if keys.gradient_allreduce_op == "sum":
+        yield (
+            'gradient_allreduce_op "sum" makes gradients grow with the number of ranks: the loss curve would '
+            'depend on the world size. Delete it ("mean").'
+        )
+    if stage >= 2 and keys.zero.reduce_scatter and (keys.prescale_gradients or keys.gradient_predivide_factor != 1.0):
+        yield (
+            f"prescale_gradients and gradient_predivide_factor stop DeepSpeed at stage {stage} with "
+            "reduce_scatter. Delete them, or set zero_optimization.reduce_scatter to false."
+        )
+    if keys.gradient_predivide_factor == 0:
+        yield "gradient_predivide_factor must be above 0."
+    if stage in (1, 2) and keys.zero.allgather_bucket_size % 2:
+        yield (
+            f"zero_optimization.allgather_bucket_size {keys.zero.allgather_bucket_size} must be even: "
+            "DeepSpeed aligns it to 4 bytes."
+        )
+
+
+def ignored_keys(keys: DsFile) -> Iterator[str]:
+    """Keys that were written, do no harm and have no effect."""
+    stage = keys.zero.stage
+    for name in sorted(keys.zero.model_fields_set & EFFECTIVE_STAGES.keys()):
+        if stage not in EFFECTIVE_STAGES[name]:
+            stages = sorted(EFFECTIVE_STAGES[name])
+            where = f"only at stage {', '.join(map(str, stages))}" if stages else "nowhere in DeepSpeed 0.19.8"
+            yield f"zero_optimization.{name} has no effect at stage {stage} (read {where})."
+    for name in ("offload_optimizer", "offload_param"):
+        section = getattr(keys.zero, name)
+        if section and section.device != "nvme":
+            for key in sorted(section.model_fields_set & set(_NVME_KEYS)):
+                yield (f'zero_optimization.{name}.{key} has no effect with device "{section.device}" (NVMe only).')
+    if keys.aio and "nvme" not in (keys.offload_optimizer_device, keys.offload_param_device):
+        yield "aio has no effect without NVMe offload."
+    for name in sorted(keys.model_fields_set & {"disable_allgather", "dataloader_drop_last", "vocabulary_size"}):
+        yield f"{name} has no effect."
+    if keys.fp16 and keys.fp16.loss_scale:
+        for name in sorted(keys.fp16.model_fields_set & set(_DYNAMIC_SCALE_KEYS)):
+            yield f"fp16.{name} has no effect with a static loss_scale."
+    if keys.bf16 and keys.bf16.immediate_grad_update and not _dedicated_bf16_optimizer(keys):
+        yield "bf16.immediate_grad_update has no effect except at stage 1 with fp32 gradient accumulation."
+    if keys.activation_checkpointing and keys.activation_checkpointing.number_checkpoints:
+        yield ("activation_checkpointing.number_checkpoints has no effect without contiguous_memory_optimization.")
+
+
+def _dedicated_bf16_optimizer(keys: DsFile) -> bool:
+    """Whether DeepSpeed takes its BF16_Optimizer: stage 1, bf16, fp32 accumulation, no offload."""
+    accumulation = keys.data_types.grad_accum_dtype if keys.data_types else None
+    return keys.zero.stage == 1 and keys.precision == "bf16" and accumulation == "fp32"

@@ -1,0 +1,125 @@
+"""Read a ds_config and refuse, in one line, what DeepSpeed would ignore, misread or crash on. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from llmscale.config.deepspeed.problems import find_problems
+from llmscale.config.deepspeed.rules import ignored_keys, refusals
+from llmscale.config.deepspeed.sections import (
+    Bf16,
+    DsFile,
+    Fp16,
+    OffloadDevice,
+    Precision,
+    Section,
+    TorchAutocast,
+)
+from llmscale.errors import ConfigError, did_you_mean
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
+
+SHIPPED_FOLDER = Path("ds_configs")
+
+
+@dataclass(frozen=True)
+class DsConfig:
+    """A ds_config that was checked against the closed schema."""
+
+    source: str
+    """The file's name, for messages."""
+    keys: DsFile
+    """What the file says, typed; absent sections are None."""
+    warnings: tuple[str, ...]
+    """Keys that have no effect, one sentence each."""
+
+    @property
+    def zero_stage(self) -> int:
+        return self.keys.zero.stage
+
+    @property
+    def precision(self) -> Precision:
+        return self.keys.precision
+
+    @property
+    def fp16(self) -> Fp16 | None:
+        """The loss-scale settings; None in another precision."""
+        return self.keys.fp16 if self.precision == "fp16" else None
+
+    @property
+    def offload_optimizer_device(self) -> OffloadDevice:
+        return self.keys.offload_optimizer_device
+
+    @property
+    def offload_param_device(self) -> OffloadDevice:
+        return self.keys.offload_param_device
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether the section is there: its presence switches activation checkpointing on."""
+        return self.keys.activation_checkpointing is not None
+
+    @property
+    def cpu_checkpointing(self) -> bool:
+        """Whether saved activations go to host memory."""
+        section = self.keys.activation_checkpointing
+        return section is not None and section.cpu_checkpointing
+
+    @property
+    def gradient_clipping(self) -> float | None:
+        """Largest global gradient norm, 0 for no clipping; None when the file leaves it open."""
+        clipping = self.keys.gradient_clipping
+        return None if clipping is None or isinstance(clipping, str) else clipping
+
+    def with_precision(self, precision: Precision) -> DsConfig:
+        """The same config in another precision. Raises ConfigError when its other keys do not allow it."""
+        bf16, fp16, autocast = self.keys.bf16, self.keys.fp16, self.keys.torch_autocast
+        keys = self.keys.model_copy(
+            update={
+                "bf16": _switch(bf16 or Bf16(enabled=False), precision == "bf16"),
+                "fp16": _switch(fp16 or Fp16(enabled=False), precision == "fp16"),
+                "torch_autocast": _switch(autocast or TorchAutocast(enabled=False), precision == "autocast"),
+            }
+        )
+        _refuse_first(f"{self.source} with precision {precision}", list(refusals(keys)))
+        return replace(self, keys=keys)
+
+
+def load_ds_config(path: Path) -> dict[str, object]:
+    """The JSON object in a file, not yet checked. Raises ConfigError."""
+    try:
+        return load_json(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {path}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(_missing_file(path)) from None
+
+
+def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
+    """Check every key, type, value and combination. Raises ConfigError, prefixed with `source`."""
+    _refuse_first(source, find_problems(config))
+    keys = DsFile.model_validate(config)
+    return DsConfig(source, keys, tuple(ignored_keys(keys)))
+
+
+def read_ds_config(path: Path) -> DsConfig:
+    """Load and check a file. Raises ConfigError."""
+    return parse_ds_config(load_ds_config(path), str(path))
+
+
+def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:
+    return section.model_copy(update={"enabled": enabled})
+
+
+def _refuse_first(source: str, problems: list[str]) -> None:
+    if problems:
+        more = f" (And {len(problems) - 1} more in this file.)" if len(problems) > 1 else ""
+        raise ConfigError(f"{source}: {problems[0]}{more}")
+
+
+def _missing_file(path: Path) -> str:
+    folder = path.parent if path.parent.is_dir() else SHIPPED_FOLDER
+    names = sorted(file.name for file in folder.glob("*.json"))
+    if not names and folder != SHIPPED_FOLDER:
+        folder = SHIPPED_FOLDER
+        names = sorted(file.name for file in folder.glob("*.json"))
+    listing = f" Files in {folder}: {', '.join(names)}." if names else ""
+    return f"ds_config {path} does not exist.{did_you_mean(path.name, names)}{listing}"

@@ -1,0 +1,264 @@
+"""Every key of a ds_config that llmscale supports, section by section, with DeepSpeed 0.19.8's defaults.
+
+The schema is closed: DeepSpeed itself ignores an unknown top-level key (`zero_optimisation` trains at stage
+0). tests/config/deepspeed/test_sections.py compares it with DeepSpeed's own classes, so that it cannot drift.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from llmscale.config.deepspeed.fields import (
+    AUTO,
+    Count,
+    CountOrAuto,
+    Depth,
+    Flag,
+    FlagOrAuto,
+    Number,
+    NumberOrAuto,
+    Positive,
+    PositiveOrAuto,
+    Power,
+    Stage,
+    Text,
+    Texts,
+)
+
+Precision = Literal["fp32", "bf16", "fp16", "autocast"]
+#: What a block keeps for its backward pass: everything, its matrix products, or (as DeepSpeed does) its input.
+CheckpointingMode = Literal["none", "selective", "full"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Section(BaseModel):
+    """One JSON object. Frozen; a key it does not declare is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OffloadOptimizer(Section):
+    """Optimizer states and the optimizer step on the host; nvme: the states on disk (stage 3 only)."""
+
+    device: OffloadDevice = "none"
+    nvme_path: Text | None = None
+    buffer_count: Count = 4
+    """NVMe: buffers of the largest partition; parameter, gradient and Adam's two moments need 4."""
+    pin_memory: Flag = True
+    pipeline_read: Flag = False
+    pipeline_write: Flag = False
+    fast_init: Flag = False
+    ratio: Number = 1.0
+
+
+class OffloadParam(Section):
+    """Low-precision parameters on the host or on disk; stage 3 only."""
+
+    device: OffloadDevice = "none"
+    nvme_path: Text | None = None
+    buffer_count: Count = 5
+    buffer_size: Count = 100_000_000
+    """NVMe: elements per buffer."""
+    max_in_cpu: Count = 1_000_000_000
+    """NVMe: elements that stay in host memory."""
+    pin_memory: Flag = True
+
+
+class ZeroOptimization(Section):
+    """What is sharded; sizes of buffers in elements. `stage` has no default: DeepSpeed's, 0, is a trap."""
+
+    stage: Stage
+    contiguous_gradients: Flag = True
+    reduce_scatter: Flag = True
+    reduce_bucket_size: PositiveOrAuto = 500_000_000
+    use_multi_rank_bucket_allreduce: Flag = True
+    allgather_partitions: Flag = True
+    allgather_bucket_size: Count = 500_000_000
+    overlap_comm: Flag | None = None
+    load_from_fp32_weights: Flag = True
+    offload_param: OffloadParam | None = None
+    offload_optimizer: OffloadOptimizer | None = None
+    sub_group_size: Positive = 1_000_000_000
+    stage3_prefetch_bucket_size: CountOrAuto = 50_000_000
+    stage3_param_persistence_threshold: CountOrAuto = 100_000
+    stage3_model_persistence_threshold: Count = 2**63 - 1
+    stage3_max_live_parameters: Count = 1_000_000_000
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: Flag = False
+    stage3_module_granularity_threshold: Count = 0
+    stage3_use_all_reduce_for_fetch_params: Flag = False
+    stage3_allgather_sequential: Flag = False
+    ignore_unused_parameters: Flag = True
+    round_robin_gradients: Flag = False
+    parameter_alignment: Flag = False
+    memory_efficient_linear: Flag = True
+    override_module_apply: Flag = True
+    log_trace_cache_warnings: Flag = False
+    enable_sanity_checks: Flag = False
+
+
+class Fp16(Section):
+    """fp16 weights, fp32 master; `loss_scale` 0 is dynamic: 2**initial_scale_power, halved on overflow."""
+
+    enabled: FlagOrAuto
+    auto_cast: Flag = False
+    loss_scale: Number = 0.0
+    initial_scale_power: Power = 16
+    loss_scale_window: Positive = 1000
+    """Steps without overflow before the scale is doubled."""
+    hysteresis: Positive = 2
+    """Overflows before the scale is halved."""
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: Positive = 1
+
+
+class Bf16(Section):
+    """bf16 weights, fp32 master."""
+
+    enabled: FlagOrAuto
+    immediate_grad_update: Flag = False
+    check_grad_overflow: Flag = True
+    """Skip a step whose gradients are not finite."""
+
+
+class TorchAutocast(Section):
+    """fp32 weights, matrix products in bf16."""
+
+    enabled: FlagOrAuto
+    dtype: Literal["bfloat16", "bf16"] = "bfloat16"
+    lower_precision_safe_modules: Texts | None = None
+
+
+class DataTypes(Section):
+    grad_accum_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+
+
+class ActivationCheckpointing(Section):
+    """Its presence switches activation checkpointing on."""
+
+    partition_activations: Flag = False
+    contiguous_memory_optimization: Flag = False
+    cpu_checkpointing: Flag = False
+    """Keep the saved activations in host memory."""
+    number_checkpoints: Positive | None = None
+    synchronize_checkpoint_boundary: Flag = False
+    profile: Flag = False
+
+
+class Aio(Section):
+    """Disk access of NVMe offload."""
+
+    block_size: Positive = 1_048_576
+    queue_depth: Positive = 8
+    intra_op_parallelism: Positive = 1
+    single_submit: Flag = False
+    overlap_events: Flag = True
+    use_gds: Flag = False
+
+
+class CommsLogger(Section):
+    enabled: Flag = False
+    prof_all: Flag = True
+    prof_ops: Texts = ()
+    verbose: Flag = False
+    debug: Flag = False
+
+
+class FlopsProfiler(Section):
+    enabled: Flag = False
+    recompute_fwd_factor: Number = 0.0
+    profile_step: Positive = 1
+    module_depth: Depth = -1
+    top_modules: Positive = 1
+    detailed: Flag = True
+    output_file: Text | None = None
+
+
+class FileMonitor(Section):
+    """`tensorboard` and `csv_monitor`."""
+
+    enabled: Flag = False
+    output_path: str = ""
+    job_name: Text = "DeepSpeedJobName"
+
+
+class ThroughputTimer(Section):
+    enabled: Flag = True
+    synchronized: Flag = True
+
+
+class Timers(Section):
+    throughput: ThroughputTimer | None = None
+
+
+class DsFile(Section):
+    """A whole ds_config as written; an absent section is None."""
+
+    train_batch_size: PositiveOrAuto | None = None
+    train_micro_batch_size_per_gpu: PositiveOrAuto | None = None
+    gradient_accumulation_steps: PositiveOrAuto | None = None
+    gradient_clipping: NumberOrAuto | None = None
+    zero_optimization: ZeroOptimization | None = None
+    bf16: Bf16 | None = None
+    fp16: Fp16 | None = None
+    torch_autocast: TorchAutocast | None = None
+    data_types: DataTypes | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    aio: Aio | None = None
+    communication_data_type: Dtype | None = None
+    prescale_gradients: Flag = False
+    gradient_predivide_factor: Number = 1.0
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    zero_allow_untested_optimizer: Flag = True
+    zero_force_ds_cpu_optimizer: Flag = False
+    steps_per_print: Positive | None = None
+    wall_clock_breakdown: Flag = False
+    memory_breakdown: Flag = False
+    dump_state: Flag = False
+    disable_python_gc: Flag = False
+    disable_allgather: Flag = False
+    dataloader_drop_last: Flag = False
+    vocabulary_size: Positive | None = None
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    comms_logger: CommsLogger | None = None
+    flops_profiler: FlopsProfiler | None = None
+    tensorboard: FileMonitor | None = None
+    csv_monitor: FileMonitor | None = None
+    timers: Timers | None = None
+
+    @property
+    def zero(self) -> ZeroOptimization:
+        return self.zero_optimization or ZeroOptimization(stage=0)
+
+    @property
+    def precision(self) -> Precision:
+        """The section that is on, else fp32. "auto" is on unless another is, bf16 before the others."""
+        sections: tuple[tuple[Precision, Bf16 | Fp16 | TorchAutocast | None], ...] = (
+            ("bf16", self.bf16),
+            ("fp16", self.fp16),
+            ("autocast", self.torch_autocast),
+        )
+        for wanted in (True, AUTO):
+            for precision, section in sections:
+                if section is not None and section.enabled == wanted:
+                    return precision
+        return "fp32"
+
+    @property
+    def model_dtype(self) -> Dtype:
+        """What the parameters are stored in between steps."""
+        return "fp32" if self.precision == "autocast" else self.precision
+
+    @property
+    def offload_optimizer_device(self) -> OffloadDevice:
+        section = self.zero.offload_optimizer
+        return section.device if section else "none"
+
+    @property
+    def offload_param_device(self) -> OffloadDevice:
+        section = self.zero.offload_param
+        return section.device if section else "none"

@@ -1,0 +1,240 @@
+"""The order in which samples are seen: a pure function of (seed, epoch, set). NumPy only.
+
+Position g of the stream is the (g + 1)-th sample that the run sees. Epoch g // n follows epoch g // n - 1 without a
+gap, each holds every one of the n samples exactly once, and nothing is padded, dropped or repeated: a global batch may
+straddle two epochs. So the state of the stream is one number, the samples seen, whatever the ranks, nodes or workers.
+
+By default an epoch is a random permutation of the whole set, drawn from all of it at every moment. Two things bound
+what a node must hold of a remote set, and cost nothing where they are the default:
+
+- **Rows.** Positions go round R canonical rows in an order that is random in each round and fair to every number of
+  nodes that divides R (row_visits.py). A row is a part of the set that one node can hold, the same in every epoch. Rows
+  are as alike as can be: each takes its share of shards from every region of the set. From eight shards to a row on,
+  their means differ so little that the order cannot be told from a shuffle of the whole; a smaller set has one row.
+- **Blocks.** Each epoch, each row shuffles its shards and is cut into equal blocks of `block_size` samples or less,
+  which are shuffled one after the other. A row is a ring that each epoch enters at a random place, so that rows do not
+  change blocks together and no block is short. This bounds what a node holds at a time, and is random only where
+  neighbours in a shard are strangers: `prepare` shuffles what it writes.
+
+Every shuffle is a Feistel permutation (permute.py), so any position is found on its own: no list of samples, a few kB
+per shard, any start in milliseconds. Random bits are splitmix64's rather than NumPy's generators', whose streams may
+change between versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmscale.data.order.feistel import permute
+from llmscale.data.order.hash64 import fold64, key64
+from llmscale.data.order.row_visits import scramble
+from llmscale.errors import ConfigError
+
+IntArray = NDArray[np.int64]
+#: Everything that decides an order, as a checkpoint keeps it.
+OrderIdentity = dict[str, str | int | bool | None]
+
+#: Changed whenever the same settings would give another order.
+ALGORITHM = "feistel-rounds-2"
+
+#: Rows that are dealt to nodes whole. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
+DEFAULT_CANONICAL_NODES = 48
+#: The means of rows of eight shards, one from each of eight regions, hold about a hundredth of the variance of a
+#: sample: batches spread as a full shuffle's do, within half a percent.
+SHARDS_PER_ROW = 8
+#: For a set too large for a node: with 48 rows a batch is drawn from 1.5 million samples (Streaming's default: 2
+#: million), and a row needs two or three 64 MiB shards of 1,024-token samples at a time.
+DEFAULT_BLOCK_SIZE = 1 << 15
+#: Far beyond any use; a few kB are kept per row.
+MOST_CANONICAL_NODES = 1 << 20
+
+# Domains of the keys: equal (seed, epoch) must not give related shard orders, rounds, entrances and shuffles.
+_SHARDS, _SPANS, _ENTRANCES, _BLOCKS, _ROUNDS = range(5)
+
+
+class Order(Protocol):
+    """What the feed needs of an order, today's or an older one."""
+
+    num_samples: int
+
+    def rows(self, positions: IntArray) -> IntArray:
+        """Canonical row of each stream position, int64 of the same shape."""
+        ...
+
+    def sample_ids(self, positions: IntArray) -> IntArray:
+        """Sample id at each stream position (non-negative, any order), int64 [n] for positions [n]."""
+        ...
+
+    def identity(self, set_fingerprint: str) -> OrderIdentity:
+        """Everything that decides the order."""
+        ...
+
+
+@dataclass(frozen=True)
+class _EpochTable:
+    """One epoch's order of spans: span i covers places [ends[i-1], ends[i]) of the concatenated rows."""
+
+    starts: IntArray
+    """First sample id of each span, [spans]."""
+    begins: IntArray
+    """First place of each span, [spans]."""
+    ends: IntArray
+    """Place behind each span, [spans]."""
+
+
+class SampleOrder:
+    """Sample ids by stream position. Costs a few kB per shard and nothing per sample.
+
+    `num_canonical_nodes` None: as many rows as do not show, 48 or one. `block_size` None: a row is one block.
+    Raises ConfigError for settings that cannot form an order.
+    """
+
+    def __init__(
+        self,
+        samples_per_shard: Sequence[int] | IntArray,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        num_canonical_nodes: int | None = None,
+        block_size: int | None = None,
+    ) -> None:
+        for name, value in (("num_canonical_nodes", num_canonical_nodes), ("block_size", block_size)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, not {value}.")
+        if (num_canonical_nodes or 1) > MOST_CANONICAL_NODES:
+            raise ConfigError(f"num_canonical_nodes must be at most {MOST_CANONICAL_NODES}, not {num_canonical_nodes}.")
+        self.samples_per_shard = np.asarray(samples_per_shard, np.int64)
+        self.num_samples = int(self.samples_per_shard.sum())
+        if self.num_samples < 1:
+            raise ConfigError("The order of an empty set is not defined: the set holds no samples.")
+        self.seed = seed
+        self.shuffle = shuffle
+        self.num_canonical_nodes = num_canonical_nodes or rows_that_do_not_show(self.samples_per_shard)
+        self.block_size = block_size
+        rows = np.arange(self.num_canonical_nodes, dtype=np.int64)
+        #: Entries of each row in an epoch, [R].
+        self._row_sizes = (self.num_samples - rows + self.num_canonical_nodes - 1) // self.num_canonical_nodes
+        self._row_begins = np.cumsum(self._row_sizes) - self._row_sizes
+        self._span_starts, self._span_sizes, self._span_rows = self._cut_rows()
+        # Two epochs live at a time: a global batch may straddle them.
+        self._epoch_table = lru_cache(maxsize=2)(self._build_epoch_table)
+
+    def rows(self, positions: IntArray) -> IntArray:
+        """Canonical row of each stream position, int64 of the same shape. Of N | R nodes, node row % N holds it: N
+        positions counted from a multiple of N need each node once, unless they straddle two epochs."""
+        rows = np.zeros(positions.shape, np.int64)
+        if self.shuffle and self.num_canonical_nodes > 1:
+            for epoch, chosen in self._by_epoch(positions):
+                rows[chosen] = self._visits(epoch, positions[chosen] % self.num_samples)[0]
+        return rows
+
+    def sample_ids(self, positions: IntArray) -> IntArray:
+        """Sample id at each stream position (non-negative, any order), int64 [n] for positions [n]."""
+        if not self.shuffle:
+            return positions % self.num_samples
+        ids = np.empty(len(positions), np.int64)
+        for epoch, chosen in self._by_epoch(positions):
+            ids[chosen] = self._ids_in_epoch(epoch, positions[chosen] % self.num_samples)
+        return ids
+
+    def identity(self, set_fingerprint: str) -> OrderIdentity:
+        """Everything that decides the order. A checkpoint keeps it; a resume with another is refused."""
+        return {
+            "algorithm": ALGORITHM,
+            "set_fingerprint": set_fingerprint,
+            "num_samples": self.num_samples,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_canonical_nodes": self.num_canonical_nodes,
+            "block_size": self.block_size,
+        }
+
+    def _by_epoch(self, positions: IntArray) -> list[tuple[int, IntArray]]:
+        """Each epoch met, with the indices of its positions."""
+        epochs = positions // self.num_samples
+        return [(int(epoch), np.flatnonzero(epochs == epoch)) for epoch in np.unique(epochs)]
+
+    def _cut_rows(self) -> tuple[IntArray, IntArray, IntArray]:
+        """Put the shards in the order of rows and cut them at row borders: (first id, size, row) of each span."""
+        shard_ends = np.cumsum(self.samples_per_shard)
+        shard_starts = shard_ends - self.samples_per_shard
+        shard_order = self._order_shards(shard_starts)
+        place_ends = np.cumsum(self.samples_per_shard[shard_order])
+        place_begins = place_ends - self.samples_per_shard[shard_order]
+        begins = np.unique(np.concatenate([place_begins, self._row_begins]))
+        begins = begins[begins < self.num_samples]
+        owner = np.searchsorted(place_ends, begins, side="right")
+        starts = shard_starts[shard_order[owner]] + begins - place_begins[owner]
+        sizes = np.diff(np.append(begins, self.num_samples))
+        rows = np.searchsorted(self._row_begins + self._row_sizes, begins, side="right")
+        return starts, sizes, rows
+
+    def _order_shards(self, shard_starts: IntArray) -> IntArray:
+        """An order of the shards, [shards], of which any part is a fair sample of the set.
+
+        The set is cut into as many regions as a row has shards. Each region's shards are shuffled, and the regions are
+        merged, each at the pace that ends them together.
+        """
+        sizes = self.samples_per_shard
+        num_regions = max(1, self.num_samples // (self.num_canonical_nodes * int(sizes.max())))
+        regions = np.minimum((shard_starts + sizes // 2) * num_regions // self.num_samples, num_regions - 1)
+        draws = fold64(key64(self.seed, _SHARDS), np.arange(len(sizes), dtype=np.uint64))
+        shuffled = np.lexsort((draws, regions))
+        region_sizes = np.bincount(regions, weights=sizes, minlength=num_regions).astype(np.int64)
+        region_begins = np.cumsum(region_sizes) - region_sizes
+        middles = 2 * np.cumsum(sizes[shuffled]) - sizes[shuffled] - 2 * region_begins[regions[shuffled]]
+        paces = middles / np.maximum(region_sizes[regions[shuffled]], 1)
+        return shuffled[np.lexsort((draws[shuffled], paces))]
+
+    def _build_epoch_table(self, epoch: int) -> _EpochTable:
+        spans = np.arange(len(self._span_starts), dtype=np.uint64)
+        order = np.lexsort((fold64(key64(self.seed, epoch, _SPANS), spans), self._span_rows))
+        ends = np.cumsum(self._span_sizes[order])
+        return _EpochTable(self._span_starts[order], ends - self._span_sizes[order], ends)
+
+    def _visits(self, epoch: int, places: IntArray) -> tuple[IntArray, IntArray]:
+        """Row, and how often it was visited before in this epoch, of places [n].
+
+        Rounds begin at stream positions that R divides, as batches begin at multiples of their size; what an epoch has
+        before its first whole round and behind its last goes through the rows in turn.
+        """
+        num_rows = self.num_canonical_nodes
+        head = min(-epoch * self.num_samples % num_rows, self.num_samples)
+        num_rounds = (self.num_samples - head) // num_rows
+        rounds, turns = np.divmod(places - head, num_rows)
+        round_keys = fold64(key64(self.seed, epoch, _ROUNDS), rounds.astype(np.uint64))
+        is_whole = (rounds >= 0) & (rounds < num_rounds)
+        rows = np.where(is_whole, scramble(turns, num_rows, round_keys), places % num_rows)
+        return rows, rounds + (rows < head).astype(np.int64)
+
+    def _ids_in_epoch(self, epoch: int, places: IntArray) -> IntArray:
+        """Sample ids of places [n] in the epoch: row and entry, entry shuffled in its block, then the id."""
+        rows, entries = self._visits(epoch, places)
+        sizes = self._row_sizes[rows]
+        row_words = rows.astype(np.uint64)
+        entrances = fold64(key64(self.seed, epoch, _ENTRANCES), row_words) % sizes.astype(np.uint64)
+        entries = (entries + entrances.astype(np.int64)) % sizes
+        num_blocks = -(-sizes // min(self.block_size or self.num_samples, self.num_samples))
+        lengths = -(-sizes // num_blocks)
+        blocks = entries // lengths
+        begins = blocks * lengths
+        keys = fold64(fold64(key64(self.seed, epoch, _BLOCKS), row_words), blocks.astype(np.uint64))
+        shuffled = begins + permute(entries - begins, np.minimum(lengths, sizes - begins), keys)
+        table = self._epoch_table(epoch)
+        row_places = self._row_begins[rows] + shuffled
+        spans = np.searchsorted(table.ends, row_places, side="right")
+        return table.starts[spans] + row_places - table.begins[spans]
+
+
+def rows_that_do_not_show(samples_per_shard: IntArray) -> int:
+    """48 for a set whose largest shard fits a row several times, else 1. Shards of one set are about equally large, so
+    this is a set of 384 shards and more."""
+    num_rows = DEFAULT_CANONICAL_NODES
+    fits = int(samples_per_shard.max()) * SHARDS_PER_ROW * num_rows <= int(samples_per_shard.sum())
+    return num_rows if fits else 1

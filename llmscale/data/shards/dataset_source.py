@@ -1,0 +1,104 @@
+"""Where a prepared set lies: a local folder, or a remote one with a local cache."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_manifest
+from llmscale.data.shards.set_rules import TOKENIZER_FILES, check_no_links
+from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
+from llmscale.errors import DataError
+from llmscale.files.whole import write_durably
+from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.paths import check_regular, read_regular
+
+DEFAULT_CACHE = Path("~/.cache/llmscale/data")
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class SetLocation:
+    """A set that can be opened."""
+
+    name: str
+    """As the user wrote it, for messages."""
+    manifest: Manifest
+    folder: Path
+    """Local folder with manifest and indexes; shards are there, or come there when they are needed."""
+    remote: str | None
+    """Where shards are fetched from; None for a local set."""
+
+
+def open_set(data: str, cache: Path | None = None) -> SetLocation:
+    """Find a set by `--data`: a local folder, or a URL of Streaming's (s3://, gs://, hf://, ...).
+
+    A remote set's files go to `cache/<fingerprint>`: two sets can never share a file, and a set that was
+    prepared anew under the same URL starts with an empty cache. A local folder with a `cache` is treated as
+    remote (a slow network disk). Raises DataError when there is no set or it cannot be reached.
+    """
+    data = data.removeprefix("file://")
+    if "://" not in data and cache is None:
+        return SetLocation(data, load_manifest(data), Path(data), remote=None)
+    cache = (cache or DEFAULT_CACHE).expanduser()
+    remote = data.rstrip("/")
+    if "://" not in remote:
+        load_manifest(remote)  # explains a missing or half-written folder better than a failed download
+    manifest = parse_manifest(_download(remote, MANIFEST_NAME, cache), f"{remote}/{MANIFEST_NAME}")
+    folder = cache / manifest.fingerprint[:16]
+    for split in manifest.splits:
+        relative = f"{split}/{INDEX_NAME}"
+        if not (folder / relative).is_file():
+            contents = _download(remote, relative, cache)
+            parse_index(contents, split, manifest, f"{remote}/{relative}")
+            _write(folder / relative, contents)
+    _write(folder / MANIFEST_NAME, manifest.to_json().encode())
+    return SetLocation(data, manifest, folder, remote)
+
+
+def fetch_tokenizer(location: SetLocation) -> None:
+    """Bring a remote set's tokenizer files into its cache folder, where `load_set_tokenizer` finds them."""
+    if location.remote is None:
+        return
+    for name in TOKENIZER_FILES[location.manifest.tokenizer_files]:
+        if not (location.folder / name).is_file():
+            _write(location.folder / name, _download(location.remote, name, location.folder))
+
+
+def _download(remote: str, relative: str, scratch: Path) -> bytes:
+    """The contents of a small remote file, by Streaming's transport; `relative` is a name that was checked."""
+    folder = ""
+    try:
+        check_source(remote, relative)
+        scratch.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(prefix=".download-", dir=scratch)
+        target = os.path.join(folder, "file")
+        streaming_module("storage.download").CloudDownloader.direct_download(f"{remote}/{relative}", target, _TIMEOUT_S)
+        return read_regular(Path(target), MAX_BYTES)
+    except DataError:
+        raise
+    except Exception as error:  # each transport raises its client library's own kinds
+        raise DataError(f"Cannot fetch {remote}/{relative}: {type(error).__name__}: {error}.") from error
+    finally:
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_source(remote: str, relative: str) -> None:
+    """Where the remote is a folder: that the part of it is a regular file and no link. Raises DataError, OSError."""
+    if "://" not in remote:
+        check_no_links(Path(remote), relative)
+        check_regular(Path(remote) / relative, follow_links=False)
+
+
+def _write(path: Path, contents: bytes) -> None:
+    """In one move, so that other ranks on this host see the whole file or none."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, contents)
+    except OSError as error:
+        raise DataError(f"Cannot write the data cache {path}: {error.strerror}. Choose another --data-cache.") from None

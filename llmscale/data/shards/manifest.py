@@ -1,0 +1,271 @@
+"""The manifest of a prepared set: what was tokenised, with what, into which shards. No torch, no Streaming.
+
+`manifest.json` is written last, so a folder that has one is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar, cast
+
+from llmscale.data.shards.set_rules import LINK_REMEDY, REMEDY, TokenDtype, check_manifest, check_split_names
+from llmscale.errors import DataError
+from llmscale.untrusted.documents import Rules, parse_json
+from llmscale.untrusted.paths import read_regular
+
+MANIFEST_NAME = "manifest.json"
+#: Raised whenever older code could misread the folder.
+FORMAT_VERSION = 1
+
+#: What the user asked `prepare` for, by flag; the same request over the same source need not be prepared
+#: again.
+Request = dict[str, str | int | float | bool | None]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class ShardInfo:
+    """One shard file, as it is when uncompressed."""
+
+    name: str
+    """File name within the split's folder."""
+    bytes: int
+    """Exact size."""
+    hash: str
+    """Hexadecimal hash of the file, by the manifest's hash_algorithm."""
+    num_samples: int
+    """Windows in the shard."""
+
+
+@dataclass(frozen=True)
+class SplitManifest:
+    """What a split holds. Window w is tokens [w T, w T + T] of the split: T + 1 of them, T = seq_len."""
+
+    num_documents: int
+    """Documents, each followed by one end-of-text token."""
+    num_text_bytes: int
+    """UTF-8 bytes of the documents' text."""
+    num_tokens: int
+    """All tokens, end-of-text included."""
+    num_samples: int
+    """Windows of seq_len + 1 tokens; neighbours share one token, so every token is a target once."""
+    tail_tokens: int
+    """Tokens behind the last full window, fewer than seq_len: the only ones that are not trained on."""
+    max_token_id: int
+    """Largest token id that occurs."""
+    unigram_entropy_nats: float
+    """Entropy of the token frequencies, nats: the loss of a model that knows frequencies and nothing else."""
+    shards: tuple[ShardInfo, ...]
+
+    @property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes of text per token: turns a loss in nats per token into bits per byte."""
+        return self.num_text_bytes / self.num_tokens
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything that is known of a prepared set."""
+
+    tokenizer: str
+    """The tokenizer as the user named it."""
+    tokenizer_files: str
+    """Where the set keeps a copy of it, relative to the set; empty for one that needs no files."""
+    tokenizer_sha256: str
+    """Identity of the vocabulary and its merges."""
+    vocab_size: int
+    """Token ids are below this."""
+    eot_token: int
+    """The end-of-text token that follows every document."""
+    seq_len: int
+    """Positions a model sees: windows hold one token more."""
+    dtype: TokenDtype
+    """How tokens are stored."""
+    hash_algorithm: str
+    """Algorithm of the shard hashes, by Streaming's name."""
+    compression: str
+    """Compression of the shard files by Streaming's name, or empty."""
+    source: str
+    """Where the documents came from, as the user named it."""
+    request: Request
+    """The settings and the state of the source that this set is the answer to."""
+    skipped_documents: int
+    """Documents left out because they could not be decoded."""
+    empty_documents: int
+    """Documents left out because they hold no text."""
+    splits: dict[str, SplitManifest]
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 over every shard's hash and everything else that decides what sample k is."""
+        identity = {
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "vocab_size": self.vocab_size,
+            "eot_token": self.eot_token,
+            "seq_len": self.seq_len,
+            "dtype": self.dtype,
+            "hash_algorithm": self.hash_algorithm,
+            "splits": {
+                name: [dataclasses.astuple(shard) for shard in split.shards] for name, split in self.splits.items()
+            },
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether the windows of `train` were shuffled when they were written; sets of older versions were not."""
+        return self.request.get("--no-shuffle") is False
+
+    @property
+    def column_encoding(self) -> str:
+        """MDS encoding of the one column, `tokens`: of fixed size, so that a short shard cannot pass."""
+        return f"ndarray:{self.dtype}:{self.seq_len + 1}"
+
+    @property
+    def window_bytes(self) -> int:
+        """Of one sample, seq_len + 1 tokens, as it is stored."""
+        return (self.seq_len + 1) * (2 if self.dtype == "uint16" else 4)
+
+    def to_json(self) -> str:
+        record = {
+            "format_version": FORMAT_VERSION,
+            "fingerprint": self.fingerprint,
+            **dataclasses.asdict(self),
+        }
+        return json.dumps(record, indent=1) + "\n"
+
+
+def load_manifest(folder: Path | str) -> Manifest:
+    """Read a set's manifest. Raises DataError when the folder is missing, empty or no complete set."""
+    folder = Path(folder)
+    path = folder / MANIFEST_NAME
+    try:
+        contents = read_regular(path, Rules.max_bytes, follow_links=False)
+    except FileNotFoundError:
+        raise DataError(_explain_missing(folder)) from None
+    except NotADirectoryError:
+        raise DataError(f"{folder} is a file; --data takes the folder that `llmscale data prepare` wrote.") from None
+    except (OSError, ValueError) as error:
+        remedy = f" {LINK_REMEDY}" if path.is_symlink() else ""
+        raise DataError(f"Cannot read {path}: {getattr(error, 'strerror', None) or error}.{remedy}") from None
+    return parse_manifest(contents, str(path))
+
+
+def parse_manifest(contents: bytes | str, where: str) -> Manifest:
+    """Parse a manifest's JSON; `where` names it in errors.
+
+    Whoever wrote the set chose every value, so each is held against what `prepare` writes before it names a file, sizes
+    an array or is shown. Raises DataError when it is damaged, or says what no set can be.
+    """
+    record = parse_json(contents, Rules(DataError, REMEDY), where)
+    version = record.get("format_version")
+    if version != FORMAT_VERSION:
+        shown = str(version)[:20]
+        raise DataError(f"{where} has format version {shown}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
+    splits = _field(record, "splits", dict, where)
+    check_split_names(splits, where)
+    parsed = {name: _parse_split(split, f"{where}, split {name}") for name, split in splits.items()}
+    manifest = _build(Manifest, {**record, "splits": parsed}, where)
+    if record.get("fingerprint") != manifest.fingerprint:
+        raise DataError(f"{where} was altered: its fingerprint does not match its contents. {REMEDY}")
+    check_manifest(manifest, where)
+    return manifest
+
+
+def _parse_split(record: object, where: str) -> SplitManifest:
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object.")
+    shards = _field(record, "shards", list, where)
+    parsed = tuple(_build(ShardInfo, shard, f"{where}, shard {number}") for number, shard in enumerate(shards))
+    return _build(SplitManifest, {**record, "shards": parsed}, where)
+
+
+def _build(kind: type[_T], record: object, where: str) -> _T:
+    """A dataclass from a JSON object; every field must be there with its type."""
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected an object, found {type(record).__name__}.")
+    kinds = {"str": str, "int": int, "float": float, "TokenDtype": str, "Request": dict}
+    values: dict[str, object] = {
+        field.name: _field(record, field.name, kinds.get(str(field.type), object), where)
+        for field in dataclasses.fields(cast(type, kind))
+    }
+    return kind(**values)
+
+
+def _field(record: dict[str, object], name: str, kind: type[_T], where: str) -> _T:
+    if name not in record:
+        raise DataError(f"{where}: the field {name} is missing. {REMEDY}")
+    value = record[name]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise DataError(f"{where}: {name} must be {kind.__name__}, not {str(value)[:80]!r}. {REMEDY}")
+    return value
+
+
+def _explain_missing(folder: Path) -> str:
+    make = (
+        f"Make it with `llmscale data prepare --input PATH --out {folder}`; "
+        "./scripts/quickstart.sh prepares a corpus that every machine has."
+    )
+    partial = sorted(folder.parent.glob(f".{folder.name}.partial-*")) if folder.parent.is_dir() else []
+    note = f" (an interrupted prepare left {partial[0].name} beside it: run it again)" if partial else ""
+    if ".partial-" in folder.name:
+        return f"{folder} is what an interrupted `llmscale data prepare` left; run the same command again."
+    if not folder.exists():
+        return f"Data folder {folder} does not exist{note}. {make}"
+    if not any(folder.iterdir()):
+        return f"Data folder {folder} is empty{note}. {make}"
+    if (folder / "index.json").exists() or any(folder.glob("*/index.json")):
+        return (
+            f"{folder} holds MDS shards but no {MANIFEST_NAME}: they were not written by `llmscale data prepare`, "
+            "so their tokenizer and windows are unknown. Prepare the set from its text."
+        )
+    return f"{folder} is not a prepared set: it has no {MANIFEST_NAME}. {make}"
+
+
+def get_split(manifest: Manifest, split: str, where: str) -> SplitManifest:
+    """The manifest of one split. Raises DataError with the splits there are."""
+    if split not in manifest.splits:
+        remedy = " Prepare the set again with --val-fraction above 0." if split == "val" else ""
+        raise DataError(f"{where} has no split '{split}', only {', '.join(sorted(manifest.splits))}.{remedy}")
+    return manifest.splits[split]
+
+
+def check_set_matches(
+    manifest: Manifest,
+    where: str,
+    *,
+    vocab_size: int,
+    seq_len: int,
+    tokenizer_sha256: str | None = None,
+) -> None:
+    """Refuse a set that does not belong to this model, before anything is built.
+
+    `where` is the data folder as the user wrote it; `tokenizer_sha256` is given when the run already has a
+    tokenizer. Raises DataError with both values.
+    """
+    if manifest.seq_len != seq_len:
+        raise DataError(
+            f"{where} was prepared for seq_len {manifest.seq_len}, the model has seq_len {seq_len}. Use --seq-len "
+            f"{manifest.seq_len}, or prepare the text again with `llmscale data prepare --seq-len {seq_len}`."
+        )
+    largest = max(split.max_token_id for split in manifest.splits.values())
+    if largest >= vocab_size:
+        raise DataError(
+            f"{where} holds token ids up to {largest}, beyond the model's vocab_size {vocab_size}. Prepare the text "
+            "with the model's tokenizer."
+        )
+    if manifest.vocab_size != vocab_size:
+        raise DataError(
+            f"{where} was prepared with the tokenizer {manifest.tokenizer} of {manifest.vocab_size} tokens, "
+            f"the model has vocab_size {vocab_size}. Prepare the text with the model's tokenizer, or use another set."
+        )
+    if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
+        raise DataError(
+            f"{where} was prepared with another tokenizer ({manifest.tokenizer}, sha256 "
+            f"{manifest.tokenizer_sha256[:12]}) than the model's (sha256 {tokenizer_sha256[:12]}). "
+            "Prepare the text with the model's tokenizer."
+        )

@@ -1,0 +1,223 @@
+"""Bring a shard into a local folder: download, decompress, check, under a lock that dies with its process.
+
+Streaming's `Stream` does the work for one shard. Its `StreamingDataset` would coordinate the ranks through
+named shared memory and barriers, which leak when a process is killed, are limited by /dev/shm and hang the
+other ranks when one fails; a file lock per shard needs no ranks, no cleaning up, and any number of runs can
+share a cache.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Protocol
+
+from llmscale.data.shards.compressed import DamagedError, open_zstd
+from llmscale.data.shards.dataset_source import SetLocation, check_source
+from llmscale.data.shards.manifest import ShardInfo
+from llmscale.data.shards.set_rules import check_no_links
+from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.shards.verify_shards import hash_file
+from llmscale.errors import DataError
+from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
+
+_RETRIES = 2
+_CHUNK_BYTES = 1 << 20
+_CHECKSUM = "wrong checksum"
+_TIMEOUT_S = 120.0
+#: A peer may be downloading the shard that we want over a slow line.
+_LOCK_TIMEOUT_S = 900.0
+
+
+class FileInfo(Protocol):
+    """Streaming's description of a file."""
+
+    basename: str
+    bytes: int
+    hashes: dict[str, str]
+
+
+class ShardFile(Protocol):
+    """What is used here of Streaming's shard reader."""
+
+    raw_data: FileInfo
+    zip_data: FileInfo | None
+
+
+@dataclass
+class _Download:
+    """A shard of one file, as Streaming's `Stream` takes it: nothing of it is to be unpacked."""
+
+    file_pairs: list[tuple[FileInfo, None]]
+    compression: None = None
+
+
+class ShardFetcher:
+    """Fetches the shards of one split. Holds no connection before its first use, so it may be forked."""
+
+    def __init__(self, location: SetLocation, split: str, cache_limit_bytes: int | None) -> None:
+        self._location = location
+        self._folder = location.folder / split
+        self._locks = location.folder / ".locks" / split
+        self._limit_bytes = cache_limit_bytes
+        self._split = split
+        self._stream_pid = 0
+        self._stream: _Stream | None = None
+
+    def fetch(self, shard: ShardInfo, file: ShardFile) -> None:
+        """Make the uncompressed shard exist. Raises DataError: unreachable, damaged, cache disk full."""
+        lock_module: ModuleType = _filelock()
+        # A compressed local set is unpacked where it lies, and its locks are made there.
+        check_no_links(self._location.folder, f".locks/{self._split}/{shard.name}.lock", f"{self._split}/{shard.name}")
+        try:
+            self._locks.mkdir(parents=True, exist_ok=True)
+            with lock_module.FileLock(self._locks / f"{shard.name}.lock", timeout=_LOCK_TIMEOUT_S):
+                if not _has_size(self._folder / shard.name, shard.bytes):
+                    self._remove(file)
+                    self._fetch_locked(shard, file)
+        except lock_module.Timeout:
+            raise DataError(
+                f"Waited {_LOCK_TIMEOUT_S:.0f} s for another process to fetch shard {shard.name}."
+            ) from None
+        except OSError as error:
+            raise self._explain(error, shard) from error
+        if self._limit_bytes is not None:
+            self._evict(keep=shard.name)
+
+    def discard(self, shard: ShardInfo, file: ShardFile) -> None:
+        """Remove a shard that turned out to be damaged, so that it is fetched again. Raises DataError."""
+        try:
+            with _filelock().FileLock(self._locks / f"{shard.name}.lock", timeout=_LOCK_TIMEOUT_S):
+                self._remove(file)
+        except OSError as error:
+            raise self._explain(error, shard) from error
+
+    def _fetch_locked(self, shard: ShardInfo, file: ShardFile) -> None:
+        needed_bytes = shard.bytes + (file.zip_data.bytes if file.zip_data else 0)
+        free_bytes = shutil.disk_usage(self._folder).free
+        if free_bytes < needed_bytes:
+            raise OSError(errno.ENOSPC, f"{free_bytes:,} bytes free, {needed_bytes:,} needed")
+        for attempt in range(_RETRIES):
+            try:
+                self._download(file.zip_data or file.raw_data)
+                if file.zip_data:
+                    self._unpack(file.zip_data, shard)
+                break
+            except Exception as error:  # each transport raises its client library's own kinds
+                self._remove(file)
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
+                    raise
+                if attempt == _RETRIES - 1:
+                    raise self._explain(error, shard) from error
+        if not _has_size(self._folder / shard.name, shard.bytes):
+            self._remove(file)
+            raise DataError(f"Shard {shard.name} of {self._location.name} has another size than its index says.")
+
+    def _download(self, stored: FileInfo) -> None:
+        """Bring one file here, unless it is here, and check it. Raises whatever the transport raises, DamagedError."""
+        path = self._folder / stored.basename
+        if self._location.remote is not None:
+            check_source(self._location.remote, f"{self._split}/{stored.basename}")
+            self._open_stream().prepare_shard(_Download([(stored, None)]))
+        algorithm = self._location.manifest.hash_algorithm
+        # The size first: what a source sends instead may be of any length.
+        if not _has_size(path, stored.bytes) or hash_file(path, algorithm) != stored.hashes[algorithm]:
+            raise DamagedError(_CHECKSUM)
+
+    def _unpack(self, stored: FileInfo, shard: ShardInfo) -> None:
+        """Uncompress a shard to the size that it should have, and not a byte more, whatever its file unfolds to."""
+        path = self._folder / stored.basename
+        target = self._folder / f"{shard.name}.tmp"
+        left_bytes = shard.bytes
+        with open_regular(path, follow_links=False) as packed, open_zstd(packed) as contents, target.open("xb") as out:
+            while chunk := contents.read(min(_CHUNK_BYTES, left_bytes + 1)):
+                left_bytes -= len(chunk)
+                if left_bytes < 0:
+                    raise DamagedError(f"it unpacks to more than its {shard.bytes:,} bytes")
+                out.write(chunk)
+        os.replace(target, self._folder / shard.name)
+        if self._location.remote is not None:
+            path.unlink()
+
+    def _open_stream(self) -> _Stream:
+        if self._stream is None or self._stream_pid != os.getpid():
+            self._stream = streaming_module("stream").Stream(
+                remote=self._location.remote,
+                local=str(self._location.folder),
+                split=self._split,
+                download_retry=_RETRIES,
+                download_timeout=_TIMEOUT_S,
+                # Streaming would read the whole file into memory for it; see _download.
+                validate_hash=None,
+                keep_zip=True,
+            )
+            self._stream_pid = os.getpid()
+        return self._stream
+
+    def _remove(self, file: ShardFile) -> None:
+        """What could be taken for a good shard; a local set's compressed original stays."""
+        names = [file.raw_data.basename, f"{file.raw_data.basename}.tmp"]
+        if file.zip_data and self._location.remote is not None:
+            names += [file.zip_data.basename, f"{file.zip_data.basename}.tmp"]
+        for name in names:
+            with suppress(FileNotFoundError):
+                os.remove(self._folder / name)
+
+    def _evict(self, keep: str) -> None:
+        """Drop the shards that were fetched or opened longest ago until the cache is within its limit.
+
+        A process that still reads one fetches it again.
+        """
+        shards = []
+        # What is unpacked from a local set's compressed files goes, never those.
+        for path in self._folder.glob("shard.*" if self._location.remote is not None else "shard.*.mds"):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                shards.append((status.st_mtime_ns, status.st_size, path))
+        excess_bytes = sum(size for _, size, _ in shards) - (self._limit_bytes or 0)
+        for _, size, path in sorted(shards):
+            if excess_bytes <= 0:
+                break
+            if path.name != keep:
+                with suppress(FileNotFoundError):
+                    path.unlink()
+                excess_bytes -= size
+
+    def _explain(self, error: Exception, shard: ShardInfo) -> DataError:
+        if isinstance(error, DataError):
+            return error
+        where = f"shard {shard.name} of {self._location.name} (split {self._split})"
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DataError(
+                f"The disk of the data cache {self._folder} is full: {where} needs {shard.bytes:,} bytes "
+                f"({error.strerror}). Free space, choose another --data-cache, or set --cache-limit-gib."
+            )
+        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
+            return DataError(f"Cannot write {where} to {self._folder}: {error.strerror}. Choose another --data-cache.")
+        if str(error) == _CHECKSUM:
+            return DataError(
+                f"The checksum of {where} is wrong at its source, {_RETRIES} times. Prepare or copy it again."
+            )
+        return DataError(f"Cannot fetch {where}: {type(error).__name__}: {error}.")
+
+
+class _Stream(Protocol):
+    def prepare_shard(self, shard: _Download) -> int: ...
+
+
+def _filelock() -> ModuleType:
+    import filelock
+
+    return filelock
+
+
+def _has_size(path: Path, num_bytes: int) -> bool:
+    try:
+        return check_regular(path, follow_links=False).st_size == num_bytes
+    except (FileNotFoundError, RefusedFile):
+        return False

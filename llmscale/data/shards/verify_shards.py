@@ -1,0 +1,207 @@
+"""Is every shard there, as long as it should be and unaltered? Checked against the manifest, file by file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmscale.data.shards.manifest import Manifest, ShardInfo, get_split
+from llmscale.data.shards.set_rules import HASH, LINK_REMEDY, check_no_links
+from llmscale.errors import DataError
+from llmscale.untrusted.documents import Rules, load_json, parse_json
+from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
+
+INDEX_NAME = "index.json"
+_CHUNK_BYTES = 1 << 20
+_REMEDY = "Restore it from a copy, or prepare the set again with --overwrite."
+#: Of one shard's entry in an index, with room to spare: Streaming writes 700 bytes.
+_ENTRY_BYTES = 4096
+
+#: One shard's entry in Streaming's index.json.
+IndexEntry = dict[str, object]
+
+
+def load_index(folder: Path, split: str, manifest: Manifest) -> list[IndexEntry]:
+    """The entries of a split's index.json, each checked against the manifest; see parse_index.
+
+    Raises DataError when the index is missing, damaged or describes other shards or another column.
+    """
+    path = folder / split / INDEX_NAME
+    check_no_links(folder, f"{split}/{INDEX_NAME}")
+    try:
+        index = load_json(path, _rules(split, manifest))
+    except (FileNotFoundError, NotADirectoryError):
+        raise DataError(f"{path} is missing. {_REMEDY}") from None
+    return _check_index(index, split, manifest, str(path))
+
+
+def parse_index(contents: bytes, split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
+    """The entries of an index.json, written anew: what Streaming is given says what the manifest says.
+
+    Of the index itself only the size and the hash of compressed shards are taken. An entry's names, column encodings
+    (one of which, `pkl`, runs code), formats and algorithms are all known beforehand, and an index that says anything
+    else is refused. Raises DataError.
+    """
+    return _check_index(parse_json(contents, _rules(split, manifest), where), split, manifest, where)
+
+
+def _rules(split: str, manifest: Manifest) -> Rules:
+    num_shards = len(get_split(manifest, split, "the set").shards)
+    return Rules(DataError, _REMEDY, max_bytes=_ENTRY_BYTES * (num_shards + 16), follow_links=False)
+
+
+def _check_index(index: dict[str, object], split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
+    shards = get_split(manifest, split, where).shards
+    found = index.get("shards")
+    if not isinstance(found, list):
+        raise DataError(f"{where} is damaged: it lists no shards. {_REMEDY}")
+    if len(found) != len(shards):
+        raise DataError(
+            f"{where} does not describe the shards of the manifest beside it: {len(found)} instead of {len(shards)}. "
+            f"{_REMEDY}"
+        )
+    entries = [_expected_entry(shard, manifest) for shard in shards]
+    for number, (entry, expected, shard) in enumerate(zip(found, entries, shards, strict=True)):
+        if not isinstance(entry, dict):
+            raise DataError(f"{where}, shard {number} is damaged: no object. {_REMEDY}")
+        if manifest.compression:
+            expected["zip_data"] = _parse_zip_data(entry.get("zip_data"), shard, manifest, where)
+        for key in expected:
+            # What Streaming keeps besides is the writer's limit on a shard's size.
+            if entry.get(key) != expected[key]:
+                raise DataError(
+                    f"{where} does not describe the shards of the manifest beside it: {key} of shard {number} is "
+                    f"{str(entry.get(key))[:80]!r} instead of {str(expected[key])[:80]!r}. {_REMEDY}"
+                )
+        expected["size_limit"] = None
+    return entries
+
+
+def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
+    """What the index of an uncompressed set says of a shard, and all that is known of a compressed one's beforehand."""
+    return {
+        "column_encodings": [manifest.column_encoding],
+        "column_names": ["tokens"],
+        "column_sizes": [manifest.window_bytes],
+        "compression": manifest.compression or None,
+        "format": "mds",
+        "hashes": [manifest.hash_algorithm],
+        "raw_data": {
+            "basename": shard.name,
+            "bytes": shard.bytes,
+            "hashes": {manifest.hash_algorithm: shard.hash},
+        },
+        "samples": shard.num_samples,
+        "version": 2,
+        "zip_data": None,
+    }
+
+
+def _parse_zip_data(found: object, shard: ShardInfo, manifest: Manifest, where: str) -> dict[str, object]:
+    """Size and hash of a shard's compressed file, whose name follows from the shard's."""
+    name = f"{shard.name}.{manifest.compression}"
+    match found:
+        case {"basename": str(basename), "bytes": int(num_bytes), "hashes": {manifest.hash_algorithm: str(digest)}}:
+            # zstd adds less than this to what it cannot compress.
+            if basename == name and 0 < num_bytes <= shard.bytes + shard.bytes // 128 + 1024 and HASH.fullmatch(digest):
+                return {"basename": name, "bytes": num_bytes, "hashes": {manifest.hash_algorithm: digest}}
+    raise DataError(f"{where} is damaged: {str(found)[:200]!r} does not describe the file {name}. {_REMEDY}")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file that must be there: the shard itself, or its compressed form."""
+
+    shard: ShardInfo
+    path: Path
+    bytes: int
+    hash: str
+
+
+def stored_files(folder: Path, split: str, manifest: Manifest) -> list[StoredFile]:
+    """The files that hold a split's shards, as they were written."""
+    files = []
+    shards = get_split(manifest, split, str(folder)).shards
+    for shard, entry in zip(shards, load_index(folder, split, manifest), strict=True):
+        info = entry["zip_data"] or entry["raw_data"]
+        assert isinstance(info, dict)
+        path = folder / split / info["basename"]
+        files.append(StoredFile(shard, path, info["bytes"], info["hashes"][manifest.hash_algorithm]))
+    return files
+
+
+def check_files(folder: Path, split: str, manifest: Manifest) -> None:
+    """One stat per shard: a regular file, no link, of exactly the right size. Raises DataError naming the first."""
+    for file in stored_files(folder, split, manifest):
+        check_size(file.path, file.bytes)
+
+
+def check_size(path: Path, expected_bytes: int) -> None:
+    """Raises DataError when the shard is missing, no file, or of another size."""
+    try:
+        status = check_regular(path, follow_links=False)
+    except FileNotFoundError:
+        raise DataError(f"Shard {path} is missing. {_REMEDY}") from None
+    except RefusedFile as error:
+        raise DataError(f"Shard {path} {error.strerror}. {LINK_REMEDY if path.is_symlink() else _REMEDY}") from None
+    except OSError as error:
+        raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
+    if status.st_size != expected_bytes:
+        change = "truncated" if status.st_size < expected_bytes else "too long"
+        raise DataError(f"Shard {path} is {change}: {status.st_size:,} bytes instead of {expected_bytes:,}. {_REMEDY}")
+
+
+def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:
+    """Read the whole file. Raises DataError when it is unreadable or not what was written."""
+    try:
+        actual = hash_file(path, algorithm)
+    except OSError as error:
+        raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
+    if actual != expected_hash:
+        raise DataError(
+            f"Shard {path} was altered: its {algorithm} is {actual}, the manifest says {expected_hash}. {_REMEDY}"
+        )
+
+
+def hash_file(path: Path, algorithm: str) -> str:
+    """Hexadecimal hash of a regular file by one of xxhash's algorithms, read in chunks. Raises OSError."""
+    import xxhash
+
+    digest = getattr(xxhash, algorithm)()
+    with open_regular(path, follow_links=False) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    text: str = digest.hexdigest()
+    return text
+
+
+def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
+    """That the windows lie in a shard one after the other, as many and as long as they should be.
+
+    Streaming takes a sample's place from the file, and would read up to 4 GiB for one. Raises DataError.
+    """
+    try:
+        with open_regular(path, follow_links=False) as file:
+            head = np.frombuffer(file.read(4 * (shard.num_samples + 2)), "<u4").astype(np.int64)
+    except OSError as error:
+        raise DataError(f"Shard {path} cannot be read: {error.strerror}. {_REMEDY}") from None
+    offsets = head[1:]
+    first = shard.bytes - shard.num_samples * manifest.window_bytes
+    expected = first + manifest.window_bytes * np.arange(shard.num_samples + 1)
+    if len(head) != shard.num_samples + 2 or head[0] != shard.num_samples or not np.array_equal(offsets, expected):
+        raise DataError(f"Shard {path} does not hold {shard.num_samples:,} windows of {manifest.seq_len + 1} tokens.")
+
+
+def find_damage(folder: Path, split: str, manifest: Manifest) -> Iterator[tuple[StoredFile, str]]:
+    """Every file of a split with what is wrong with it, or an empty string; reads all of them."""
+    for file in stored_files(folder, split, manifest):
+        try:
+            check_size(file.path, file.bytes)
+            check_hash(file.path, manifest.hash_algorithm, file.hash)
+        except DataError as error:
+            yield file, str(error)
+        else:
+            yield file, ""

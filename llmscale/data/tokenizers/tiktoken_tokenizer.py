@@ -1,0 +1,99 @@
+"""Byte-level BPE through tiktoken: GPT-2's vocabulary, or any ranks file with GPT-2's pattern."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
+from llmscale.errors import DataError
+from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.paths import read_regular
+
+RANKS_NAME = "ranks.tiktoken"
+#: GPT-2's pre-tokenisation (Radford et al. 2019, encoder.py), in the faster equivalent form that tiktoken
+#: uses.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+
+class TiktokenTokenizer(Tokenizer):
+    """BPE ranks 0..n-1 with GPT-2's pattern; end-of-text is id n."""
+
+    def __init__(self, spec: str, ranks: dict[bytes, int]) -> None:
+        import tiktoken
+
+        self.spec = spec
+        self.vocab_size = len(ranks) + 1
+        self.eot_token = len(ranks)
+        self.newline_is_a_border = True
+        self._ranks_text = _format_ranks(ranks)
+        self.sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{self._ranks_text}".encode()).hexdigest()
+        self._encoding = tiktoken.Encoding(
+            spec,
+            pat_str=GPT2_PATTERN,
+            mergeable_ranks=ranks,
+            special_tokens={END_OF_TEXT: self.eot_token},
+        )
+
+    def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
+        nothing: set[str] = set()
+        return [self._encoding.encode_to_numpy(text, allowed_special=nothing, disallowed_special=()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        text: str = self._encoding.decode(list(ids))
+        return text
+
+    def save(self, folder: Path) -> str:
+        (folder / RANKS_NAME).write_text(self._ranks_text, encoding="ascii")
+        return RANKS_NAME
+
+
+def load_gpt2() -> TiktokenTokenizer:
+    """GPT-2's 50,257 tokens, downloaded once by tiktoken. Raises DataError when they cannot be had."""
+    import tiktoken
+
+    try:
+        encoding = tiktoken.get_encoding("gpt2")
+    except Exception as error:  # whatever the network stack of the day raises
+        raise DataError(
+            f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}). Pass --tokenizer FILE.tiktoken "
+            "(its ranks in tiktoken's format), a tokenizer trained by `llmscale data train-tokenizer`, or bytes."
+        ) from None
+    return TiktokenTokenizer("gpt2", encoding._mergeable_ranks)
+
+
+def load_ranks_file(path: Path) -> TiktokenTokenizer:
+    """A tiktoken ranks file: a base64 token and its rank a line. Raises DataError naming a wrong line.
+
+    Not through `tiktoken.load`, which answers from a cache in the temporary folder even when the file has
+    changed.
+    """
+    try:
+        lines = read_regular(path, MAX_BYTES).splitlines()
+    except OSError as error:
+        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.") from None
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error):
+            raise DataError(
+                f"{path}, line {number}: expected a base64 token and its rank, not {line[:60]!r}."
+            ) from None
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise DataError(f"{path}: the ranks must be 0 to {max(len(ranks) - 1, 0)}, each once.")
+    missing = [value for value in range(256) if bytes([value]) not in ranks]
+    if missing:
+        raise DataError(f"{path}: every single byte must be a token, but {len(missing)} of 256 are missing.")
+    return TiktokenTokenizer(str(path), ranks)
+
+
+def _format_ranks(ranks: dict[bytes, int]) -> str:
+    ordered = sorted(ranks.items(), key=lambda item: item[1])
+    return "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ordered)

@@ -1,0 +1,69 @@
+"""Train a byte-level BPE tokenizer of GPT-2's kind, for those without GPT-2's vocabulary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from llmscale.data.prepare.atomic_folder import new_folder
+from llmscale.data.prepare.pieces import cut_text
+from llmscale.data.prepare.sources import Source
+from llmscale.data.tokenizers.hf_tokenizer import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT
+from llmscale.errors import DataError
+
+#: The 256 byte values and end-of-text.
+SMALLEST_VOCAB = 257
+_PIECE_CHARACTERS = 1 << 16
+
+
+def train_tokenizer(source: Source, out: Path, vocab_size: int) -> HuggingFaceTokenizer:
+    """Learn merges from the source's documents and write tokenizer.json and tokenizer_config.json to `out`.
+
+    Deterministic for a source. The folder appears complete or not at all. Raises DataError when it exists
+    already, or when the text is too small for `vocab_size`.
+    """
+    if vocab_size < SMALLEST_VOCAB:
+        raise DataError(
+            f"--vocab-size must be at least {SMALLEST_VOCAB} (256 bytes and end-of-text), not {vocab_size}."
+        )
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise DataError(f"{out} already exists. Choose another --out, or remove it.")
+    with new_folder(out, replace=False) as partial:
+        _train(source, vocab_size, partial)
+    return HuggingFaceTokenizer(out / JSON_NAME)
+
+
+def _train(source: Source, vocab_size: int, folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    fast = Tokenizer(models.BPE())
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    fast.train_from_iterator(_texts(source), trainer)
+    if fast.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"{source.name} is too small for {vocab_size} tokens: only {fast.get_vocab_size()} could be learnt. Use "
+            f"--vocab-size {fast.get_vocab_size()} or less, or more text."
+        )
+    fast.save(str(folder / JSON_NAME))
+    config = {
+        "tokenizer_class": "GPT2TokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "unk_token": END_OF_TEXT,
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def _texts(source: Source) -> Iterator[str]:
+    """Documents in pieces: the same merges (no token crosses a border), without one huge string at a time."""
+    for text in source.documents():
+        yield from cut_text(text, _PIECE_CHARACTERS)

@@ -1,0 +1,147 @@
+"""From resolved configuration to a DeepSpeed engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.resolve import ResolvedRun
+from llmscale.config.run_config import RunConfig
+from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
+from llmscale.engine.optimizer import build_optimizer
+from llmscale.engine.silence_libraries import without_memory_prints
+from llmscale.engine.zero_shards import check_deepspeed_version, reset_step_counts
+from llmscale.errors import ConfigError
+from llmscale.model.gpt import GPT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from deepspeed import DeepSpeedEngine
+
+
+def build_model(
+    resolved: ResolvedRun,
+    *,
+    seed: int,
+    checkpointing: CheckpointingMode,
+    ds_config: Mapping[str, object],
+    zero_stage: int,
+) -> nn.Module:
+    """The GPT; at stage 3 sharded while it is built, so that it may be larger than one device."""
+    import deepspeed
+
+    section = ds_config.get("activation_checkpointing", {})
+    checkpoint = build_block_checkpoint(checkpointing, section if isinstance(section, dict) else {})
+    sharded = deepspeed.zero.Init(config_dict_or_path=dict(ds_config)) if zero_stage == 3 else contextlib.nullcontext()
+    with sharded:
+        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint)
+
+
+def build_engine(
+    config: RunConfig,
+    resolved: ResolvedRun,
+    ds_config: Mapping[str, object],
+    *,
+    zero_stage: int,
+    precision: Precision,
+    checkpointing: CheckpointingMode,
+) -> DeepSpeedEngine:
+    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run
+    `precision`."""
+    import deepspeed
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)
+    check_deepspeed_version()
+    check_async_io(ds_config)
+    check_precision(precision)
+    model = build_model(
+        resolved, seed=config.seed, checkpointing=checkpointing, ds_config=ds_config, zero_stage=zero_stage
+    )
+    optimizer = build_optimizer(
+        model,
+        name=config.optimizer,
+        zero_stage=zero_stage,
+        # DeepSpeed steps some optimizers once at start-up to create their state; at 0 no weight decays in that step.
+        lr=0.0,
+        weight_decay=config.weight_decay,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+    ours = sums_are_ours(ds_config)
+    with without_memory_prints():
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=without_sums(ds_config) if ours else dict(ds_config),
+            dist_init_required=False,
+        )
+    if ours:
+        sum_gradients_in_fp32(engine)
+    reset_step_counts(engine)
+    keep_gradient_norm_of_plain_optimizer(engine)
+    return engine
+
+
+def check_async_io(ds_config: Mapping[str, object]) -> None:
+    """Offload to NVMe needs DeepSpeed's async_io, which is compiled against libaio on first use."""
+    from deepspeed.accelerator import get_accelerator
+
+    if '"device": "nvme"' not in json.dumps(ds_config):
+        return
+    builder = get_accelerator().create_op_builder("AsyncIOBuilder")
+    if builder is None or not builder.is_compatible(verbose=False):
+        raise ConfigError(
+            "offload to NVMe needs DeepSpeed's async_io extension, and libaio is not installed. Fix: apt-get install "
+            "libaio-dev (or libaio-devel), or use ds_configs/zero3_offload.json, which offloads to host memory."
+        )
+
+
+def check_precision(precision: Precision) -> None:
+    """Refuse a precision that the device has no arithmetic for, and say which it has."""
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    dtypes = accelerator.supported_dtypes()
+    if precision == "fp16" and torch.float16 not in dtypes:
+        raise ConfigError(
+            f"this {accelerator.device_name()} has no fp16 arithmetic. Use bf16: a ds_config with "
+            '"bf16": {"enabled": true}, or --precision bf16.'
+        )
+    if precision == "bf16" and torch.bfloat16 not in dtypes:
+        raise ConfigError(
+            f"this {accelerator.device_name()} has no bf16 arithmetic. Use fp16 (ds_configs/zero2_fp16.json) or "
+            "--precision fp32."
+        )
+
+
+def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
+    """The learning rate of the next optimizer step, in every group."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = lr
+
+
+def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:
+    """Without ZeRO in fp32 DeepSpeed clips but forgets the norm; keep it where every other stage keeps it."""
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    if isinstance(engine.optimizer, torch.optim.Optimizer):
+
+        def clip() -> None:
+            engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), engine.gradient_clipping())
+
+        engine.clip_fp32_gradients = clip
+
+
+def gradient_norm(engine: DeepSpeedEngine) -> float | None:
+    """Global gradient norm before clipping of the last step; None when DeepSpeed did not compute one. Synchronises."""
+    norm = engine.get_global_grad_norm()
+    return None if norm is None else float(norm)

@@ -1,0 +1,136 @@
+"""Join the process group: gloo on CPUs, the vendor's library on GPUs, under any launcher or none."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from llmscale.config.launcher_variables import check_started_alone
+from llmscale.engine.network_interface import set_network_interface
+from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.errors import MachineError
+
+#: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once;
+#: this bounds the wait for a host that is gone.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among all ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    ranks_per_node: tuple[int, ...]
+    """Ranks on each node, in rank order: (8, 8) is two nodes of eight."""
+    device: torch.device
+    device_name: str
+    """What the driver calls the device; "cpu" on a CPU."""
+    control: dist.ProcessGroup
+    """A gloo group over all ranks for small host-side messages: never queued behind a GPU's work."""
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def join_world() -> World:
+    """Initialise torch.distributed through DeepSpeed. Collective: every rank must call it."""
+    set_default_environment()
+    set_network_interface()
+    quiet_libraries()
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+
+    leave_out_shared_memory_op()
+    accelerator = get_accelerator()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    accelerator.set_device(local_rank)
+    try:
+        deepspeed.init_distributed(
+            dist_backend=accelerator.communication_backend_name() if is_gpu() else "gloo",
+            auto_mpi_discovery=False,
+            timeout=COLLECTIVE_TIMEOUT,
+            verbose=False,
+        )
+        control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    except (dist.DistError, RuntimeError) as error:
+        raise MachineError(_explain_no_meeting(error)) from error
+    return World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        local_rank=local_rank,
+        ranks_per_node=_gather_ranks_per_node(local_rank, control),
+        device=torch.device(accelerator.current_device_name() if is_gpu() else "cpu"),
+        device_name=torch.cuda.get_device_name(local_rank) if torch.cuda.is_available() else "cpu",
+        control=control,
+    )
+
+
+def _explain_no_meeting(error: Exception) -> str:
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    rank, world_size, address, port = (os.environ.get(name, "?") for name in names)
+    reason = " ".join(str(error).split("Exception raised from")[0].split())
+    return (
+        f"rank {rank} of {world_size} could not meet the others at {address}:{port} (MASTER_ADDR and MASTER_PORT): "
+        f"{reason[:300]}. Every rank must run, reach that address, and be let through by its firewall; `llmscale "
+        "doctor --hostfile FILE` checks it."
+    )
+
+
+def is_gpu() -> bool:
+    """Whether DeepSpeed found a GPU (of any vendor)."""
+    from deepspeed.accelerator import get_accelerator
+
+    return bool(get_accelerator().device_name() != "cpu")
+
+
+def set_default_environment() -> None:
+    """A plain `python llmscale/train.py` is a world of one; DeepSpeed's and torch's launchers have said more.
+
+    Raises ConfigError under a launcher that starts several processes and tells them nothing that torch understands:
+    each would train alone, into the same folder.
+    """
+    if "RANK" not in os.environ:
+        check_started_alone(os.environ)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1")
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    # DeepSpeed's launcher says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; Streaming reads only the latter.
+    for ours, theirs in (("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")):
+        if ours not in os.environ and theirs in os.environ:
+            os.environ[ours] = os.environ[theirs]
+
+
+def leave_out_shared_memory_op() -> None:
+    """Keep DeepSpeed from building `shm_comm` on a CPU machine.
+
+    The op serves inference only, takes minutes to build on first use, and leaves `/dev/shm/deepspeed_*` segments behind
+    after every run. DeepSpeed builds it when its table of compatible ops says so, which is the switch used here.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _gather_ranks_per_node(local_rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
+    """A node begins at each rank whose local rank is 0."""
+    local_ranks: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(local_ranks, local_rank, group=group)
+    starts = [rank for rank, local in enumerate(local_ranks) if local == 0] + [len(local_ranks)]
+    return tuple(end - start for start, end in itertools.pairwise(starts))
+
+
+def leave_world() -> None:
+    """End the process group, so that gloo's threads are gone before the interpreter is."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""The backward pass as a list of moments. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.config.deepspeed.sections import Dtype
+from llmscale.memory.category_peak import Tally
+from llmscale.memory.states.state_memory import BackwardMoment
+from llmscale.memory.zero_settings import tensor_bytes
+
+#: What DeepSpeed does with a gradient as soon as it is complete; the gradient is held by then.
+GradientHook = Callable[[ParameterTensor], None]
+
+
+def follow_backward(
+    tensors: ParameterTensors,
+    tally: Tally,
+    *,
+    dtype: Dtype,
+    sums_in_place: bool,
+    hook: GradientHook,
+    end: Callable[[], None],
+) -> tuple[BackwardMoment, ...]:
+    """Let gradients of type `dtype` appear in order, hand each to `hook`, and call `end` after the last.
+
+    The tied table's gradient from the head waits through the whole pass for the one from the look-up. Autograd adds the
+    two in place only where the first is a tensor of its own, which autocast's casts make it; else it is a view of a
+    transposed one, and the sum a third tensor.
+    """
+    course = []
+    done = 0
+    table_bytes = tensor_bytes(tensors.table.elements, dtype)
+    tally.take_peak()
+    if tensors.tied:
+        tally.hold("gradients", table_bytes)
+        course.append(BackwardMoment(done, tally.take_peak()))
+        done = tensors.table.elements
+    for together in tensors.gradient_order[:-1]:
+        course.append(BackwardMoment(done, tally.take_peak()))
+        for tensor in together:
+            done += tensor.elements
+            tally.hold("gradients", tensor_bytes(tensor.elements, dtype))
+        for tensor in together:
+            hook(tensor)
+    if tensors.tied:
+        tally.touch("gradients", table_bytes if sums_in_place else 2 * table_bytes)
+    else:
+        tally.hold("gradients", table_bytes)
+        done += tensors.table.elements
+    hook(tensors.table)
+    end()
+    course.append(BackwardMoment(done, tally.take_peak()))
+    return tuple(course)

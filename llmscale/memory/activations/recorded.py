@@ -1,0 +1,226 @@
+"""Recorded passes through a model, evaluated for any shape. No torch.
+
+`llmscale.dry_run.record` follows every allocation of the real model's forward and backward pass at small shapes, and
+`llmscale.dry_run.factor` writes each size as coefficient x product of symbols. What is left is a small table: a
+micro-step is a sequence of segments, and of each segment the moments that can be its peak, as counts over formulas.
+Nothing in it is estimated; a branch that was not recorded is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from math import prod
+from pathlib import Path
+
+from llmscale.errors import ConfigError
+from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
+from llmscale.memory.breakdown import allocated_bytes
+
+#: In the order of time. `end_forward`: the outermost autocast region ends and its cache of cast weights goes.
+SEGMENTS = (
+    *("embed_forward", "block_forward", "head_forward", "end_forward"),
+    *("head_backward", "block_backward", "embed_backward"),
+)
+#: Segments whose operators the block decides; the others' are those of embeddings and head.
+BLOCK_SEGMENTS = ("block_forward", "end_forward", "block_backward")
+#: Recorded by `python scripts/record_memory.py`.
+TABLE_PATH = Path(__file__).parent / "tables" / "gpt.json"
+
+#: How many of each formula are alive: `"activation 2*b*t*a*d" -> 3`. A formula is its kind, a coefficient (of bytes; of
+#: elements for a parameter's gradient) and symbols. Kinds: `activation` made by the forward pass, or again by a
+#: recomputation; `logits` the same from the first tensor over the vocabulary on; `temporary` gradients of activations
+#: and work space of kernels; `cast` weights in 16 bit that autocast made; `gradient` of a parameter.
+Counts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class RecordedSegment:
+    """One segment of a micro-step."""
+
+    net: Counts
+    """What it leaves behind, or takes away (negative)."""
+    per_block: Counts
+    """What it takes away once for every block of the model."""
+    moments: tuple[Counts, ...]
+    """Beyond what was alive when it began, at every moment that can be its fullest."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Live bytes at one moment of a pass, by what they are, parameters and their gradients left out."""
+
+    activations_bytes: int = 0
+    """Made by the forward pass, or again by a recomputation; the loss's too."""
+    temporaries_bytes: int = 0
+    """Gradients of activations, and work space of kernels."""
+    casts_bytes: int = 0
+    """Weights in 16 bit that autocast made of fp32 ones."""
+    gradient_parameters: int = 0
+    """Parameters whose gradients have appeared since the segment began; their bytes are not in the sums above."""
+    logits_bytes: int = 0
+    """Of the activations, those of the loss."""
+
+    @property
+    def total_bytes(self) -> int:
+        return self.activations_bytes + self.temporaries_bytes + self.casts_bytes
+
+    def plus(self, other: Moment, times: int = 1) -> Moment:
+        """The sum with `times` the other."""
+        return Moment(
+            self.activations_bytes + times * other.activations_bytes,
+            self.temporaries_bytes + times * other.temporaries_bytes,
+            self.casts_bytes + times * other.casts_bytes,
+            self.gradient_parameters + times * other.gradient_parameters,
+            self.logits_bytes + times * other.logits_bytes,
+        )
+
+    def minus(self, other: Moment) -> Moment:
+        return self.plus(other, -1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A recorded segment at one shape."""
+
+    net: Moment
+    per_block: Moment
+    moments: tuple[Moment, ...]
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    """A forward and a backward pass through `n_layer` equal blocks."""
+
+    n_layer: int
+    segments: Mapping[str, Segment]
+
+    @cached_property
+    def starts(self) -> dict[str, Moment]:
+        """What is alive when a segment begins; of the blocks' the first in the order of time."""
+        live, found = Moment(), {}
+        for name in SEGMENTS:
+            segment = self.segments[name]
+            found[name] = live
+            times = self.n_layer if name in ("block_forward", "block_backward") else 1
+            live = live.plus(segment.net, times).plus(segment.per_block, self.n_layer)
+        return found
+
+    @property
+    def saved_bytes(self) -> int:
+        """At the end of the forward pass."""
+        return self.starts["head_backward"].total_bytes
+
+    @property
+    def forward_peak_bytes(self) -> int:
+        return self._peak_bytes("forward")
+
+    @property
+    def backward_peak_bytes(self) -> int:
+        return self._peak_bytes("backward")
+
+    def _peak_bytes(self, direction: str) -> int:
+        most = 0
+        for name, segment in self.segments.items():
+            if not name.endswith(direction):
+                continue
+            # What is alive changes by the same amount with every block: most is alive in the first or the last.
+            for done in (0, self.n_layer - 1) if name.startswith("block") else (0,):
+                start = self.starts[name].total_bytes + done * segment.net.total_bytes
+                most = max(most, start, *(start + moment.total_bytes for moment in segment.moments))
+        return most
+
+
+def evaluate_segments(segments: Mapping[str, RecordedSegment], symbols: Mapping[str, int], n_layer: int) -> MicroStep:
+    """A recording at one shape, `symbols` -> number. Raises KeyError for a symbol that the shape does not have."""
+    sizes: dict[str, int] = {}
+
+    def moment(counts: Counts) -> Moment:
+        sums = dict.fromkeys(("activation", "logits", "temporary", "cast", "gradient"), 0)
+        for formula, count in counts.items():
+            size = sizes.get(formula)
+            if size is None:
+                size = sizes[formula] = _size(formula, symbols)
+            sums[formula.partition(" ")[0]] += count * size
+        activations = sums["activation"] + sums["logits"]
+        return Moment(activations, sums["temporary"], sums["cast"], sums["gradient"], sums["logits"])
+
+    return MicroStep(
+        n_layer,
+        {
+            name: Segment(
+                moment(segments[name].net),
+                moment(segments[name].per_block),
+                tuple(moment(counts) for counts in segments[name].moments),
+            )
+            for name in SEGMENTS
+        },
+    )
+
+
+def moments_that_matter(moments: Iterable[Moment]) -> tuple[Moment, ...]:
+    """Those that no later moment exceeds: gradients only become more, so a smaller earlier moment is never a peak."""
+    kept: list[Moment] = []
+    for moment in reversed(list(moments)):
+        if not kept or moment.total_bytes > kept[-1].total_bytes:
+            kept.append(moment)
+    return tuple(reversed(kept))
+
+
+class RecordedTable:
+    """All branches of one model's code, as `llmscale.dry_run.factor.pack` stores them."""
+
+    def __init__(self, stored: Mapping[str, object]) -> None:
+        self._stored = stored
+
+    def segments(self, block: BlockBranch, ends: EndsBranch) -> dict[str, RecordedSegment]:
+        """The micro-step of a model whose blocks take one branch, and embeddings and head another.
+
+        Raises ConfigError when either was not recorded.
+        """
+        of_block, of_ends = self._indices("blocks", block.key), self._indices("ends", ends.key)
+        return {name: self._segment((of_block if name in BLOCK_SEGMENTS else of_ends)[name]) for name in SEGMENTS}
+
+    def _indices(self, part: str, key: str) -> dict[str, int]:
+        branches = self._stored[part]
+        assert isinstance(branches, dict)
+        if key not in branches:
+            raise ConfigError(
+                f"the activation memory of this model was not recorded ({part}: {key}). "
+                "Use --dry-run, which needs no recording, or record it: scripts/record_memory.py."
+            )
+        return dict(branches[key])
+
+    def _segment(self, index: int) -> RecordedSegment:
+        segments = self._stored["segments"]
+        assert isinstance(segments, list)
+        net, per_block, *moments = segments[index]
+        return RecordedSegment(self._counts(net), self._counts(per_block), tuple(map(self._counts, moments)))
+
+    def _counts(self, pairs: Sequence[int]) -> dict[str, int]:
+        formulas = self._stored["formulas"]
+        assert isinstance(formulas, list)
+        return {formulas[pairs[i]]: pairs[i + 1] for i in range(0, len(pairs), 2)}
+
+
+@cache
+def gpt_table() -> RecordedTable:
+    """Of llmscale.model.gpt."""
+    return RecordedTable(json.loads(TABLE_PATH.read_text()))
+
+
+def _size(formula: str, symbols: Mapping[str, int]) -> int:
+    """Bytes as the allocator rounds them, of a gradient elements."""
+    kind, coefficient, names = _parsed(formula)
+    size = coefficient[0] * prod(symbols[name] for name in names) // coefficient[1]
+    return size if kind == "gradient" else allocated_bytes(size, 1)
+
+
+@cache
+def _parsed(formula: str) -> tuple[str, tuple[int, int], tuple[str, ...]]:
+    kind, _, product = formula.partition(" ")
+    coefficient, *names = product.split("*")
+    numerator, _, denominator = coefficient.partition("/")
+    return kind, (int(numerator), int(denominator or 1)), tuple(names)

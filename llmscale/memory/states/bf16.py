@@ -1,0 +1,69 @@
+"""Stage 1 in bf16 with gradients summed in fp32: another optimizer class, whose sums are not partitioned. No torch.
+
+Follows deepspeed/runtime/bf16_optimizer.py, BF16_Optimizer; DeepSpeedEngine._do_optimizer_sanity_check chooses it.
+"""
+
+from __future__ import annotations
+
+from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.memory.activations.backward_timeline import follow_backward
+from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
+from llmscale.memory.category_peak import Tally
+from llmscale.memory.states.flat_groups import build_flat_groups
+from llmscale.memory.states.stage0 import reduce_in_buckets
+from llmscale.memory.states.state_memory import StateMemory
+from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+
+
+def uses_bf16_optimizer(layout: EngineLayout) -> bool:
+    """Whether DeepSpeed takes this class."""
+    return (
+        layout.zero_stage == 1
+        and layout.precision == "bf16"
+        and layout.grad_accum_dtype == "fp32"
+        and layout.offload_optimizer.device == "none"
+    )
+
+
+def estimate_bf16_optimizer(tensors: ParameterTensors, layout: EngineLayout) -> StateMemory:
+    """The sums of all gradients in fp32 stay between steps. A gradient in bf16 is added to them at the end of the
+    backward pass, or at once with immediate_grad_update."""
+    groups = build_flat_groups(tensors, layout)
+    states = sum(3 * tensor_bytes(group.partition, "fp32") + ALLOCATION_BYTES for group in groups)
+    tally = Tally()
+    low = sum(tensor_bytes(tensor.elements, "bf16") for tensor in tensors.all)
+    kept = layout.gradient_accumulation_steps > 1 and not layout.immediate_grad_update
+    tally.hold("gradients", low if kept else 0)
+    forward = tally.now
+
+    def hook(tensor: ParameterTensor) -> None:
+        if layout.immediate_grad_update:
+            _add(tensor, tally)
+            tally.drop("gradients", tensor_bytes(tensor.elements, "bf16"))
+        elif kept:  # cleared to zero, not freed, and added to in place
+            tally.drop("gradients", tensor_bytes(tensor.elements, "bf16"))
+
+    def end() -> None:
+        if not layout.immediate_grad_update:
+            for tensor in tensors.all:
+                _add(tensor, tally)
+        reduce_in_buckets([group.elements for group in groups], "fp32", layout, tally)
+
+    course = follow_backward(
+        tensors, tally, dtype="bf16", sums_in_place=layout.precision == "autocast", hook=hook, end=end
+    )
+    return StateMemory(
+        resident=Breakdown(
+            parameters_bytes=sum(tensor_bytes(group.elements, "bf16") for group in groups),
+            gradients_bytes=sum(tensor_bytes(group.elements, "fp32") for group in groups),
+            optimizer_bytes=states,
+        ),
+        forward_course=(forward,) * (tensors.shape.n_layer + 2),
+        backward_course=course,
+        step=tally.take_peak(),
+    )
+
+
+def _add(tensor: ParameterTensor, tally: Tally) -> None:
+    """_update_hp_grad: an fp32 copy on the way."""
+    tally.touch("temporaries", tensor_bytes(tensor.elements, "fp32"))

@@ -1,0 +1,75 @@
+"""How stages 1 and 2 lay the parameters of a group end to end and cut them into equal partitions. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
+
+#: DeepSpeedZeroOptimizer.nccl_start_alignment_factor, in elements.
+_START_ALIGNMENT = 2
+
+
+@dataclass(frozen=True)
+class FlatGroup:
+    """One optimizer group (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__)."""
+
+    tensors: tuple[ParameterTensor, ...]
+    """In the order in which they lie in the flat tensor."""
+    offsets: tuple[int, ...]
+    """First element of each."""
+    elements: int
+    """Of the flat tensor, padded so that every rank's partition begins aligned."""
+    world_size: int
+
+    @property
+    def partition(self) -> int:
+        """Elements that one rank owns."""
+        return self.elements // self.world_size
+
+    @cached_property
+    def local(self) -> dict[int, int]:
+        """Tensor index -> elements of it that rank 0 owns."""
+        return {
+            tensor.index: min(tensor.elements, self.partition - offset)
+            for tensor, offset in zip(self.tensors, self.offsets, strict=True)
+            if offset < self.partition
+        }
+
+    def pieces(self, tensor: ParameterTensor) -> Iterator[tuple[int, int]]:
+        """(owning rank, elements) of each piece of a tensor."""
+        offset = self._offset_of[tensor.index]
+        end = offset + tensor.elements
+        while offset < end:
+            rank = offset // self.partition
+            length = min(end, (rank + 1) * self.partition) - offset
+            yield rank, length
+            offset += length
+
+    @cached_property
+    def _offset_of(self) -> dict[int, int]:
+        return {tensor.index: offset for tensor, offset in zip(self.tensors, self.offsets, strict=True)}
+
+
+def build_flat_groups(tensors: ParameterTensors, layout: EngineLayout) -> tuple[FlatGroup, ...]:
+    """Both groups. With `round_robin_gradients` every world_size-th tensor is next to the other; with
+    `parameter_alignment` each begins at a multiple of 16 bytes."""
+    return tuple(_build_flat_group(group, layout) for group in tensors.groups)
+
+
+def _build_flat_group(group: Sequence[ParameterTensor], layout: EngineLayout) -> FlatGroup:
+    ranks = layout.world_size
+    order = list(group)
+    if layout.round_robin_gradients:
+        order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]
+    alignment = 16 // BYTES_PER_ELEMENT[layout.model_dtype] if layout.parameter_alignment else 1
+    offsets, end = [], 0
+    for tensor in order:
+        offsets.append(math.ceil(end / alignment) * alignment if alignment > 1 else end)
+        end = offsets[-1] + tensor.elements
+    multiple = _START_ALIGNMENT * ranks
+    return FlatGroup(tuple(order), tuple(offsets), -(-end // multiple) * multiple, ranks)

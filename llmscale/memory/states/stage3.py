@@ -1,0 +1,212 @@
+"""Stage 3: parameters, gradients and optimizer states are partitioned, and parameters gathered for use. No torch.
+
+Follows deepspeed/runtime/zero/stage3.py, DeepSpeedZeroOptimizer_Stage3, on rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.config.deepspeed.sections import Dtype
+from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
+from llmscale.memory.category_peak import Tally
+from llmscale.memory.states.stage3_host import stage3_host_bytes, stage3_nvme_bytes
+from llmscale.memory.states.stage3_parameters import Stage3Parameters, persistent_parameters, shard_elements
+from llmscale.memory.states.stage3_sub_groups import build_sub_groups
+from llmscale.memory.states.stage3_trace import Stage3Trace
+from llmscale.memory.states.state_memory import BackwardMoment, StateMemory
+from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+
+#: Elements of one piece of a gradient's norm under offload (_constant_buffered_norm2).
+_NORM_ELEMENTS = 250_000_000
+
+
+def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> StateMemory:
+    """`recomputes`: blocks run forward again in the backward pass, and so are gathered again."""
+    walk = _Walk(tensors, layout, recomputes)
+    forward = walk.forward()
+    backward = walk.backward()
+    sub_groups = build_sub_groups(tensors, layout)
+    shards = [sub_group.shards for sub_group in sub_groups]
+    return StateMemory(
+        resident=_resident(tensors, shards, layout),
+        forward_course=forward,
+        backward_course=backward,
+        step=_step(tensors, shards, layout),
+        host_bytes=stage3_host_bytes(sub_groups, layout),
+        nvme_bytes=stage3_nvme_bytes(sub_groups, layout),
+    )
+
+
+def communication_dtype(layout: EngineLayout) -> Dtype:
+    """Under autocast a parameter's own type is communicated (ZeROOptimizer.get_param_comm_dtype)."""
+    return "fp32" if layout.precision == "autocast" else layout.communication_dtype
+
+
+def _resident(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], layout: EngineLayout) -> Breakdown:
+    """The shards in one flat tensor, persistent parameters whole, the sums of gradients in one flat tensor, the bucket;
+    an fp32 copy of each sub-group, in fp32 as well, and Adam's states with one step count."""
+    ranks, dtype = layout.world_size, layout.model_dtype
+    sizes = [sum(shards) for shards in sub_groups]
+    parameters = optimizer = gradients = 0
+    if layout.offload_param.device == "none":
+        parameters = tensor_bytes(sum(sizes), dtype)
+    if ranks > 1 or layout.offload_param.device != "none":
+        persistent = persistent_parameters(tensors.all, layout).values()
+        parameters += sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, dtype) for tensor in persistent)
+    if layout.offload_optimizer.device == "none":
+        optimizer = sum(3 * tensor_bytes(size, "fp32") + ALLOCATION_BYTES for size in sizes)
+        gradients = tensor_bytes(sum(sizes), layout.grad_accum_dtype)
+    bucket = tensor_bytes(layout.reduce_bucket_size, communication_dtype(layout)) if layout.contiguous_gradients else 0
+    return Breakdown(
+        parameters_bytes=parameters, gradients_bytes=gradients, optimizer_bytes=optimizer, buckets_bytes=bucket
+    )
+
+
+def _step(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], layout: EngineLayout) -> Breakdown:
+    """step: persistent parameters are released until its end; the norm in fp64; then sub-group by sub-group the
+    flattened gradients and their fp32 copy. In fp16 the check for overflows makes copies of all gradients."""
+    if layout.offload_optimizer.device != "none":
+        return Breakdown()
+    tally = Tally()
+    ranks, accumulated = layout.world_size, layout.grad_accum_dtype
+    if ranks > 1 or layout.offload_param.device != "none":
+        persistent = persistent_parameters(tensors.all, layout).values()
+        released = sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, layout.model_dtype) for tensor in persistent)
+        tally.drop("parameters", released)
+    everything = sum(sum(shards) for shards in sub_groups)
+    if layout.precision == "fp16":
+        tally.touch("temporaries", tensor_bytes(everything, accumulated) + tensor_bytes(everything, "fp16") // 2)
+    for shards in sub_groups:
+        for shard in shards:
+            tally.touch("temporaries", tensor_bytes(2 * shard, "fp32"))
+    for shards in sub_groups:
+        flat = tensor_bytes(sum(shards), accumulated) if len(shards) > 1 else 0
+        cast = tensor_bytes(sum(shards), "fp32") if accumulated != "fp32" else 0
+        tally.touch("temporaries", flat + cast)
+    return tally.take_peak()
+
+
+@dataclass
+class _Walk:
+    """One micro-step: what is alive beyond the resident memory."""
+
+    tensors: ParameterTensors
+    layout: EngineLayout
+    recomputes: bool
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        self.trace = Stage3Trace(self.tensors, self.recomputes)
+        self.parameters = Stage3Parameters(self.trace, self.layout, self.tally)
+        self.dtype = self.layout.model_dtype
+        self.communication = communication_dtype(self.layout)
+        self.bucket: list[ParameterTensor] = []
+        self.bucket_elements = 0
+        self.own_bytes = 0
+        """Of gradients in the bucket's list that did not fit into the bucket."""
+
+    def forward(self) -> tuple[Breakdown, ...]:
+        course: list[Breakdown] = []
+        self.parameters.begin()
+        for event in self.trace.forward():
+            if event.action == "fetch":
+                self.parameters.fetch(event.module)
+            elif event.action == "release":
+                self.parameters.release(event.module)
+            else:
+                course.append(self.tally.take_peak())
+        # What is fetched before the embeddings run belongs to them.
+        return (*course[1:], self.tally.take_peak())
+
+    def backward(self) -> tuple[BackwardMoment, ...]:
+        course: list[BackwardMoment] = []
+        done = 0
+        for event in self.trace.backward():
+            if event.action == "fetch":
+                self.parameters.fetch(event.module)
+            elif event.action == "release":
+                self.parameters.release(event.module)
+            elif event.action == "reduced":
+                self._flush()
+            else:
+                course.append(BackwardMoment(done, self.tally.take_peak()))
+                done += self._gradients(self.trace.parameters[event.module], is_first=not done)
+        course.append(BackwardMoment(done, self.tally.take_peak()))
+        return tuple(course)
+
+    def _gradients(self, together: tuple[ParameterTensor, ...], is_first: bool) -> int:
+        """Those of one layer appear; parameters that are done by them. The tied table's from the head only waits, and
+        the one from the look-up is then added to it in place: stage 3's own linear layer makes no views."""
+        sizes = [tensor_bytes(tensor.elements, self.dtype) for tensor in together]
+        table = self.tensors.tied and together == (self.tensors.table,)
+        if table and not is_first:
+            self.tally.touch("gradients", sizes[0])
+        else:
+            self.tally.hold("gradients", sum(sizes))
+        if not (table and is_first):
+            for tensor, num_bytes in zip(together, sizes, strict=True):
+                self._reduce(tensor, num_bytes)
+        return 0 if table and not is_first else sum(tensor.elements for tensor in together)
+
+    def _reduce(self, tensor: ParameterTensor, num_bytes: int) -> None:
+        """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced first when it is full."""
+        size = self.layout.reduce_bucket_size
+        if self.bucket and self.bucket_elements + tensor.elements > size:
+            self._flush()
+        if self.layout.contiguous_gradients and self.bucket_elements + tensor.elements <= size:
+            self.tally.drop("gradients", num_bytes)
+        else:
+            self.own_bytes += num_bytes
+        self.bucket.append(tensor)
+        self.bucket_elements += tensor.elements
+
+    def _flush(self) -> None:
+        """__reduce_and_partition_ipg_grads."""
+        if not self.bucket:
+            return
+        layout = self.layout
+        fits = layout.contiguous_gradients and self.bucket_elements <= layout.reduce_bucket_size
+        if fits and not layout.reduce_scatter:
+            self._allreduce()
+        else:
+            self._reduce_scatter()
+        self.tally.drop("gradients", self.own_bytes)
+        self.bucket, self.bucket_elements, self.own_bytes = [], 0, 0
+
+    def _allreduce(self) -> None:
+        """__avg_scatter_contiguous_grads: the scaled bucket is a copy, and so is that in the type of the sums."""
+        scaled = tensor_bytes(self.bucket_elements, self.communication) if self.layout.world_size > 1 else 0
+        other = self.communication != self.layout.grad_accum_dtype
+        cast = tensor_bytes(self.bucket_elements, self.layout.grad_accum_dtype) if other else 0
+        self.tally.touch("buckets", scaled + cast)
+
+    def _reduce_scatter(self) -> None:
+        """__avg_scatter_grads and reduce_scatter_coalesced: padded pieces of all gradients in one flat tensor, which a
+        single gradient that divides evenly does not need; then each piece in the type of the sums."""
+        ranks, layout = self.layout.world_size, self.layout
+        casts = 0
+        if self.communication != self.dtype:
+            casts = sum(tensor_bytes(tensor.elements, self.communication) for tensor in self.bucket)
+        shards = [shard_elements(tensor, ranks) for tensor in self.bucket]
+        needs_copy = len(shards) > 1 or self.bucket[0].elements % ranks
+        flat = tensor_bytes(sum(shards) * ranks, self.communication) if needs_copy else 0
+        self.tally.hold("buckets", casts + flat)
+        other = self.communication != layout.grad_accum_dtype
+        pieces = sum(tensor_bytes(shard, layout.grad_accum_dtype) for shard in shards) if other else 0
+        self.tally.hold("buckets", pieces)
+        if other:
+            self.tally.drop("buckets", casts + flat)
+            casts = flat = 0
+        if layout.offload_optimizer.device != "none":
+            self._to_host(max(shards))
+        self.tally.drop("buckets", casts + flat + pieces)
+
+    def _to_host(self, shard: int) -> None:
+        """partition_grads: the sum of a parameter's gradient visits the GPU, where its norm is taken in fp64."""
+        accumulated = tensor_bytes(shard, self.layout.grad_accum_dtype)
+        norm = tensor_bytes(2 * min(shard, _NORM_ELEMENTS), "fp32")
+        cast = tensor_bytes(shard, "fp32") if self.layout.grad_accum_dtype != "fp32" else 0
+        self.tally.touch("temporaries", accumulated + max(norm, cast))

@@ -1,0 +1,185 @@
+"""Which parameters stage 3 has gathered at each moment. No torch.
+
+Follows deepspeed/runtime/zero/partitioned_param_coordinator.py, PartitionedParameterCoordinator, with a complete trace,
+and Init.all_gather_coalesced in partition_parameters.py. Nothing waits: everything runs in the order of one stream.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from llmscale.architecture.parameter_list import ParameterTensor
+from llmscale.memory.category_peak import Tally
+from llmscale.memory.states.stage3_trace import Stage3Trace
+from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+
+_NEVER = -1
+
+
+@dataclass
+class _Gather:
+    """One all-gather: a flat tensor that lives until the last of its parameters has been waited for."""
+
+    flat_bytes: int
+    waiting: set[int]
+    done: bool = False
+
+
+class Stage3Parameters:
+    """Fetches and releases; what is gathered is held in `tally`, parameters that always stay excepted."""
+
+    def __init__(self, trace: Stage3Trace, layout: EngineLayout, tally: Tally) -> None:
+        self._trace, self._layout, self._tally = trace, layout, tally
+        order = [
+            event.module
+            for events in (trace.forward(), trace.backward())
+            for event in events
+            if event.action == "fetch"
+        ]
+        self._queue_order = [(tensor, step) for step, module in enumerate(order) for tensor in trace.parameters[module]]
+        self._uses: dict[int, list[int]] = {}
+        for tensor, step in self._queue_order:
+            self._uses.setdefault(tensor.index, []).append(step)
+        self._before = [0]
+        for module in order:
+            self._before.append(self._before[-1] + sum(tensor.elements for tensor in trace.parameters[module]))
+        used = [tensor for tensors in trace.parameters for tensor in tensors]
+        self._elements = {tensor.index: tensor.elements for tensor in used}
+        self._persistent = persistent_parameters(used, layout)
+        self._live: dict[int, int] = {}
+        """Gathered parameters and the bytes of a storage of their own."""
+        self._flying: dict[int, _Gather] = {}
+        self._users: dict[int, set[int]] = {}
+
+    def begin(self) -> None:
+        """reset_step, at the start of a forward pass."""
+        self._queue = deque(self._queue_order)
+        self._step = 0
+        self._available = 0
+        self._marked: dict[int, int] = {}
+
+    def fetch(self, module: int) -> None:
+        """fetch_sub_module: gather what the module needs, then prefetch in the order of the trace."""
+        needed = self._trace.parameters[module]
+        self._gather([tensor for tensor in needed if self._is_away(tensor)])
+        for tensor in needed:
+            self._users.setdefault(tensor.index, set()).add(module)
+            self._wait(tensor)
+        fresh = {tensor.index for tensor in needed if self._marked.get(tensor.index, _NEVER) < self._step}
+        discarded: set[int] = set()
+        while self._queue and len(discarded) < len(fresh):
+            tensor, step = self._queue.popleft()
+            self._marked[tensor.index] = step
+            discarded.add(tensor.index)
+        self._prefetch()
+        self._step += 1
+
+    def _prefetch(self) -> None:
+        layout = self._layout
+        most = min(layout.stage3_max_live_parameters - self._available, layout.stage3_prefetch_bucket_size)
+        chosen: dict[int, ParameterTensor] = {}
+        elements = 0
+        while layout.stage3_prefetch_bucket_size > 0 and self._queue and elements < most:
+            tensor, step = self._queue.popleft()
+            self._marked[tensor.index] = max(self._marked.get(tensor.index, _NEVER), step)
+            if self._is_away(tensor) and tensor.index not in chosen:
+                chosen[tensor.index] = tensor
+                elements += tensor.elements
+        self._gather(list(chosen.values()))
+
+    def release(self, module: int) -> None:
+        """release_sub_module: what is not used again within the reuse distance nor passed over by a prefetch."""
+        for tensor in self._trace.parameters[module]:
+            self._users[tensor.index].discard(module)
+            if (
+                tensor.index not in self._persistent
+                and self._marked.get(tensor.index, _NEVER) <= self._step
+                and not self._is_used_soon(tensor)
+            ):
+                self._free(tensor)
+
+    def release_all(self) -> None:
+        """release_backward_leftovers, and what the next reset_step would clear."""
+        for gather in {id(gather): gather for gather in self._flying.values()}.values():
+            self._tally.drop("parameters", gather.flat_bytes)
+        self._flying.clear()
+        self._tally.drop("parameters", sum(self._live.values()))
+        self._live.clear()
+
+    def _is_used_soon(self, tensor: ParameterTensor) -> bool:
+        """__params_to_release: the next use, if the modules before it have fewer parameters than the reuse distance."""
+        uses = self._uses[tensor.index]
+        position = bisect_left(uses, self._step)
+        if position == len(uses):
+            return False
+        return self._before[uses[position]] - self._before[self._step] < self._layout.stage3_max_reuse_distance
+
+    def _is_away(self, tensor: ParameterTensor) -> bool:
+        index = tensor.index
+        return index not in self._persistent and index not in self._live and index not in self._flying
+
+    def _gather(self, tensors: list[ParameterTensor]) -> None:
+        """One parameter is gathered into its own storage; several into a flat tensor, out of which they are copied.
+        With one rank there is nothing to gather, and a copy only where the shards lie on the host."""
+        if not tensors:
+            return
+        self._available += sum(tensor.elements for tensor in tensors)
+        dtype, ranks = self._layout.model_dtype, self._layout.world_size
+        from_host = self._layout.offload_param.device != "none"
+        shards = [shard_elements(tensor, ranks) for tensor in tensors]
+        if ranks == 1:
+            for tensor in tensors:
+                num_bytes = tensor_bytes(tensor.elements, dtype) if from_host else 0
+                self._tally.hold("parameters", num_bytes)
+                self._live[tensor.index] = num_bytes
+            return
+        staged = sum(tensor_bytes(shard, dtype) for shard in shards) if from_host else 0
+        flat = tensor_bytes(sum(shards) * ranks, dtype)
+        self._tally.hold("parameters", flat)
+        self._tally.touch("temporaries", staged)
+        if len(tensors) == 1:
+            self._live[tensors[0].index] = flat
+            return
+        gather = _Gather(flat, {tensor.index for tensor in tensors})
+        self._flying.update({tensor.index: gather for tensor in tensors})
+
+    def _wait(self, tensor: ParameterTensor) -> None:
+        """AllGatherCoalescedHandle.wait: the first wait copies every parameter out of the flat tensor."""
+        gather = self._flying.pop(tensor.index, None)
+        if gather is None:
+            return
+        if not gather.done:
+            gather.done = True
+            for index in sorted(gather.waiting):
+                num_bytes = tensor_bytes(self._elements[index], self._layout.model_dtype)
+                self._tally.hold("parameters", num_bytes)
+                self._live[index] = num_bytes
+        gather.waiting.discard(tensor.index)
+        if not gather.waiting:
+            self._tally.drop("parameters", gather.flat_bytes)
+
+    def _free(self, tensor: ParameterTensor) -> None:
+        if tensor.index in self._live and not self._users[tensor.index]:
+            self._tally.drop("parameters", self._live.pop(tensor.index))
+            self._available -= tensor.elements
+
+
+def shard_elements(tensor: ParameterTensor, world_size: int) -> int:
+    """What each rank has of a parameter, the last one padded (Init._partition_param)."""
+    return -(-tensor.elements // world_size)
+
+
+def persistent_parameters(tensors: Iterable[ParameterTensor], layout: EngineLayout) -> dict[int, ParameterTensor]:
+    """Parameters that stay gathered between steps (DeepSpeedZeRoOffload.mark_persistent_parameters)."""
+    chosen: dict[int, ParameterTensor] = {}
+    total = 0
+    for index, tensor in sorted({tensor.index: tensor for tensor in tensors}.items()):
+        if total + tensor.elements > layout.stage3_model_persistence_threshold:
+            continue
+        if tensor.elements <= layout.stage3_param_persistence_threshold:
+            chosen[index] = tensor
+            total += tensor.elements
+    return chosen

@@ -1,0 +1,152 @@
+"""What is alive at each moment of a step: states and activations followed through the same passes. No torch.
+
+The closed form of the states says what DeepSpeed holds once so many parameters have gradients, that of the activations
+what autograd holds in each block; a peak is where their sum is largest, which is seldom where either of them is. Sums
+are compared as plain numbers, and only the largest is broken down.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.memory.activations.activation_memory import ActivationMemory
+from llmscale.memory.activations.recorded import Moment
+from llmscale.memory.breakdown import Breakdown
+from llmscale.memory.states.state_memory import StateMemory
+
+#: The phases of a step, with their moments in the order of time.
+PHASES: dict[str, tuple[str, ...]] = {
+    "forward": ("forward", "loss forward"),
+    "backward": ("loss backward", "block backward", "end of backward"),
+    "step": ("optimizer step",),
+}
+
+
+def find_moments(shape: GPTShape, states: StateMemory, activations: ActivationMemory) -> dict[str, Breakdown]:
+    """Each part of a step by its name, at its fullest."""
+    course = _Course(shape, states)
+    extras = {
+        "forward": _blocks_forward(states, activations),
+        "loss forward": _loss_forward(states, activations),
+        "loss backward": _loss_backward(states, activations),
+        "block backward": _blocks_backward(shape, course, activations),
+        "end of backward": _end_of_backward(shape, course, activations),
+        "optimizer step": states.step,
+    }
+    return {name: states.resident + extra for name, extra in extras.items()}
+
+
+class _Course:
+    """The states in the backward pass, by the number of parameters that have gradients."""
+
+    def __init__(self, shape: GPTShape, states: StateMemory) -> None:
+        self._extras = [moment.extra for moment in states.backward_course]
+        self._totals = [extra.total_bytes for extra in self._extras]
+        self._done = [moment.parameters_done for moment in states.backward_course]
+        self._table = shape.padded_vocab_size * shape.n_embd
+        self._final_norm = shape.num_parameters - shape.embedding_parameters - shape.n_layer * shape.block_parameters
+
+    def place(self, shape: GPTShape, blocks_done: int, gradient_parameters: int) -> int:
+        """The stretch after the head, the final norm, so many blocks and so many parameters of the next one."""
+        done = self._table + self._final_norm + blocks_done * shape.block_parameters + gradient_parameters
+        return max(0, bisect_right(self._done, done) - 1)
+
+    def total_bytes(self, place: int) -> int:
+        return self._totals[place]
+
+    def extra(self, place: int) -> Breakdown:
+        return self._extras[place]
+
+    @property
+    def last(self) -> Breakdown:
+        return self._extras[-1]
+
+
+def _blocks_forward(states: StateMemory, activations: ActivationMemory) -> Breakdown:
+    """The block at whose fullest moment most is live: with ZeRO-3 not always the last."""
+    blocks = range(activations.n_layer)
+    before = [activations.before_block_bytes(block, forward=True) for block in blocks]
+    extras = [extra.total_bytes for extra in states.forward_course[1:-1]]
+    block = max(blocks, key=lambda block: extras[block] + before[block])
+    casts = (block + 1) * activations.forward_casts_per_block_bytes
+    held = before[block] + activations.block_forward_peak_bytes
+    return states.forward_course[1 + block] + Breakdown(parameters_bytes=casts, activations_bytes=held - casts)
+
+
+def _loss_forward(states: StateMemory, activations: ActivationMemory) -> Breakdown:
+    """Final norm, output head and loss."""
+    block_casts = activations.n_layer * activations.forward_casts_per_block_bytes
+    before = activations.before_block_bytes(activations.n_layer, forward=True)
+    norm, head_cast = activations.saved_final_norm_bytes, activations.head_cast_bytes
+    return states.forward_course[-1] + Breakdown(
+        parameters_bytes=block_casts + head_cast,
+        activations_bytes=before - block_casts + norm,
+        logits_bytes=activations.logits_forward_peak_bytes - norm - head_cast,
+    )
+
+
+def _loss_backward(states: StateMemory, activations: ActivationMemory) -> Breakdown:
+    """From the loss to the final norm. Among its activations' gradients is the token table's, which the states count
+    too."""
+    moment = max(activations.head_backward, key=lambda moment: moment.total_bytes)
+    begin = states.backward_course[0].extra
+    table = min(activations.head_gradient_bytes, begin.gradients_bytes)
+    casts = activations.n_layer * activations.saved_casts_per_block_bytes
+    norm = min(activations.saved_final_norm_bytes, moment.activations_bytes)
+    return begin + Breakdown(
+        parameters_bytes=casts + moment.casts_bytes,
+        gradients_bytes=-table,
+        activations_bytes=activations.before_block_bytes(activations.n_layer) - casts + norm,
+        logits_bytes=moment.activations_bytes - norm + moment.temporaries_bytes,
+    )
+
+
+def _blocks_backward(shape: GPTShape, course: _Course, activations: ActivationMemory) -> Breakdown:
+    """From the last block to the first, whose activations go while gradients come."""
+    best_bytes, best = -1, _InBlock(0, 0, activations.block_backward[0])
+    for block in reversed(range(shape.n_layer)):
+        before = activations.before_block_bytes(block)
+        for moment in activations.block_backward:
+            place = course.place(shape, shape.n_layer - 1 - block, moment.gradient_parameters)
+            total = course.total_bytes(place) + before + moment.total_bytes
+            if total > best_bytes:
+                best_bytes, best = total, _InBlock(place, block, moment)
+    casts = best.block * activations.saved_casts_per_block_bytes
+    before = activations.before_block_bytes(best.block)
+    return course.extra(best.place) + Breakdown(
+        parameters_bytes=casts + best.moment.casts_bytes,
+        activations_bytes=before - casts + best.moment.activations_bytes,
+        temporaries_bytes=best.moment.temporaries_bytes,
+    )
+
+
+@dataclass(frozen=True)
+class _InBlock:
+    """A moment of one block's backward pass."""
+
+    place: int
+    """Of the states."""
+    block: int
+    moment: Moment
+
+
+def _end_of_backward(shape: GPTShape, course: _Course, activations: ActivationMemory) -> Breakdown:
+    """The embeddings' gradients, and what DeepSpeed does at the end. The table's gradient from the head is in both
+    closed forms, the one from the look-up in the activations' until it is complete."""
+    found = [course.last + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
+    for moment in activations.embedding_backward:
+        extra = course.extra(course.place(shape, shape.n_layer, moment.gradient_parameters))
+        if extra is course.last:
+            continue  # with both gradients of the table, as above
+        table = min(activations.head_gradient_bytes, extra.gradients_bytes, moment.temporaries_bytes)
+        found.append(
+            extra
+            + Breakdown(
+                gradients_bytes=-table,
+                activations_bytes=moment.activations_bytes,
+                temporaries_bytes=moment.temporaries_bytes,
+            )
+        )
+    return max(found, key=lambda extra: extra.total_bytes)

@@ -1,0 +1,97 @@
+"""How long the arithmetic of one micro-step takes on one GPU. No torch.
+
+Nothing here was measured by us on a GPU. The model has three kinds of work per token,
+
+    matrix products  (6 x 12 L h^2 + 6 V h) FLOPs at `matmul` of the peak rate,
+    attention        12 L h s FLOPs (not halved for the causal mask) at `attention` of the peak rate,
+    the rest         L h x BLOCK_BYTES + V x LOGIT_BYTES through the GPU's memory: norms, GELU, residuals, loss,
+
+and its constants, with `communication.SLOWDOWN`, are a least-squares fit, rounded, to the 209 published bf16 rows of
+MosaicML's llm-foundry benchmark: A100 40 and 80 GB, H100, MPT 125M to 70B (GPT-3's shapes), 8 to 512 GPUs, sequences of
+512 to 65,536, micro-batches of 4,096 tokens and more; PyTorch FSDP with Triton's FlashAttention 1, so that an H100 with
+a newer attention is faster at long sequences than this says. tests/planning/test_throughput.py holds rows and error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.hardware import GPU
+
+#: Bytes per token, block and unit of n_embd that move through memory outside of matrix products, forward and backward,
+#: with 16-bit activations. (Fitted.)
+BLOCK_BYTES = 430
+#: Bytes per token and vocabulary entry: logits and loss, forward and backward. (Fitted.)
+LOGIT_BYTES = 35
+#: A forward pass is a third of forward and backward: full recomputation repeats it.
+_RECOMPUTED = 4 / 3
+#: FLOPs per byte of an A100 80 GB; a card of unknown memory bandwidth is taken to be as balanced.
+_A100_BALANCE = 312e12 / 2.039e12
+
+
+@dataclass(frozen=True)
+class KernelEfficiency:
+    """Fractions of the peak rate that two kinds of kernels reach."""
+
+    matmul: float
+    attention: float
+    source: str
+    """What it was fitted to, or whose it is assumed to be."""
+
+
+_A100 = KernelEfficiency(0.88, 0.55, "A100 rows of llm-foundry")
+_H100 = KernelEfficiency(0.755, 0.315, "H100 rows of llm-foundry")
+_CALIBRATED = {"a100-40gb": _A100, "a100-80gb": _A100, "h100-80gb": _H100}
+#: Cards as fast as an H100 or faster are as hard to keep busy; the A100's fractions would flatter them.
+_LIKE_H100 = {"h100-80gb-pcie", "h200", "b200"}
+
+
+def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
+    """The fit for this card, or the nearest card's, and it says so."""
+    if gpu.name in _CALIBRATED:
+        return _CALIBRATED[gpu.name]
+    like, name = (_H100, "H100") if gpu.name in _LIKE_H100 else (_A100, "A100")
+    text = f"not calibrated: assumes {name}'s efficiency"
+    if gpu.memory_bytes_per_s is None:
+        text += ", and memory as fast for its arithmetic as A100's"
+    return KernelEfficiency(like.matmul, like.attention, text)
+
+
+def memory_bytes_per_s(gpu: GPU) -> float:
+    """The card's memory bandwidth, or an A100's share of its arithmetic rate where it is not known."""
+    return gpu.memory_bytes_per_s or gpu.dense_16bit_flops / _A100_BALANCE
+
+
+def peak_flops(gpu: GPU, precision: Precision) -> float | None:
+    """FLOP/s that a run in this precision is measured against; None: the card's fp32 rate is not in the table."""
+    return gpu.fp32_flops if precision == "fp32" else gpu.dense_16bit_flops
+
+
+def estimate_compute_s(
+    shape: GPTShape, micro_batch_size: int, precision: Precision, checkpointing: CheckpointingMode, gpu: GPU
+) -> float | None:
+    """Seconds of one forward and backward pass of a micro-batch on one GPU, recomputation included.
+
+    None when the card's rate in this precision is not known.
+    """
+    peak = peak_flops(gpu, precision)
+    if peak is None:
+        return None
+    efficiency = kernel_efficiency(gpu)
+    layers, width, vocabulary = shape.n_layer, shape.n_embd, shape.padded_vocab_size
+    # `selective` keeps the results of matrix products and of attention and recomputes what lies between.
+    again = _RECOMPUTED if checkpointing == "full" else 1.0
+    again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
+    matmul_flops = 72 * layers * width**2 * again + 6 * vocabulary * width
+    attention_flops = 12 * layers * width * shape.seq_len * again
+    moved_bytes = BLOCK_BYTES * layers * width * again_between + LOGIT_BYTES * vocabulary
+    if precision == "fp32":
+        moved_bytes *= 2
+    per_token_s = (
+        matmul_flops / (peak * efficiency.matmul)
+        + attention_flops / (peak * efficiency.attention)
+        + moved_bytes / memory_bytes_per_s(gpu)
+    )
+    return per_token_s * micro_batch_size * shape.seq_len

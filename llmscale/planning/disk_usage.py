@@ -1,0 +1,51 @@
+"""Disk space of a run: checkpoints, prepared data, the exported model. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmscale.architecture.shape import GPTShape
+
+#: What llmscale.checkpoint.save writes per parameter at every stage: fp32 master weights and AdamW's two moments, once
+#: over all ranks. Names and headers add about 1 KB per tensor.
+CHECKPOINT_BYTES = 12
+#: `llmscale checkpoint export`'s 16-bit weights.
+_EXPORT_BYTES = 2
+#: MDS keeps an offset of four bytes per sample.
+_SAMPLE_OVERHEAD_BYTES = 4
+
+
+@dataclass(frozen=True)
+class DiskSpace:
+    """Bytes on the disk that all nodes share."""
+
+    checkpoint_bytes: int
+    """One checkpoint."""
+    kept_checkpoints: int
+    """--keep-last, and one for ever per multiple of --keep-every."""
+    data_bytes: int
+    """The prepared set, uncompressed, when every token is trained on once."""
+    weights_bytes: int
+    """The finished model in 16 bits."""
+
+    @property
+    def checkpoints_bytes(self) -> int:
+        """At the fullest: an old checkpoint goes only when a newer one is whole."""
+        return self.checkpoint_bytes * (self.kept_checkpoints + 1)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.checkpoints_bytes + self.data_bytes + self.weights_bytes
+
+
+def estimate_disk(shape: GPTShape, steps: int, tokens: float, *, keep_last: int = 2, keep_every: int = 0) -> DiskSpace:
+    """Of a run of `steps` optimizer steps on `tokens` tokens; keep_last and keep_every as in train.py."""
+    token_bytes = 2 if shape.vocab_size <= 1 << 16 else 4
+    sample_bytes = (shape.seq_len + 1) * token_bytes + _SAMPLE_OVERHEAD_BYTES
+    forever = steps // keep_every if keep_every else 0
+    return DiskSpace(
+        checkpoint_bytes=CHECKPOINT_BYTES * shape.num_parameters,
+        kept_checkpoints=keep_last + forever,
+        data_bytes=round(tokens / shape.seq_len * sample_bytes),
+        weights_bytes=_EXPORT_BYTES * shape.num_parameters,
+    )

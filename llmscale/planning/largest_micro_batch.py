@@ -1,0 +1,209 @@
+"""The largest micro-batch that fits a GPU, for one ds_config or for every strategy there is. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
+from llmscale.memory.zero_settings import EngineLayout, build_layout
+from llmscale.planning.strategy import (
+    CHECKPOINTING,
+    DEFAULT_NVME_PATH,
+    Strategy,
+    all_strategies,
+    build_strategy,
+    strategy_of,
+)
+
+#: GPUs; DGX-2 and some clouds' largest machines have so many.
+_MANY_IN_A_NODE = 16
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a run is given."""
+
+    num_nodes: int
+    gpus_per_node: int
+    gpu_bytes: int
+    """Of one GPU, as CUDA reports it."""
+    host_bytes: int | None = None
+    """Of one node, for what is offloaded; None: not known, so it is not checked."""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+    def in_words(self, card: str) -> str:
+        """`2 nodes x 8 x h100-80gb`. What is rare for one node may have been meant for several: it says so."""
+        if self.num_nodes > 1:
+            return f"{self.num_nodes} nodes x {self.gpus_per_node} x {card}"
+        one = " in one node (of several nodes: --num-nodes)" if self.gpus_per_node > _MANY_IN_A_NODE else ""
+        return f"{self.gpus_per_node} x {card}{one}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, on what."""
+
+    shape: GPTShape
+    global_batch_size: int
+    """Sequences per optimizer step over all ranks."""
+    machines: Machines
+    micro_batch_size: int | None = None
+    """Fixed by the user; None: the largest that fits."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One ds_config at one micro-batch on a job's machines."""
+
+    ds: DsConfig
+    strategy: Strategy
+    plan: BatchPlan
+    layout: EngineLayout
+    estimate: MemoryEstimate
+    machines: Machines
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is left on the GPU; negative: by how much it is too small."""
+        return self.machines.gpu_bytes - self.estimate.total_bytes
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """Host memory for what is offloaded, beyond the processes themselves."""
+        return self.estimate.host_bytes * self.machines.gpus_per_node
+
+    @property
+    def nvme_bytes_per_node(self) -> int:
+        return self.estimate.nvme_bytes * self.machines.gpus_per_node
+
+    @property
+    def host_spare_bytes(self) -> int | None:
+        """What is left of a node's memory; None when its size was not given."""
+        limit = self.machines.host_bytes
+        return None if limit is None else limit - self.host_bytes_per_node
+
+    @property
+    def fits(self) -> bool:
+        host = self.host_spare_bytes
+        return self.spare_bytes >= 0 and (host is None or host >= 0)
+
+
+def resolve_on_gpus(ds: DsConfig, shape: GPTShape, plan: BatchPlan) -> dict[str, object]:
+    """What train.py would hand to DeepSpeed on GPUs. Raises ConfigError."""
+    return resolve_ds_config(
+        ds,
+        micro_batch_size=plan.micro_batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        global_batch_size=plan.global_batch_size,
+        world_size=plan.world_size,
+        n_embd=shape.n_embd,
+        num_parameters=shape.num_parameters,
+        has_gpu=True,
+    )
+
+
+def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Fit:
+    """One micro-batch. Raises ConfigError when it does not divide a rank's share of the global batch."""
+    plan = _plan(job, micro_batch_size)
+    return _fit(ds, job, checkpointing, plan, build_layout(resolve_on_gpus(ds, job.shape, plan), plan.world_size))
+
+
+def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Fit:
+    """The largest micro-batch that fits, else the smallest one, which says how much is missing.
+
+    A micro-batch that the job or the file fixes is the only one tried. Memory grows with the micro-batch, but for the
+    last one, which needs no accumulation and so fewer bytes for gradients; it is tried by itself. Raises ConfigError.
+    """
+    fixed = _fixed_micro_batch(ds, job)
+    if fixed is not None:
+        return fit_at(ds, job, checkpointing, fixed)
+    sizes = legal_micro_batches(job)
+    if len(sizes) == 1:
+        return fit_at(ds, job, checkpointing, sizes[0])
+    if estimate_least(job.shape, sizes[-1], ds, checkpointing) <= job.machines.gpu_bytes:
+        whole = fit_at(ds, job, checkpointing, sizes[-1])
+        if whole.fits:
+            return whole
+    # What the file says is resolved once: of the plan, only the accumulation matters to the layout.
+    smallest = _plan(job, sizes[0])
+    layout = build_layout(resolve_on_gpus(ds, job.shape, smallest), smallest.world_size)
+    return _bisect(ds, job, checkpointing, sizes[:-1], layout)
+
+
+def find_fits(
+    job: Job,
+    precision: Precision,
+    nvme_path: str = DEFAULT_NVME_PATH,
+    modes: Sequence[CheckpointingMode] = CHECKPOINTING,
+) -> list[Fit]:
+    """Every strategy that DeepSpeed can train, each at its largest micro-batch."""
+    fits = []
+    for strategy in all_strategies():
+        if strategy.checkpointing not in modes:
+            continue
+        ds = build_strategy(strategy, precision, nvme_path)
+        if ds is not None:
+            fits.append(find_largest_fit(ds, job, strategy.checkpointing))
+    return fits
+
+
+def legal_micro_batches(job: Job) -> list[int]:
+    """Divisors of a rank's share of the global batch, ascending. Raises ConfigError when there is no whole share."""
+    plan = _plan(job, None)
+    return divisors(plan.samples_per_rank)
+
+
+def _bisect(
+    ds: DsConfig, job: Job, checkpointing: CheckpointingMode, sizes: Sequence[int], layout: EngineLayout
+) -> Fit:
+    """The largest of ascending `sizes` that fits, else the first."""
+
+    def fit(index: int) -> Fit:
+        plan = _plan(job, sizes[index])
+        steps = plan.gradient_accumulation_steps
+        return _fit(ds, job, checkpointing, plan, replace(layout, gradient_accumulation_steps=steps))
+
+    best = fit(0)
+    low, high = 0, len(sizes)
+    while best.fits and high - low > 1:
+        middle = (low + high) // 2
+        found = fit(middle)
+        if found.fits:
+            low, best = middle, found
+        else:
+            high = middle
+    return best
+
+
+def _fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, plan: BatchPlan, layout: EngineLayout) -> Fit:
+    estimate = estimate_memory(job.shape, plan.micro_batch_size, layout, checkpointing)
+    return Fit(ds, strategy_of(ds, checkpointing), plan, layout, estimate, job.machines)
+
+
+def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
+    return build_batch_plan(
+        global_batch_size=job.global_batch_size,
+        world_size=job.machines.world_size,
+        seq_len=job.shape.seq_len,
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def _fixed_micro_batch(ds: DsConfig, job: Job) -> int | None:
+    """What the user chose: the flag, else a number in the file, directly or through the accumulation."""
+    if job.micro_batch_size is not None:
+        return job.micro_batch_size
+    if isinstance(ds.keys.train_micro_batch_size_per_gpu, int):
+        return ds.keys.train_micro_batch_size_per_gpu
+    steps = ds.keys.gradient_accumulation_steps
+    # Where it does not divide the share, the micro-batch that comes next is refused with both numbers.
+    return max(1, _plan(job, None).samples_per_rank // steps) if isinstance(steps, int) else None

@@ -1,0 +1,70 @@
+"""What offload to host memory or NVMe costs in time. No torch.
+
+All of it is counted as waiting, as in ZeRO-Infinity (Rajbhandari et al. 2021), whose efficiency ait x bw / (ait x bw +
+peak) is compute time over compute plus transfer time; here with the bytes that DeepSpeed moves for this ds_config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.hardware import GPU
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
+from llmscale.planning.communication_time import Traffic
+
+#: fp32 parameter and two moments, read and written, and the gradient, read.
+_HOST_ADAM_BYTES = 28
+#: fp32 parameter and two moments, read from the disk and written back.
+_NVME_STATE_BYTES = 24
+
+
+@dataclass(frozen=True)
+class HostRates:
+    """A node's memory and disk. The defaults are assumptions, not measurements."""
+
+    memory_bytes_per_s: float = 100e9
+    """What Adam on the host reaches, and copies to and from GPUs at most, all ranks of a node together: the order of a
+    server of two sockets."""
+    nvme_bytes_per_s: float = 6e9
+    """Reading and writing, all ranks of a node together: one PCIe 4.0 drive."""
+
+
+def estimate_offload_s(
+    shape: GPTShape,
+    micro_batch_size: int,
+    layout: EngineLayout,
+    traffic: Traffic,
+    gpu: GPU,
+    ranks_per_node: int,
+    host: HostRates,
+) -> float:
+    """Seconds of one optimizer step that a rank waits for its host: copies, Adam on the CPU, the disk."""
+    share = shape.num_parameters / layout.world_size
+    micro_steps = layout.gradient_accumulation_steps
+    link_bytes = 0.0
+    nvme_bytes = 0.0
+    seconds = 0.0
+    if layout.offload_optimizer.device != "none":
+        copies = micro_steps if layout.zero_stage >= 2 else 1
+        link_bytes += share * (copies * BYTES_PER_ELEMENT[layout.communication_dtype] + layout.parameter_width)
+        seconds += share * ranks_per_node * _HOST_ADAM_BYTES / host.memory_bytes_per_s
+        if layout.offload_optimizer.device == "nvme":
+            nvme_bytes += share * _NVME_STATE_BYTES
+    if layout.offload_param.device != "none":
+        shards = traffic.gathered_bytes / layout.world_size
+        link_bytes += shards
+        if layout.offload_param.device == "nvme":
+            nvme_bytes += shards
+    if layout.cpu_checkpointing:
+        width = 4 if layout.precision == "fp32" else 2
+        saved = micro_batch_size * shape.seq_len * shape.n_embd * shape.n_layer * width
+        link_bytes += 2 * micro_steps * saved
+    # A node's GPUs copy at the same time, all from one host's memory.
+    link = min(gpu.host_link_bytes_per_s, host.memory_bytes_per_s / ranks_per_node)
+    return seconds + link_bytes / link + nvme_bytes * ranks_per_node / host.nvme_bytes_per_s
+
+
+def optimizer_on_gpu(layout: EngineLayout) -> bool:
+    """Whether the optimizer step runs on the GPU."""
+    return layout.offload_optimizer.device == "none"

@@ -1,0 +1,128 @@
+"""A model on given GPUs: how it is laid out, how fast it is, how many nodes it needs. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.hardware import GPU
+from llmscale.config.interconnect import Interconnect
+from llmscale.planning.compute_time import estimate_compute_s
+from llmscale.planning.largest_micro_batch import Fit, Job, Machines, find_fits, fit_at
+from llmscale.planning.ranked_configs import Row, build_rows
+from llmscale.planning.recommend import nearest_fit
+from llmscale.planning.strategy import Strategy, build_strategy
+
+_GIB = 2**30
+_SMALLEST = Strategy(3, "none", "none", "full")
+"""The least memory on the GPU without offload."""
+_MOST_NODES = 4096
+#: Tokens per micro-batch of the speed that is assumed before memory is known.
+_USUAL_MICRO_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class GPUs:
+    """What a run is to be planned on."""
+
+    gpu: GPU
+    gpus_per_node: int
+    num_nodes: int | None
+    """None: as few as fit, without offload."""
+    interconnect: Interconnect
+    mfu: float | None
+    """Given by the user; None: estimated."""
+
+    @property
+    def precision(self) -> Precision:
+        return "bf16" if self.gpu.has_bf16 else "fp16"
+
+    def machines(self, num_nodes: int) -> Machines:
+        return Machines(num_nodes, self.gpus_per_node, int(self.gpu.memory_gib * _GIB))
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A model on a number of nodes."""
+
+    machines: Machines
+    global_batch_size: int
+    """Sequences."""
+    row: Row | None
+    """The row of `llmscale estimate` to run; None: nothing fits these machines."""
+    why: str
+    """Why this row; or by how much the nearest misses, and how many nodes it takes."""
+    mfu: float | None
+    """None: nothing fits, and none was given."""
+    calibration: str
+    """What the MFU rests on."""
+
+    def tokens_per_second(self, shape: GPTShape, gpu: GPU) -> float | None:
+        """All GPUs together."""
+        if self.mfu is None:
+            return None
+        return self.mfu * gpu.dense_16bit_flops * self.machines.world_size / shape.flops_per_token
+
+
+def place(shape: GPTShape, batch: int, *, is_batch_given: bool, gpus: GPUs) -> Placement:
+    """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs.
+
+    Raises ConfigError when a given batch cannot be divided over them.
+    """
+    num_nodes = gpus.num_nodes or _fewest_nodes(shape, batch, is_batch_given, gpus, 1) or 1
+    job = _job(shape, batch, is_batch_given, gpus, num_nodes)
+    fits = find_fits(job, gpus.precision)
+    rows = build_rows(fits, job, gpus.gpu, gpus.interconnect)
+    row = rows.recommended
+    if row is not None and rows.recommendation is not None:
+        why = rows.recommendation.why
+    else:
+        why = _what_is_missing(nearest_fit(fits), _fewest_nodes(shape, batch, is_batch_given, gpus, num_nodes + 1))
+    mfu, calibration = gpus.mfu, "given by --mfu"
+    if mfu is None:
+        throughput = row.throughput if row else None
+        mfu = throughput.mfu if throughput else None
+        calibration = throughput.calibration if throughput else "nothing fits"
+    return Placement(job.machines, job.global_batch_size, row, why, mfu, calibration)
+
+
+def usual_mfu(shape: GPTShape, gpus: GPUs) -> float:
+    """Of the arithmetic alone: what is assumed before memory is known."""
+    if gpus.mfu is not None:
+        return gpus.mfu
+    micro_batch_size = max(1, _USUAL_MICRO_BATCH_TOKENS // shape.seq_len)
+    seconds = estimate_compute_s(shape, micro_batch_size, gpus.precision, "none", gpus.gpu)
+    if seconds is None:
+        raise ValueError("16-bit rates are known for every GPU")
+    return shape.flops_per_token * micro_batch_size * shape.seq_len / seconds / gpus.gpu.dense_16bit_flops
+
+
+def _job(shape: GPTShape, batch: int, is_batch_given: bool, gpus: GPUs, num_nodes: int) -> Job:
+    machines = gpus.machines(num_nodes)
+    if not is_batch_given:
+        batch = -(-batch // machines.world_size) * machines.world_size
+    return Job(shape, batch, machines)
+
+
+def _fewest_nodes(shape: GPTShape, batch: int, is_batch_given: bool, gpus: GPUs, least: int) -> int | None:
+    """Nodes, doubling, on which the smallest layout fits; None when no number of them helps."""
+    ds = build_strategy(_SMALLEST, gpus.precision)
+    if ds is None:
+        return None
+    num_nodes = 1
+    while num_nodes <= _MOST_NODES:
+        job = _job(shape, batch, is_batch_given, gpus, num_nodes)
+        if job.global_batch_size % job.machines.world_size:
+            return None
+        if num_nodes >= least and fit_at(ds, job, _SMALLEST.checkpointing, 1).fits:
+            return num_nodes
+        num_nodes *= 2
+    return None
+
+
+def _what_is_missing(nearest: Fit, enough: int | None) -> str:
+    missing = f"the row that misses least needs {-nearest.spare_bytes / _GIB:,.1f} GiB more per GPU"
+    if enough is None:
+        return f"{missing}. More GPUs alone do not help; a shorter --seq-len or a smaller model does."
+    return f"{missing}; --num-nodes {enough} is enough."

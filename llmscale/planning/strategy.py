@@ -1,0 +1,120 @@
+"""The ways to lay a training run out: ZeRO stage x offload x activation checkpointing, as ds_configs. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import cast
+
+from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
+from llmscale.config.deepspeed.sections import CheckpointingMode, OffloadDevice, Precision
+from llmscale.errors import ConfigError
+
+STAGES = (0, 1, 2, 3)
+#: (optimizer states, parameters), from the fastest to the smallest on the GPU.
+OFFLOADS: tuple[tuple[OffloadDevice, OffloadDevice], ...] = (
+    ("none", "none"),
+    ("cpu", "none"),
+    ("cpu", "cpu"),
+    ("nvme", "nvme"),
+)
+#: From the fastest to the smallest.
+CHECKPOINTING: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
+#: As in ds_configs/zero3_nvme.json: a folder on the local disk of every node, to be changed by the user.
+DEFAULT_NVME_PATH = "/local_nvme"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """What a ds_config and `--activation-checkpointing` say about memory."""
+
+    zero_stage: int
+    offload_optimizer: OffloadDevice
+    offload_param: OffloadDevice
+    checkpointing: CheckpointingMode
+
+    @property
+    def offload(self) -> str:
+        """What is not on the GPU, in a word or two."""
+        if self.offload_optimizer == self.offload_param == "none":
+            return "-"
+        if self.offload_param == "none":
+            return f"optim {self.offload_optimizer}"
+        if self.offload_optimizer == "none":
+            return f"param {self.offload_param}"
+        if self.offload_optimizer == self.offload_param:
+            return f"both {self.offload_param}"
+        return f"optim {self.offload_optimizer}, param {self.offload_param}"
+
+    def describe(self) -> str:
+        """In a sentence's words."""
+        parts = [f"ZeRO stage {self.zero_stage}"]
+        if self.offload != "-":
+            parts.append(f"offload: {self.offload}")
+        parts.append("no recomputation" if self.checkpointing == "none" else f"{self.checkpointing} checkpointing")
+        return ", ".join(parts)
+
+
+def strategy_of(ds: DsConfig, checkpointing: CheckpointingMode) -> Strategy:
+    """Where a ds_config stands among the strategies."""
+    return Strategy(ds.zero_stage, ds.offload_optimizer_device, ds.offload_param_device, checkpointing)
+
+
+def all_strategies() -> list[Strategy]:
+    """Every stage with every offload and checkpointing mode, legal or not."""
+    return [
+        Strategy(stage, *offload, mode) for stage, offload, mode in itertools.product(STAGES, OFFLOADS, CHECKPOINTING)
+    ]
+
+
+def strategy_ds_config(
+    strategy: Strategy, precision: Precision, nvme_path: str = DEFAULT_NVME_PATH
+) -> dict[str, object]:
+    """The ds_config file of a strategy, as in ds_configs/: what is not in it is llmscale's default.
+
+    `selective` checkpointing is no key of DeepSpeed's: it is train.py's --activation-checkpointing.
+    """
+    return _with_strategy({**_precision_section(precision)}, strategy, nvme_path)
+
+
+def build_strategy(strategy: Strategy, precision: Precision, nvme_path: str = DEFAULT_NVME_PATH) -> DsConfig | None:
+    """The strategy's ds_config, checked; None when DeepSpeed cannot train it (llmscale.config.deepspeed.rules)."""
+    return _checked(strategy_ds_config(strategy, precision, nvme_path), f"stage {strategy.zero_stage}")
+
+
+def change_strategy(ds: DsConfig, strategy: Strategy, nvme_path: str = DEFAULT_NVME_PATH) -> DsConfig | None:
+    """A user's ds_config with another strategy and everything else kept; None when it cannot train."""
+    keys = cast("dict[str, object]", ds.keys.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    return _checked(_with_strategy(keys, strategy, nvme_path), ds.source)
+
+
+def _with_strategy(keys: dict[str, object], strategy: Strategy, nvme_path: str) -> dict[str, object]:
+    changed = dict(keys)
+    written = changed.pop("zero_optimization", {})
+    zero = dict(cast("dict[str, object]", written)) | {"stage": strategy.zero_stage}
+    devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
+    for name, device in devices.items():
+        section = cast("dict[str, object]", zero.pop(name, {}))
+        if device == "none":
+            continue
+        if section.get("device") != device:
+            section = {"device": device} | ({"nvme_path": nvme_path} if device == "nvme" else {})
+        zero[name] = section
+    checkpointing = changed.pop("activation_checkpointing", None)
+    changed = {"zero_optimization": zero, **changed}
+    if strategy.checkpointing == "full":
+        changed["activation_checkpointing"] = checkpointing or {"cpu_checkpointing": False}
+    return changed
+
+
+def _precision_section(precision: Precision) -> dict[str, object]:
+    if precision == "fp32":
+        return {}
+    return {"torch_autocast" if precision == "autocast" else precision: {"enabled": True}}
+
+
+def _checked(config: dict[str, object], source: str) -> DsConfig | None:
+    try:
+        return parse_ds_config(config, source)
+    except ConfigError:
+        return None

@@ -1,0 +1,158 @@
+"""Everything that can be checked before torch is imported or a GPU is taken: configuration, ds_config, data, run
+folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from llmscale.checkpoint.history import find_any_checkpoint
+from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.checkpoint.run_state import parse_run_state
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.run_config import RunConfig
+from llmscale.data.shards.dataset_source import SetLocation, open_set
+from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
+from llmscale.engine.adafactor import check_adafactor_stage
+from llmscale.errors import ConfigError, DataError
+
+
+@dataclass(frozen=True)
+class PreparedRun:
+    """A run whose every input was found and fits together."""
+
+    config: RunConfig
+    ds: DsConfig
+    location: SetLocation
+    resolved: ResolvedRun
+
+    @property
+    def precision(self) -> Precision:
+        return self.config.precision or self.ds.precision
+
+    @property
+    def checkpointing(self) -> CheckpointingMode:
+        """The flag, else `full` when the ds_config has an activation_checkpointing section."""
+        return self.config.activation_checkpointing or ("full" if self.ds.activation_checkpointing else "none")
+
+    @property
+    def zero_stage(self) -> int:
+        return self.ds.zero_stage
+
+    def ds_config(self, has_gpu: bool) -> dict[str, object]:
+        """What DeepSpeed gets: the ds_config with every "auto" filled for this run. Raises ConfigError."""
+        plan = self.resolved.plan
+        return resolve_ds_config(
+            self.ds,
+            micro_batch_size=plan.micro_batch_size,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
+            global_batch_size=plan.global_batch_size,
+            world_size=plan.world_size,
+            n_embd=self.resolved.shape.n_embd,
+            num_parameters=self.resolved.shape.num_parameters,
+            has_gpu=has_gpu,
+            precision_override=self.config.precision,
+            gradient_clipping=self.config.gradient_clipping,
+        )
+
+    def identity(self, order_identity: dict[str, object]) -> dict[str, object]:
+        """What a checkpoint must have in common with the run that continues it (run_config.CHANGES_THAT_BREAK)."""
+        elsewhere = {"seed", "set_fingerprint", "num_samples"}
+        return {
+            "global_batch_size": self.resolved.plan.global_batch_size,
+            "seq_len": self.resolved.plan.seq_len,
+            "data": self.location.manifest.fingerprint,
+            # Not compared on resume, where the fingerprint says it all, but when another run begins from these weights.
+            "vocab_size": self.location.manifest.vocab_size,
+            "tokenizer_sha256": self.location.manifest.tokenizer_sha256,
+            "seed": self.config.seed,
+            "order": {key: value for key, value in order_identity.items() if key not in elsewhere},
+        }
+
+
+def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
+    """Read and check everything a run needs. Raises ConfigError or DataError; writes nothing."""
+    ds = read_ds_config(config.ds)
+    if config.optimizer == "adafactor":
+        check_adafactor_stage(ds.zero_stage)
+    location = open_set(config.data, config.data_cache)
+    manifest = location.manifest
+    if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:
+        raise DataError(f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction.")
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
+    _check_nvme_paths(ds)
+    _check_run_folder(config)
+    if config.init_from is not None:
+        _check_same_tokenizer(manifest, config)
+    run = PreparedRun(config, ds, location, resolve_run(config, facts, world_size))
+    # Resolved again when the device is known; what contradicts the run is found here.
+    run.ds_config(has_gpu=False)
+    return run
+
+
+def _check_same_tokenizer(manifest: Manifest, config: RunConfig) -> None:
+    """Weights mean tokens and positions: those of another run are of use only with its tokenizer and seq_len."""
+    assert config.init_from is not None
+    state = parse_run_state(read_state(find_checkpoint(config.init_from)))
+    check_set_matches(
+        manifest,
+        config.data,
+        vocab_size=cast("int", state.identity["vocab_size"]),
+        seq_len=cast("int", state.identity["seq_len"]),
+        tokenizer_sha256=cast("str", state.identity["tokenizer_sha256"]),
+    )
+
+
+def _check_nvme_paths(ds: DsConfig) -> None:
+    """The ds_config names a folder on a local disk of every node; DeepSpeed would find out late that one has none."""
+    for name in ("offload_optimizer", "offload_param"):
+        offload = getattr(ds.keys.zero, name)
+        if offload is None or offload.device != "nvme":
+            continue
+        if not os.access(offload.nvme_path, os.W_OK):
+            raise ConfigError(
+                f"{ds.source}: {name}.nvme_path {offload.nvme_path} is no folder that can be written to on this host. "
+                "Make it on a local NVMe disk of every node, or name another in a copy of the file."
+            )
+
+
+def _check_run_folder(config: RunConfig) -> None:
+    """Refuse to begin anew over a run that has something to lose."""
+    # os.path, because Path.exists raises where a parent may not be read.
+    above = next(folder for folder in (config.run, *config.run.absolute().parents) if os.path.exists(folder))
+    if not os.path.isdir(above):
+        raise ConfigError(f"--run {config.run}: {above} is a file; name a folder.")
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"--run {config.run}: {above} may not be written to; name a folder elsewhere.")
+    if os.path.islink(config.run) and not os.path.exists(config.run):
+        raise ConfigError(f"--run {config.run} is a symbolic link to nothing; name a folder.")
+    # os.path, because Path.resolve raises where links form a loop.
+    is_root = os.path.realpath(config.run) == "/"
+    if is_root or os.path.isfile(config.run / MANIFEST_NAME):
+        kind = "the root of all folders" if is_root else "a prepared set or a checkpoint"
+        raise ConfigError(f"--run {config.run} is {kind}; name a folder for the run alone.")
+    existing = find_any_checkpoint(config.run)
+    if existing and (config.resume == "none" or config.init_from):
+        flag = "--resume none" if config.resume == "none" else "--init-from"
+        raise ConfigError(
+            f"{flag} begins a new run, but {checkpoints_folder(config.run)} already holds {existing.name}. "
+            "Name another --run folder, or drop the flag to continue."
+        )
+    if config.init_from and config.resume not in ("auto", "none"):
+        raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
+    # A checkpoint that is not there is found before anything is built.
+    if config.init_from:
+        find_checkpoint(config.init_from)
+    elif config.resume not in ("auto", "none"):
+        find_checkpoint(Path(config.resume))
+
+
+def as_plain(config: RunConfig) -> dict[str, object]:
+    """The configuration as JSON values."""
+    return cast("dict[str, object]", config.model_dump(mode="json"))

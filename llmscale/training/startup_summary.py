@@ -1,0 +1,62 @@
+"""What is about to be trained, in a few lines before step 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import cast
+
+from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
+from llmscale.engine.process_group import World
+from llmscale.training.run_inputs import PreparedRun
+
+
+def describe_run(
+    run: PreparedRun, ds_config: Mapping[str, object], world: World, num_samples: int, report: Callable[[str], None]
+) -> None:
+    """What is about to be trained, before step 1, with what was decided and not asked for."""
+    config, resolved, manifest = run.config, run.resolved, run.location.manifest
+    shape, plan = resolved.shape, resolved.plan
+    for warning in run.ds.warnings:
+        report(f"WARNING: {warning}")
+    report(
+        f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
+        f"{shape.num_parameters:,} parameters, {shape.flops_per_token:.3e} FLOPs per token"
+    )
+    reshaped = preset_words(config.model, shape)
+    if reshaped:
+        report(f"       {reshaped}")
+    report(
+        f"engine: ZeRO stage {run.zero_stage}, {run.precision}, activation checkpointing {run.checkpointing}, "
+        f"{world.world_size} ranks on {len(world.ranks_per_node)} node(s), {world.device_name}"
+    )
+    report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))
+    report(f"gradients: {gradient_words(plan, ds_config)}")
+    report(f"optimizer: {optimizer_words(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
+    report(
+        f"data: {run.location.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
+        f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
+    )
+    chosen = steps_words(config, resolved, num_samples)
+    report(
+        f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {resolved.total_tokens:,} tokens, "
+        f"{resolved.total_steps * plan.global_batch_size / num_samples:.2f} epochs; folder {config.run}, "
+        f"{_checkpoints(run)}"
+    )
+
+
+def _validation(run: PreparedRun) -> str:
+    config, split = run.config, run.location.manifest.splits.get("val")
+    if split is None:
+        return "no validation, the set has no split for it"
+    if not config.val_every:
+        return "no validation (--val-every 0)"
+    used = min(config.val_samples, split.num_samples)
+    return f"validation every {config.val_every:,} steps on {used:,} of {split.num_samples:,} samples"
+
+
+def _checkpoints(run: PreparedRun) -> str:
+    config = run.config
+    every = [f"every {config.save_every:,} steps"] if config.save_every else []
+    every += [f"every {config.save_every_minutes:g} minutes"] if config.save_every_minutes else []
+    kept = f", those of every {config.keep_every:,} steps for ever" if config.keep_every else ""
+    return f"checkpoints {' and '.join([*every, 'at the end'])}, the last {config.keep_last} kept{kept}"

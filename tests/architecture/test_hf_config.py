@@ -1,0 +1,218 @@
+"""Parameter counts of transformers' families, tensor by tensor against models that transformers itself builds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from llmscale.architecture.hf_config import HFModel, load_hf_model
+from llmscale.checkpoint.hf_weights import import_transformers
+from llmscale.errors import ConfigError
+
+CONFIGS: dict[str, dict[str, object]] = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 211, "n_positions": 64},
+    "gpt2-inner": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99, "n_inner": 70},
+    "gpt2-untied": {
+        **{"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 99},
+        "tie_word_embeddings": False,
+    },
+    "opt": {
+        **{"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"vocab_size": 131, "ffn_dim": 100, "max_position_embeddings": 40, "word_embed_proj_dim": 32},
+    },
+    "opt-350m-like": {
+        **{"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"vocab_size": 131, "ffn_dim": 100, "word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    },
+    "opt-no-bias": {
+        **{"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"vocab_size": 131, "ffn_dim": 100, "word_embed_proj_dim": 32, "enable_bias": False},
+        **{"layer_norm_elementwise_affine": False},
+    },
+    "gpt_neox": {
+        **{"model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+        **{"vocab_size": 128, "intermediate_size": 128},
+    },
+    "gpt_neox-tied": {
+        **{"model_type": "gpt_neox", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
+        **{"vocab_size": 128, "intermediate_size": 128, "tie_word_embeddings": True, "attention_bias": False},
+    },
+    "llama": {
+        **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
+        **{"vocab_size": 100, "intermediate_size": 176},
+    },
+    "llama-gqa-tied": {
+        **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
+        **{"vocab_size": 100, "intermediate_size": 176, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    },
+    "llama-biases-head-dim": {
+        **{"model_type": "llama", "hidden_size": 60, "num_hidden_layers": 2, "num_attention_heads": 8},
+        **{"vocab_size": 100, "intermediate_size": 176, "head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    },
+    "mistral": {
+        **{"model_type": "mistral", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
+        **{"vocab_size": 100, "intermediate_size": 176, "num_key_value_heads": 2},
+    },
+    "qwen2": {
+        **{"model_type": "qwen2", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
+        **{"vocab_size": 100, "intermediate_size": 176, "num_key_value_heads": 4},
+    },
+    "qwen3": {
+        **{"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
+        **{"vocab_size": 100, "intermediate_size": 176, "num_key_value_heads": 4, "head_dim": 32},
+    },
+}
+
+
+def load(folder: Path, config: dict[str, object]) -> HFModel:
+    (folder / "config.json").write_text(json.dumps(config))
+    return load_hf_model(str(folder))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_tensor_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    transformers = import_transformers()
+    model = load(tmp_path, CONFIGS[name])
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with torch.device("meta"), transformers.modeling_utils.no_init_weights():
+        theirs = transformers.AutoModelForCausalLM.from_config(config)
+    theirs.tie_weights()
+    assert model.num_parameters == theirs.num_parameters()
+    tensors = model.tensors
+    layers = tensors.before_blocks + tensors.n_layer * tensors.block + tensors.after_blocks
+    ours = [shape for _, shapes in layers for shape in shapes]
+    # transformers' shapes, each as often as it occurs; a transposed matrix is as large.
+    assert Counter(map(math.prod, ours)) == Counter(p.numel() for p in theirs.parameters())
+    assert Counter(map(len, ours)) == Counter(p.dim() for p in theirs.parameters())
+
+
+@pytest.mark.parametrize(
+    ("config", "num_parameters"),
+    [
+        # Of the models' own repositories, reduced to what decides their size.
+        ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}, 124_439_808),
+        (
+            {
+                **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+                **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+            },
+            8_030_261_248,
+        ),
+        (
+            {
+                **{"model_type": "llama", "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64},
+                **{"num_key_value_heads": 8, "intermediate_size": 28672, "vocab_size": 128256},
+            },
+            70_553_706_496,
+        ),
+        (
+            {
+                **{"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64},
+                **{"intermediate_size": 24576, "vocab_size": 50432},
+            },
+            20_554_567_680,
+        ),
+    ],
+)
+def test_published_sizes(config: dict[str, object], num_parameters: int, tmp_path: Path) -> None:
+    assert load(tmp_path, config).num_parameters == num_parameters
+
+
+def test_a_file_is_as_good_as_its_folder(tmp_path: Path) -> None:
+    load(tmp_path, CONFIGS["llama"])
+    assert load_hf_model(str(tmp_path / "config.json")).num_parameters == load_hf_model(str(tmp_path)).num_parameters
+
+
+def test_a_name_is_found_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "hub" / "models--someone--small" / "snapshots" / "0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS["qwen2"]))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    assert load_hf_model("someone/small").family == "qwen2"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("HF_HUB_OFFLINE", "1", "HF_HUB_OFFLINE is set"),
+        ("HF_ENDPOINT", "http://127.0.0.1:9", "Connection refused"),
+        ("HF_ENDPOINT", "nonsense", "unknown url type"),
+    ],
+)
+def test_a_name_that_cannot_be_fetched_is_one_line(
+    variable: str, value: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=r"not in the Hugging Face cache, and cannot be fetched .* Download its") as e:
+        load_hf_model("someone/model-that-is-not-there")
+    assert words in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+def test_a_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a server of our own that answers as the Hub does."""
+    folder = tmp_path / "someone" / "small" / "resolve" / "main"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIGS["opt"]))
+    handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        assert load_hf_model("someone/small").family == "opt"
+        with pytest.raises(ConfigError, match="File not found"):
+            load_hf_model("someone/else")
+        server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "must hold a JSON object, not a list"),
+        ("{}", "model_type is missing"),
+        ('{"model_type": "llamma"}', "Did you mean 'llama'?"),
+        ('{"model_type": "mamba"}', "Known: gpt2, opt, gpt_neox, llama"),
+        ('{"model_type": "gpt2", "n_embd": 48, "n_head": 5, "n_layer": 1}', "48 is not divisible by n_head 5"),
+        ('{"model_type": "gpt2", "n_embd": 0}', "n_embd is 0; a positive integer"),
+        ('{"model_type": "llama", "hidden_size": 64}', "num_attention_heads is missing"),
+        ('{"model_type": "gpt2", "n_embd": 4, "n_head": 2, "n_layer": 1, "vocab_size": "9"}', "vocab_size is '9'"),
+    ],
+)
+def test_a_bad_config_is_one_line(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_hf_model(str(tmp_path))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/config.json", "./missing", "a/b/c"])
+def test_a_missing_path_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_hf_model(name)
+
+
+def test_a_folder_without_config_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the folder has no config\.json"):
+        load_hf_model(str(tmp_path))
+
+
+def test_it_says_what_it_cannot_know(tmp_path: Path) -> None:
+    text = load(tmp_path, CONFIGS["gpt_neox"]).unknown
+    assert "attention" in text
+    assert "gpt_neox" in text

@@ -1,0 +1,101 @@
+"""Parameter and FLOP counts against the real module and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmscale.architecture.shape import VOCAB_MULTIPLE, GPTShape
+from llmscale.config.presets import PRESETS
+from llmscale.errors import ConfigError
+from llmscale.model.gpt import GPT
+
+GPT2 = GPTShape(12, 12, 768, 50257, 1024)
+
+
+def count_parameters(shape: GPTShape) -> int:
+    with torch.device("meta"):
+        model = GPT(shape, seed=0)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    n_layer=st.integers(1, 4),
+    n_head=st.integers(1, 4),
+    head_dim=st.integers(1, 16),
+    vocab_size=st.integers(1, 700),
+    seq_len=st.integers(1, 64),
+    bias=st.booleans(),
+)
+def test_num_parameters_is_the_module_s(
+    n_layer: int, n_head: int, head_dim: int, vocab_size: int, seq_len: int, bias: bool
+) -> None:
+    shape = GPTShape(n_layer, n_head, n_head * head_dim, vocab_size, seq_len, bias=bias)
+    assert shape.num_parameters == count_parameters(shape)
+    assert shape.head_dim == head_dim
+
+
+def test_gpt2_has_the_published_parameters_plus_the_padding_rows() -> None:
+    assert GPT2.padded_vocab_size == 50304
+    assert GPT2.num_parameters - (50304 - 50257) * 768 == 124_439_808
+    assert GPT2.num_parameters == count_parameters(GPT2)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    # GPT-3's names round to the nearest; GPT-2's are the counts that its release was corrected to.
+    [
+        ("gpt2-124m", 0.1244),
+        ("gpt2-350m", 0.3548),
+        ("gpt2-774m", 0.7740),
+        ("gpt2-1.5b", 1.5576),
+        ("gpt3-125m", 0.125),
+        ("gpt3-350m", 0.356),
+        ("gpt3-760m", 0.760),
+        ("gpt3-1.3b", 1.316),
+        ("gpt3-2.7b", 2.651),
+        ("gpt3-6.7b", 6.658),
+        ("gpt3-13b", 12.85),
+        ("gpt3-175b", 174.6),
+    ],
+)
+def test_published_sizes_have_their_number_of_parameters(name: str, billions: float) -> None:
+    preset = PRESETS[name]
+    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 50257, preset.seq_len)
+    assert shape.num_parameters == pytest.approx(billions * 1e9, rel=0.005)
+
+
+def test_flops_per_token_by_hand() -> None:
+    # One block of width 2 on 4 positions and 128 ids: matrices 12 x 4, biases and norms 13 x 2, final norm 4,
+    # table 128 x 2, positions 4 x 2. Positions are added, not multiplied.
+    shape = GPTShape(1, 1, 2, 128, 4)
+    assert shape.num_parameters == 48 + 26 + 4 + 256 + 8
+    assert shape.flops_per_token == 6 * (48 + 26 + 4 + 256) + 12 * 1 * 2 * 4
+    # GPT-2 124M: 6 x (124,475,904 - 1024 x 768) + 12 x 12 x 768 x 1024.
+    assert GPT2.flops_per_token == 6 * 123_689_472 + 113_246_208
+
+
+@given(st.integers(1, 200_000))
+def test_padding_reaches_the_next_multiple_and_no_further(vocab_size: int) -> None:
+    padded = GPTShape(1, 1, 1, vocab_size, 1).padded_vocab_size
+    assert padded % VOCAB_MULTIPLE == 0
+    assert 0 <= padded - vocab_size < VOCAB_MULTIPLE
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_head": 5}, "n_embd 768 is not divisible by n_head 5. Legal n_head for this width: 1, 2, 3, 4, 6, 8, 12"),
+        ({"n_layer": 0}, "n_layer must be at least 1, not 0"),
+        ({"vocab_size": -1}, "vocab_size must be at least 1, not -1"),
+        ({"dropout": 1.0}, "dropout must be in [0, 1), not 1.0"),
+    ],
+)
+def test_impossible_shapes_are_refused(change: dict, said: str) -> None:
+    values = {"n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257, "seq_len": 1024, **change}
+    with pytest.raises(ConfigError) as raised:
+        GPTShape(**values)
+    assert said in str(raised.value)

@@ -1,0 +1,376 @@
+"""`llmscale estimate`: what a user reads before renting a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+from llmscale.config.arguments import parse_run_config
+from llmscale.config.deepspeed.schema import read_ds_config
+from llmscale.training.run_inputs import prepare_run
+
+ROOT = Path(__file__).resolve().parents[3]
+MACHINES = ("--gpu", "a100-40gb", "--num-gpus", "8")
+COMMAND = ("estimate", "--model", "gpt2-1.5b", *MACHINES)
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+}
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run(*words)` in this process: status, stdout, stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        COMMAND,
+        (*COMMAND, "--json"),
+        (*COMMAND, "--ds", str(ROOT / "ds_configs/zero3.json")),
+        ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "none"),
+        ("estimate", "--gpu", "list"),
+    ],
+)
+def test_it_answers_without_torch(llmscale: Run, words: tuple[str, ...]) -> None:
+    done = llmscale(*words, torch_free=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_nothing_heavy_is_imported(llmscale: Run, tmp_path: Path) -> None:
+    for name in ("transformers", "deepspeed", "matplotlib"):
+        folder = tmp_path / "blocked" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    done = llmscale(*COMMAND, torch_free=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_has_a_row_for_every_strategy_and_fits_a_wide_terminal(
+    run: Callable[..., tuple[int, str, str]],
+) -> None:
+    status, output, _ = run(*COMMAND)
+    assert status == 0
+    lines = output.splitlines()
+    head = next(line for line in lines if " ZeRO offload" in line)
+    for name in ("param", "grad", "optim", "activ", "logits", "comm", "temp", "reserve", "context", "total", "fits"):
+        assert name in head.split()
+    assert {"host", "NVMe", "tok/s", "MFU", "peak", "batch"} <= set(head.split())
+    rows = [line for line in lines if "GiB" not in line and " x " in line]
+    assert len(rows) == 27
+    assert max(len(line) for line in (head, *rows)) <= 160
+    marked = [line for line in rows if line.startswith("*")]
+    assert len(marked) == 1
+    assert " free" in marked[0]
+    assert len([line for line in lines if line.startswith("* ZeRO stage ")]) == 1
+
+
+def test_the_numbers_of_a_row_add_up(run: Callable[..., tuple[int, str, str]]) -> None:
+    values = json.loads(run(*COMMAND, "--json")[1])
+    assert len(values["rows"]) == 27
+    for row in values["rows"]:
+        estimate = row["estimate"]
+        assert sum(estimate["peak"].values()) == estimate["allocated_bytes"]
+        assert estimate["moments"][estimate["peak_moment"]] == estimate["peak"]
+        assert estimate["total_bytes"] == estimate["reserved_bytes"] + estimate["context_bytes"]
+        assert row["spare_bytes"] == values["machines"]["gpu_bytes"] - estimate["total_bytes"]
+        assert row["fits"] == (row["spare_bytes"] >= 0)
+        assert row["host_bytes_per_node"] == 8 * estimate["host_bytes"]
+        batch = row["micro_batch_size"] * row["gradient_accumulation_steps"] * 8
+        assert batch == values["global_batch_size"] == 1024
+    chosen = values["rows"][values["recommended"]["row"]]
+    assert chosen["fits"]
+    rates = [row["throughput"]["tokens_per_second"] for row in values["rows"] if row["fits"]]
+    assert chosen["throughput"]["tokens_per_second"] >= 0.97 * max(rates)
+
+
+def test_rows_that_do_not_fit_say_by_how_much(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, output, _ = run("estimate", "--model", "gpt3-6.7b", *MACHINES)
+    assert status == 0
+    assert re.search(r" no, [\d.]+ over  ", output)
+
+
+def test_nothing_fits_is_status_1_with_the_cheapest_change(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, output, _ = run(
+        *("estimate", "--model", "gpt3-13b", "--gpu", "rtx4090", "--num-gpus", "4", "--host-memory-gib", "16")
+    )
+    assert status == 1
+    assert "Nothing fits. The row that misses least needs " in output
+    assert "The cheapest change: " in output
+    assert " GPUs (--num-nodes " in output
+
+
+def test_a_ds_config_that_does_not_fit_gets_the_smallest_change(run: Callable[..., tuple[int, str, str]]) -> None:
+    zero0 = str(ROOT / "ds_configs/zero0.json")
+    status, output, _ = run("estimate", "--model", "gpt3-2.7b", *MACHINES, "--ds", zero0)
+    assert status == 1
+    assert "The smallest change that fits: ZeRO stage " in output
+    status, output, _ = run(*COMMAND, "--micro-batch-size", "128")
+    assert status == 1
+    assert "--micro-batch-size " in output
+    assert " instead of 128" in output
+
+
+def test_several_ds_configs_stand_side_by_side_and_are_explained(run: Callable[..., tuple[int, str, str]]) -> None:
+    files = [str(ROOT / f"ds_configs/{name}.json") for name in ("zero1", "zero2_offload", "zero3_ckpt")]
+    status, output, _ = run(*COMMAND, "--ds", *files)
+    assert status == 0
+    lines = output.splitlines()
+    for name in ("zero1.json", "zero2_offload.json", "zero3_ckpt.json"):
+        assert len([line for line in lines if line.split()[:1] == [name] or line.split()[:2] == ["*", name]]) == 1
+        assert any(line.startswith(f"{name}: ZeRO stage ") for line in lines)
+    assert len([line for line in lines if line.lstrip("* ").startswith("end of backward")]) == 3
+    assert "deepspeed --num_gpus 8 llmscale/train.py --ds " in output
+
+
+def test_the_micro_batch_of_a_ds_config_is_kept(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2})
+    )
+    values = json.loads(run(*COMMAND, "--ds", str(path), "--json")[1])
+    assert [(row["ds_config"], row["micro_batch_size"]) for row in values["rows"]] == [("mine.json", 2)]
+
+
+def test_emit_writes_what_train_py_takes(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path, tiny_set: Path
+) -> None:
+    path = tmp_path / "chosen.json"
+    status, output, _ = run(
+        *("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--num-gpus", "2", "--seq-len", "32"),
+        *("--vocab-size", "257", "--dropout", "0.1", "--emit", str(path)),
+    )
+    assert status == 0
+    ds = read_ds_config(path)
+    assert ds.warnings == ()
+    assert ds.precision == "fp16"  # a T4 has no bf16
+    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
+    flags = command.split("llmscale/train.py ")[1].split()
+    prepared = prepare_run(parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")]), 2)
+    marked = next(line for line in output.splitlines() if line.startswith("*"))
+    assert (
+        f" {prepared.resolved.plan.micro_batch_size} x {prepared.resolved.plan.gradient_accumulation_steps} " in marked
+    )
+    assert prepared.resolved.shape.dropout == 0.1
+    assert prepared.zero_stage == int(marked.split()[1])
+
+
+def test_emit_does_not_overwrite(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "chosen.json"
+    path.write_text("mine")
+    status, output, error = run(*COMMAND, "--emit", str(path))
+    assert (status, output) == (2, "")
+    assert "exists already" in error
+    assert path.read_text() == "mine"
+    assert run(*COMMAND, "--emit", str(path), "--force")[0] == 0
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] in (0, 1, 2, 3)
+    assert [file.name for file in tmp_path.iterdir()] == ["chosen.json"]
+
+
+def test_selective_checkpointing_is_a_flag_and_full_is_in_the_file(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    for mode, in_file in (("selective", False), ("full", True), ("none", False)):
+        path = tmp_path / f"{mode}.json"
+        _, output, _ = run(*COMMAND, "--activation-checkpointing", mode, "--emit", str(path))
+        assert ("activation_checkpointing" in json.loads(path.read_text())) == in_file
+        assert ("--activation-checkpointing selective" in output) == (mode == "selective")
+
+
+@pytest.mark.parametrize(
+    ("ds", "given", "repeated"),
+    [
+        ("zero2", "full", True),
+        ("zero2", "selective", True),
+        ("zero2_ckpt", "full", False),  # its section says so
+        ("zero2_ckpt", "none", True),
+    ],
+)
+def test_the_command_repeats_what_the_ds_config_does_not_say(
+    run: Callable[..., tuple[int, str, str]], ds: str, given: str, repeated: bool
+) -> None:
+    flags = ("--activation-checkpointing", given, "--precision", "fp32")
+    _, output, _ = run(*COMMAND, "--ds", f"ds_configs/{ds}.json", *flags)
+    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
+    assert (f"--activation-checkpointing {given}" in command) == repeated
+    assert "--precision fp32" in command
+
+
+def test_nothing_is_emitted_when_nothing_fits(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "chosen.json"
+    status, _, _ = run(
+        *("estimate", "--model", "gpt3-13b", "--gpu", "t4", "--host-memory-gib", "16", "--emit", str(path))
+    )
+    assert status == 1
+    assert not path.exists()
+
+
+def test_the_largest_model_of_each_strategy(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, output, _ = run("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full")
+    assert status == 0
+    rows = [line.split() for line in output.splitlines() if " full " in line]
+    assert len(rows) == 9
+    assert any(row[0] == "*" for row in rows)
+    words = ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full", "--json")
+    models = json.loads(run(*words)[1])["largest_models"]
+    assert len(models) == 9
+    assert all(model["total_bytes"] <= 39.25 * 2**30 for model in models)
+
+
+def test_gpu_list_has_sources(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, output, _ = run("estimate", "--gpu", "list")
+    assert status == 0
+    assert any(line.startswith("h100-80gb ") and "datasheet" in line for line in output.splitlines())
+
+
+def test_a_card_that_is_not_in_the_table(run: Callable[..., tuple[int, str, str]]) -> None:
+    values = json.loads(
+        run("estimate", "--model", "gpt2-124m", "--gpu-memory-gib", "48", "--bf16-tflops", "200", "--json")[1]
+    )
+    assert values["machines"]["gpu_bytes"] == 48 * 2**30
+    assert values["gpu"]["dense_16bit_flops"] == 200e12
+
+
+def test_host_memory_rules_rows_out(run: Callable[..., tuple[int, str, str]]) -> None:
+    zero2 = str(ROOT / "ds_configs/zero2_offload.json")
+    assert run(*COMMAND, "--ds", zero2, "--host-memory-gib", "512")[0] == 0
+    status, output, _ = run(*COMMAND, "--ds", zero2, "--host-memory-gib", "8")
+    assert status == 1
+    assert "no, host " in output
+
+
+def test_a_transformers_model(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    status, output, _ = run("estimate", "--hf", str(tmp_path), *MACHINES)
+    assert status == 0
+    assert "8,030,261,248 parameters (llama), model states only" in output
+    assert "Activations are not estimated" in output
+    assert "rows fit; ZeRO stage 3 without offload leaves most room for activations" in output
+    values = json.loads(run("estimate", "--hf", str(tmp_path), *MACHINES, "--json")[1])
+    assert values["model"]["num_parameters"] == 8_030_261_248
+    assert len(values["rows"]) == 9
+
+
+def test_a_transformers_model_that_is_too_large_is_status_1(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 2**16, "intermediate_size": 2**18}))
+    status, output, _ = run("estimate", "--hf", str(tmp_path), "--gpu", "t4")
+    assert status == 1
+    assert "Nothing fits, not even without activations" in output
+
+
+def test_the_picture(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.png"
+    assert run(*COMMAND, "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+    status, _, error = run(*COMMAND, "--plot", str(tmp_path / "memory.nonsense"))
+    assert status == 2
+    assert "cannot be written" in error
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
+    words = ("estimate", "--model", "tiny-1m", *MACHINES, "--ds", str(ROOT / "ds_configs/zero2.json"), "--dry-run")
+    done = llmscale(*words, "--json", "--seq-len", "64", "--global-batch-size", "64")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    (simulated,) = values["dry_runs"]
+    for phase in ("forward", "backward", "step"):
+        counted, calculated = (sum(simulated["phases"][phase][by].values()) for by in ("dry_run", "closed_form"))
+        assert calculated == pytest.approx(counted, rel=0.03)
+    peak = max(sum(phase["dry_run"].values()) for phase in simulated["phases"].values())
+    assert peak < simulated["least_gpu_bytes"] < 1.5 * peak
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "gpt2-1.5", *MACHINES), "Did you mean 'gpt2-1.5b'?"),
+        (("--model", "gpt2-1.5b", "--gpu", "h100-80"), "Did you mean 'h100-80gb'?"),
+        (("--model", "gpt2-1.5b"), "which GPU?"),
+        (MACHINES, "which model?"),
+        (("--model", "gpt2-1.5b", "--gpu-memory-gib", "24"), "--bf16-tflops"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--gpu-memory-gib", "24"), "--gpu names a card of the table"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"),
+            "argument --n-layer: must be a whole number of at least 1, not '0'",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--seq-len", "-5"),
+            "argument --seq-len: must be a whole number of at least 1, not '-5'",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--vocab-size", "0"),
+            "argument --vocab-size: must be a whole number of at least 1",
+        ),
+        (
+            ("--model", "gpt2-1.5b", "--gpu", "t4", "--num-gpus", "0"),
+            "argument --num-gpus: must be a whole number of at least 1",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--num-nodes", "-1"),
+            "argument --num-nodes: must be a whole number of at least 1",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--host-memory-gib", "0"),
+            "argument --host-memory-gib: must be a number of at least 0.01",
+        ),
+        (("--model", "gpt2-1.5b", *MACHINES, "--global-batch-size", "12"), "cannot be divided over 8 ranks"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--micro-batch-size", "3"), "Legal micro-batches: 1, 2, 4"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--interconnect", "ib-40g"), "Did you mean 'ib-400g'?"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--precision", "fp8"), "precision = 'fp8'"),
+        (("--model", "gpt2-1.5b", "--gpu", "v100-32gb", "--precision", "bf16"), "Use fp16"),
+        (("--model", "gpt2-1.5b", "--gpu", "t4", "--precision", "autocast"), "Use fp16"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--ds", "zero9.json"), "does not exist"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--emit", "no/such/folder/x.json"), "the folder no/such/folder does not"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--max-model", "--plot", "x.png"), "exclude each other"),
+        (("--hf", "gpt2", "--model", "gpt2-1.5b", *MACHINES), "exclude each other"),
+        (("--hf", "./nothing", *MACHINES), "does not exist"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--num-gpu", "8"), "Did you mean '--num-gpus'?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    run: Callable[..., tuple[int, str, str]], words: tuple[str, ...], message: str
+) -> None:
+    status, output, error = run("estimate", *words)
+    assert status == 2
+    assert output == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_bf16_in_a_file_on_a_card_without_it(run: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--ds")
+    status, _, error = run(*words, str(ROOT / "ds_configs/zero2.json"))
+    assert status == 2
+    assert "zero2.json: a t4 has no bf16 arithmetic. Use fp16" in error
+    assert run(*words, str(ROOT / "ds_configs/zero2_fp16.json"))[0] == 0
+
+
+def test_without_a_precision_the_card_decides(run: Callable[..., tuple[int, str, str]]) -> None:
+    values = json.loads(run("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--json")[1])
+    assert {row["precision"] for row in values["rows"]} == {"fp16"}
+    assert {row["strategy"]["zero_stage"] for row in values["rows"]} == {1, 2, 3}

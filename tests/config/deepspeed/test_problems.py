@@ -1,0 +1,40 @@
+"""All that is wrong with a ds_config is said at once."""
+
+from __future__ import annotations
+
+from llmscale.config.deepspeed.problems import find_problems
+
+
+def test_a_good_config_has_none() -> None:
+    assert find_problems({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}) == []
+
+
+def test_keys_values_and_combinations_are_found_together_and_once_each() -> None:
+    problems = find_problems(
+        {
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "reduce_bucket_sise": 5},
+            "gradient_clipping": "much",
+            "fp16": {"enabled": True},
+            "bf16": {"enabled": True},
+        }
+    )
+    assert [problem.split()[0] for problem in problems] == [
+        "'optimizer'",
+        "gradient_clipping",
+        "'zero_optimization.reduce_bucket_sise'",
+        "zero_optimization.offload_param",
+        "bf16",
+    ]
+
+
+def test_a_section_that_is_none_hides_no_other_problem() -> None:
+    problems = find_problems({"zero_optimization": 3, "fp16": {"enabled": True}, "bf16": {"enabled": True}})
+    assert problems[0].startswith("zero_optimization must be an object {...}, not 3.")
+    assert "bf16 and fp16 are both enabled" in "\n".join(problems)
+
+
+def test_what_is_given_is_left_as_it_is() -> None:
+    config: dict[str, object] = {"zero_optimization": {"stage": 1, "nothing": 1}}
+    find_problems(config)
+    assert config == {"zero_optimization": {"stage": 1, "nothing": 1}}

@@ -1,0 +1,278 @@
+"""The closed schema: what is refused, with which words, and what a checked config answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmscale.config.deepspeed.schema import DsConfig, load_ds_config, parse_ds_config, read_ds_config
+from llmscale.config.deepspeed.unsupported import UNSUPPORTED
+from llmscale.errors import ConfigError
+
+
+def parse(**config: object) -> DsConfig:
+    return parse_ds_config(config, "my.json")
+
+
+def refusal(**config: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        parse(**config)
+    text = str(error.value)
+    assert "\n" not in text
+    assert text.startswith("my.json: ")
+    return text
+
+
+def nested(dotted: str, value: object) -> dict[str, object]:
+    for name in reversed(dotted.split(".")):
+        value = {name: value}
+    assert isinstance(value, dict)
+    return value
+
+
+# reading the file
+
+
+def read_error(path: Path) -> str:
+    with pytest.raises(ConfigError) as error:
+        load_ds_config(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_missing_file_names_the_others_and_the_closest(tmp_path: Path) -> None:
+    (tmp_path / "zero2.json").write_text("{}")
+    (tmp_path / "mine.json").write_text("{}")
+    text = read_error(tmp_path / "zero-2.json")
+    assert "does not exist" in text
+    assert "Did you mean 'zero2.json'?" in text
+    assert "mine.json, zero2.json" in text
+
+
+def test_a_missing_folder_names_the_shipped_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds_configs").mkdir()
+    (tmp_path / "ds_configs" / "zero2.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert "Files in ds_configs: zero2.json." in read_error(Path("ds_config/zero2.json"))
+
+
+def test_malformed_json_is_located(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{\n  "zero_optimization": {"stage": 2,}\n}\n')
+    assert "is not JSON" in read_error(path)
+    assert "at line 2, column" in read_error(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"bf16": {}, "bf16": {}}', "the key 'bf16' stands twice"),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' stands twice"),
+        ("[1, 2]", "must hold a JSON object, not a list"),
+        ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
+        ("", "is not JSON"),
+    ],
+)
+def test_json_that_is_no_config(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    assert words in read_error(path)
+
+
+def test_files_that_cannot_be_text(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in read_error(tmp_path / "x.json")
+    assert "cannot be read" in read_error(tmp_path)
+
+
+# unknown keys
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "hint"),
+    [
+        ({"zero_optimisation": {"stage": 2}}, "'zero_optimisation'", "zero_optimization"),
+        (
+            {"zero_optimization": {"stage": 2, "reduce_buket_size": 1}},
+            "'zero_optimization.reduce_buket_size'",
+            "reduce_bucket_size",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"devise": "cpu"}}},
+            "'zero_optimization.offload_param.devise'",
+            "device",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "max_live_parameters": 1}},
+            "max_live_parameters'",
+            "stage3_max_live_parameters",
+        ),
+        (
+            {"fp16": {"enabled": True, "initial_scale_pwr": 8}},
+            "'fp16.initial_scale_pwr'",
+            "initial_scale_power",
+        ),
+        ({"timers": {"throughput": {"enabeld": True}}}, "'timers.throughput.enabeld'", "enabled"),
+    ],
+)
+def test_unknown_keys_at_every_level(config: dict[str, object], path: str, hint: str) -> None:
+    text = refusal(**config)
+    assert path in text
+    assert f"Did you mean '{hint}'?" in text
+    assert "is not a key that DeepSpeed reads" in text
+
+
+def test_a_key_at_the_wrong_level_is_sent_home() -> None:
+    assert "It belongs in zero_optimization." in refusal(offload_optimizer={"device": "cpu"})
+    assert "It belongs in the top level." in refusal(zero_optimization={"stage": 1, "gradient_clipping": 1.0})
+
+
+def test_an_unknown_key_close_to_none_lists_the_legal_ones() -> None:
+    text = refusal(aio={"xyzzy": 1})
+    assert "Legal keys of aio: block_size, intra_op_parallelism, overlap_events" in text
+
+
+def test_several_problems_are_counted() -> None:
+    text = refusal(foo=1, bar=2, gradient_clipping="much")
+    assert text.endswith("(And 2 more in this file.)")
+
+
+# types and values
+
+
+@pytest.mark.parametrize(
+    ("dotted", "value", "words"),
+    [
+        ("zero_optimization.stage", 4, "must be 0, 1, 2 or 3, not 4"),
+        ("zero_optimization.stage", "2", 'must be 0, 1, 2 or 3, not "2"'),
+        ("zero_optimization.stage", True, "must be 0, 1, 2 or 3, not true"),
+        ("zero_optimization", True, "must be an object {...}, not true"),
+        ("zero_optimization", {}, "zero_optimization.stage is missing"),
+        ("bf16", {}, "bf16.enabled is missing"),
+        ("bf16.enabled", "true", 'must be true or false, not "true"'),
+        ("bf16.enabled", 1, "must be true or false, not 1"),
+        ("gradient_clipping", -1, "must be a number of at least 0, not -1"),
+        ("gradient_clipping", True, "must be a number of at least 0, not true"),
+        ("train_batch_size", 0, "must be a whole number of at least 1, not 0"),
+        ("train_batch_size", 1.5, "must be a whole number of at least 1, not 1.5"),
+        ("communication_data_type", "fp8", "must be 'fp32', 'bf16' or 'fp16', not \"fp8\""),
+        ("comms_logger.prof_ops", "all_reduce", "must be a list of strings"),
+        ("torch_autocast", {"enabled": True, "dtype": "float16"}, "must be 'bfloat16' or 'bf16'"),
+        ("tensorboard.output_path", 3, "tensorboard.output_path"),
+    ],
+)
+def test_wrong_values_name_the_legal_ones(dotted: str, value: object, words: str) -> None:
+    text = refusal(**nested(dotted, value))
+    assert dotted in text
+    assert words in text
+
+
+def test_people_write_sizes_as_floats() -> None:
+    config = parse(zero_optimization={"stage": 2, "reduce_bucket_size": 5e8})
+    assert config.keys.zero.reduce_bucket_size == 500_000_000
+
+
+@pytest.mark.parametrize("dotted", ["zero_optimization.stage", "communication_data_type", "steps_per_print"])
+def test_auto_is_refused_where_nobody_fills_it(dotted: str) -> None:
+    text = refusal(**nested(dotted, "auto"))
+    assert f'{dotted} is "auto"' in text
+    assert "llmscale fills: train_batch_size" in text
+
+
+def test_auto_is_taken_where_it_is_filled() -> None:
+    zero = {
+        "stage": 3,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+    }
+    config = parse(
+        zero_optimization=zero,
+        train_batch_size="auto",
+        train_micro_batch_size_per_gpu="auto",
+        gradient_accumulation_steps="auto",
+        gradient_clipping="auto",
+        bf16={"enabled": "auto"},
+        fp16={"enabled": "auto"},
+    )
+    assert config.precision == "bf16"
+    assert config.gradient_clipping is None
+
+
+@pytest.mark.parametrize("dotted", UNSUPPORTED)
+def test_unsupported_sections_are_refused_by_name(dotted: str) -> None:
+    text = refusal(**nested(dotted, {}))
+    assert f"'{dotted}' is not supported: " in text
+
+
+def test_load_universal_is_explained() -> None:
+    assert "makes the next restart read an old one" in refusal(checkpoint={"load_universal": True})
+
+
+# what it answers
+
+
+def test_an_empty_object_is_plain_fp32_data_parallel() -> None:
+    config = parse()
+    assert (config.zero_stage, config.precision, config.activation_checkpointing) == (0, "fp32", False)
+    assert (config.offload_optimizer_device, config.offload_param_device) == ("none", "none")
+
+
+@pytest.mark.parametrize(
+    ("config", "precision"),
+    [
+        ({"bf16": {"enabled": True}}, "bf16"),
+        ({"bf16": {"enabled": False}}, "fp32"),
+        ({"torch_autocast": {"enabled": True}}, "autocast"),
+        ({"bf16": {"enabled": "auto"}, "torch_autocast": {"enabled": True}}, "autocast"),
+        ({"fp16": {"enabled": "auto"}, "zero_optimization": {"stage": 1}}, "fp16"),
+    ],
+)
+def test_precision(config: dict[str, object], precision: str) -> None:
+    assert parse(**config).precision == precision
+
+
+def test_fp16_settings_are_readable() -> None:
+    config = parse(zero_optimization={"stage": 2}, fp16={"enabled": True, "loss_scale_window": 50, "min_loss_scale": 4})
+    assert config.fp16 is not None
+    assert (config.fp16.initial_scale_power, config.fp16.loss_scale_window) == (16, 50)
+    assert parse(bf16={"enabled": True}, fp16={"enabled": False}).fp16 is None
+
+
+def test_the_section_switches_activation_checkpointing_on() -> None:
+    assert parse(activation_checkpointing={}).activation_checkpointing
+    assert not parse(activation_checkpointing=None).activation_checkpointing
+    assert parse(activation_checkpointing={"cpu_checkpointing": True}).cpu_checkpointing
+
+
+def test_with_precision_keeps_the_rest_and_checks_it_again() -> None:
+    config = parse(zero_optimization={"stage": 2}, fp16={"enabled": True, "hysteresis": 3})
+    assert config.with_precision("bf16").precision == "bf16"
+    again = config.with_precision("bf16").with_precision("fp16")
+    assert again.fp16 is not None
+    assert again.fp16.hysteresis == 3
+    with pytest.raises(ConfigError, match=r"my\.json with precision fp16: fp16 does not train at stage 0"):
+        parse(bf16={"enabled": True}).with_precision("fp16")
+
+
+def test_it_answers_without_torch_and_quickly(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    code = (
+        "import sys; from pathlib import Path; from llmscale.config.deepspeed.schema import read_ds_config;"
+        "import llmscale.config.deepspeed.resolve; read_ds_config(Path(sys.argv[1]));"
+        "print(sorted({'torch', 'deepspeed', 'streaming', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_read_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{"zero_optimisation": {}}')
+    with pytest.raises(ConfigError, match=r"x\.json: 'zero_optimisation' is not a key"):
+        read_ds_config(path)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from llmscale.config.human_numbers import format_quantity, parse_quantity
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("70B", 70e9),
+        ("1.4T", 1.4e12),
+        ("1.4t", 1.4e12),
+        ("124M", 124e6),
+        ("2k", 2000),
+        ("300e9", 300e9),
+        ("5.76e+23", 5.76e23),
+        ("811,008", 811_008),
+        ("1_000", 1000),
+        (" 3 ", 3),
+    ],
+)
+def test_numbers_as_people_write_them(text: str, value: float) -> None:
+    assert parse_quantity(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("text", ["", "abc", "-1", "0", "0B", "70X", "7BB", "inf", "nan", "1e400", "1.2.3"])
+def test_what_is_no_number_above_0_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_quantity(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (72.2487e9, "72.2B"),
+        (1.3287e12, "1.33T"),
+        (124_475_904, "124M"),
+        (999_600, "1M"),
+        (5.76e23, "5.76e+23"),
+        (12, "12"),
+    ],
+)
+def test_three_digits_and_a_suffix(value: float, text: str) -> None:
+    assert format_quantity(value) == text

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmscale.data.shards import verify_shards as preflight
+from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer, open_set
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.shards.verify_shards import find_damage
+from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+from llmscale.errors import DataError
+
+
+@pytest.fixture
+def copied(shared_set: Path, tmp_path: Path) -> Path:
+    """A set that a test may damage."""
+    return Path(shutil.copytree(shared_set, tmp_path / "set"))
+
+
+def _all(location: SetLocation, split: str = "train") -> np.ndarray:
+    shards = TokenShards(location, split)
+    return shards.read(np.arange(len(shards)))
+
+
+def _delete(shard: Path) -> None:
+    shard.unlink()
+
+
+def _truncate(shard: Path) -> None:
+    os.truncate(shard, shard.stat().st_size - 3)
+
+
+def _lengthen(shard: Path) -> None:
+    with shard.open("ab") as file:
+        file.write(b"xyz")
+
+
+def _replace_by_folder(shard: Path) -> None:
+    shard.unlink()
+    shard.mkdir()
+
+
+def _flip_byte(shard: Path) -> None:
+    contents = bytearray(shard.read_bytes())
+    contents[-5] ^= 0x40
+    shard.write_bytes(contents)
+
+
+DAMAGE_SEEN_AT_OPENING = [
+    (_delete, "is missing"),
+    (_truncate, r"is truncated: 4,0\d\d bytes instead of 4,0\d\d"),
+    (_lengthen, "is too long"),
+    (_replace_by_folder, "is a folder, not a regular file"),
+]
+
+
+@pytest.mark.parametrize(("damage", "text"), DAMAGE_SEEN_AT_OPENING)
+def test_damage_is_seen_when_the_set_is_opened(copied: Path, damage: Callable[[Path], None], text: str) -> None:
+    shard = copied / "train" / "shard.00001.mds"
+    damage(shard)
+    with pytest.raises(DataError, match=text) as caught:
+        TokenShards(open_set(str(copied)), "train")
+    assert str(shard) in str(caught.value)
+    assert "prepare the set again with --overwrite" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"), [(_flip_byte, "was altered"), (_truncate, "is truncated"), (_delete, "is missing")]
+)
+def test_damage_after_opening_is_seen_before_a_sample_is_used(
+    copied: Path, damage: Callable[[Path], None], text: str
+) -> None:
+    shards = TokenShards(open_set(str(copied)), "train")
+    shards.read(np.array([0]))
+    damage(copied / "train" / "shard.00001.mds")
+    with pytest.raises(DataError, match=rf"shard\.00001\.mds {text}"):
+        shards.read(np.arange(len(shards)))
+
+
+@pytest.mark.parametrize("look", range(3))
+def test_a_shard_that_goes_while_it_is_checked(copied: Path, monkeypatch: pytest.MonkeyPatch, look: int) -> None:
+    """Its size, its hash and its offsets are read one after the other; whichever finds it gone says so."""
+    shards = TokenShards(open_set(str(copied)), "train")
+    shard = copied / "train" / "shard.00000.mds"
+    looks = iter(range(100))
+
+    def remove_before(real: Callable, *args: object, **options: object) -> object:
+        if next(looks) == look:
+            shard.unlink()
+        return real(*args, **options)
+
+    for name in ("check_regular", "open_regular"):
+        monkeypatch.setattr(preflight, name, partial(remove_before, getattr(preflight, name)))
+    with pytest.raises(DataError, match=r"shard\.00000\.mds (is missing|cannot be read: No such file or directory)"):
+        shards.read(np.array([0]))
+
+
+def test_a_shard_cut_while_it_is_in_use(copied: Path) -> None:
+    shards = TokenShards(open_set(str(copied)), "train")
+    shards.read(np.array([0]))
+    os.truncate(copied / "train" / "shard.00000.mds", 1000)
+    with pytest.raises(DataError, match=r"shard\.00000\.mds is truncated"):
+        shards.read(np.arange(60))
+
+
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [(None, "index.json is missing"), ("{}", "is damaged"), ('{"shards": []}', "does not describe the shards")],
+)
+def test_damaged_index(copied: Path, contents: str | None, text: str) -> None:
+    index = copied / "train" / "index.json"
+    index.unlink() if contents is None else index.write_text(contents)
+    with pytest.raises(DataError, match=text):
+        TokenShards(open_set(str(copied)), "train")
+
+
+def test_verify_finds_every_damaged_shard(copied: Path) -> None:
+    _flip_byte(copied / "train" / "shard.00001.mds")
+    _delete(copied / "train" / "shard.00002.mds")
+    manifest = open_set(str(copied)).manifest
+    damage = {file.path.name: text for file, text in find_damage(copied, "train", manifest) if text}
+    assert damage.keys() == {"shard.00001.mds", "shard.00002.mds"}
+    assert "was altered" in damage["shard.00001.mds"]
+
+
+def test_ids_outside_the_set(shared_set: Path) -> None:
+    shards = TokenShards(open_set(str(shared_set)), "val")
+    for wrong in (-1, len(shards)):
+        with pytest.raises(DataError, match=r"Sample ids must be in 0\.\."):
+            shards.read(np.array([wrong]))
+
+
+@pytest.mark.parametrize("compression", ["", "zstd"])
+def test_remote_sets_are_fetched_shard_by_shard(
+    make_set: Callable[..., Path], tmp_path: Path, compression: str
+) -> None:
+    source = make_set(compression=compression)
+    location = open_set(str(source), tmp_path / "cache")
+    shards = TokenShards(location, "train")
+    assert not list(location.folder.glob("train/*.mds*"))
+    first = shards.read(np.array([0]))
+    assert [path.name for path in location.folder.glob("train/*.mds*")] == ["shard.00000.mds"]
+    everything = _all(location)
+    assert np.array_equal(everything[:1], first)
+    assert np.array_equal(everything, _all(open_set(str(source))))
+    fetch_tokenizer(location)
+    assert load_set_tokenizer(location.folder).spec == "bytes"
+
+
+def test_a_damaged_remote_shard_is_an_error_and_never_stays_in_the_cache(copied: Path, tmp_path: Path) -> None:
+    _flip_byte(copied / "train" / "shard.00001.mds")
+    location = open_set(str(copied), tmp_path / "cache")
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"checksum of shard shard\.00001\.mds of .* is wrong at its source"):
+            _all(location)
+        assert not list(location.folder.glob("train/shard.00001*"))
+
+
+def test_a_missing_remote_shard(copied: Path, tmp_path: Path) -> None:
+    _delete(copied / "train" / "shard.00001.mds")
+    with pytest.raises(DataError, match=r"Cannot fetch shard shard\.00001\.mds"):
+        _all(open_set(str(copied), tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("damage", [_flip_byte, _truncate])
+def test_what_a_crash_left_in_the_cache_is_fetched_again(
+    shared_set: Path, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    location = open_set(str(shared_set), tmp_path / "cache")
+    expected = _all(location)
+    damage(location.folder / "train" / "shard.00001.mds")
+    assert np.array_equal(_all(location), expected)
+
+
+def test_cache_limit(shared_set: Path, tmp_path: Path) -> None:
+    location = open_set(str(shared_set), tmp_path / "cache")
+    limited = TokenShards(location, "train", cache_limit_bytes=10_000)
+    order = np.random.default_rng(0).permutation(len(limited))
+    windows = np.concatenate([limited.read(order[i : i + 4]) for i in range(0, len(order), 4)])
+    assert np.array_equal(windows, _all(open_set(str(shared_set)))[order])
+    cached = sum(path.stat().st_size for path in location.folder.glob("train/*.mds"))
+    assert 0 < cached <= 10_000
+
+
+def test_a_set_prepared_anew_under_the_same_name_shares_no_file(make_set: Callable[..., Path], tmp_path: Path) -> None:
+    remote = tmp_path / "remote"
+    for seed in (1, 2):
+        shutil.rmtree(remote, ignore_errors=True)
+        fresh = make_set(seed=seed)
+        shutil.copytree(fresh, remote)
+        assert np.array_equal(_all(open_set(str(remote), tmp_path / "cache")), _all(open_set(str(fresh))))
+
+
+def _read_all(folder: str, cache: str, queue: multiprocessing.Queue[int]) -> None:
+    queue.put(int(_all(open_set(folder, Path(cache))).astype(np.int64).sum()))
+
+
+def test_processes_share_a_cache(shared_set: Path, tmp_path: Path) -> None:
+    """Two runs on one host, two ranks of one run: no shared memory, no leader."""
+    context = multiprocessing.get_context("spawn")
+    queue: multiprocessing.Queue[int] = context.Queue()
+    arguments = (str(shared_set), str(tmp_path / "cache"), queue)
+    processes = [context.Process(target=_read_all, args=arguments) for _ in range(3)]
+    before = set(os.listdir("/dev/shm"))
+    for process in processes:
+        process.start()
+    sums = {queue.get(timeout=60) for _ in processes}
+    for process in processes:
+        process.join()
+    assert sums == {int(_all(open_set(str(shared_set))).astype(np.int64).sum())}
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "locals" in name or "filelock" in name}
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 24 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24k", "tmpfs", str(folder)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_cache_disk(make_set: Callable[..., Path], small_disk: Path) -> None:
+    with pytest.raises(DataError, match=r"(disk of the data cache .* is full|Cannot write the data cache)"):
+        _all(open_set(str(make_set(600)), small_disk))
+
+
+def test_full_cache_disk_that_looked_free(shared_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills up during the download: the copy fails half-way, and nothing of it stays."""
+    location = open_set(str(shared_set), tmp_path / "cache")
+
+    def copy(source: str, target: str) -> None:
+        Path(target).write_bytes(Path(source).read_bytes()[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copy", copy)
+    with pytest.raises(DataError, match=r"is full: shard shard\.00000\.mds.*needs .* bytes"):
+        _all(location)
+    assert not list(location.folder.glob("train/shard*"))
+
+
+class _Bucket(SimpleHTTPRequestHandler):
+    """Enough of S3 for boto3 to download objects."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def bucket(shared_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The set behind a real HTTP server, as s3://bucket/set."""
+    shutil.copytree(shared_set, tmp_path / "root" / "bucket" / "set")
+    handler = partial(_Bucket, directory=str(tmp_path / "root"))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "none")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    yield "s3://bucket/set"
+    server.shutdown()
+    server.server_close()
+
+
+def test_s3(bucket: str, shared_set: Path, tmp_path: Path) -> None:
+    location = open_set(bucket, tmp_path / "cache")
+    assert np.array_equal(_all(location), _all(open_set(str(shared_set))))
+
+
+def test_unreachable_remotes(bucket: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"Cannot fetch s3://bucket/other/manifest\.json"):
+        open_set("s3://bucket/other", tmp_path / "cache")
+    with pytest.raises(DataError, match=r"Cannot fetch nonsense://x/manifest\.json.*Unsupported remote path"):
+        open_set("nonsense://x", tmp_path / "cache")

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from llmscale.config.schedule import Schedule
+from llmscale.engine.deepspeed_engine import check_precision, gradient_norm, set_learning_rate
+from llmscale.errors import ConfigError
+
+
+def claim(monkeypatch: pytest.MonkeyPatch, *dtypes: torch.dtype) -> None:
+    monkeypatch.setattr(type(get_accelerator()), "supported_dtypes", lambda self: [torch.float32, *dtypes])
+
+
+def test_fp16_is_refused_where_there_is_none_and_bf16_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim(monkeypatch, torch.bfloat16)
+    with pytest.raises(ConfigError) as raised:
+        check_precision("fp16")
+    assert f"this {get_accelerator().device_name()} has no fp16 arithmetic. Use bf16" in str(raised.value)
+    assert "--precision bf16" in str(raised.value)
+    for precision in ("bf16", "fp32", "autocast"):
+        check_precision(precision)
+
+
+def test_bf16_is_refused_where_there_is_none_and_fp16_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    claim(monkeypatch, torch.float16)
+    with pytest.raises(ConfigError, match=r"no bf16 arithmetic. Use fp16 \(ds_configs/zero2_fp16.json\)"):
+        check_precision("bf16")
+    check_precision("fp16")
+
+
+def test_the_learning_rate_reaches_every_group() -> None:
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}]))
+    set_learning_rate(engine, 0.25)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.25, 0.25]
+
+
+def test_a_norm_that_was_not_computed_is_none() -> None:
+    assert gradient_norm(SimpleNamespace(get_global_grad_norm=lambda: None)) is None
+    assert gradient_norm(SimpleNamespace(get_global_grad_norm=lambda: torch.tensor(1.5))) == 1.5
+
+
+@pytest.mark.skipif(torch.float16 in get_accelerator().supported_dtypes(), reason="this device has fp16")
+def test_a_run_in_fp16_on_this_device_ends_in_one_line_and_writes_nothing(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    job = ranks(train_command("--ds", "ds_configs/zero2_fp16.json", "--steps", "2"), 2)
+    output = "".join(job.wait())
+    assert job.exit_codes == [2, 2]
+    assert len(output.splitlines()) == 1, output
+    assert output.startswith(f"error: this {get_accelerator().device_name()} has no fp16 arithmetic. Use bf16")
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_ranks_log_what_one_rank_logs_and_what_the_schedule_says(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """Stage 0 in fp32, where DeepSpeed itself reports no gradient norm."""
+    logs = {}
+    for world_size in (1, 2):
+        run = tmp_path / f"ranks{world_size}"
+        flags = ("--ds", "ds_configs/zero0.json", "--precision", "fp32", "--steps", "6", "--warmup-steps", "2")
+        job = ranks(train_command(*flags, "--lr", "1e-2", "--micro-batch-size", "2", "--run", str(run)), world_size)
+        outputs = job.wait()
+        assert job.exit_codes == [0] * world_size, outputs
+        assert outputs[1:] == [""] * (world_size - 1), "only the main rank speaks"
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        logs[world_size] = [record for record in map(json.loads, lines) if record["kind"] == "train"]
+    schedule = Schedule("cosine", 1e-2, 2, 6, 6, 0.1)
+    for one, two in zip(logs[1], logs[2], strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+        assert math.isfinite(two["grad_norm"])
+        assert two["grad_norm"] > 0
+        assert two["tokens_seen"] == one["tokens_seen"] == two["step"] * 8 * 32
+        assert two["lr"] == one["lr"] == pytest.approx(schedule.learning_rate(two["step"] - 1))
+        assert (two["mfu"], two["loss_scale"], two["skipped_steps"]) == (None, None, 0)
+    assert [record["step"] for record in logs[2]] == [1, 2, 3, 4, 5, 6]
+
+
+def test_adafactor_trains_at_stage_0(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    flags = ("--optimizer", "adafactor", "--ds", "ds_configs/zero0.json", "--precision", "fp32", "--lr", "3e-2")
+    job = ranks(train_command(*flags, "--steps", "12"), 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [record["loss"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    assert losses[-1] < losses[0] - 0.3

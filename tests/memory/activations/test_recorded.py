@@ -1,0 +1,160 @@
+"""Recorded passes: a model that llmscale has no formula for, GPT's table against its code, and published figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.dry_run.factor import factor_traces
+from llmscale.dry_run.fake_world import fake_world
+from llmscale.dry_run.gpt_recording import all_block_branches, all_ends_branches, record_blocks, record_ends
+from llmscale.dry_run.record import trace_micro_step
+from llmscale.errors import ConfigError
+from llmscale.memory.activations.recorded import (
+    BLOCK_SEGMENTS,
+    SEGMENTS,
+    TABLE_PATH,
+    MicroStep,
+    RecordedSegment,
+    evaluate_segments,
+    gpt_table,
+)
+from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
+from llmscale.model.gpt import BlockCheckpoint
+from tests.memory.activations.toy_decoder import LARGE, record_toy, trace_toy
+
+BLOCKS, ENDS = list(all_block_branches()), list(all_ends_branches())
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    """DeepSpeed's checkpointing asks for its rank."""
+    with fake_world(1):
+        yield
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_decoder_that_llmscale_does_not_have_is_exact_at_any_shape(mode: CheckpointingMode) -> None:
+    recorded = evaluate_segments(record_toy(mode), LARGE.symbols(3), LARGE.n_layer)
+    direct = trace_toy(LARGE, 3, mode)
+    assert recorded.saved_bytes == direct.saved_bytes
+    assert recorded.forward_peak_bytes == direct.forward_peak_bytes
+    assert recorded.backward_peak_bytes == direct.backward_peak_bytes
+    assert gradients_of(recorded) == LARGE.num_parameters
+
+
+def gradients_of(micro_step: MicroStep) -> int:
+    """Parameters that have gradients in the end."""
+    end = micro_step.segments["embed_backward"].net
+    return micro_step.starts["embed_backward"].plus(end).gradient_parameters
+
+
+#: A dozen of each, spread over everything that can differ.
+SOME = [*BLOCKS[::37], *ENDS[::11]]
+
+
+@pytest.mark.parametrize("branch", SOME, ids=lambda branch: branch.key)
+def test_the_table_is_what_the_model_does(branch: BlockBranch | EndsBranch) -> None:
+    assert_recorded_again(branch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(16))
+def test_the_whole_table_is_what_the_model_does(part: int) -> None:
+    for branch in [*BLOCKS, *ENDS][part::16]:
+        assert_recorded_again(branch)
+
+
+def assert_recorded_again(branch: BlockBranch | EndsBranch) -> None:
+    """`python scripts/record_memory.py` writes the table anew where the model was meant to change."""
+    if isinstance(branch, BlockBranch):
+        again = record_blocks(branch)
+        stored = gpt_table().segments(branch, ENDS[0])
+        names = BLOCK_SEGMENTS
+    else:
+        again = record_ends(branch)
+        stored = gpt_table().segments(BLOCKS[0], branch)
+        names = tuple(name for name in SEGMENTS if name not in BLOCK_SEGMENTS)
+    for name in names:
+        assert stored[name] == again[name], f"{branch.key}: {name}"
+
+
+def test_every_branch_is_in_the_table() -> None:
+    table = json.loads(TABLE_PATH.read_text())
+    assert set(table["blocks"]) == {branch.key for branch in BLOCKS}
+    assert set(table["ends"]) == {branch.key for branch in ENDS}
+
+
+def test_a_branch_that_was_not_recorded_is_an_error_that_names_it() -> None:
+    unknown = BlockBranch("16bit", "none", False, True, True, "paged", False)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="16bit none False True True paged False"):
+        gpt_table().segments(unknown, ENDS[0])
+
+
+#: Sequences, tokens, heads, head_dim: multiples of 512 where it matters, so that rounding adds nothing.
+B, T, A, D = 4, 1024, 16, 64
+
+
+class EagerBlock(nn.Module):
+    """GPT-2's block with attention in separate matrix products and dropout, as Korthikanti et al. count it."""
+
+    def __init__(self, n_head: int, head_dim: int) -> None:
+        super().__init__()
+        self.n_head, self.head_dim = n_head, head_dim
+        h = n_head * head_dim
+        self.ln_1, self.ln_2 = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.qkv, self.proj, self.up, self.down = (
+            nn.Linear(*sizes) for sizes in ((h, 3 * h), (h, h), (h, 4 * h), (4 * h, h))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + F.dropout(self.proj(self.attend(self.ln_1(x))), 0.1)
+        return x + F.dropout(self.down(F.gelu(self.up(self.ln_2(x)))), 0.1)
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.n_head, self.head_dim)).permute(2, 0, 3, 1, 4)
+        scores = F.dropout((q @ k.transpose(-2, -1)).softmax(-1), 0.1)
+        return (scores @ v).transpose(1, 2).flatten(2)
+
+
+class EagerDecoder(nn.Module):
+    def __init__(self, n_head: int, head_dim: int, run_block: BlockCheckpoint) -> None:
+        super().__init__()
+        self.run_block = run_block
+        self.embedding = nn.Embedding(512, n_head * head_dim)
+        self.blocks = nn.ModuleList(EagerBlock(n_head, head_dim) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = self.run_block(block, x)
+        return x.sum()
+
+
+def record_eager() -> dict[str, RecordedSegment]:
+    shapes = ((2, 37, 3, 13), (3, 150, 5, 40), (7, 290, 2, 136))
+    traces = [
+        trace_micro_step(
+            lambda run_block, n_head=n_head, head_dim=head_dim: EagerDecoder(n_head, head_dim, run_block),
+            lambda model, b=b, t=t: model(torch.zeros(b, t, dtype=torch.long)),
+            n_layer=2,
+            dtype=torch.bfloat16,
+        )
+        for b, t, n_head, head_dim in shapes
+    ]
+    return factor_traces(traces, [{"b": b, "t": t, "a": a, "d": d} for b, t, a, d in shapes])
+
+
+def test_a_block_with_eager_attention_saves_what_korthikanti_count() -> None:
+    """Equation 1 of Korthikanti et al. 2022: s b h (34 + 5 a s / h) bytes a layer in 16 bit, with dropout; beside it
+    mean and 1/std of both layer norms, which they leave out as small."""
+    recorded = evaluate_segments(record_eager(), {"b": B, "t": T, "a": A, "d": D}, n_layer=2)
+    saved = recorded.segments["block_forward"].net.activations_bytes
+    norm_statistics = 16 * B * T
+    assert saved - norm_statistics == B * T * A * D * 34 + 5 * A * T * T * B

@@ -1,0 +1,82 @@
+"""Compare the closed form with the dry run for a list of cells, in a process of its own.
+
+Reads a JSON list of cells from standard input and writes one JSON object a line. Not a test module: test_states.py
+runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.memory.states.by_stage import estimate_states
+from llmscale.memory.states.state_memory import StateMemory
+from llmscale.memory.zero_settings import build_layout
+
+#: Large enough that step counts and rounding do not matter, with activations that hardly exist.
+SHAPE = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8)
+
+
+def resolve(cell: dict) -> tuple[BatchPlan, dict[str, object]]:
+    """A cell's keys: stage, precision, ranks, accumulation, and `zero` and `top` for the ds_config."""
+    precision, accumulation, ranks = cell["precision"], cell["accumulation"], cell["ranks"]
+    config = {"zero_optimization": {"stage": cell["stage"], **cell.get("zero", {})}, **cell.get("top", {})}
+    if precision != "fp32":
+        section = "torch_autocast" if precision == "autocast" else precision
+        config[section] = {**config.get(section, {}), "enabled": True}
+    plan = BatchPlan(accumulation * ranks, 1, accumulation, ranks, SHAPE.seq_len)
+    return plan, resolve_ds_config(
+        parse_ds_config(config, "cell"),
+        micro_batch_size=1,
+        gradient_accumulation_steps=accumulation,
+        global_batch_size=plan.global_batch_size,
+        world_size=ranks,
+        n_embd=SHAPE.n_embd,
+        num_parameters=SHAPE.num_parameters,
+        has_gpu=True,
+    )
+
+
+def estimate(cell: dict) -> StateMemory:
+    plan, config = resolve(cell)
+    return estimate_states(SHAPE, build_layout(config, plan.world_size), cell.get("checkpointing", "none"))
+
+
+def compare(cell: dict) -> dict[str, object]:
+    """Bytes of the dry run and of the closed form, what a moment adds to the resident memory."""
+    from llmscale.dry_run.engine import dry_run
+
+    plan, config = resolve(cell)
+    simulated = dry_run(
+        SHAPE,
+        plan,
+        config,
+        zero_stage=cell["stage"],
+        precision=cell["precision"],
+        checkpointing=cell.get("checkpointing", "none"),
+    )
+    states = estimate(cell)
+    resident = simulated.resident.total_bytes
+    added = {moment: peak.total_bytes - resident for moment, peak in simulated.states.items()}
+    return {
+        "dry_run": {"resident": resident, "host": simulated.host_bytes, **added},
+        "closed_form": {
+            "resident": states.resident.total_bytes,
+            "forward": states.forward.total_bytes,
+            "backward": states.backward.total_bytes,
+            "step": states.step.total_bytes,
+            "host": states.host_bytes,
+        },
+        "categories": {"dry_run": simulated.resident.as_dict(), "closed_form": states.resident.as_dict()},
+    }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    for wanted in json.load(sys.stdin):
+        print(json.dumps(compare(wanted)), flush=True)

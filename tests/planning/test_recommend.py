@@ -1,0 +1,161 @@
+"""The row to take, and the smallest change that makes one fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
+from llmscale.planning.largest_micro_batch import Fit, Job, Machines, find_fits, fit_at
+from llmscale.planning.recommend import find_enough_nodes, find_smallest_change, nearest_fit, recommend
+from llmscale.planning.strategy import Strategy
+
+GIB = 2**30
+SHAPE = GPTShape(n_layer=24, n_head=16, n_embd=1024, vocab_size=50257, seq_len=1024)
+MACHINES = Machines(num_nodes=1, gpus_per_node=8, gpu_bytes=24 * GIB)
+JOB = Job(SHAPE, 256, MACHINES)
+
+
+def config(stage: int, **zero: object) -> DsConfig:
+    return parse_ds_config({"zero_optimization": {"stage": stage, **zero}, "bf16": {"enabled": True}}, "test.json")
+
+
+@pytest.fixture(scope="module")
+def fits() -> list[Fit]:
+    return find_fits(JOB, "bf16")
+
+
+def test_the_fastest_row_is_taken(fits: list[Fit]) -> None:
+    place = next(i for i, fit in enumerate(fits) if fit.fits and fit.strategy.offload == "both cpu")
+    rates = [100.0 if index == place else 50.0 for index in range(len(fits))]
+    chosen = recommend(fits, rates)
+    assert chosen is not None
+    assert chosen.index == place
+    assert chosen.why.startswith("the fastest of the ")
+
+
+def test_of_equally_fast_rows_the_simplest_is_taken(fits: list[Fit]) -> None:
+    rates = [101.0 if fit.strategy.zero_stage == 3 else 100.0 for fit in fits]
+    chosen = recommend(fits, rates)
+    assert chosen is not None
+    strategy = fits[chosen.index].strategy
+    assert (strategy.offload, strategy.checkpointing) == ("-", "none")
+    assert strategy.zero_stage < 3
+    assert "equal within 3%" in chosen.why
+
+
+def test_of_equally_fast_rows_a_tight_one_is_not_taken(fits: list[Fit]) -> None:
+    first, second = (
+        fit
+        for fit in fits
+        if fit.strategy in (Strategy(1, *("none",) * 2, "none"), Strategy(2, *("none",) * 2, "none"))
+    )
+    tight = replace(first, machines=replace(MACHINES, gpu_bytes=first.estimate.total_bytes + 1))
+    assert tight.fits
+    chosen = recommend([tight, second], [100.0, 100.0])
+    assert chosen is not None
+    assert chosen.index == 1
+
+
+def test_of_equally_fast_rows_one_of_tiny_micro_batches_is_not_taken() -> None:
+    """Estimated rates know nothing of a GPU that waits for the next kernel."""
+    small, large = (fit_at(config(stage), JOB, "none", size) for stage, size in ((0, 2), (1, 4)))
+    for fits, index in (((small, large), 1), ((small, replace(large, plan=small.plan)), 0)):
+        chosen = recommend(fits, [100.0, 100.0])
+        assert chosen is not None
+        assert chosen.index == index
+
+
+def test_without_rates_the_simplest_row_is_taken(fits: list[Fit]) -> None:
+    chosen = recommend(fits, [None] * len(fits))
+    assert chosen is not None
+    assert "the simplest of the" in chosen.why
+    assert fits[chosen.index].strategy.checkpointing == "none"
+
+
+def test_a_row_that_does_not_fit_is_never_taken(fits: list[Fit]) -> None:
+    none = [replace(fit, machines=replace(MACHINES, gpu_bytes=GIB)) for fit in fits]
+    assert recommend(none, [1.0] * len(none)) is None
+    only = [*none[:-1], fits[-1]]
+    chosen = recommend(only, [1e9] * (len(none) - 1) + [1.0])
+    assert chosen is not None
+    assert chosen.index == len(none) - 1
+    assert "the only row that fits" in chosen.why
+
+
+def test_a_smaller_micro_batch_is_the_smallest_change() -> None:
+    too_large = fit_at(config(2), JOB, "none", 32)
+    assert not too_large.fits
+    change = find_smallest_change(config(2), JOB, "none", 32)
+    assert change is not None
+    assert change.fit.fits
+    size = change.fit.plan.micro_batch_size
+    assert change.words == (f"--micro-batch-size {size} instead of 32",)
+    assert not fit_at(config(2), JOB, "none", 2 * size).fits
+
+
+def limited(gpu_bytes: int, share: int = 1) -> Job:
+    return replace(JOB, global_batch_size=8 * share, machines=replace(MACHINES, gpu_bytes=gpu_bytes))
+
+
+def needed(ds: DsConfig, mode: str, share: int = 1) -> int:
+    return fit_at(ds, limited(0, share), mode, 1).estimate.total_bytes  # type: ignore[arg-type]
+
+
+def test_where_the_micro_batch_is_one_it_is_recomputation() -> None:
+    job = limited((needed(config(2), "none") + needed(config(2), "selective")) // 2)
+    change = find_smallest_change(config(2), job, "none", 1)
+    assert change is not None
+    assert change.words == ("--activation-checkpointing selective",)
+
+
+def test_where_recomputation_is_not_enough_it_is_a_higher_stage() -> None:
+    job = limited(needed(config(2), "full"))
+    assert needed(config(0), "full") > job.machines.gpu_bytes
+    change = find_smallest_change(config(0), job, "full", 1)
+    assert change is not None
+    assert change.words[0].startswith("ZeRO stage ")
+    assert change.words[0].endswith(" instead of 0")
+    assert len(change.words) == 1
+
+
+def test_offload_comes_last_and_nvme_is_never_proposed() -> None:
+    everything = min(needed(config(stage), "full") for stage in range(4))
+    job = limited(everything - 1)
+    change = find_smallest_change(config(3), job, "full", 1)
+    assert change is not None
+    assert any('offload_optimizer to "cpu"' in words for words in change.words)
+    assert find_smallest_change(config(3), limited(GIB), "full", 1) is None
+
+
+def test_what_the_user_wrote_is_kept_in_a_change() -> None:
+    ds = config(1, reduce_bucket_size=1_000_000)
+    job = limited(needed(config(2), "full"))
+    change = find_smallest_change(ds, job, "full", 1)
+    assert change is not None
+    assert change.fit.layout.reduce_bucket_size == 1_000_000
+
+
+def test_more_nodes_when_nothing_fits() -> None:
+    shape = GPTShape(n_layer=40, n_head=40, n_embd=5120, vocab_size=50257, seq_len=2048)
+    job = Job(shape, 1024, Machines(1, 1, 24 * GIB))
+    fits = [fit for fit in find_fits(job, "bf16") if fit.strategy.offload == "-"]
+    assert not any(fit.fits for fit in fits)
+    enough = find_enough_nodes(job, fits)
+    assert enough is not None
+    machines, fit = enough
+    assert fit.fits
+    assert fit.strategy.zero_stage == 3
+    half = replace(job, machines=replace(machines, num_nodes=machines.num_nodes // 2))
+    assert not any(fit_at(f.ds, half, f.strategy.checkpointing, 1).fits for f in fits)
+
+
+def test_no_number_of_nodes_helps_against_one_sequence() -> None:
+    shape = GPTShape(n_layer=2, n_head=16, n_embd=2048, vocab_size=50257, seq_len=2**20)
+    job = Job(shape, 1024, Machines(1, 8, 24 * GIB))
+    fits = find_fits(job, "bf16")
+    assert not any(fit.fits for fit in fits)
+    assert find_enough_nodes(job, fits) is None
+    assert nearest_fit(fits).strategy.checkpointing == "full"

@@ -1,0 +1,84 @@
+"""Runs that diverge end with one line. Run as a script, this file is one of two ranks that lose steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmscale.checkpoint.history import list_checkpoints
+from llmscale.errors import TrainingError
+from llmscale.training.nonfinite_guard import PATIENCE_STEPS, LostSteps, check_weights
+
+FP32 = ("--precision", "fp32", "--warmup-steps", "0", "--steps", "40")
+
+
+def raises(action: Callable[[], None]) -> bool:
+    try:
+        action()
+    except TrainingError:
+        return True
+    return False
+
+
+def one_rank() -> list[bool]:
+    """Which of the following checks end the run on this rank."""
+    dist.init_process_group("gloo")
+    group, rank, here = dist.group.WORLD, dist.get_rank(), Path("run")
+    assert group is not None
+    lost = LostSteps(torch.device("cpu"))
+    seen = []
+    fine, broken = torch.tensor(1.0), torch.tensor(float("nan"))
+    for _ in range(PATIENCE_STEPS - 1):
+        lost.note(broken if rank else fine, skipped=False)
+    seen.append(raises(lambda: lost.check(1, here)))
+    lost.note(torch.tensor(float("inf")) if rank else fine, skipped=False)
+    seen.append(raises(lambda: lost.check(1, here)))
+    lost.note(fine, skipped=False)
+    seen.append(raises(lambda: lost.check(1, here)))
+    for _ in range(PATIENCE_STEPS):
+        lost.note(fine, skipped=True)
+    seen.append(raises(lambda: lost.check(1, here)))
+    weights = [torch.ones(3), torch.tensor([1.0, float("nan") if rank else 1.0]), torch.empty(0)]
+    seen.append(raises(lambda: check_weights(weights, group, 1, here)))
+    seen.append(raises(lambda: check_weights([torch.ones(3), torch.empty(0)], group, 1, here)))
+    dist.destroy_process_group()
+    return seen
+
+
+def test_all_ranks_judge_alike_by_the_rank_that_fares_worst(ranks: Callable) -> None:
+    job = ranks([__file__], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    assert [json.loads(output) for output in outputs] == [[False, True, False, True, True, False]] * 2
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 1)])
+def test_a_run_whose_loss_is_nan_ends(
+    stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """At stage 0 the weights are NaN after the second step, above it DeepSpeed skips every step from then on."""
+    job = ranks(train_command("--ds", f"ds_configs/zero{stage}.json", *FP32, "--lr", "1e30"), world_size)
+    outputs = job.wait()
+    assert job.exit_codes == [2] * world_size, outputs
+    last = outputs[0].splitlines()[-1]
+    assert last.startswith("error: step 11: the last 10 steps had a loss or a gradient that is NaN or infinite. Lower")
+    assert str(tmp_path / "run" / "checkpoints") in last
+    assert "Traceback" not in "".join(outputs)
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_weights_that_are_nan_are_never_saved(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    job = ranks(train_command("--ds", "ds_configs/zero0.json", *FP32, "--lr", "1e30", "--save-every", "3"), 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [2], output
+    assert output.splitlines()[-1].startswith("error: step 3: the weights are NaN or infinite, and are not saved.")
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+if __name__ == "__main__":
+    print(json.dumps(one_rank()))
