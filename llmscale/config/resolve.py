@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
@@ -39,7 +40,7 @@ class ResolvedRun:
 
     def as_dict(self) -> dict[str, object]:
         """Plain values for the run folder."""
-        return asdict(self)
+        return asdict(self) | {"plan": self.plan.as_dict()}
 
 
 def resolve_run(config: RunConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
@@ -48,7 +49,7 @@ def resolve_run(config: RunConfig, facts: SetFacts, world_size: int) -> Resolved
     shape = resolve_shape(config, facts)
     plan = build_batch_plan(
         global_batch_size=_global_batch_size(config, preset.global_batch_tokens, shape.seq_len),
-        world_size=world_size,
+        ranks=ParallelLayout(world_size),
         seq_len=shape.seq_len,
         micro_batch_size=config.micro_batch_size,
     )

@@ -88,7 +88,7 @@ def dry_run(
     start = time.perf_counter()
     micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
     with contextlib.ExitStack() as stack:
-        tracker = _enter_simulation(stack, shape, plan.world_size)
+        tracker = _enter_simulation(stack, shape, plan.ranks.world_size)
         with tracker.phase("build", Category.OPTIMIZER):
             engine = _build(shape, plan, ds_config, micro_steps, zero_stage, precision, checkpointing)
         _label(engine, tracker)
@@ -140,7 +140,7 @@ def _build(
     simulated = {
         **ds_config,
         "gradient_accumulation_steps": micro_steps,
-        "train_batch_size": plan.micro_batch_size * micro_steps * plan.world_size,
+        "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
     }
     return build_engine(
         RunConfig.model_validate({}),

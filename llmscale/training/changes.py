@@ -41,7 +41,7 @@ def hyperparameters(run: PreparedRun, ds_config: Mapping[str, object]) -> dict[s
         "precision": run.precision,
         "grad_accum_dtype": types["grad_accum_dtype"],
         "zero_stage": run.zero_stage,
-        "world_size": run.resolved.plan.world_size,
+        "world_size": run.resolved.plan.ranks.world_size,
         "micro_batch_size": run.resolved.plan.micro_batch_size,
         "activation_checkpointing": run.checkpointing,
     }
@@ -77,7 +77,7 @@ def finished_lines(state: RunState, run: PreparedRun) -> Iterator[str]:
     manifest = run.location.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
     wanted = config.model_copy(update={"steps": more, "tokens": None})
-    longer = resolve_run(wanted, facts, run.resolved.plan.world_size).schedule
+    longer = resolve_run(wanted, facts, run.resolved.plan.ranks.world_size).schedule
     last, following = (_schedule_of(state) or longer).learning_rate(state.step - 1), longer.learning_rate(state.step)
     yield (
         f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To go on, give "

@@ -53,7 +53,7 @@ class PreparedRun:
             micro_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             global_batch_size=plan.global_batch_size,
-            world_size=plan.world_size,
+            world_size=plan.ranks.data_parallel_size,
             n_embd=self.resolved.shape.n_embd,
             num_parameters=self.resolved.shape.num_parameters,
             has_gpu=has_gpu,

@@ -27,7 +27,7 @@ def main() -> None:
     ds_config = resolve_ds(cell, run)
     measured = measure_on_gpu(cell, config, run, ds_config) if how == "gpu" else measure_dry(cell, run, ds_config)
     estimate = estimate_memory(
-        run.shape, cell.micro_batch_size, build_layout(ds_config, world_size=1), cell.checkpointing
+        run.shape, cell.micro_batch_size, build_layout(ds_config, run.plan.ranks), cell.checkpointing
     )
     estimates = {
         "llmscale": estimate.peak.total_bytes,

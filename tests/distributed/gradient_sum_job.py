@@ -19,6 +19,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
@@ -57,7 +58,7 @@ def exact_gradients(dtype: torch.dtype, world_size: int) -> dict[str, Tensor]:
 
 def error_of(ds: dict, precision: str, rank: int, world_size: int, exact: dict[str, Tensor]) -> dict[str, object]:
     """Norm of the difference over norm of the exact gradient, over all ranks' parts."""
-    plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, world_size, SHAPE.seq_len)
+    plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, ParallelLayout(world_size), SHAPE.seq_len)
     resolved = resolve_ds_config(
         parse_ds_config(ds, "job"),
         micro_batch_size=1,

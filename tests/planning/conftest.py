@@ -25,11 +25,11 @@ def layout_of() -> LayoutOf:
             micro_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.gradient_accumulation_steps,
             global_batch_size=plan.global_batch_size,
-            world_size=plan.world_size,
+            world_size=plan.ranks.data_parallel_size,
             n_embd=shape.n_embd,
             num_parameters=shape.num_parameters,
             has_gpu=True,
         )
-        return build_layout(resolved, plan.world_size)
+        return build_layout(resolved, plan.ranks)
 
     return build

@@ -10,6 +10,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import divisors
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import estimate_memory
 from llmscale.memory.zero_settings import build_layout
@@ -69,7 +70,7 @@ def test_a_row_is_the_estimate_of_what_train_py_would_resolve() -> None:
         num_parameters=SHAPE.num_parameters,
         has_gpu=True,
     )
-    assert fit.layout == build_layout(resolved, 8)
+    assert fit.layout == build_layout(resolved, ParallelLayout(8))
     assert fit.estimate == estimate_memory(SHAPE, plan.micro_batch_size, fit.layout, "selective")
 
 

@@ -27,9 +27,9 @@ def check_memory(
     host_bytes = min((found.system.memory_bytes for found in facts.values() if found.system), default=None)
     plan = resolved.plan
     machines = Machines(len(hosts), hosts[0].slots, smallest.memory_bytes, host_bytes)
-    if machines.world_size != plan.world_size:
+    if machines.world_size != plan.ranks.world_size:
         # Hosts of different sizes: what is offloaded is then not compared with a host's memory.
-        machines = Machines(plan.world_size, 1, smallest.memory_bytes)
+        machines = Machines(plan.ranks.world_size, 1, smallest.memory_bytes)
     job = Job(resolved.shape, plan.global_batch_size, machines, plan.micro_batch_size)
     checkpointing = config.activation_checkpointing or ("full" if ds.activation_checkpointing else "none")
     try:

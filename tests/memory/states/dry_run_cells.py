@@ -14,6 +14,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.states.state_memory import StateMemory
 from llmscale.memory.zero_settings import build_layout
@@ -29,7 +30,7 @@ def resolve(cell: dict) -> tuple[BatchPlan, dict[str, object]]:
     if precision != "fp32":
         section = "torch_autocast" if precision == "autocast" else precision
         config[section] = {**config.get(section, {}), "enabled": True}
-    plan = BatchPlan(accumulation * ranks, 1, accumulation, ranks, SHAPE.seq_len)
+    plan = BatchPlan(accumulation * ranks, 1, accumulation, ParallelLayout(ranks), SHAPE.seq_len)
     return plan, resolve_ds_config(
         parse_ds_config(config, "cell"),
         micro_batch_size=1,
@@ -44,7 +45,7 @@ def resolve(cell: dict) -> tuple[BatchPlan, dict[str, object]]:
 
 def estimate(cell: dict) -> StateMemory:
     plan, config = resolve(cell)
-    return estimate_states(SHAPE, build_layout(config, plan.world_size), cell.get("checkpointing", "none"))
+    return estimate_states(SHAPE, build_layout(config, plan.ranks), cell.get("checkpointing", "none"))
 
 
 def compare(cell: dict) -> dict[str, object]:
