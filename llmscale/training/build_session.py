@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.checkpoint.manifest import History
@@ -28,7 +26,7 @@ from llmscale.evaluate.text import generate_text
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.memory_report import estimate_line, estimate_run
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.rank_fingerprint import check_one_run_folder, check_ranks_agree, check_same_checkpoint
+from llmscale.training.rank_fingerprint import check_ranks_agree, check_same_checkpoint, claim_one_run_folder
 from llmscale.training.resume import ResumePoint, enter_history, find_named_checkpoint, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_data import open_feed, open_validation, run_order
@@ -81,8 +79,7 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         together(world.control, lambda: check_precision(run.precision))
         ds_config = resolve_ds(run)
         check_ranks_agree(run, ds_config, world)
-        on_main_rank(world.control, claim.take)
-        check_one_run_folder(claim, world)
+        claim_one_run_folder(claim, world)
     with clock.phase("checkpoint check"):
         point = find_resume_point(config, lambda saved: run_identity(run, saved), world.control, report)
         source = together(world.control, lambda: _source_of_weights(config, point))
@@ -237,9 +234,8 @@ def _recorder(run: PreparedRun, world: World, claim: RunFolderClaim, first_step:
     """One session number for all ranks, chosen by the main rank."""
     if not run.config.record_samples:
         return None
-    numbers = [next_session(run.config.run) if world.is_main else -1]
-    dist.broadcast_object_list(numbers, src=0, group=world.control)
-    place = {"session": numbers[0], "rank": world.rank, "world_size": world.world_size, "start_step": first_step}
+    number = on_main_rank(world.control, lambda: next_session(run.config.run))
+    place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": first_step}
     return together(world.control, lambda: SampleRecorder(run.config.run, **place, check=claim.check))
 
 

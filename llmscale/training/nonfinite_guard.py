@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.engine.collectives import gather
 from llmscale.errors import TrainingError
 
 #: Steps in a row that may be lost. One bad batch costs one step: DeepSpeed skips it, the weights stay as they were. Ten
@@ -40,9 +41,8 @@ class LostSteps:
 def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int, run_folder: Path) -> None:
     """Raise TrainingError on every rank when a weight of any is NaN or infinite: such weights never recover, and a
     checkpoint of them would push out a good one. Collective over a host-side group."""
-    broken = torch.tensor(int(not all(bool(weight.isfinite().all()) for weight in weights)))
-    dist.all_reduce(broken, group=group)
-    if broken:
+    broken = not all(bool(weight.isfinite().all()) for weight in weights)
+    if any(gather(group, broken)):
         raise _diverged("weights are NaN or infinite, and are not saved", step, run_folder)
 
 

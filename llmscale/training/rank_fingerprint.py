@@ -21,12 +21,11 @@ import torch.distributed as dist
 import llmscale
 from llmscale.checkpoint.manifest import MANIFEST_NAME
 from llmscale.data.shards.manifest import Manifest
-from llmscale.engine.collectives import together
+from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.process_group import World
 from llmscale.training.rank_differences import (
     DATA_SECTION,
     SOURCES_SECTION,
-    Contribution,
     Section,
     contribute,
     explain,
@@ -73,12 +72,11 @@ def check_same_checkpoint(folder: Path | None, world: World) -> None:
     compare_ranks({"checkpoint": chosen}, world.control)
 
 
-def check_one_run_folder(claim: RunFolderClaim, world: World) -> None:
-    """Raise on every rank unless all see the folder that the main rank has claimed. Collective."""
-    owners = [claim.owner if world.is_main else ""]
-    dist.broadcast_object_list(owners, src=0, group=world.control)
+def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
+    """Have the main rank claim the run folder. Raise on every rank unless it can and all see it. Collective."""
+    owner = on_main_rank(world.control, claim.take)
     # Not on the main rank itself: closing a second handle of a locked file releases the lock.
-    together(world.control, lambda: None if world.is_main else claim.check_is_seen(owners[0]))
+    together(world.control, lambda: None if world.is_main else claim.check_is_seen(owner))
 
 
 def run_sections(run: PreparedRun, ds_config: Mapping[str, object], device_type: str) -> dict[str, Section]:
@@ -157,13 +155,10 @@ def _text(value: object) -> str:
 
 def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> None:
     """Raise ConfigError, or DataError when only data differs, on every rank unless all bring the same. Collective."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    contributions: list[Contribution] = [contribute(sections)] * world_size
-    dist.all_gather_object(contributions, contributions[rank], group=group)
+    contributions = gather(group, contribute(sections))
     speakers = find_speakers(contributions)
     if not speakers:
         return
-    own = {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks}
-    details: list[Mapping[str, Section]] = [own] * world_size
-    dist.all_gather_object(details, own, group=group)
+    rank = dist.get_rank(group)
+    details = gather(group, {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks})
     raise explain(contributions, details)

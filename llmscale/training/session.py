@@ -21,14 +21,14 @@ from llmscale.data.loader import Feed, MicroBatch
 from llmscale.data.sample_log import SampleRecorder, ids_checksum
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import ValidationBatch, validation_batches
-from llmscale.engine.collectives import Verdict, agree, together
+from llmscale.engine.collectives import Decision, agree, on_main_rank, together
 from llmscale.engine.deepspeed_engine import gradient_norm, set_learning_rate
 from llmscale.engine.loss_scaling import explain_smallest_scale, get_scaler_state, loss_scale
 from llmscale.engine.process_group import World, leave_world
 from llmscale.engine.step_seed import seed_step
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, inner_optimizer
-from llmscale.errors import CheckpointError, DataError, LlmscaleError, MachineError
+from llmscale.errors import CheckpointError, DataError
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.memory_report import MEASURED_AFTER_STEPS, measured_line
 from llmscale.training.metrics import MetricsLog, StepMetrics
@@ -87,7 +87,7 @@ class Session:
         self._loss = torch.zeros((), device=self.world.device)
         self._lost = LostSteps(self.world.device)
         self._ids_checksum = 0
-        self._fetch_failure: LlmscaleError | None = None
+        self._fetch_failure: Exception | None = None
         self._last_save_s = time.monotonic()
         self._saved_step: int | None = self.first_step or None
         self._resumed_at = time.perf_counter()
@@ -114,7 +114,7 @@ class Session:
         self.meter.phases.mark("data_wait")
         try:
             batches = [next(self.feed) for _ in range(self.run.resolved.plan.gradient_accumulation_steps)]
-        except (DataError, MachineError) as error:
+        except Exception as error:
             self._fetch_failure = error
             return []
         finally:
@@ -124,7 +124,7 @@ class Session:
         self._ids_checksum = ids_checksum(self._ids(batches)) if due else 0
         return batches
 
-    def agree(self, step: int) -> Verdict:
+    def agree(self, step: int) -> Decision:
         """Decide with all ranks whether to stop or save before this step, and that all have their data."""
         minutes = self.run.config.save_every_minutes
         verdict = agree(
@@ -222,9 +222,7 @@ class Session:
 
     def _keep_run_folder(self) -> None:
         """Where the run folder is gone, begin it again, as a whole: what is saved next must be a run. Collective."""
-        renewed = [self.claim.renew(self.report)]
-        dist.broadcast_object_list(renewed, src=0, group=self.world.control)
-        if not renewed[0]:
+        if not on_main_rank(self.world.control, lambda: self.claim.renew(self.report)):
             return
         self._saved_step = None
         self._log_start()
