@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.training.test_run_inputs import prepare
 
 from llmscale.checkpoint.run_state import RunState
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.run_inputs import PreparedRun, as_plain
+from tests.training.test_run_inputs import prepare
 
 Start = Callable[..., PreparedRun]
 
