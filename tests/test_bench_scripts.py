@@ -25,7 +25,7 @@ SCRIPTS = (
 )
 
 
-def run_script(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(BENCH / f"{name}.py"), *arguments],
         cwd=REPOSITORY,

@@ -24,6 +24,7 @@ from llmscale.cluster.doctor.probe_system import gather_system
 from llmscale.cluster.extension_locks import find_locks
 from llmscale.errors import ConfigError
 from tests.cluster.doctor.healthy_facts import build_host
+from tests.conftest import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -53,7 +54,7 @@ def test_the_probe_of_this_machine() -> None:
         text=True,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=150,
+        timeout=HANG_S,
     )
     facts = parse_facts(done.stdout)
     assert done.returncode == 0
@@ -71,7 +72,7 @@ def test_a_request_of_another_llmscale_is_one_line() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -83,10 +84,10 @@ def test_what_hangs_or_fails_is_late_and_the_rest_is_there() -> None:
         raise OSError("Stale file handle")
 
     began = time.monotonic()
-    found, late = _gather({"good": lambda: 1, "stuck": lambda: time.sleep(30), "bad": fail}, timeout_s=0.3)
-    assert time.monotonic() - began < 5
+    found, late = _gather({"good": lambda: 1, "stuck": lambda: time.sleep(30), "bad": fail}, timeout_s=2)
+    assert time.monotonic() - began < 25, "sooner than what is stuck"
     assert found == {"good": 1}
-    assert late == {"stuck": "no answer within 0 s", "bad": "OSError: Stale file handle"}
+    assert late == {"stuck": "no answer within 2 s", "bad": "OSError: Stale file handle"}
 
 
 def test_every_group_is_gathered_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:

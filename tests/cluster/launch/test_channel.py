@@ -97,7 +97,7 @@ def test_a_peer_that_does_not_read_blocks_nobody_and_fills_no_memory(pair: tuple
     for _ in range(200):
         ours.send(Output(0, line))
     ours.send(Ping())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "it would wait for ever"
     received: list[Message] = []
     while ours.has_waiting or not any(isinstance(message, Ping) for message in received):
         ours.flush()

@@ -214,7 +214,7 @@ def test_processes_share_a_cache(shared_set: Path, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     for process in processes:
         process.start()
-    sums = {queue.get(timeout=60) for _ in processes}
+    sums = {queue.get(timeout=300) for _ in processes}
     for process in processes:
         process.join()
     assert sums == {int(_all(open_set(str(shared_set))).astype(np.int64).sum())}
