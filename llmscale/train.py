@@ -90,18 +90,18 @@ def train(run: PreparedRun, stop: StopRequest, watch: Watch, began: float) -> in
     from llmscale.training.build_session import open_session
 
     with explained_out_of_memory(run), open_session(run, stop, began) as session:
-        for step in range(session.first_step, run.resolved.total_steps):
+        for step in range(session.step, run.resolved.total_steps):
             micro_batches = session.fetch(step)
-            verdict = session.agree(step)
-            if verdict.save:
+            decision = session.agree(step)
+            if decision.save:
                 session.save()
-            if verdict.stop:
+            if decision.stop:
                 stop.leave_start_up()
                 watch.beat("stopped", step)
                 break
-            session.train(step, micro_batches)
+            done = session.train(step, micro_batches)
             stop.leave_start_up()
-            session.after()
+            session.after(done)
             watch.beat("training", session.step)
         session.finish()
     return 0

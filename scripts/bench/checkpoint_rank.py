@@ -112,7 +112,6 @@ class CheckpointRank:
             identity={},
             precision=self._run.precision,
             optimizer_scalars=group_scalars(engine),
-            optimizer_groups={},
         )
 
     def _save_deepspeed(self, engine: DeepSpeedEngine) -> dict[str, float]:
