@@ -41,7 +41,7 @@ class LiveRun:
     log: MetricsLog | None
     """On the main rank only."""
     wandb_run_id: str | None
-    """On the main rank only."""
+    """Of the main rank's run; elsewhere, or without --wandb, what the checkpoint says."""
     estimate: MemoryEstimate | None
     """Of one rank's GPU memory; None where there is none for the optimizer."""
     startup_s: dict[str, float]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmscale.training.actions.action import StepAction
-from llmscale.training.actions.end_when_lost import EndWhenLost
 from llmscale.training.actions.log_steps import LogSteps
+from llmscale.training.actions.nonfinite_guard import EndWhenLost
 from llmscale.training.actions.record_samples import RecordSamples
 from llmscale.training.actions.report_memory import ReportMemory
 from llmscale.training.actions.report_startup import ReportStartup

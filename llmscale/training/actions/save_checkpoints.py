@@ -13,9 +13,9 @@ from llmscale.engine.loss_scaling import get_scaler_state
 from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError
 from llmscale.training.actions.action import DoneStep, StepAction
+from llmscale.training.actions.nonfinite_guard import check_weights
 from llmscale.training.changes import hyperparameters
 from llmscale.training.live_run import LiveRun
-from llmscale.training.nonfinite_guard import check_weights
 from llmscale.training.run_data import run_identity
 from llmscale.training.run_inputs import as_plain
 
