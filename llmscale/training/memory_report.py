@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.errors import LlmscaleError, TrainingError
@@ -16,8 +16,9 @@ from llmscale.planning.largest_micro_batch import Job, Machines
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.training.run_inputs import PreparedRun
 
-#: The step after which the measured peak stands beside the estimate: the first one lacks what DeepSpeed learns in it.
-MEASURED_AFTER_STEPS = 2
+if TYPE_CHECKING:
+    from llmscale.engine.device_memory import MeasuredMemory
+
 #: A run that does not fit where the estimate says it should needs a change that saves at least this part of it.
 _LEAST_SAVING = 0.1
 
@@ -29,16 +30,6 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory",
 
 class OutOfMemory(TrainingError):
     """A rank's memory was not enough."""
-
-
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """Peaks of one rank since its process started."""
-
-    allocated_bytes: int
-    """In tensors."""
-    reserved_bytes: int
-    """Held by the caching allocator."""
 
 
 def estimate_run(run: PreparedRun, ds_config: Mapping[str, object]) -> MemoryEstimate | None:
@@ -64,7 +55,7 @@ def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str
 
 
 def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> str:
-    """After step MEASURED_AFTER_STEPS."""
+    """When the first steps are done."""
     line = (
         f"memory: measured peak {format_size(measured.allocated_bytes)} allocated, "
         f"{format_size(measured.reserved_bytes)} reserved on the main rank"
@@ -85,7 +76,7 @@ def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         # torch is there already when memory runs out.
-        from llmscale.training.throughput import device_memory_bytes
+        from llmscale.engine.device_memory import device_memory_bytes
 
         raise OutOfMemory(explain_out_of_memory(run, str(error), device_memory_bytes())) from error
 

@@ -8,7 +8,6 @@ that agree with it, so that a thousand ranks cost no more than two.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -23,6 +22,7 @@ from llmscale.checkpoint.manifest import MANIFEST_NAME
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.process_group import World
+from llmscale.files.source_hashes import hash_or_reason, source_hashes
 from llmscale.training.rank_differences import (
     DATA_SECTION,
     SOURCES_SECTION,
@@ -68,7 +68,7 @@ def check_same_checkpoint(folder: Path | None, world: World) -> None:
     """The same for the checkpoint that this rank goes on from. Collective."""
     chosen = {"name": "none", MANIFEST_NAME: "none"}
     if folder is not None:
-        chosen = {"name": folder.name, MANIFEST_NAME: _hash(folder / MANIFEST_NAME)}
+        chosen = {"name": folder.name, MANIFEST_NAME: hash_or_reason(folder / MANIFEST_NAME)}
     compare_ranks({"checkpoint": chosen}, world.control)
 
 
@@ -121,11 +121,6 @@ def _data_set(manifest: Manifest) -> dict[str, str]:
     return values
 
 
-def source_hashes(package: Path) -> dict[str, str]:
-    """sha256 of every Python file of a package, by its path within."""
-    return {path.relative_to(package).as_posix(): _hash(path) for path in sorted(package.rglob("*.py"))}
-
-
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Nested mappings as one, keys joined by dots, values as text."""
     flat: dict[str, str] = {}
@@ -140,13 +135,6 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
 def _without_local_paths(values: dict[str, str]) -> dict[str, str]:
     """NVMe disks may be mounted anywhere."""
     return {key: value for key, value in values.items() if not key.endswith("nvme_path")}
-
-
-def _hash(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
 
 
 def _text(value: object) -> str:

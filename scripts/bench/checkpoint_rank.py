@@ -30,8 +30,8 @@ from llmscale.engine.process_group import join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
+from llmscale.training.actions.nonfinite_guard import check_weights
 from llmscale.training.build_session import build_run_engine, resolve_ds
-from llmscale.training.nonfinite_guard import check_weights
 from llmscale.training.run_inputs import prepare_run
 
 if TYPE_CHECKING:
@@ -112,7 +112,6 @@ class CheckpointRank:
             identity={},
             precision=self._run.precision,
             optimizer_scalars=group_scalars(engine),
-            optimizer_groups={},
         )
 
     def _save_deepspeed(self, engine: DeepSpeedEngine) -> dict[str, float]:

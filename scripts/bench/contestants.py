@@ -77,12 +77,13 @@ def save_windows(run: PreparedRun, path: Path) -> None:
 def run_train_py(contest: Contest) -> float:
     """train.py itself, from its command line on; only the end of a step is watched."""
     from llmscale import train
+    from llmscale.training.actions.action import DoneStep
     from llmscale.training.session import Session
 
     after = Session.after
 
-    def after_and_pace(session: Session) -> None:
-        after(session)
+    def after_and_pace(session: Session, done: DoneStep) -> None:
+        after(session, done)
         contest.pace.step_done()
 
     Session.after = after_and_pace  # type: ignore[method-assign]

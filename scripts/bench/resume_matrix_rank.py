@@ -95,7 +95,6 @@ def save(engine: DeepSpeedEngine, run: PreparedRun) -> None:
         identity={},
         precision=run.precision,
         optimizer_scalars=group_scalars(engine),
-        optimizer_groups={},
         loss_scaler=get_scaler_state(engine),
     )
     fragments = copy_out(engine_fragments(engine))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.arguments import parse_run_config
+from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.planning.largest_micro_batch import Job, Machines, find_largest_fit
 from llmscale.training.memory_report import (
-    MeasuredMemory,
     OutOfMemory,
     estimate_line,
     estimate_run,
@@ -204,11 +204,11 @@ def test_a_rank_that_runs_out_explains_and_no_rank_hangs(
 #: train.py on a GPU, as far as its memory goes: the peaks are given.
 _MEASURES = """
 import os, sys
-from llmscale.training import session
-from llmscale.training.memory_report import MeasuredMemory
+from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.train import main
+from llmscale.training.actions import report_memory
 
-session.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
+report_memory.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
 status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)

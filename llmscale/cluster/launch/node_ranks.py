@@ -17,7 +17,7 @@ from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
 from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.cluster.launch.starter import starter_command
-from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, output_path, sign_path, stacks_path
+from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
 
 #: How long the launcher may take to notice that its ranks are dead and say why.
 _LAUNCHER_WORD_S = 2.5
@@ -80,7 +80,7 @@ class NodeRanks:
         found = []
         for rank in self.ranks:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                sign = json.loads(sign_path(self._folder, rank).read_text())
+                sign = json.loads(heartbeat_path(self._folder, rank).read_text())
                 state = process_state(sign["pid"])
                 found.append(RankSigns(rank=rank, alive=state not in ("", "Z"), state=state, **sign))
         return found
