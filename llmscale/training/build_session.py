@@ -19,7 +19,7 @@ from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver
 from llmscale.config.run_config import RunConfig
 from llmscale.data.sample_log import SampleRecorder, next_session
-from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.engine.deepspeed_engine import build_engine, check_precision
 from llmscale.engine.loss_scaling import set_scaler_state

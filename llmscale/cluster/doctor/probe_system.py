@@ -9,8 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from llmscale.cluster.doctor.build_ops import NVME_OPS
 from llmscale.cluster.doctor.host_facts import SystemFacts
-from llmscale.cluster.doctor.ops import NVME_OPS
 from llmscale.cluster.extension_locks import extensions_folder, find_locks
 
 _SHM = Path("/dev/shm")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +18,10 @@ from llmscale.cluster.extension_locks import HeldLocks
 from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
 from llmscale.cluster.launch.rank_output import RankOutput
-from llmscale.cluster.launch.starter import starter_command
 from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, output_path, sign_path, stacks_path
 
+#: What may start a host's ranks: DeepSpeed's per-host launcher, or torchrun.
+STARTERS = ("deepspeed", "torchrun")
 #: How long the launcher may take to notice that its ranks are dead and say why.
 _LAUNCHER_WORD_S = 2.5
 
@@ -146,3 +149,25 @@ class NodeRanks:
         """Forget the watch folder and close the logs."""
         self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def starter_command(start: Start) -> list[str]:
+    """What to run on host number `start.node_rank`."""
+    program = [start.script, *start.arguments]
+    if start.starter == "torchrun":
+        # Without -- torchrun would take --run for one of its own flags, abbreviated.
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(start.hosts)}"),
+            *(f"--node-rank={start.node_rank}", f"--nproc-per-node={start.ranks_per_host}", "--max-restarts=0"),
+            *(f"--master-addr={start.master_addr}", f"--master-port={start.master_port}", "--"),
+            *program,
+        ]
+    # What `deepspeed` itself starts on each host, by pdsh or with --no_ssh. Started without `deepspeed` in between,
+    # which returns 0 when this was killed.
+    world = {host: list(range(start.ranks_per_host)) for host in start.hosts}
+    encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    return [
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encoded}"),
+        *(f"--node_rank={start.node_rank}", f"--master_addr={start.master_addr}"),
+        *(f"--master_port={start.master_port}", "--log_level=warning", *program),
+    ]
