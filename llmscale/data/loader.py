@@ -314,9 +314,10 @@ class FeedSettings:
     """Of a remote set's local cache; None is no limit."""
 
 
-def build_order(location: SetLocation, settings: FeedSettings, split: str = "train") -> Order:
-    """The sample order of a split, from the manifest alone. Raises DataError when the saved order is none of ours."""
-    made = location.manifest.splits[split]
+def build_order(location: SetLocation, settings: FeedSettings) -> Order:
+    """The sample order of the training split, from the manifest alone. Raises DataError when the saved order is none of
+    ours."""
+    made = location.manifest.splits["train"]
     sizes = [shard.num_samples for shard in made.shards]
     saved = settings.saved_order or {}
     num_rows = settings.num_canonical_nodes or _saved_number(saved, "num_canonical_nodes", MOST_CANONICAL_NODES)
@@ -357,12 +358,11 @@ def build_feed(
     plan: FeedPlan,
     *,
     start_sample: int = 0,
-    split: str = "train",
 ) -> Feed:
     """One rank's micro-batches from stream position `start_sample` on; see Feed. `location` comes from `open_set`."""
     return Feed(
-        TokenShards(location, split, cache_limit_bytes=settings.cache_limit_bytes),
-        build_order(location, settings, split),
+        TokenShards(location, "train", cache_limit_bytes=settings.cache_limit_bytes),
+        build_order(location, settings),
         plan,
         start_sample=start_sample,
         num_workers=settings.num_workers,

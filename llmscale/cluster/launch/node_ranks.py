@@ -24,6 +24,8 @@ from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, output_pa
 STARTERS = ("deepspeed", "torchrun")
 #: How long the launcher may take to notice that its ranks are dead and say why.
 _LAUNCHER_WORD_S = 2.5
+#: How long a rank may take to write its stacks.
+_STACKS_WAIT_S = 2.0
 
 
 class NodeRanks:
@@ -109,14 +111,14 @@ class NodeRanks:
             for number in waiting:
                 self.send_signal(number)
 
-    def dump_stacks(self, wait_s: float = 2.0) -> list[Stacks]:
+    def dump_stacks(self) -> list[Stacks]:
         """What every rank is doing. A rank that is stopped (state T) or dead cannot answer."""
         signs = self.signs()
         for sign in signs:
             if sign.alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(sign.pid, STACKS_SIGNAL)
-        time.sleep(wait_s)
+        time.sleep(_STACKS_WAIT_S)
         stacks = []
         for sign in signs:
             text = ""
@@ -125,25 +127,24 @@ class NodeRanks:
             stacks.append(Stacks(sign.rank, sign.state, text))
         return stacks
 
-    def end(self) -> tuple[int | None, int]:
-        """SIGKILL whatever runs; the launcher's exit status and how many processes were killed.
+    def end(self) -> int | None:
+        """SIGKILL whatever runs; the launcher's exit status.
 
         The ranks first: the launcher then says how the first of them had ended.
         """
-        killed = kill_descendants(self._launcher.pid)
+        had_ranks = kill_descendants(self._launcher.pid)
         deadline = time.monotonic() + _LAUNCHER_WORD_S
-        while killed and self.launcher_code is None and time.monotonic() < deadline:
+        while had_ranks and self.launcher_code is None and time.monotonic() < deadline:
             time.sleep(0.05)
         code = self.launcher_code
         if code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
-            killed += 1
         # What left the process group is now a child of this process, which adopts orphans.
-        killed += kill_descendants(os.getpid())
+        kill_descendants(os.getpid())
         self._locks.remove()
         self._launcher.wait()
-        return code, killed
+        return code
 
     def close(self) -> None:
         """Forget the watch folder and close the logs."""
