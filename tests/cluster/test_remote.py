@@ -92,10 +92,9 @@ print(json.dumps([[name, d.returncode, d.stdout, d.stderr] for name, d in done.i
 
 
 def test_a_module_is_run_with_this_python_and_this_package() -> None:
-    argv = module_argv("llmscale.cli.main", ["--version"], environment={"A": "b c"})
+    argv = module_argv("llmscale.cli.main", ["--version"])
     finished = run_on_hosts(["localhost"], argv, timeout_s=120)["localhost"]
     assert finished.stdout.startswith("llmscale ")
-    assert "A=b c" in argv
 
 
 @pytest.mark.parametrize("fault", ["off", "cut"])

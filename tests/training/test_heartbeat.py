@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, output_path, heartbeat_path, stacks_path
+from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
 from tests.conftest import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]

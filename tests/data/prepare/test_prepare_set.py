@@ -22,7 +22,8 @@ from llmscale.data.prepare.window_shuffle import WindowShuffle, window_keys
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, load_set_tokenizer, load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from llmscale.errors import DataError
 from tests.conftest import HANG_S
 
@@ -358,7 +359,7 @@ import sys
 from pathlib import Path
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources import open_source
-from llmscale.data.tokenizers.tokenizer import load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 if __name__ == "__main__":
     options = PrepareOptions(seq_len=64, val_fraction=0.1, shard_bytes=65536)
     prepare(open_source(sys.argv[1]), Path(sys.argv[2]), load_tokenizer("bytes"), options, num_workers=2)

@@ -17,7 +17,7 @@ from llmscale.data.shards import verify_shards as preflight
 from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.shards.verify_shards import find_damage
-from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.errors import DataError
 
 
