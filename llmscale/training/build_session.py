@@ -74,13 +74,13 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
 
 def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunFolderClaim) -> Session:
     clock = StartupClock({"checks and imports": time.perf_counter() - began})
+    run = run if is_gpu() else run.on_cpu()
     config = run.config
     with clock.phase("ranks"):
         world = join_world()
         report = report_on_main(world)
-        together(world.control, lambda: check_precision(run.precision))
-        ds_config = resolve_ds(run)
-        check_ranks_agree(run, ds_config, world)
+        together(world.control, lambda: check_precision(run.resolved.precision))
+        check_ranks_agree(run, world)
         on_main_rank(world.control, claim.take)
         check_one_run_folder(claim, world)
     with clock.phase("checkpoint check"):
@@ -97,16 +97,16 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
             world.control, lambda: open_feed(run, world, start_sample=first_sample, saved_order=saved_order)
         )
         validation_shards = together(world.control, lambda: open_validation(run))
-    now = hyperparameters(run, ds_config)
-    estimate = estimate_run(run, ds_config)
+    now = hyperparameters(run)
+    estimate = estimate_run(run)
     with clock.phase("engine"):
-        engine = build_run_engine(run, ds_config)
+        engine = build_engine(config, run.resolved)
     with clock.phase("checkpoint load"):
         _load(run, engine, point, world, report)
     wandb_run = _start_wandb(run, world, state)
     history = enter_history(config.run, point, world.control, report)
-    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, ds_config, is_new=point is None)))
-    describe_run(run, ds_config, world, feed.order.num_samples, report)
+    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
+    describe_run(run, world, feed.order.num_samples, report)
     report(estimate_line(estimate, device_memory_bytes()))
     if state:
         for line in (*change_lines(state, run, now), *finished_lines(state, run)):
@@ -142,22 +142,10 @@ def run_identity(run: PreparedRun, saved_order: Mapping[str, object] | None) -> 
     return run.identity(dict(order.identity(run.location.manifest.fingerprint)))
 
 
-def build_run_engine(run: PreparedRun, ds_config: Mapping[str, object]) -> DeepSpeedEngine:
-    """The engine of a run, untrained. Collective."""
-    return build_engine(
-        run.config,
-        run.resolved,
-        ds_config,
-        zero_stage=run.zero_stage,
-        precision=run.precision,
-        checkpointing=run.checkpointing,
-    )
-
-
-def _describe(run: PreparedRun, ds_config: Mapping[str, object], *, is_new: bool) -> None:
+def _describe(run: PreparedRun, *, is_new: bool) -> None:
     folder = run.config.run
     is_new = is_new or not (folder / CONFIG_NAME).exists()
-    save_run_description(folder, as_plain(run.config), run.resolved.as_dict(), ds_config, is_new=is_new)
+    save_run_description(folder, as_plain(run.config), run.resolved.as_dict(), run.resolved.ds_config, is_new=is_new)
 
 
 def _saver(run: PreparedRun, history: History, claim: RunFolderClaim, report: Callable[[str], None]) -> CheckpointSaver:
@@ -185,11 +173,6 @@ def _clean(run_folder: Path, report: Callable[[str], None]) -> None:
         report(line)
 
 
-def resolve_ds(run: PreparedRun) -> dict[str, object]:
-    """What DeepSpeed gets on this device."""
-    return run.ds_config(has_gpu=is_gpu())
-
-
 def _load(
     run: PreparedRun,
     engine: DeepSpeedEngine,
@@ -207,10 +190,10 @@ def _load(
     load_engine(engine, point.folder, point.state, world.control)
     set_scaler_state(engine, point.state.loss_scaler)
     report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
-    if point.state.precision != run.precision:
+    if point.state.precision != run.resolved.precision:
         report(
-            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and optimizer "
-            "states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
+            f"precision changes from {point.state.precision} to {run.resolved.precision}: fp32 master weights and "
+            "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
 
 

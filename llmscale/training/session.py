@@ -148,7 +148,7 @@ class Session:
                 self.engine, [batch.tokens for batch in batches], self.world.device, self.meter.phases
             )
         # fp16 skips many steps in a row while it looks for its scale, and has an end of its own: the smallest scale.
-        skipped = self.engine.skipped_steps > skipped_before and self.run.precision != "fp16"
+        skipped = self.engine.skipped_steps > skipped_before and self.run.resolved.precision != "fp16"
         self._lost.note(self._loss, skipped)
         self.step = step + 1
         self.meter.count_step()
@@ -190,8 +190,8 @@ class Session:
             snapshot = Snapshot(
                 step=self.step,
                 tokens_seen=self._samples_seen() * self.run.resolved.plan.seq_len,
-                zero_stage=self.run.zero_stage,
-                precision=self.run.precision,
+                zero_stage=self.run.resolved.zero_stage,
+                precision=self.run.resolved.precision,
                 state=self._run_state().as_dict(),
                 fragments=copy_out(fragments),
             )
@@ -243,7 +243,7 @@ class Session:
             tokens_seen=self._samples_seen() * self.run.resolved.plan.seq_len,
             skipped_steps=self._skipped_steps(),
             identity=self.identity,
-            precision=self.run.precision,
+            precision=self.run.resolved.precision,
             optimizer_scalars=group_scalars(self.engine),
             optimizer_groups={
                 str(group["name"]): {key: value for key, value in group.items() if key not in ("name", "params")}
@@ -270,7 +270,7 @@ class Session:
         run, plan = self.run, self.run.resolved.plan
         rate = plan.tokens_per_step / interval.step_s
         per_device = rate / self.world.world_size
-        is_16bit = run.precision != "fp32"
+        is_16bit = run.resolved.precision != "fp32"
         if self.log is None:
             return
         self.log.log_step(

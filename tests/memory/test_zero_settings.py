@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.errors import ConfigError
 from llmscale.memory.zero_settings import EngineLayout, build_layout, tensor_bytes
+from tests.config.deepspeed.test_resolve import Size
 
 
 def layout_of(**config: object) -> EngineLayout:
-    resolved = resolve_ds_config(
-        parse_ds_config(config, "test"),
-        micro_batch_size=2,
-        gradient_accumulation_steps=4,
-        global_batch_size=64,
-        world_size=8,
-        n_embd=64,
-        num_parameters=1_000_001,
-        has_gpu=True,
-    )
+    plan = BatchPlan(64, 2, 4, 8, seq_len=16)
+    resolved = resolve_ds_config(parse_ds_config(config, "test"), Size(64, 1_000_001), plan)
     return build_layout(resolved, 8)
 
 
