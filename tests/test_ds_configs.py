@@ -10,6 +10,7 @@ import pytest
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import read_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from tests.config.deepspeed.test_resolve import Size
 
 ROOT = Path(__file__).parent.parent
@@ -68,7 +69,7 @@ def load(name: str) -> dict[str, object]:
 
 
 def resolve(name: str, has_gpu: bool = False) -> dict[str, object]:
-    plan = BatchPlan(6, 2, 3, 1, seq_len=16)
+    plan = BatchPlan(6, 2, 3, ParallelLayout(1), seq_len=16)
     resolved = resolve_ds_config(read_ds_config(FOLDER / f"{name}.json"), Size(64, 100_001), plan)
     return resolved if has_gpu else without_pinned_memory(resolved)
 

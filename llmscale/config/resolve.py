@@ -10,6 +10,7 @@ from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
@@ -67,7 +68,7 @@ class ResolvedRun(ResolvedStep):
         """Plain values for the run folder, which keeps the ds_config in a file of its own."""
         return {
             "shape": asdict(self.shape),
-            "plan": asdict(self.plan),
+            "plan": self.plan.as_dict(),
             "schedule": asdict(self.schedule),
             "total_steps": self.total_steps,
         }
@@ -116,7 +117,7 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan
     """The global batch, the flags' or the preset's, divided over the ranks."""
     return build_batch_plan(
         global_batch_size=_global_batch_size(config, get_preset(config.model).global_batch_tokens, seq_len),
-        world_size=world_size,
+        ranks=ParallelLayout(world_size),
         seq_len=seq_len,
         micro_batch_size=config.micro_batch_size,
     )

@@ -78,7 +78,7 @@ def dry_run(resolved: ResolvedStep) -> DryRun:
     start = time.perf_counter()
     micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
     with contextlib.ExitStack() as stack:
-        tracker = _enter_simulation(stack, shape, plan.world_size)
+        tracker = _enter_simulation(stack, shape, plan.ranks.world_size)
         with tracker.phase("build", Category.OPTIMIZER):
             engine = _build(resolved, micro_steps)
         _label(engine, tracker)
@@ -122,7 +122,7 @@ def _build(resolved: ResolvedStep, micro_steps: int) -> DeepSpeedEngine:
     simulated = {
         **resolved.ds_config,
         "gradient_accumulation_steps": micro_steps,
-        "train_batch_size": plan.micro_batch_size * micro_steps * plan.world_size,
+        "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
     }
     return build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated))
 

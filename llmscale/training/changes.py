@@ -42,7 +42,7 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
         "precision": resolved.precision,
         "grad_accum_dtype": types["grad_accum_dtype"],
         "zero_stage": resolved.zero_stage,
-        "world_size": resolved.plan.world_size,
+        "world_size": resolved.plan.ranks.world_size,
         "micro_batch_size": resolved.plan.micro_batch_size,
         "activation_checkpointing": resolved.checkpointing,
     }

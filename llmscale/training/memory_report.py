@@ -46,7 +46,7 @@ def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
     if run.config.optimizer != "adamw":
         return None
     resolved, plan = run.resolved, run.resolved.plan
-    layout = build_layout(resolved.ds_config, plan.world_size)
+    layout = build_layout(resolved.ds_config, plan.ranks)
     return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
 
 
@@ -141,5 +141,5 @@ def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -
 
 
 def _machines(plan: BatchPlan, gpu_bytes: int) -> Machines:
-    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.world_size))
-    return Machines(max(1, plan.world_size // ranks_per_node), ranks_per_node, gpu_bytes)
+    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
+    return Machines(max(1, plan.ranks.world_size // ranks_per_node), ranks_per_node, gpu_bytes)

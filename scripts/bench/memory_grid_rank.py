@@ -24,7 +24,7 @@ def main() -> None:
     how, cell = sys.argv[1], Cell(**json.loads(sys.argv[2]))
     config, run = resolve(cell)
     measured = measure_on_gpu(cell, config, run) if how == "gpu" else measure_dry(run)
-    layout = build_layout(run.ds_config, run.plan.world_size)
+    layout = build_layout(run.ds_config, run.plan.ranks)
     estimate = estimate_memory(run.shape, cell.micro_batch_size, layout, run.checkpointing)
     estimates = {
         "llmscale": estimate.peak.total_bytes,

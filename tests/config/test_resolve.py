@@ -116,3 +116,13 @@ def test_what_cannot_work_is_refused(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(*flags)
     assert said in str(raised.value)
+
+
+def test_a_run_folder_names_all_ranks() -> None:
+    assert resolve("--global-batch-size", "8", "--micro-batch-size", "1").as_dict()["plan"] == {
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "world_size": 4,
+        "seq_len": FACTS.seq_len,
+    }

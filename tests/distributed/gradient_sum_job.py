@@ -18,6 +18,7 @@ from torch import Tensor
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
@@ -55,7 +56,7 @@ def exact_gradients(dtype: torch.dtype, world_size: int) -> dict[str, Tensor]:
 
 def error_of(ds: dict, rank: int, world_size: int, exact: dict[str, Tensor]) -> dict[str, object]:
     """Norm of the difference over norm of the exact gradient, over all ranks' parts."""
-    plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, world_size, SHAPE.seq_len)
+    plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, ParallelLayout(world_size), SHAPE.seq_len)
     stage = ds["zero_optimization"]["stage"]
     resolved = resolve_step(parse_ds_config(ds, "job").with_flags(None, 0.0), SHAPE, plan, "none")
     engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)

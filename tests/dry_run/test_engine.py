@@ -17,6 +17,7 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.resolve import resolve_step
@@ -27,7 +28,7 @@ from llmscale.errors import ConfigError
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=128, vocab_size=500, seq_len=32)
 
 def run(stage, *, ranks=4, accumulation=1, shape=SHAPE, checkpointing="none", section=None, **zero):
-    plan = BatchPlan(2 * accumulation * ranks, 2, accumulation, ranks, shape.seq_len)
+    plan = BatchPlan(2 * accumulation * ranks, 2, accumulation, ParallelLayout(ranks), shape.seq_len)
     config = {"zero_optimization": {"stage": stage, **zero}, "bf16": {"enabled": True}}
     if section is not None:
         config["activation_checkpointing"] = section

@@ -34,7 +34,7 @@ def model(config: dict[str, object]) -> HFModel:
 def layout(stage: int, world_size: int, shape: GPTShape = SHAPE) -> EngineLayout:
     ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "test")
     plan = build_batch_plan(global_batch_size=2 * world_size, world_size=world_size, seq_len=1, micro_batch_size=1)
-    return build_layout(resolve_ds_config(ds, shape, plan), world_size)
+    return build_layout(resolve_ds_config(ds, shape, plan), plan.ranks)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

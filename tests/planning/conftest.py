@@ -20,6 +20,6 @@ def layout_of() -> LayoutOf:
     """Function from (ds_config file, shape, plan) to the layout on GPUs."""
 
     def build(ds: Mapping[str, object], shape: GPTShape, plan: BatchPlan) -> EngineLayout:
-        return build_layout(resolve_ds_config(parse_ds_config(dict(ds), "test"), shape, plan), plan.world_size)
+        return build_layout(resolve_ds_config(parse_ds_config(dict(ds), "test"), shape, plan), plan.ranks)
 
     return build

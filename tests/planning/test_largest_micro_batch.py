@@ -59,7 +59,7 @@ def test_a_row_is_the_estimate_of_what_train_py_would_resolve() -> None:
     job = Job(SHAPE, 64, MACHINES)
     fit = find_largest_fit(config(2), job, "selective")
     assert fit.plan.global_batch_size == 64
-    assert fit.layout == build_layout(resolve_ds_config(config(2), SHAPE, fit.plan), 8)
+    assert fit.layout == build_layout(resolve_ds_config(config(2), SHAPE, fit.plan), fit.plan.ranks)
     assert fit.estimate == estimate_memory(SHAPE, fit.plan.micro_batch_size, fit.layout, "selective")
 
 

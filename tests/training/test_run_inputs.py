@@ -24,7 +24,7 @@ def test_everything_fits_together_and_nothing_is_written(tiny_set: Path, tmp_pat
     run = prepare(tiny_set, tmp_path)
     assert (run.resolved.zero_stage, run.resolved.precision, run.resolved.checkpointing) == (2, "bf16", "none")
     assert (run.resolved.shape.vocab_size, run.resolved.shape.seq_len) == (257, 32)
-    assert run.resolved.plan.world_size == 2
+    assert run.resolved.plan.ranks.world_size == 2
     assert not (tmp_path / "run").exists()
 
 

@@ -69,7 +69,7 @@ def simulation_lines(simulation: Simulation) -> Iterator[str]:
     fit = simulation.fit
     yield (
         f"dry run: {fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size}; the real DeepSpeed engine on "
-        f"fake tensors as rank 0 of {fit.plan.world_size}, {simulation.dry_run.seconds:.0f} s"
+        f"fake tensors as rank 0 of {fit.plan.ranks.world_size}, {simulation.dry_run.seconds:.0f} s"
     )
     head = ["", "phase", "by", *CATEGORIES, "allocated", "difference"]
     table: list[list[str]] = []

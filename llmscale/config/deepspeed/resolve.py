@@ -75,11 +75,11 @@ def without_pinned_memory(ds_config: Mapping[str, object]) -> dict[str, object]:
 
 
 def _check_product(plan: BatchPlan) -> None:
-    product = plan.micro_batch_size * plan.gradient_accumulation_steps * plan.world_size
-    if plan.global_batch_size != product:
+    ranks = plan.ranks.data_parallel_size
+    if plan.global_batch_size != plan.micro_batch_size * plan.gradient_accumulation_steps * ranks:
         raise ConfigError(
             f"global_batch_size {plan.global_batch_size} is not micro_batch_size {plan.micro_batch_size} x "
-            f"gradient_accumulation_steps {plan.gradient_accumulation_steps} x world_size {plan.world_size}."
+            f"gradient_accumulation_steps {plan.gradient_accumulation_steps} x data_parallel_size {ranks}."
         )
 
 

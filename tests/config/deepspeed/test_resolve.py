@@ -12,6 +12,7 @@ from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 
 AUTO_EVERYWHERE: dict[str, object] = {
@@ -49,7 +50,7 @@ def resolve(
     gradient_accumulation_steps: int = 2,
 ) -> dict[str, object]:
     ds = parse_ds_config(config, "my.json").with_flags(precision_override, gradient_clipping)
-    plan = BatchPlan(32 * gradient_accumulation_steps, 4, gradient_accumulation_steps, 8, seq_len=16)
+    plan = BatchPlan(32 * gradient_accumulation_steps, 4, gradient_accumulation_steps, ParallelLayout(8), seq_len=16)
     resolved = resolve_ds_config(ds, Size(100, num_parameters), plan)
     return resolved if has_gpu else without_pinned_memory(resolved)
 
@@ -102,7 +103,9 @@ def test_a_number_that_contradicts_the_plan_is_refused() -> None:
 
 def test_an_inconsistent_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="global_batch_size 10 is not micro_batch_size 4 x"):
-        resolve_ds_config(parse_ds_config({}, "my.json"), Size(100, 1000), BatchPlan(10, 4, 2, 1, seq_len=16))
+        resolve_ds_config(
+            parse_ds_config({}, "my.json"), Size(100, 1000), BatchPlan(10, 4, 2, ParallelLayout(1), seq_len=16)
+        )
 
 
 @pytest.mark.parametrize(

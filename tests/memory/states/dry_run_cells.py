@@ -13,6 +13,7 @@ import warnings
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.states.state_memory import StateMemory
@@ -29,13 +30,13 @@ def resolve(cell: dict) -> ResolvedStep:
     if precision != "fp32":
         section = "torch_autocast" if precision == "autocast" else precision
         config[section] = {**config.get(section, {}), "enabled": True}
-    plan = BatchPlan(accumulation * ranks, 1, accumulation, ranks, SHAPE.seq_len)
+    plan = BatchPlan(accumulation * ranks, 1, accumulation, ParallelLayout(ranks), SHAPE.seq_len)
     return resolve_step(parse_ds_config(config, "cell"), SHAPE, plan, cell.get("checkpointing", "none"))
 
 
 def estimate(cell: dict) -> StateMemory:
     resolved = resolve(cell)
-    layout = build_layout(resolved.ds_config, resolved.plan.world_size)
+    layout = build_layout(resolved.ds_config, resolved.plan.ranks)
     return estimate_states(SHAPE, layout, resolved.checkpointing)
 
 
