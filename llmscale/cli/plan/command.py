@@ -18,7 +18,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `plan`."""
     parser = subparsers.add_parser(
         "plan",
-        help="what a budget trains, or what a model costs: size, tokens, steps, hours, money, disk",
         description="From one goal, or a model and one goal, to a whole plan, by published scaling laws. Numbers may "
         "have a suffix: 124M, 70B, 1.4T, 300e9. Exit status: 0 planned, 1 the model fits the GPUs in no way, 2 the "
         "question was wrong.",
