@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.optimizers import get_optimizer
 from llmscale.errors import LlmscaleError, TrainingError
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.memory.format_bytes import describe_breakdown, format_size
@@ -43,10 +44,11 @@ class MeasuredMemory:
 
 def estimate_run(run: PreparedRun, ds_config: Mapping[str, object]) -> MemoryEstimate | None:
     """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled."""
-    if run.config.optimizer != "adamw":
+    optimizer = get_optimizer(run.config.optimizer)
+    if not optimizer.steps_shards:
         return None
     plan = run.resolved.plan
-    layout = build_layout(ds_config, plan.ranks)
+    layout = build_layout(ds_config, plan.ranks, optimizer)
     return estimate_memory(run.resolved.shape, plan.micro_batch_size, layout, run.checkpointing)
 
 

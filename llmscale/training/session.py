@@ -17,6 +17,7 @@ from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.hardware import model_flops_utilisation
+from llmscale.config.optimizers import get_optimizer
 from llmscale.data.loader import Feed, MicroBatch
 from llmscale.data.sample_log import SampleRecorder, ids_checksum
 from llmscale.data.shards.token_shards import TokenShards
@@ -141,7 +142,8 @@ class Session:
     def train(self, step: int, batches: list[MicroBatch]) -> None:
         """One optimizer step."""
         seed_step(self.run.config.seed, step, self.world.rank)
-        set_learning_rate(self.engine, self.run.resolved.schedule.learning_rate(step))
+        optimizer = get_optimizer(self.run.config.optimizer)
+        set_learning_rate(self.engine, optimizer, self.run.resolved.schedule.learning_rate(step))
         skipped_before = self.engine.skipped_steps
         with explain_smallest_scale(step):
             self._loss = train_step(

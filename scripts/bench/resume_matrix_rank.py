@@ -14,6 +14,7 @@ from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.config.optimizers import ADAMW
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
@@ -45,7 +46,7 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
     losses, timer = [], PhaseTimer(world.device)
     for step in range(first_step, run.resolved.total_steps):
         seed_step(run.config.seed, step, world.rank)
-        set_learning_rate(engine, run.resolved.schedule.learning_rate(step))
+        set_learning_rate(engine, ADAMW, run.resolved.schedule.learning_rate(step))
         micro_batches = [next(feed).tokens for _ in range(run.resolved.plan.gradient_accumulation_steps)]
         loss = train_step(engine, micro_batches, world.device, timer) / world.world_size
         dist.all_reduce(loss)

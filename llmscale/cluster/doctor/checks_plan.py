@@ -11,13 +11,12 @@ from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import Row, green, red, split_error
 from llmscale.cluster.hostfile import Host
 from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 
-#: A checkpoint holds the fp32 weights and AdamW's two moments.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 #: What else a save asks for (llmscale.checkpoint.save.SPARE_BYTES), and the run's logs and samples.
 SPARE_BYTES = 128 * 2**20
 
@@ -49,7 +48,7 @@ def check_disk(
     if first_host not in folders:
         return
     folder = folders[first_host]
-    one_bytes = CHECKPOINT_BYTES_PER_PARAMETER * resolved.shape.num_parameters
+    one_bytes = get_optimizer(config.optimizer).state_bytes(resolved.shape.architecture)
     count = checkpoints_at_once(config, resolved.total_steps)
     needed_bytes = one_bytes * count + SPARE_BYTES
     free_bytes = folder.free_bytes + folder.checkpoints_bytes
