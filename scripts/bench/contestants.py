@@ -18,7 +18,6 @@ from paced_ranks import Orders
 
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.config.arguments import parse_run_config
-from llmscale.config.optimizers import ADAMW
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def prepare(arguments: list[str], world_size: int) -> PreparedRun:
 
 def save_windows(run: PreparedRun, path: Path) -> None:
     """Every sample of the run, in order: the other loops read them from one memory-mapped file, the cheapest feed."""
-    from llmscale.data.build import build_order
+    from llmscale.data.loader import build_order
     from llmscale.data.shards.token_shards import TokenShards
     from llmscale.training.run_data import feed_settings
 
@@ -79,12 +78,13 @@ def save_windows(run: PreparedRun, path: Path) -> None:
 def run_train_py(contest: Contest) -> float:
     """train.py itself, from its command line on; only the end of a step is watched."""
     from llmscale import train
+    from llmscale.training.actions.action import DoneStep
     from llmscale.training.session import Session
 
     after = Session.after
 
-    def after_and_pace(session: Session) -> None:
-        after(session)
+    def after_and_pace(session: Session, done: DoneStep) -> None:
+        after(session, done)
         contest.pace.step_done()
 
     Session.after = after_and_pace  # type: ignore[method-assign]
@@ -109,7 +109,7 @@ def run_plain(contest: Contest) -> float:
     if world.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     windows = np.load(contest.windows, mmap_mode="r")
-    autocast = contest.run.precision == "autocast"
+    autocast = contest.run.resolved.precision == "autocast"
     for step in range(resolved.total_steps):
         begin = step * plan.global_batch_size + world.rank * plan.micro_batch_size
         rows = windows[begin : begin + plan.micro_batch_size].astype(np.int64)
@@ -145,7 +145,7 @@ def run_trainer(contest: Contest) -> float:
     model = _model_for_trainer(GPT(resolved.shape, seed=config.seed))
     arguments = transformers.TrainingArguments(
         output_dir=str(config.run),
-        deepspeed=contest.run.ds_config(has_gpu=is_gpu()),
+        deepspeed=dict((resolved if is_gpu() else resolved.on_cpu()).ds_config),
         per_device_train_batch_size=resolved.plan.micro_batch_size,
         max_steps=resolved.total_steps,
         max_grad_norm=1.0,
@@ -177,7 +177,9 @@ def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) 
 
     config, kinds = run.config, ParameterTensors(run.resolved.shape.architecture).kinds
     betas = (config.beta1, config.beta2)
-    return build_optimizer(model, kinds, ADAMW, lr=lr, weight_decay=config.weight_decay, betas=betas, eps=config.eps)
+    return build_optimizer(
+        model, kinds, run.resolved.optimizer, lr=lr, weight_decay=config.weight_decay, betas=betas, eps=config.eps
+    )
 
 
 def _model_for_trainer(gpt: torch.nn.Module) -> torch.nn.Module:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 from llmscale.memory.zero_settings import EngineLayout, build_layout, tensor_bytes
+from tests.config.deepspeed.test_resolve import Size
 
 
 def layout_of(**config: object) -> EngineLayout:
-    resolved = resolve_ds_config(
-        parse_ds_config(config, "test"),
-        micro_batch_size=2,
-        gradient_accumulation_steps=4,
-        global_batch_size=64,
-        world_size=8,
-        n_embd=64,
-        num_parameters=1_000_001,
-        has_gpu=True,
-    )
-    return build_layout(resolved, ParallelLayout(8))
+    plan = BatchPlan(64, 2, 4, ParallelLayout(8), seq_len=16)
+    resolved = resolve_ds_config(parse_ds_config(config, "test"), Size(64, 1_000_001), plan)
+    return build_layout(resolved, plan.ranks)
 
 
 def test_defaults_of_a_resolved_config() -> None:

@@ -75,17 +75,7 @@ def _rows(model: HFModel, machines: Machines, precision: Precision, global_batch
         ds = build_strategy(strategy, precision) if strategy.checkpointing == "none" else None
         if ds is None:
             continue
-        resolved = resolve_ds_config(
-            ds,
-            micro_batch_size=plan.micro_batch_size,
-            gradient_accumulation_steps=plan.gradient_accumulation_steps,
-            global_batch_size=plan.global_batch_size,
-            world_size=ranks.data_parallel_size,
-            n_embd=model.n_embd,
-            num_parameters=model.num_parameters,
-            has_gpu=True,
-        )
-        layout = build_layout(resolved, ranks)
+        layout = build_layout(resolve_ds_config(ds, model, plan), ranks)
         states = estimate_hf_states(model, layout)
         spare = machines.gpu_bytes - states.estimate.total_bytes
         room = min(states.room_bytes(machines.gpu_bytes), spare) if spare < 0 else states.room_bytes(machines.gpu_bytes)

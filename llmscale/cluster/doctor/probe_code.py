@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llmscale.cluster.doctor.host_facts import CodeFacts, ImportFacts
 from llmscale.cluster.environment import PACKAGE
+from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import LIBRARIES
 
 #: Run in a process of its own: an import can hang, crash, or take GPU memory.
@@ -25,7 +26,7 @@ from llmscale.engine.silence_libraries import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
 import llmscale.training.build_session
-print("facts", json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]), flush=True)
+print("facts", json.dumps(torch.cuda.is_available()), flush=True)
 os._exit(0)
 """
 
@@ -46,11 +47,7 @@ def gather_code() -> CodeFacts:
 
 def hash_sources(package: Path) -> str:
     """sha256 over the names and contents of all Python files of a package."""
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps(source_hashes(package)).encode()).hexdigest()
 
 
 def installed_version(distribution: str) -> str | None:
@@ -92,11 +89,10 @@ def gather_imports(timeout_s: float) -> ImportFacts:
             [sys.executable, "-c", _IMPORT_CODE], capture_output=True, text=True, timeout=timeout_s, errors="replace"
         )
     except subprocess.TimeoutExpired:
-        return ImportFacts(f"not done within {timeout_s:.0f} s", False, 0, timeout_s)
+        return ImportFacts(f"not done within {timeout_s:.0f} s", False, timeout_s)
     seconds = time.monotonic() - began
     answers = [line for line in done.stdout.splitlines() if line.startswith("facts ")]
     if done.returncode or not answers:
         words = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-        return ImportFacts(words[-1], False, 0, seconds)
-    available, count = json.loads(answers[-1].removeprefix("facts "))
-    return ImportFacts(None, available, count, seconds)
+        return ImportFacts(words[-1], False, seconds)
+    return ImportFacts(None, json.loads(answers[-1].removeprefix("facts ")), seconds)
