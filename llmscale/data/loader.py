@@ -1,4 +1,4 @@
-"""The stream of micro-batches of one rank: order, deal and shards put together. It never ends.
+"""The stream of micro-batches of one rank: order, rank sharding and shards put together. It never ends.
 
 The position is the number of samples seen: global batch s of a run that never changed G is stream positions
 [s G, (s + 1) G). A feed can be started at any position, with any layout of ranks that divides G, and no state has to be
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmscale.data.order.rank_sharding import RankLayout, deal
+from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.data.order.sample_order import Order
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError, DataError, MachineError
@@ -63,13 +63,13 @@ class FeedPlan:
     @property
     def global_batch_size(self) -> int:
         """Sequences per step, over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.world_size
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
 def rank_sample_ids(order: Order, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
     """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
     positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
-    return order.sample_ids(deal(positions, order.rows(positions), plan.layout))
+    return order.sample_ids(shard_batch(positions, order.rows(positions), plan.layout))
 
 
 class Feed(Iterator[MicroBatch]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,24 +74,24 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
     with clock.phase("ranks"):
         world = join_world()
         report = report_on_main(world)
-        ds_config = _begin_alike(run, world, claim)
+        run = run if is_gpu() else run.on_cpu()
+        _begin_alike(run, world, claim)
     with clock.phase("checkpoint check"):
         point = _choose_checkpoint(run, world, report)
     state = point.state if point else None
     with clock.phase("data"):
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
         feed, validation_shards = _open_data(run, world, state)
-    estimate = estimate_run(run, ds_config)
+    estimate = estimate_run(run)
     with clock.phase("engine"):
-        engine = build_run_engine(run, ds_config)
+        engine = build_engine(run.config, run.resolved)
     with clock.phase("checkpoint load"):
         _load(run, engine, point, world, report)
     wandb_run = _start_wandb(run, world, state)
     history = enter_history(run.config.run, point, world.control, report)
-    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, ds_config, is_new=point is None)))
+    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
     live = LiveRun(
         run=run,
-        ds_config=ds_config,
         world=world,
         engine=engine,
         feed=feed,
@@ -110,14 +110,11 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
     return _begin(live, stop)
 
 
-def _begin_alike(run: PreparedRun, world: World, claim: RunFolderClaim) -> dict[str, object]:
-    """See that all ranks can run this, mean the same, and have one run folder. Returns what DeepSpeed gets.
-    Collective."""
-    together(world.control, lambda: check_precision(run.precision))
-    ds_config = resolve_ds(run)
-    check_ranks_agree(run, ds_config, world)
+def _begin_alike(run: PreparedRun, world: World, claim: RunFolderClaim) -> None:
+    """See that all ranks can run this, mean the same, and have one run folder. Collective."""
+    together(world.control, lambda: check_precision(run.resolved.precision))
+    check_ranks_agree(run, world)
     claim_one_run_folder(claim, world)
-    return ds_config
 
 
 def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
@@ -139,11 +136,10 @@ def _open_data(run: PreparedRun, world: World, state: RunState | None) -> tuple[
 def _announce(live: LiveRun) -> None:
     """What is about to be trained, and what a continued run does differently."""
     run, report = live.run, live.report
-    describe_run(run, live.ds_config, live.world, live.feed.order.num_samples, report)
+    describe_run(run, live.world, live.feed.order.num_samples, report)
     report(estimate_line(live.estimate, device_memory_bytes()))
     if live.state:
-        now = hyperparameters(run, live.ds_config)
-        for line in (*change_lines(live.state, run, now), *finished_lines(live.state, run)):
+        for line in (*change_lines(live.state, run, hyperparameters(run)), *finished_lines(live.state, run)):
             report(line)
 
 
@@ -166,22 +162,10 @@ def report_on_main(world: World) -> Callable[[str], None]:
     return report
 
 
-def build_run_engine(run: PreparedRun, ds_config: Mapping[str, object]) -> DeepSpeedEngine:
-    """The engine of a run, untrained. Collective."""
-    return build_engine(
-        run.config,
-        run.resolved,
-        ds_config,
-        zero_stage=run.zero_stage,
-        precision=run.precision,
-        checkpointing=run.checkpointing,
-    )
-
-
-def _describe(run: PreparedRun, ds_config: Mapping[str, object], *, is_new: bool) -> None:
+def _describe(run: PreparedRun, *, is_new: bool) -> None:
     folder = run.config.run
     is_new = is_new or not (folder / CONFIG_NAME).exists()
-    save_run_description(folder, as_plain(run.config), run.resolved.as_dict(), ds_config, is_new=is_new)
+    save_run_description(folder, as_plain(run.config), run.resolved.as_dict(), run.resolved.ds_config, is_new=is_new)
 
 
 def _source_of_weights(config: RunConfig, point: ResumePoint | None) -> Path | None:
@@ -194,11 +178,6 @@ def _source_of_weights(config: RunConfig, point: ResumePoint | None) -> Path | N
 def _clean(run_folder: Path, report: Callable[[str], None]) -> None:
     for line in remove_leftovers(run_folder):
         report(line)
-
-
-def resolve_ds(run: PreparedRun) -> dict[str, object]:
-    """What DeepSpeed gets on this device."""
-    return run.ds_config(has_gpu=is_gpu())
 
 
 def _load(
@@ -218,10 +197,10 @@ def _load(
     load_engine(engine, point.folder, point.state, world.control)
     set_scaler_state(engine, point.state.loss_scaler)
     report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
-    if point.state.precision != run.precision:
+    if point.state.precision != run.resolved.precision:
         report(
-            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and optimizer "
-            "states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
+            f"precision changes from {point.state.precision} to {run.resolved.precision}: fp32 master weights and "
+            "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,6 @@ class LiveRun:
     """Built once per start by build_session.py."""
 
     run: PreparedRun
-    ds_config: Mapping[str, object]
-    """What DeepSpeed got."""
     world: World
     engine: DeepSpeedEngine
     feed: Feed

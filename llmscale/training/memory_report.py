@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -32,13 +32,13 @@ class OutOfMemory(TrainingError):
     """A rank's memory was not enough."""
 
 
-def estimate_run(run: PreparedRun, ds_config: Mapping[str, object]) -> MemoryEstimate | None:
+def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
     """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled."""
     if run.config.optimizer != "adamw":
         return None
-    plan = run.resolved.plan
-    layout = build_layout(ds_config, plan.world_size)
-    return estimate_memory(run.resolved.shape, plan.micro_batch_size, layout, run.checkpointing)
+    resolved, plan = run.resolved, run.resolved.plan
+    layout = build_layout(resolved.ds_config, plan.ranks)
+    return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
 
 
 def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
@@ -94,7 +94,7 @@ def explain_out_of_memory(run: PreparedRun, message: str, gpu_bytes: int | None)
     rank = os.environ.get("RANK", "0")
     what = " ".join(message.split()) or "MemoryError"
     lines = [f"rank {rank} ran out of memory: {what[:300]}"]
-    estimate = estimate_run(run, run.ds_config(has_gpu=gpu_bytes is not None))
+    estimate = estimate_run(run)
     if estimate is None:
         return lines[0]
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
@@ -113,14 +113,13 @@ def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
 
 
 def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -> str:
-    plan = run.resolved.plan
+    resolved, plan = run.resolved, run.resolved.plan
     limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    ds = run.ds if run.config.precision is None else run.ds.with_precision(run.config.precision)
-    job = Job(run.resolved.shape, plan.global_batch_size, _machines(plan, limit))
+    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit))
     try:
-        change = find_smallest_change(ds, job, run.checkpointing, plan.micro_batch_size)
+        change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:
         return f"no change could be worked out: {error}"
     if change is None:
@@ -133,5 +132,5 @@ def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -
 
 
 def _machines(plan: BatchPlan, gpu_bytes: int) -> Machines:
-    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.world_size))
-    return Machines(max(1, plan.world_size // ranks_per_node), ranks_per_node, gpu_bytes)
+    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
+    return Machines(max(1, plan.ranks.world_size // ranks_per_node), ranks_per_node, gpu_bytes)

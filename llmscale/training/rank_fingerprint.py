@@ -59,9 +59,9 @@ _VARIABLES = (
 )
 
 
-def check_ranks_agree(run: PreparedRun, ds_config: Mapping[str, object], world: World) -> None:
+def check_ranks_agree(run: PreparedRun, world: World) -> None:
     """Raise on every rank, with what differs, the values and the ranks, unless all were started alike. Collective."""
-    compare_ranks(run_sections(run, ds_config, world.device.type), world.control)
+    compare_ranks(run_sections(run, world.device.type), world.control)
 
 
 def check_same_checkpoint(folder: Path | None, world: World) -> None:
@@ -79,7 +79,7 @@ def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
     together(world.control, lambda: None if world.is_main else claim.check_is_seen(owner))
 
 
-def run_sections(run: PreparedRun, ds_config: Mapping[str, object], device_type: str) -> dict[str, Section]:
+def run_sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
     """What this rank was started with."""
     versions = {name: str(version) for name, version in library_versions().items()}
     # A patch release of Python changes no arithmetic.
@@ -87,7 +87,7 @@ def run_sections(run: PreparedRun, ds_config: Mapping[str, object], device_type:
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
     return {
         "configuration": _configuration(run),
-        "ds_config": _without_local_paths(flatten(ds_config)),
+        "ds_config": _without_local_paths(flatten(run.resolved.ds_config)),
         DATA_SECTION: _data_set(run.location.manifest),
         SOURCES_SECTION: source_hashes(Path(llmscale.__file__).parent),
         "versions": versions,
@@ -102,7 +102,7 @@ def _configuration(run: PreparedRun) -> dict[str, str]:
     # Which checkpoint a path means is compared by the checkpoint itself.
     kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
     kept["init_from"] = None if run.config.init_from is None else "a checkpoint"
-    kept |= {"precision": run.precision, "activation_checkpointing": run.checkpointing}
+    kept |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
     values = {key: _text(value) for key, value in kept.items()}
     for path, text in flatten(resolved).items():
         name = path.rpartition(".")[2]

@@ -33,7 +33,7 @@ class EndWhenLost(StepAction):
 
     def act(self, done: DoneStep) -> None:
         # fp16 skips many steps in a row while it looks for its scale, and has an end of its own: the smallest scale.
-        self._lost.note(done.loss, done.was_skipped and self._live.run.precision != "fp16")
+        self._lost.note(done.loss, done.was_skipped and self._live.run.resolved.precision != "fp16")
         if self._judges_at(done.step):
             self._lost.check(done.step, self._live.run.config.run)
 

@@ -65,8 +65,8 @@ class SaveCheckpoints(StepAction):
             snapshot = Snapshot(
                 step=step,
                 tokens_seen=live.tokens_seen(step),
-                zero_stage=live.run.zero_stage,
-                precision=live.run.precision,
+                zero_stage=live.run.resolved.zero_stage,
+                precision=live.run.resolved.precision,
                 state=self._run_state(step).as_dict(),
                 fragments=copy_out(fragments),
             )
@@ -104,10 +104,10 @@ class SaveCheckpoints(StepAction):
             tokens_seen=live.tokens_seen(step),
             skipped_steps=live.skipped_steps,
             identity=run_identity(run, live.state.saved_order if live.state else None),
-            precision=run.precision,
+            precision=run.resolved.precision,
             optimizer_scalars=group_scalars(live.engine),
             loss_scaler=get_scaler_state(live.engine),
             wandb_run_id=live.wandb_run_id,
             config=as_plain(run.config),
-            hyperparameters=hyperparameters(run, live.ds_config),
+            hyperparameters=hyperparameters(run),
         )
