@@ -13,12 +13,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "llmscale" / "train.py"
+
+# Nothing here is compiled. DeepSpeed decorates its Muon with torch.compile all the same, and importing what that needs
+# takes more than a quarter of a rank's start.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+
+#: By then whatever does not hang has ended, on the slowest machine: no promise about speed. Without our own checks,
+#: ranks that wait for each other do so for half an hour.
+HANG_S = 300
 
 
 @dataclass
@@ -27,7 +37,7 @@ class Ranks:
 
     processes: list[subprocess.Popen[str]]
 
-    def wait(self, timeout_s: float = 240) -> list[str]:
+    def wait(self, timeout_s: float = HANG_S) -> list[str]:
         """The ranks' output, once all have ended. A rank that ends badly or too late takes the others down with it."""
         outputs = []
         try:
@@ -172,19 +182,19 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
 TINY_MODEL = ("--model", "tiny-1m", "--n-layer", "2", "--n-head", "2", "--n-embd", "32")
 
 
+def build_train_command(data: Path, run: Path, *flags: str) -> list[str]:
+    """train.py with a tiny model and quiet extras off; `flags` win."""
+    settings = [
+        *(str(TRAIN), "--data", str(data), *TINY_MODEL, "--run", str(run)),
+        *("--log-every", "1", "--val-every", "0", "--num-workers", "0", "--global-batch-size", "8"),
+    ]
+    return last_wins([*settings, *flags])
+
+
 @pytest.fixture
 def train_command(tiny_set: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """`train_command(*flags)`: train.py on the tiny set and a tiny model, run folder tmp_path/run, quiet extras off;
-    `flags` win."""
-
-    def command(*flags: str) -> list[str]:
-        settings = [
-            *(str(TRAIN), "--data", str(tiny_set), *TINY_MODEL, "--run", str(tmp_path / "run")),
-            *("--log-every", "1", "--val-every", "0", "--num-workers", "0", "--global-batch-size", "8"),
-        ]
-        return last_wins([*settings, *flags])
-
-    return command
+    """`train_command(*flags)`: train.py on the tiny set into the run folder tmp_path/run."""
+    return partial(build_train_command, tiny_set, tmp_path / "run")
 
 
 def read_losses(run: Path) -> dict[int, float]:

@@ -25,7 +25,7 @@ SCRIPTS = (
 )
 
 
-def run_script(name: str, *arguments: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+def run_script(name: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(BENCH / f"{name}.py"), *arguments],
         cwd=REPOSITORY,
@@ -55,11 +55,16 @@ def test_engine_overhead_needs_the_plain_loop_to_compare_with() -> None:
     assert "--only must keep 'plain loop'" in answer.stderr
 
 
-def test_memory_grid_compares_every_estimator_with_the_same_peak(tmp_path: Path) -> None:
-    cells = ["gpt2-124m-z0-bf16-mb4", "gpt2-124m-z3-bf16-mb16-full"]
+@pytest.mark.parametrize(
+    "cells",
+    [
+        ["gpt2-124m-z0-bf16-mb4"],
+        pytest.param(["gpt2-124m-z0-bf16-mb4", "gpt2-124m-z3-bf16-mb16-full"], marks=pytest.mark.slow),
+    ],
+)
+def test_memory_grid_compares_every_estimator_with_the_same_peak(cells: list[str], tmp_path: Path) -> None:
     answer = run_script(
-        *("memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells),
-        timeout_s=300,
+        *("memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells)
     )
     assert answer.returncode == 0, answer.stderr
     result = json.loads((tmp_path / "result.json").read_text())
@@ -67,13 +72,18 @@ def test_memory_grid_compares_every_estimator_with_the_same_peak(tmp_path: Path)
     assert result["measured_by"] == "dry-run"
     for row in result["rows"]:
         assert row["estimates"]["llmscale"] == pytest.approx(row["peak_bytes"], rel=0.03)
-    assert result["reserve"]["cells"] == 2
+        # DeepSpeed's estimator knows stages 2 and 3 alone, and counts no activations.
+        theirs = row["estimates"]["deepspeed"]
+        assert theirs is None if "-z0-" in row["cell"] else theirs < 0.5 * row["peak_bytes"]
+    assert result["reserve"]["cells"] == len(cells)
     assert 0 < result["reserve"]["median"] <= result["reserve"]["worst"] < 0.5
-    # DeepSpeed's estimator knows stages 2 and 3 alone, and counts no activations.
-    assert result["rows"][0]["estimates"]["deepspeed"] is None
-    assert result["rows"][1]["estimates"]["deepspeed"] < 0.5 * result["rows"][1]["peak_bytes"]
     counts = {name: errors["cells"] for name, errors in result["errors"].items()}
-    assert counts == {"llmscale": 2, "deepspeed": 1, "cookbook": 2, "accelerate": 2}
+    assert counts == {
+        "llmscale": len(cells),
+        "deepspeed": len(cells) - 1,
+        "cookbook": len(cells),
+        "accelerate": len(cells),
+    }
 
 
 def test_memory_grid_says_that_there_is_no_gpu_to_measure_on() -> None:

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.conftest import HANG_S
+
 ROOT = Path(__file__).resolve().parent.parent
 SLURM = ROOT / "scripts" / "slurm"
 SBATCH_SCRIPTS = ("train.sbatch", "train_plain.sbatch")
@@ -113,7 +115,7 @@ def slurm(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         process.communicate()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = HANG_S) -> None:
     """Until it is true; fails when it does not come true in time."""
     end = time.monotonic() + timeout_s
     while not condition():
@@ -134,7 +136,7 @@ def write_end(run: Path, event: str) -> None:
 
 def test_arguments_reach_the_supervisor_unchanged(slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
     job = slurm("train.sbatch", *AWKWARD)
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 0, output
     arguments = json.loads((tmp_path / "records" / "arguments").read_text())
     assert arguments == ["launch", "--launcher", "slurm", "--slots", "1", "--", *AWKWARD]
@@ -147,7 +149,7 @@ def test_a_failure_is_the_exit_status_and_no_requeue(
     slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, status: int
 ) -> None:
     job = slurm("train.sbatch", END=str(status))
-    job.communicate(timeout=60)
+    job.communicate(timeout=HANG_S)
     assert job.returncode == status
     assert requeues(tmp_path) == []
 
@@ -180,7 +182,7 @@ def test_requeue_is_decided_by_signal_and_end(
     for name in signals:
         job.send_signal(signal.Signals[name])
         wait_for(lambda name=name: name in read(tmp_path / "records" / "signals"))
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == status, output
     assert (tmp_path / "records" / "saved").exists(), "the script did not wait for the save"
     assert requeues(tmp_path) == (["requeue 4711"] if requeued else [])
@@ -203,7 +205,7 @@ def test_an_unfinished_run_that_nobody_continues_is_a_failure(
     job = slurm("train.sbatch", "--run", str(tmp_path / "run"), WAIT="1", **environment)
     wait_for((tmp_path / "records" / "arguments").exists)
     job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 1
     assert words in output
 
@@ -213,14 +215,14 @@ def test_another_folder_than_the_repository_is_refused(
     slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path, script: str
 ) -> None:
     job = slurm(script, SLURM_SUBMIT_DIR=str(tmp_path))
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 2
     assert "is not llmscale's repository" in output
 
 
 def test_an_unknown_launcher_is_named(slurm: Callable[..., subprocess.Popen[str]]) -> None:
     job = slurm("train_plain.sbatch", LAUNCHER="mpirun", SLURM_JOB_NUM_NODES="1")
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 2
     assert "LAUNCHER is 'mpirun'. Legal: torchrun, deepspeed." in output
 
@@ -247,7 +249,7 @@ def test_two_nodes_save_at_a_signal_and_finish_afterwards(
     job = slurm("train_plain.sbatch", *flags, "--steps", "100000", LAUNCHER=launcher)
     wait_for(lambda: job.poll() is not None or '"step": 5' in read(metrics))
     job.send_signal(number)
-    output = job.communicate(timeout=120)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 0, output
     stop = last_event(metrics)
     assert stop["event"] == "stopped"
@@ -255,7 +257,7 @@ def test_two_nodes_save_at_a_signal_and_finish_afterwards(
 
     total = int(stop["step"]) + 5
     job = slurm("train_plain.sbatch", *flags, "--steps", str(total), LAUNCHER=launcher, SLURM_RESTART_COUNT="1")
-    output = job.communicate(timeout=120)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 0, output
     end = last_event(metrics)
     assert (end["event"], end["step"]) == ("finished", total)
@@ -277,7 +279,7 @@ def test_a_signal_before_the_ranks_have_begun_is_not_lost(
     time.sleep(0.7)
     assert not (tmp_path / "run").exists(), "too late to test this"
     job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=120)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode == 0, output
     assert requeues(tmp_path) == ["requeue 4711"]
 
@@ -292,7 +294,7 @@ def test_a_rank_that_fails_fails_the_job(
 ) -> None:
     flags = train_command("--globl-batch-size", "8")[1:]
     job = slurm("train_plain.sbatch", *flags, SLURM_JOB_NUM_NODES="1")
-    output = job.communicate(timeout=120)[0]
+    output = job.communicate(timeout=HANG_S)[0]
     assert job.returncode != 0
     assert "Did you mean" in output
 
@@ -340,7 +342,7 @@ def vast(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=HANG_S,
         )
 
     return run
@@ -418,7 +420,7 @@ def run_tool(*command: str) -> subprocess.CompletedProcess[str]:
     tool = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if tool is None:
         pytest.skip(f"{command[0]} is not installed; it is in the dev extra")
-    return subprocess.run([tool, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([tool, *command[1:]], cwd=ROOT, capture_output=True, text=True, timeout=HANG_S)
 
 
 def test_shell_scripts_are_clean() -> None:

@@ -125,7 +125,7 @@ def run_shell(script: str, **environment: str) -> subprocess.CompletedProcess[st
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

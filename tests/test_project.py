@@ -86,7 +86,7 @@ def bare_environment() -> dict[str, str]:
 def run_python(code: str, environment: dict[str, str]) -> str:
     """What a fresh interpreter prints; fails with its traceback."""
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -154,7 +154,7 @@ assert "torch" not in sys.modules
 sys.exit(status)
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], env=bare_environment, cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")

@@ -19,7 +19,7 @@ def find_python(folder: Path, **environment: str) -> subprocess.CompletedProcess
         env={"PATH": str(folder), **environment},
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
     )
 
 

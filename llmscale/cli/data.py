@@ -155,7 +155,7 @@ def _open_source(args: argparse.Namespace) -> Source:
 
 def _prepare(args: argparse.Namespace) -> int:
     from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-    from llmscale.data.tokenizers.tokenizer import load_tokenizer
+    from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
     options = PrepareOptions(
         seq_len=args.seq_len,
@@ -226,7 +226,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
     from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
     from llmscale.data.shards.token_shards import TokenShards
-    from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 
     location = open_set(args.folder)
     fetch_tokenizer(location)
@@ -245,7 +245,7 @@ def _inspect(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from llmscale.data.shards.manifest import load_manifest
     from llmscale.data.shards.verify_shards import find_damage
-    from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 
     manifest = load_manifest(args.folder)
     load_set_tokenizer(args.folder, manifest)

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from llmscale.cluster.environment import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.launch.attempt import Limits
-from llmscale.cluster.launch.local_gpus import count_gpus
+from llmscale.cluster.launch.node_ranks import STARTERS
 from llmscale.cluster.launch.reach import LAUNCHERS, choose_reach
 from llmscale.cluster.launch.retry import RetryPolicy
 from llmscale.cluster.launch.slurm_hosts import slurm_hosts
-from llmscale.cluster.launch.starter import STARTERS
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
+from llmscale.cluster.local_ranks import count_gpus
 from llmscale.config import flag_type, limits
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient

@@ -12,8 +12,14 @@ from collections.abc import Sequence
 from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.free_port import find_port
-from llmscale.cluster.launch.local_gpus import count_gpus
-from llmscale.cluster.local_ranks import LocalRanks, count_cpus, rank_command, rank_environment, visible_gpus
+from llmscale.cluster.local_ranks import (
+    LocalRanks,
+    count_cpus,
+    count_gpus,
+    rank_command,
+    rank_environment,
+    visible_gpus,
+)
 from llmscale.config import flag_type
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.flag_parser import FlagParser

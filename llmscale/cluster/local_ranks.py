@@ -61,6 +61,15 @@ def visible_gpus(variables: Mapping[str, str]) -> list[str] | None:
     return names
 
 
+def count_gpus() -> int:
+    """GPUs of this machine, as the driver's own tool counts, without torch; 0 without one."""
+    try:
+        done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
 def count_cpus() -> int:
     """Cores that this process may use: by its affinity, and by its container's quota."""
     count = len(os.sched_getaffinity(0))

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -60,12 +60,12 @@ def run_on_hosts(
         return dict(zip(hosts, answers, strict=True))
 
 
-def command_for(host: str, argv: Sequence[str], *, options: Sequence[str] = SSH_OPTIONS) -> list[str]:
+def command_for(host: str, argv: Sequence[str]) -> list[str]:
     """The local command line that runs `argv` on `host`: itself on this machine, else through ssh."""
     if is_this_machine(host):
         return list(argv)
     # ssh joins its arguments with spaces and hands the line to a shell there: it gets one word, quoted here.
-    return ["ssh", "-T", *options, host, "--", shlex.join(argv)]
+    return ["ssh", "-T", *SSH_OPTIONS, host, "--", shlex.join(argv)]
 
 
 def is_this_machine(host: str) -> bool:
@@ -87,15 +87,11 @@ def _is_own_address(family: socket.AddressFamily, address: str | int) -> bool:
     return False
 
 
-def module_argv(
-    module: str, arguments: Sequence[str] = (), *, environment: Mapping[str, str] | None = None
-) -> list[str]:
-    """`python -m module` with this Python and this llmscale, which every host has at the same path.
-
-    `environment` is set for it: a remote shell knows none of the variables of this one.
-    """
-    settings = {"PYTHONPATH": search_path(os.environ.get("PYTHONPATH")), **(environment or {})}
-    return ["env", *(f"{name}={value}" for name, value in settings.items()), sys.executable, "-m", module, *arguments]
+def module_argv(module: str, arguments: Sequence[str] = ()) -> list[str]:
+    """`python -m module` with this Python and this llmscale, which every host has at the same path; a remote shell
+    knows none of the variables of this one."""
+    path = search_path(os.environ.get("PYTHONPATH"))
+    return ["env", f"PYTHONPATH={path}", sys.executable, "-m", module, *arguments]
 
 
 def _run(command: Sequence[str], timeout_s: float, stdin: str | None) -> Finished:

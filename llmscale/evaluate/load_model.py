@@ -15,7 +15,8 @@ from llmscale.config.arguments import build_run_config
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import get_split
-from llmscale.data.tokenizers.tokenizer import Tokenizer, load_set_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import CheckpointError, DataError
 from llmscale.model.gpt import GPT
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmscale.data.build import FeedSettings, build_feed, build_order
-from llmscale.data.loader import Feed, FeedPlan
+from llmscale.data.loader import Feed, FeedPlan, FeedSettings, build_feed, build_order
 from llmscale.data.order.rank_sharding import RankLayout
 from llmscale.data.order.sample_order import Order
 from llmscale.data.shards.token_shards import TokenShards

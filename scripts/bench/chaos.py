@@ -47,6 +47,8 @@ GLOBAL_BATCH = 12
 LEGAL_WORLDS = (1, 2, 3, 4)
 SAVE_EVERY = 5
 STEPS_PER_FAULT = 40
+#: A fault comes at the latest after so many steps of its attempt, so that every one of them finds a run to kill.
+MOST_STEPS = 30
 #: A launcher ends the other ranks of a host within a second of one's death.
 LAUNCHER_DELAY_S = 1.0
 DEADLINE_S = 180
@@ -161,9 +163,10 @@ def inject(folder: Path, draw: random.Random, number: int, total_steps: int) -> 
     ds_config, world_size = draw.choice(DS_CONFIGS), draw.choice(LEGAL_WORLDS)
     moment = draw.choices(["start-up", "training", "saving"], weights=[1, 5, 4])[0]
     victims = draw.choice(["one", "all"])
+    steps_before = len(train_records(folder / "chaos"))
     ranks = start(folder, "chaos", total_steps, ds_config, world_size)
     chosen = ranks if victims == "all" else [draw.choice(ranks)]
-    wait_for(moment, folder, ranks, draw)
+    moment = wait_for(moment, folder, ranks, draw, steps_before)
     for rank in chosen:
         kill(rank)
     time.sleep(0 if victims == "all" else LAUNCHER_DELAY_S)
@@ -182,18 +185,25 @@ def inject(folder: Path, draw: random.Random, number: int, total_steps: int) -> 
     )
 
 
-def wait_for(moment: str, folder: Path, ranks: list[subprocess.Popen], draw: random.Random) -> None:
-    """Block until the moment of the fault has come."""
+def wait_for(moment: str, folder: Path, ranks: list[subprocess.Popen], draw: random.Random, steps_before: int) -> str:
+    """Block until the moment of the fault has come. Returns which it was: no save may have been caught in the act."""
     if moment == "start-up":
         time.sleep(draw.uniform(0.5, 6.0))
-        return
+        return moment
     log, deadline = folder / "rank-0.log", time.monotonic() + DEADLINE_S
-    until(lambda: "start-up:" in log.read_text(), ranks, deadline, log)
-    time.sleep(draw.uniform(0.0, 0.6))
-    if moment == "saving":
-        saves = checkpoints_folder(folder / "chaos")
-        until(lambda: any(saves.glob(".step-*.partial")), ranks, deadline, log)
-        time.sleep(draw.uniform(0.0, 0.05))
+
+    def steps_done() -> int:
+        return len(train_records(folder / "chaos")) - steps_before
+
+    first = draw.randint(1, MOST_STEPS if moment == "training" else MOST_STEPS // 2)
+    until(lambda: steps_done() >= first, ranks, deadline, log)
+    if moment == "training":
+        return moment
+    saves = checkpoints_folder(folder / "chaos")
+    until(lambda: any(saves.glob(".step-*.partial")) or steps_done() >= MOST_STEPS, ranks, deadline, log)
+    is_saving = any(saves.glob(".step-*.partial"))
+    time.sleep(draw.uniform(0.0, 0.02))
+    return "saving" if is_saving else "training"
 
 
 def until(condition, ranks: list[subprocess.Popen], deadline: float, log: Path) -> None:

@@ -28,7 +28,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from llmscale.cluster.doctor.ops import NVME_OPS  # noqa: E402
+from llmscale.cluster.doctor.build_ops import NVME_OPS  # noqa: E402
 from scripts.bench.cluster_faults import STRIKES  # noqa: E402
 from scripts.bench.cluster_run import GOOD, STEPS, Chaos, Fault, train_arguments  # noqa: E402
 from scripts.bench.machine import describe_machine  # noqa: E402

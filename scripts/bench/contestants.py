@@ -65,7 +65,7 @@ def prepare(arguments: list[str], world_size: int) -> PreparedRun:
 
 def save_windows(run: PreparedRun, path: Path) -> None:
     """Every sample of the run, in order: the other loops read them from one memory-mapped file, the cheapest feed."""
-    from llmscale.data.build import build_order
+    from llmscale.data.loader import build_order
     from llmscale.data.shards.token_shards import TokenShards
     from llmscale.training.run_data import feed_settings
 

@@ -201,7 +201,7 @@ def train(batches: np.ndarray) -> np.ndarray:
 def prepare_stdlib(out: Path, *, shuffle: bool, seq_len: int = 64) -> Path:
     from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
     from llmscale.data.prepare.sources import open_source
-    from llmscale.data.tokenizers.tokenizer import load_tokenizer
+    from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
     options = PrepareOptions(seq_len=seq_len, shuffle=shuffle)
     prepare(open_source("python-stdlib"), out, load_tokenizer("bytes"), options, num_workers=1)

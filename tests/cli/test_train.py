@@ -12,7 +12,7 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.cli.train import _split_flags
 from llmscale.errors import ConfigError
-from tests.conftest import REPOSITORY
+from tests.conftest import HANG_S, REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_a_mistake_is_one_line_before_any_rank(
 ) -> None:
     environment = {**os.environ, **variables, "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-m", "llmscale", "train", *flags]
-    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert words in done.stderr
     assert done.stderr.count("\n") == 1
@@ -73,7 +73,7 @@ def test_one_rank_in_a_folder_with_spaces_from_elsewhere(tiny_set: Path, tmp_pat
     command += ["--ds", str(REPOSITORY / "ds_configs" / "zero1.json"), "--n-layer", "1", "--n-head", "1"]
     command += ["--n-embd", "16", "--steps", "2", "--global-batch-size", "2", "--run", "my run"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished at step 2 of 2; run folder: my run" in done.stdout
     assert done.stderr == "", "no launcher's noise"

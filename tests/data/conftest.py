@@ -11,7 +11,7 @@ import pytest
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources import open_source
-from llmscale.data.tokenizers.tokenizer import load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
 WORDS = ["der", "die", "das", "und", "in", "nicht", "ein", "auch", "es", "\n", "\t", "你好", "naïve", "🙂"]
 

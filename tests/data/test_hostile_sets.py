@@ -22,7 +22,7 @@ from llmscale.cli.main import main
 from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.errors import DataError
 
 Record = dict[str, Any]

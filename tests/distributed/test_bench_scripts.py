@@ -22,14 +22,15 @@ def run_script(name: str, *flags: str) -> str:
     return result.stdout
 
 
-def test_ten_faults() -> None:
-    output = run_script("chaos.py", "--faults", "10", "--seed", "7")
-    assert "all 400 steps consumed exactly the untouched run's" in output
+def test_a_fault_of_each_kind() -> None:
+    """One rank of three in training, one of two in a save, all in a start: whatever else this seed draws."""
+    output = run_script("chaos.py", "--faults", "3", "--seed", "17958")
+    assert "all 120 steps consumed exactly the untouched run's" in output
     assert "no finished one was ever damaged" in output
 
 
 def test_a_part_of_the_resume_matrix() -> None:
-    output = run_script("resume_matrix.py", "--configs", "zero1,zero3_offload", "--worlds", "1,2")
+    output = run_script("resume_matrix.py", "--configs", "zero1,zero3_offload", "--worlds", "1,2", "--steps", "5")
     assert "all bit-equal" in output
 
 

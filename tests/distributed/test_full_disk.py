@@ -88,7 +88,7 @@ def test_a_run_that_cannot_begin_leaves_nothing_behind(
     disk = small_disk(1 << 20)
     Ballast(disk).fill()
     job = ranks(train_command("--steps", "5", "--run", str(disk / "runs" / "new")), 2)
-    outputs = job.wait(90)
+    outputs = job.wait()
     assert job.exit_codes == [2, 2], outputs
     (error,) = [line for line in outputs[0].splitlines() if line.startswith("error: ")]
     assert "runs/new cannot be written to: No space left on device" in error

@@ -19,19 +19,39 @@ from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, s
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.sample_log import load_recorded
 from llmscale.data.shards.manifest import load_manifest as load_set
-from tests.conftest import REPOSITORY, read_losses
+from tests.conftest import REPOSITORY, build_train_command, read_losses, start_ranks
 
 Train = Callable[..., str]
+#: 20 steps in fp32, saving every fifth.
+FLAGS = ("--precision", "fp32", "--steps", "20", "--save-every", "5", "--keep-last", "9", "--lr", "3e-3")
+
+
+def flags_of(ds_config: str, *flags: str) -> tuple[str, ...]:
+    return ("--ds", f"ds_configs/{ds_config}.json", *FLAGS, "--record-samples", *flags)
+
+
+@pytest.fixture(scope="module")
+def made_once(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run folder of `train("zero1", 1)`, which many tests begin with."""
+    run = tmp_path_factory.mktemp("made-once") / "run"
+    job = start_ranks(build_train_command(tiny_set, run, *flags_of("zero1")), 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    return run
+
+
+@pytest.fixture
+def trained(made_once: Path, tmp_path: Path) -> Path:
+    """tmp_path/run as `train("zero1", 1)` would have left it."""
+    return Path(shutil.copytree(made_once, tmp_path / "run"))
 
 
 @pytest.fixture
 def train(ranks: Callable, train_command: Callable, tmp_path: Path) -> Train:
-    """`train(ds_config, world_size, *flags, expect=0)`: run 20 steps in fp32, saving every fifth; rank 0's output."""
+    """`train(ds_config, world_size, *flags, expect=0)`: run or continue tmp_path/run with FLAGS; rank 0's output."""
 
     def run(ds_config: str, world_size: int, *flags: str, expect: int = 0) -> str:
-        command = train_command("--ds", f"ds_configs/{ds_config}.json", "--precision", "fp32", "--steps", "20")
-        command += ["--save-every", "5", "--keep-last", "9", "--lr", "3e-3", "--record-samples", *flags]
-        job = ranks(command, world_size)
+        job = ranks(train_command(*flags_of(ds_config, *flags)), world_size)
         output = job.wait()[0]
         assert job.exit_codes == [expect] * world_size, output
         return output
@@ -73,9 +93,8 @@ def test_is_bit_equal_at_the_same_stage_and_world_size_with_dropout(train: Train
     assert read_losses(tmp_path / "run") == straight
 
 
-def test_changes_are_refused_or_allowed_with_their_price(train: Train, tmp_path: Path) -> None:
-    train("zero1", 1)
-    forget_after(tmp_path / "run", 15)
+def test_changes_are_refused_or_allowed_with_their_price(train: Train, trained: Path) -> None:
+    forget_after(trained, 15)
     for flags, text in (
         (("--seed", "7"), "seed was 1337 and is 7"),
         (("--global-batch-size", "4"), "global_batch_size was 8 and is 4"),
@@ -84,7 +103,7 @@ def test_changes_are_refused_or_allowed_with_their_price(train: Train, tmp_path:
         output = train("zero1", 1, *flags, expect=2)
         assert text in output
         assert "accept it with --allow-changed" in output
-    assert [step_of(folder) for folder in list_checkpoints(tmp_path / "run")] == [15, 10, 5]
+    assert [step_of(folder) for folder in list_checkpoints(trained)] == [15, 10, 5]
     output = train("zero1", 1, "--seed", "7", "--allow-changed", "seed", "--allow-changed", "order")
     assert "WARNING: seed was 1337 and is 7 (the rest of the epoch has another order" in output
 
@@ -102,10 +121,9 @@ def _make_old(folder: Path) -> None:
     save_manifest(folder, dataclasses.replace(manifest, files=files))
 
 
-def test_a_run_keeps_the_order_of_samples_that_it_began_with(train: Train, tiny_set: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_the_order_of_samples_that_it_began_with(train: Train, tiny_set: Path, trained: Path) -> None:
     """Also the one that is now old, and through a second checkpoint."""
-    run = tmp_path / "run"
-    train("zero1", 1)
+    run = trained
     forget_after(run, 5)
     _make_old(list_checkpoints(run)[0])
     output = train("zero1", 2)
@@ -122,11 +140,10 @@ def test_a_run_keeps_the_order_of_samples_that_it_began_with(train: Train, tiny_
     assert "order was {'num_canonical_nodes': 48} and is {'num_canonical_nodes': 6}" in output
 
 
-def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, tmp_path: Path) -> None:
-    train("zero1", 1)
-    forget_after(tmp_path / "run", 15)
+def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, trained: Path) -> None:
+    forget_after(trained, 15)
     train("zero1", 1, "--global-batch-size", "4", "--allow-changed", "global_batch_size", "--steps", "24")
-    consumed = load_recorded(tmp_path / "run")
+    consumed = load_recorded(trained)
     first = np.concatenate([consumed[step] for step in range(15)])
     rest = np.concatenate([consumed[step] for step in range(15, 24)])
     assert len(first) == 120
@@ -134,9 +151,8 @@ def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, tmp
     assert not set(first) & set(rest), "a sample was seen twice within the first epoch"
 
 
-def test_damaged_checkpoints_are_passed_over_but_never_all_of_them(train: Train, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    train("zero1", 1)
+def test_damaged_checkpoints_are_passed_over_but_never_all_of_them(train: Train, trained: Path) -> None:
+    run = trained
     straight = read_losses(run)
     newest = list_checkpoints(run)[0] / "__0_0.distcp"
     content = bytearray(newest.read_bytes())
@@ -154,20 +170,19 @@ def test_damaged_checkpoints_are_passed_over_but_never_all_of_them(train: Train,
     assert "none of the 4 checkpoints in" in train("zero1", 1, expect=2)
 
 
-def test_begins_from_the_weights_of_another_run(train: Train, tmp_path: Path) -> None:
-    train("zero1", 1)
-    last = read_losses(tmp_path / "run")[20]
-    output = train("zero3", 2, "--init-from", str(tmp_path / "run"), "--run", str(tmp_path / "second"))
+def test_begins_from_the_weights_of_another_run(train: Train, trained: Path, tmp_path: Path) -> None:
+    last = read_losses(trained)[20]
+    output = train("zero3", 2, "--init-from", str(trained), "--run", str(tmp_path / "second"))
     assert "everything else starts at step 0" in output
     losses = read_losses(tmp_path / "second")
     assert set(losses) == set(range(1, 21))
     assert abs(losses[1] - last) < 0.3, "the first loss is that of trained weights"
-    damaged = list_checkpoints(tmp_path / "run")[0]
+    damaged = list_checkpoints(trained)[0]
     content = bytearray((damaged / "__0_0.distcp").read_bytes())
     content[-100] ^= 4
     (damaged / "__0_0.distcp").write_bytes(content)
-    output = train("zero1", 1, "--init-from", str(tmp_path / "run"), "--run", str(tmp_path / "third"), expect=2)
-    assert f"--init-from {tmp_path / 'run'}: {damaged / '__0_0.distcp'} does not match its hash" in output
+    output = train("zero1", 1, "--init-from", str(trained), "--run", str(tmp_path / "third"), expect=2)
+    assert f"--init-from {trained}: {damaged / '__0_0.distcp'} does not match its hash" in output
 
 
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(train: Train, tmp_path: Path) -> None:
@@ -179,13 +194,12 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(train: Train, tmp_path:
     assert set(read_losses(tmp_path / "run")) == set(range(1, 23))
 
 
-def test_weights_of_another_tokenizer_are_refused(train: Train, tmp_path: Path) -> None:
-    train("zero1", 1)
+def test_weights_of_another_tokenizer_are_refused(train: Train, trained: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", json.__path__[0]]
     command += ["--out", str(other), "--tokenizer", "bytes", "--seq-len", "16", "--workers", "1"]
     subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-    flags = ("--init-from", str(tmp_path / "run"), "--data", str(other), "--run", str(tmp_path / "second"))
+    flags = ("--init-from", str(trained), "--data", str(other), "--run", str(tmp_path / "second"))
     output = train("zero1", 1, *flags, expect=2)
     assert "was prepared for seq_len 16, the model has seq_len 32" in output
     assert not (tmp_path / "second").exists()

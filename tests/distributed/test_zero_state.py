@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_every_tensor_survives_every_change_of_stage(ranks: Callable, tmp_path: Path, world_size: int) -> None:
     job = ranks([str(Path(__file__).parent / "zero_state_job.py"), str(tmp_path)], world_size)
     output = job.wait()[0]

@@ -67,10 +67,9 @@ def build(stage: int, precision: str, offload: bool, optimizer: str) -> deepspee
     return engine
 
 
-def train(engine: deepspeed.DeepSpeedEngine) -> None:
-    torch.manual_seed(0)
+def train(engine: deepspeed.DeepSpeedEngine, steps: int) -> None:
     dtype = next(engine.module.parameters()).dtype
-    for _ in range(STEP):
+    for _ in range(steps):
         engine.backward(engine(torch.randn(4, 7).to(dtype)))
         engine.step()
 
@@ -101,30 +100,32 @@ def read_all(folder: Path) -> dict[str, Tensor]:
 
 def check(world: World, folder: Path, precision: str, optimizer: str, stages: list[tuple[int, bool]]) -> None:
     """Save under each of `stages` (stage, offload), load under each."""
-    for stage, offload in stages:
-        torch.manual_seed(stage)
+    sources = []
+    for steps, (stage, offload) in enumerate(stages, start=1):
+        torch.manual_seed(steps)
         engine = build(stage, precision, offload, optimizer)
-        train(engine)
-        scalars = group_scalars(engine)
+        train(engine, steps)
         source = save(engine, folder / f"{precision}-{optimizer}-{stage}-{offload}", stage)
+        sources.append((source, group_scalars(engine), read_all(source)))
         engine.destroy()
-        saved = read_all(source)
-        states = {key.partition("/")[0] for key in saved}
+        states = {key.partition("/")[0] for key in sources[-1][2]}
         assert states >= {"master", "frozen", "buffer", *needed_states(optimizer)}, states
-        for other, other_offload in stages:
-            torch.manual_seed(1000 + other)
-            engine = build(other, precision, other_offload, optimizer)
+    for stage, offload in stages:
+        torch.manual_seed(1000 + stage)
+        # One engine for all loads: it differs from each in every tensor and step count, by its own or the load before.
+        engine = build(stage, precision, offload, optimizer)
+        for number, (source, scalars, saved) in enumerate(sources):
             load_engine(engine, source, RunState(STEP, 0, 0, 0, {}, "fp32", scalars, {}), world.control)
             assert group_scalars(engine) == scalars
             decays = {group["name"]: group["weight_decay"] for group in engine.optimizer.param_groups}
             assert decays == {"decay": 0.1, "no_decay": 0.0}, decays
-            again = read_all(save(engine, folder / f"again-{precision}-{optimizer}-{stage}{offload}-{other}", other))
+            again = read_all(save(engine, folder / f"again-{precision}-{optimizer}-{number}-{stage}{offload}", stage))
             assert again.keys() == saved.keys(), again.keys() ^ saved.keys()
             for key in saved:
-                assert torch.equal(again[key], saved[key]), f"stage {stage} -> {other}: {key}"
-            engine.destroy()
+                assert torch.equal(again[key], saved[key]), f"{source.parent.parent.name} -> stage {stage}: {key}"
+        engine.destroy()
         if world.is_main:
-            print(f"ok {precision} {optimizer} saved by stage {stage} offload {offload}", flush=True)
+            print(f"ok {precision} {optimizer} loaded by stage {stage} offload {offload}", flush=True)
 
 
 def needed_states(optimizer: str) -> set[str]:

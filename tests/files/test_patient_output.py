@@ -20,7 +20,11 @@ print("error", file=sys.stderr)
 
 def run(stdout: object, middle: str = "", **options: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-c", CODE.format(middle=middle)], stdout=stdout, stderr=subprocess.PIPE, timeout=60, **options
+        [sys.executable, "-c", CODE.format(middle=middle)],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        timeout=300,
+        **options,
     )  # type: ignore[call-overload]
 
 

@@ -67,7 +67,7 @@ def test_large_tensors_do_not_depend_on_the_number_of_threads() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_zero_init_shards_the_same_numbers(ranks, world_size: int) -> None:
     jobs = ranks([__file__], world_size)
-    for output in jobs.wait(timeout_s=120):
+    for output in jobs.wait():
         for precision in DTYPES:
             assert f"{precision} equal\n" in output, output
     assert jobs.exit_codes == [0] * world_size

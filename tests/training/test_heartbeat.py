@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
+from tests.conftest import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +33,7 @@ def make_pipe(folder: Path) -> int:
 
 
 def until(condition) -> None:  # type: ignore[no-untyped-def]  # any condition
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + HANG_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -63,9 +64,8 @@ def test_a_failure_and_a_stop_are_told_apart(tmp_path: Path) -> None:
 
 def test_stacks_of_a_rank_that_hangs(tmp_path: Path) -> None:
     make_pipe(tmp_path)
-    rank = start("def here():\n  import time; time.sleep(100)\nhere()", tmp_path)
-    until(lambda: heartbeat_path(tmp_path, 3).exists() and heartbeat_path(tmp_path, 3).read_text())
-    time.sleep(0.2)
+    rank = start("def here():\n  import time; heartbeat.beat('training', 1); time.sleep(1000)\nhere()", tmp_path)
+    until(lambda: heartbeat_path(tmp_path, 3).exists() and '"training"' in heartbeat_path(tmp_path, 3).read_text())
     rank.send_signal(STACKS_SIGNAL)
     until(lambda: "in here" in stacks_path(tmp_path, 3).read_text())
     assert rank.poll() is None
@@ -88,11 +88,11 @@ def test_a_rank_does_not_outlive_its_launcher(tmp_path: Path) -> None:
 
 
 def test_without_a_supervisor_only_stacks_are_to_be_had(tmp_path: Path) -> None:
-    rank = start("import time\nheartbeat.beat('training', 1)\nprint('up', flush=True)\ntime.sleep(100)", None)
-    assert rank.stdout is not None
+    rank = start("import time\nheartbeat.beat('training', 1)\nprint('up', flush=True)\ntime.sleep(1000)", None)
+    assert rank.stdout is not None and rank.stderr is not None
     assert rank.stdout.readline() == "up\n"
     rank.send_signal(STACKS_SIGNAL)
-    time.sleep(0.3)
+    assert any("most recent call first" in line for line in rank.stderr)
     assert rank.poll() is None
     rank.kill()
-    assert "most recent call first" in rank.communicate()[1]
+    rank.communicate()

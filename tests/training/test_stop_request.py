@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from llmscale.training.stop_request import STOP_SIGNALS, StopRequest
+from tests.conftest import HANG_S
 
 
 @pytest.fixture
@@ -56,7 +57,7 @@ libc.pthread_mutex_lock(mutex)  # for itself
 def run_python(code: str, start: str = START + IN_TRAINING, **variables: str) -> tuple[int, str, str]:
     environment = {**os.environ, **variables}
     done = subprocess.run(
-        [sys.executable, "-c", start + code], capture_output=True, text=True, timeout=60, env=environment
+        [sys.executable, "-c", start + code], capture_output=True, text=True, timeout=HANG_S, env=environment
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -124,7 +125,7 @@ def test_all_ranks_of_a_job_on_this_host_are_told_and_no_others() -> None:
         assert rank.stdout is not None
         assert rank.stdout.readline() == "up\n"
     ranks[1].send_signal(signal.SIGTERM)
-    assert [rank.wait(20) for rank in ranks[:3]] == [0, 0, 0]
+    assert [rank.wait(HANG_S) for rank in ranks[:3]] == [0, 0, 0]
     assert ranks[0].communicate()[0].startswith("stopped by SIGTERM before the first step")
     assert ranks[3].poll() is None
     ranks[3].kill()

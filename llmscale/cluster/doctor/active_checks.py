@@ -16,8 +16,8 @@ from llmscale.cluster.doctor.checks_network import (
     promised_bytes_per_s,
 )
 from llmscale.cluster.doctor.checks_run import SharedFolder
+from llmscale.cluster.doctor.checks_system import find_stale_locks
 from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts
-from llmscale.cluster.doctor.ops import find_stale_locks
 from llmscale.cluster.doctor.rows import Row, green, red
 from llmscale.cluster.hostfile import Host
 

@@ -1,4 +1,5 @@
-"""Build DeepSpeed's ops on this host, once: `python -m llmscale.cluster.doctor.build_ops pin_memory async_io`.
+"""DeepSpeed's compiled ops: which of them a ds_config needs, and building them on this host, once:
+`python -m llmscale.cluster.doctor.build_ops pin_memory async_io`. No torch before they are built.
 
 First removes the locks that it is told are left from dead builds: torch waits for them for ever.
 """
@@ -14,10 +15,17 @@ import sys
 import time
 from collections.abc import Sequence
 
-from llmscale.cluster.doctor.ops import NVME_OPS
+from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.engine.silence_libraries import quiet_libraries
 
+#: llmscale trains with torch's own AdamW. `async_io` reads and writes NVMe files, and loads `pin_memory` itself.
+NVME_OPS = ("pin_memory", "async_io")
 _BUILDERS = {"pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
+
+
+def needed_ops(ds: DsConfig) -> tuple[str, ...]:
+    """Names of the ops, in the order they are built. Without NVMe offload there are none."""
+    return NVME_OPS if "nvme" in (ds.offload_optimizer_device, ds.offload_param_device) else ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmscale.cluster.doctor.host_facts import HostFacts, SystemFacts
-from llmscale.cluster.doctor.ops import find_stale_locks
 from llmscale.cluster.doctor.rows import Row, green, listed, placed, red, yellow
+from llmscale.cluster.extension_locks import STALE_LOCK_S
 
 #: Docker gives 64 MiB, too little for NCCL's buffers and the data workers' batches.
 SHM_BYTES = 256 * 2**20
@@ -83,6 +83,17 @@ def _check_shm(systems: Mapping[str, SystemFacts]) -> Iterator[Row]:
     if not small:
         least = min(system.shm_free_bytes for system in systems.values())
         yield green("/dev/shm", f"{least / 2**30:.1f} GiB free")
+
+
+def find_stale_locks(systems: Mapping[str, SystemFacts]) -> dict[str, list[str]]:
+    """Locks of dead builds: hosts by path. One that any host's process holds is live: the cache may be shared."""
+    held = {lock.path for system in systems.values() for lock in system.locks if lock.held}
+    stale: dict[str, list[str]] = {}
+    for host, system in systems.items():
+        for lock in system.locks:
+            if lock.path not in held and lock.age_s > STALE_LOCK_S:
+                stale.setdefault(lock.path, []).append(host)
+    return stale
 
 
 def _check_locks(systems: Mapping[str, SystemFacts]) -> Iterator[Row]:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from llmscale.cluster.doctor.active_checks import build_everywhere, try_all_reduce, try_shared_folder
 from llmscale.cluster.doctor.ask import Asker, last_words
+from llmscale.cluster.doctor.build_ops import needed_ops
 from llmscale.cluster.doctor.checks_devices import check_gpus
 from llmscale.cluster.doctor.checks_hosts import (
     ClockReading,
@@ -26,7 +27,6 @@ from llmscale.cluster.doctor.checks_plan import check_plan
 from llmscale.cluster.doctor.checks_run import check_data, check_ds_config, check_run_config, check_run_folder
 from llmscale.cluster.doctor.checks_system import check_system
 from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts, Request, parse_facts, print_request
-from llmscale.cluster.doctor.ops import needed_ops
 from llmscale.cluster.doctor.probe import SPARE_S
 from llmscale.cluster.doctor.probe_devices import gather_gpus
 from llmscale.cluster.doctor.rows import SEVERITY, Row, yellow

@@ -9,8 +9,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from llmscale.cluster.doctor.build_ops import NVME_OPS
 from llmscale.cluster.doctor.host_facts import SystemFacts
-from llmscale.cluster.doctor.ops import NVME_OPS
 from llmscale.cluster.extension_locks import extensions_folder, find_locks
 
 _SHM = Path("/dev/shm")
@@ -29,12 +29,10 @@ def gather_system() -> SystemFacts:
         shm_bytes=shm.total if shm else 0,
         shm_free_bytes=shm.free if shm else 0,
         memory_bytes=_memory(),
-        cpus=len(os.sched_getaffinity(0)),
         tools={"c++": shutil.which(os.environ.get("CXX", "c++")), "ninja": _ninja()},
         libaio=any(os.path.exists(header) for header in _LIBAIO_HEADERS),
         built_ops=tuple(sorted(name for name in NVME_OPS if _is_built(folder, name))),
         locks=tuple(find_locks(folder)),
-        extensions=str(folder),
     )
 
 

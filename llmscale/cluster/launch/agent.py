@@ -181,21 +181,21 @@ class Agent:
 
     def _beat(self) -> Beat:
         if self._ranks is None:
-            return Beat([], None, False)
+            return Beat([], None)
         # The code first: a rank's last life sign is written before its launcher ends.
         code = self._ranks.launcher_code
-        return Beat(self._ranks.signs(), code, True)
+        return Beat(self._ranks.signs(), code)
 
     def _finish(self, reason: str) -> None:
-        code, killed = None, 0
+        code = None
         if self._ranks:
-            code, killed = self._ranks.end()
+            code = self._ranks.end()
             for output in self._ranks.read_output(is_last=True):
                 self._channel.send(output)
             # The life signs outlive their ranks: the last one says how far each has come.
-            self._channel.send(Beat(self._ranks.signs(), code, True))
+            self._channel.send(Beat(self._ranks.signs(), code))
             self._ranks.close()
-        self._channel.send(Stopped(reason, code, killed))
+        self._channel.send(Stopped(reason, code))
         deadline = time.monotonic() + 2.0
         while self._channel.has_waiting and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -63,7 +63,6 @@ class AttemptRun:
     """Of the ranks; None before they are started."""
     _pending: Verdict | None = None
     _pending_since_s: float = 0.0
-    _told_from_outside: str | None = None
     _stacks: dict[tuple[str, int], Stacks] = field(default_factory=dict)
     """By host and rank."""
 
@@ -137,7 +136,6 @@ class AttemptRun:
             if isinstance(message, Stacks):
                 self._stacks[node.name, message.rank] = message
             elif isinstance(message, Signalled):
-                self._told_from_outside = message.name
                 self.show(f"{node.name}: its agent got {message.name}; its ranks save and stop")
         self._note_progress()
 

@@ -156,7 +156,6 @@ class Beat(Message):
     ranks: list[RankSigns]
     launcher_code: int | None
     """Exit status of DeepSpeed's launcher, negative for a signal; None while it runs or before it does."""
-    launched: bool
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,6 @@ class Stopped(Message):
 
     reason: str
     launcher_code: int | None
-    num_killed: int
 
 
 _KINDS: Mapping[str, type[Message]] = {

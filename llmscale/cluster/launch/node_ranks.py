@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +18,14 @@ from llmscale.cluster.extension_locks import HeldLocks
 from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
 from llmscale.cluster.launch.rank_output import RankOutput
-from llmscale.cluster.launch.starter import starter_command
 from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
 
+#: What may start a host's ranks: DeepSpeed's per-host launcher, or torchrun.
+STARTERS = ("deepspeed", "torchrun")
 #: How long the launcher may take to notice that its ranks are dead and say why.
 _LAUNCHER_WORD_S = 2.5
+#: How long a rank may take to write its stacks.
+_STACKS_WAIT_S = 2.0
 
 
 class NodeRanks:
@@ -106,14 +111,14 @@ class NodeRanks:
             for number in waiting:
                 self.send_signal(number)
 
-    def dump_stacks(self, wait_s: float = 2.0) -> list[Stacks]:
+    def dump_stacks(self) -> list[Stacks]:
         """What every rank is doing. A rank that is stopped (state T) or dead cannot answer."""
         signs = self.signs()
         for sign in signs:
             if sign.alive:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(sign.pid, STACKS_SIGNAL)
-        time.sleep(wait_s)
+        time.sleep(_STACKS_WAIT_S)
         stacks = []
         for sign in signs:
             text = ""
@@ -122,27 +127,48 @@ class NodeRanks:
             stacks.append(Stacks(sign.rank, sign.state, text))
         return stacks
 
-    def end(self) -> tuple[int | None, int]:
-        """SIGKILL whatever runs; the launcher's exit status and how many processes were killed.
+    def end(self) -> int | None:
+        """SIGKILL whatever runs; the launcher's exit status.
 
         The ranks first: the launcher then says how the first of them had ended.
         """
-        killed = kill_descendants(self._launcher.pid)
+        had_ranks = kill_descendants(self._launcher.pid)
         deadline = time.monotonic() + _LAUNCHER_WORD_S
-        while killed and self.launcher_code is None and time.monotonic() < deadline:
+        while had_ranks and self.launcher_code is None and time.monotonic() < deadline:
             time.sleep(0.05)
         code = self.launcher_code
         if code is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._launcher.pid, signal.SIGKILL)
-            killed += 1
         # What left the process group is now a child of this process, which adopts orphans.
-        killed += kill_descendants(os.getpid())
+        kill_descendants(os.getpid())
         self._locks.remove()
         self._launcher.wait()
-        return code, killed
+        return code
 
     def close(self) -> None:
         """Forget the watch folder and close the logs."""
         self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def starter_command(start: Start) -> list[str]:
+    """What to run on host number `start.node_rank`."""
+    program = [start.script, *start.arguments]
+    if start.starter == "torchrun":
+        # Without -- torchrun would take --run for one of its own flags, abbreviated.
+        return [
+            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(start.hosts)}"),
+            *(f"--node-rank={start.node_rank}", f"--nproc-per-node={start.ranks_per_host}", "--max-restarts=0"),
+            *(f"--master-addr={start.master_addr}", f"--master-port={start.master_port}", "--"),
+            *program,
+        ]
+    # What `deepspeed` itself starts on each host, by pdsh or with --no_ssh. Started without `deepspeed` in between,
+    # which returns 0 when this was killed.
+    world = {host: list(range(start.ranks_per_host)) for host in start.hosts}
+    encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
+    return [
+        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encoded}"),
+        *(f"--node_rank={start.node_rank}", f"--master_addr={start.master_addr}"),
+        *(f"--master_port={start.master_port}", "--log_level=warning", *program),
+    ]

@@ -7,13 +7,14 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from llmscale.training.stop_request import STOP_SIGNALS
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_SET_PDEATHSIG = 1
+#: By then whatever SIGKILL can end has ended.
+_KILL_S = 5.0
 _LIBC = ctypes.CDLL(None)
 
 
@@ -53,12 +54,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def kill_descendants(pid: int, timeout_s: float = 5.0, spare: Sequence[int] = ()) -> int:
-    """SIGKILL everything below `pid` but `spare`, again until nothing is left; how many there were. Reaps those that
-    are children of this process."""
-    deadline, killed = time.monotonic() + timeout_s, set()
+def kill_descendants(pid: int) -> int:
+    """SIGKILL everything below `pid`, again until nothing is left; how many there were. Reaps those that are children
+    of this process."""
+    deadline, killed = time.monotonic() + _KILL_S, set()
     while time.monotonic() < deadline:
-        alive = [child for child in descendants(pid) if child not in spare and process_state(child) not in ("", "Z")]
+        alive = [child for child in descendants(pid) if process_state(child) not in ("", "Z")]
         if not alive:
             break
         for child in alive:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from llmscale.cluster.launch.attempt_log import Attempt
 
-#: Ends after which nothing can be gained by trying again.
-FINAL_ENDS = ("finished", "stopped", "user error")
+#: Before the first restart; doubles with each that brought no new step.
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,6 @@ class RetryPolicy:
     """Over one launch."""
     same_step_limit: int = 3
     """Attempts in a row that end after the same step before it is taken for a fault of the run itself."""
-    first_wait_s: float = 1.0
-    """Before the first restart; doubles with each that brought no new step."""
-    longest_wait_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ def decide(attempts: Sequence[Attempt], policy: RetryPolicy) -> Decision:
         return Decision(give_up=f"{same} attempts in a row ended {where} ({last.end}: {last.reason})")
     if len(attempts) > policy.max_restarts:
         return Decision(give_up=f"{policy.max_restarts} restarts were not enough (--max-restarts)")
-    return Decision(wait_s=min(policy.first_wait_s * 2 ** _fruitless(attempts), policy.longest_wait_s))
+    return Decision(wait_s=min(FIRST_WAIT_S * 2 ** _fruitless(attempts), LONGEST_WAIT_S))
 
 
 def _fruitless(attempts: Sequence[Attempt]) -> int:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmscale.data.prepare.pieces import cut_text
-from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, cut_text
 from llmscale.errors import DataError
 
 #: Characters of a long document that are encoded as one piece, where the tokenizer allows a cut.

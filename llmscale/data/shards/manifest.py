@@ -10,9 +10,24 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar, cast, get_args
 
-from llmscale.data.shards.set_rules import LINK_REMEDY, REMEDY, TokenDtype, check_manifest, check_split_names
+from llmscale.data.shards.set_rules import (
+    HASH,
+    HASH_ALGORITHM,
+    LINK_REMEDY,
+    MAX_SEQ_LEN,
+    MAX_SHARD_BYTES,
+    MAX_VOCAB_SIZE,
+    REMEDY,
+    SHARD_NAME,
+    TOKENIZER_FILES,
+    Compression,
+    TokenDtype,
+    check_choice,
+    check_range,
+    check_split_names,
+)
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, parse_json
 from llmscale.untrusted.paths import read_regular
@@ -172,8 +187,43 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
     manifest = _build(Manifest, {**record, "splits": parsed}, where)
     if record.get("fingerprint") != manifest.fingerprint:
         raise DataError(f"{where} was altered: its fingerprint does not match its contents. {REMEDY}")
-    check_manifest(manifest, where)
+    _check_manifest(manifest, where)
     return manifest
+
+
+def _check_manifest(manifest: Manifest, where: str) -> None:
+    """Every value of a manifest whose names and types are right. Raises DataError."""
+    if not manifest.splits:
+        raise DataError(f"{where} has no splits. {REMEDY}")
+    check_range(where, "seq_len", manifest.seq_len, 1, MAX_SEQ_LEN)
+    check_range(where, "vocab_size", manifest.vocab_size, 1, MAX_VOCAB_SIZE)
+    check_range(where, "eot_token", manifest.eot_token, 0, manifest.vocab_size - 1)
+    check_choice(where, "dtype", manifest.dtype, get_args(TokenDtype))
+    check_choice(where, "hash_algorithm", manifest.hash_algorithm, (HASH_ALGORITHM,))
+    check_choice(where, "compression", manifest.compression, get_args(Compression))
+    check_choice(where, "tokenizer_files", manifest.tokenizer_files, TOKENIZER_FILES)
+    for split, made in manifest.splits.items():
+        _check_split(made, manifest, f"{where}, split {split}")
+
+
+def _check_split(split: SplitManifest, manifest: Manifest, where: str) -> None:
+    for name in ("num_documents", "num_text_bytes", "num_tokens", "tail_tokens"):
+        check_range(where, name, getattr(split, name), 0, (1 << 63) - 1)
+    check_range(where, "max_token_id", split.max_token_id, 0, manifest.vocab_size - 1)
+    check_range(where, "num_samples", split.num_samples, 1, split.num_tokens // manifest.seq_len)
+    seen: set[str] = set()
+    for number, shard in enumerate(split.shards):
+        place = f"{where}, shard {number}"
+        if not SHARD_NAME.fullmatch(shard.name):
+            raise DataError(f"{place} names the file {shard.name[:80]!r}. Legal: shard.00000.mds and so on. {REMEDY}")
+        if shard.name in seen:
+            raise DataError(f"{place} names {shard.name} a second time. {REMEDY}")
+        seen.add(shard.name)
+        if not HASH.fullmatch(shard.hash):
+            raise DataError(f"{place}: hash {shard.hash[:40]!r} is no {HASH_ALGORITHM}. {REMEDY}")
+        check_range(place, "bytes", shard.bytes, 1, MAX_SHARD_BYTES)
+        check_range(place, "num_samples", shard.num_samples, 1, shard.bytes // manifest.window_bytes)
+    check_choice(where, "num_samples", split.num_samples, (sum(shard.num_samples for shard in split.shards),))
 
 
 def _parse_split(record: object, where: str) -> SplitManifest:

@@ -1,26 +1,26 @@
-"""Tokenizers behind one interface: bytes, tiktoken (GPT-2 or a ranks file), Hugging Face's `tokenizers`.
+"""The interface of all tokenizers, and the one that needs no library: bytes.
 
 Text is always ordinary text: `<|endoftext|>` inside a document is encoded as those characters and can never
-become the token that ends a document. No library is imported before a tokenizer that needs it is loaded.
+become the token that ends a document.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.shards.manifest import Manifest, load_manifest
-from llmscale.data.shards.set_rules import TOKENIZER_FILES, check_no_links
-from llmscale.errors import DataError, did_you_mean
-
 TokenArray = NDArray[np.uint32]
 
 END_OF_TEXT = "<|endoftext|>"
+#: One newline between two characters that are not whitespace. GPT-2's pattern ends a piece before the newline
+#: and after it, so the tokens of both sides are the same whether the text is cut behind it or not.
+_BORDER = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 class Tokenizer(ABC):
@@ -84,44 +84,14 @@ class ByteTokenizer(Tokenizer):
         return ""
 
 
-def load_tokenizer(spec: str) -> Tokenizer:
-    """Load `gpt2`, `bytes`, a FILE.tiktoken, a tokenizer.json or a folder that holds one.
-
-    Raises DataError when it does not exist, cannot be downloaded or is damaged.
-    """
-    if spec == "bytes":
-        return ByteTokenizer()
-    if spec == "gpt2":
-        from llmscale.data.tokenizers.tiktoken_tokenizer import load_gpt2
-
-        return load_gpt2()
-    path = Path(spec)
-    if path.suffix == ".tiktoken":
-        from llmscale.data.tokenizers.tiktoken_tokenizer import load_ranks_file
-
-        return load_ranks_file(path)
-    if path.is_dir() or path.name == "tokenizer.json":
-        from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
-
-        return load_huggingface(path)
-    raise DataError(
-        f"Tokenizer '{spec}' is neither gpt2, bytes, a FILE.tiktoken nor a folder with a tokenizer.json."
-        f"{did_you_mean(spec, ['gpt2', 'bytes'])} `llmscale data train-tokenizer` trains one."
-    )
-
-
-def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> Tokenizer:
-    """The tokenizer of a prepared set, from the copy that it keeps. Raises DataError when they differ."""
-    manifest = manifest or load_manifest(folder)
-    check_no_links(Path(folder), *TOKENIZER_FILES[manifest.tokenizer_files])
-    if not manifest.tokenizer_files and manifest.tokenizer != "bytes":
-        # Anything else that it names would be a file of this machine.
-        raise DataError(f"{folder} keeps no copy of its tokenizer. Prepare the set again with --overwrite.")
-    spec = str(Path(folder) / manifest.tokenizer_files) if manifest.tokenizer_files else manifest.tokenizer
-    tokenizer = load_tokenizer(spec)
-    if tokenizer.sha256 != manifest.tokenizer_sha256:
-        raise DataError(
-            f"{spec} is not the tokenizer that {folder} was prepared with (sha256 {tokenizer.sha256[:12]}, the "
-            f"manifest says {manifest.tokenizer_sha256[:12]}). Prepare the set again with --overwrite."
-        )
-    return tokenizer
+def cut_text(text: str, limit: int) -> Iterator[str]:
+    """Consecutive pieces of `text`, each ended at the first border behind `limit` characters: no token of a GPT-2-like
+    tokenizer crosses one, so they may be encoded in parallel."""
+    start = 0
+    while len(text) - start > limit:
+        border = _BORDER.search(text, start + limit)
+        if border is None:
+            break
+        yield text[start : border.start()]
+        start = border.start()
+    yield text[start:]

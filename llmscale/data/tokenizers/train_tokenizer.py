@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmscale.data.prepare.atomic_folder import new_folder
-from llmscale.data.prepare.pieces import cut_text
 from llmscale.data.prepare.sources import Source
 from llmscale.data.tokenizers.hf_tokenizer import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
 from llmscale.errors import DataError
 
 #: The 256 byte values and end-of-text.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.engine.collectives import together
 from llmscale.evaluate.text import generate_text
 from llmscale.training.actions.action import DoneStep, StepAction

@@ -19,7 +19,7 @@ from llmscale.cluster.doctor.checks_network import (
     promised_bytes_per_s,
 )
 from tests.cluster.doctor.healthy_facts import break_host, build_host, build_pair
-from tests.conftest import free_port
+from tests.conftest import HANG_S, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -34,12 +34,12 @@ def run_ranks(ranks: int, world_size: int, timeout_s: int) -> subprocess.Complet
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-        timeout=120,
+        timeout=HANG_S,
     )
 
 
 def test_two_ranks_measure() -> None:
-    done = run_ranks(ranks=2, world_size=2, timeout_s=60)
+    done = run_ranks(ranks=2, world_size=2, timeout_s=200)
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(RESULT_MARK)]
     result = AllReduceResult(**json.loads(line.removeprefix(RESULT_MARK)))
@@ -53,7 +53,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     began = time.monotonic()
     done = run_ranks(ranks=1, world_size=2, timeout_s=3)
     assert done.returncode == 1
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100, "the rendezvous waits for half an hour"
     assert "the ranks did not finish within 3 s" in done.stderr
 
 

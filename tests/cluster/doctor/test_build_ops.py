@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.doctor.build_ops import main
-from llmscale.cluster.doctor.ops import needed_ops
+from llmscale.cluster.doctor.build_ops import main, needed_ops
 from llmscale.config.deepspeed.schema import parse_ds_config
 from tests.conftest import REPOSITORY
 

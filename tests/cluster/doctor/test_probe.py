@@ -24,6 +24,7 @@ from llmscale.cluster.doctor.probe_system import gather_system
 from llmscale.cluster.extension_locks import find_locks
 from llmscale.errors import ConfigError
 from tests.cluster.doctor.healthy_facts import build_host
+from tests.conftest import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -53,7 +54,7 @@ def test_the_probe_of_this_machine() -> None:
         text=True,
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=150,
+        timeout=HANG_S,
     )
     facts = parse_facts(done.stdout)
     assert done.returncode == 0
@@ -71,7 +72,7 @@ def test_a_request_of_another_llmscale_is_one_line() -> None:
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=60,
+        timeout=HANG_S,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
@@ -83,10 +84,10 @@ def test_what_hangs_or_fails_is_late_and_the_rest_is_there() -> None:
         raise OSError("Stale file handle")
 
     began = time.monotonic()
-    found, late = _gather({"good": lambda: 1, "stuck": lambda: time.sleep(30), "bad": fail}, timeout_s=0.3)
-    assert time.monotonic() - began < 5
+    found, late = _gather({"good": lambda: 1, "stuck": lambda: time.sleep(30), "bad": fail}, timeout_s=2)
+    assert time.monotonic() - began < 25, "sooner than what is stuck"
     assert found == {"good": 1}
-    assert late == {"stuck": "no answer within 0 s", "bad": "OSError: Stale file handle"}
+    assert late == {"stuck": "no answer within 2 s", "bad": "OSError: Stale file handle"}
 
 
 def test_every_group_is_gathered_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +230,7 @@ def test_a_run_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert facts.exists_at == str(tmp_path)
     assert facts.writable
     assert facts.free_bytes > 0
-    assert (facts.num_checkpoints, facts.checkpoints_bytes) == (0, 0)
+    assert facts.checkpoints_bytes == 0
     assert not (tmp_path / "a").exists()
 
 
@@ -239,10 +240,10 @@ def test_the_checkpoints_in_a_run_folder_are_counted(tmp_path: Path) -> None:
     manifest = CheckpointManifest(10, 0, 1, 0, "fp32", "now", (StoredFile("__0_0.distcp", 1000, ""),))
     save_manifest(folder, manifest)
     facts = describe_folder(tmp_path)
-    assert (facts.num_checkpoints, facts.checkpoints_bytes) == (1, 1000)
+    assert facts.checkpoints_bytes == 1000
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").write_text("")
-    assert describe_folder(tmp_path).num_checkpoints == 0
+    assert describe_folder(tmp_path).checkpoints_bytes == 0
 
 
 def test_a_ds_config_by_the_closed_schema(tmp_path: Path) -> None:

@@ -28,10 +28,10 @@ EVERY_KIND = [
     Hello("/c w d", {"A": "ü $(x)\n"}, "/run", 5.0),
     FindPort(None),
     Start("deepspeed", ["a", "b"], 1, 2, "10.0.0.1", 1, "train.py", ["--x", "a b"], "/logs"),
-    Beat([RankSigns(3, 4, 5, "training", 6, 7, None, True, "S")], None, True),
+    Beat([RankSigns(3, 4, 5, "training", 6, 7, None, True, "S")], None),
     Output(None, "line"),
     Stacks(1, "T", "a\nb"),
-    Stopped("why", -9, 2),
+    Stopped("why", -9),
     Ping(),
 ]
 
@@ -58,8 +58,8 @@ def test_what_is_said_is_what_is_heard(message: Message, pair: tuple[Channel, Ch
         *('{"kind": "Port", "port": true, "was_taken": false}', '{"kind": "Port", "port": 1, "was_taken": 0}'),
         *('{"kind": "Port", "port": 1.5, "was_taken": false}', '{"kind": "Output", "rank": "0", "text": "x"}'),
         *('{"kind": "Output", "rank": 0, "text": ["x"]}', '{"kind": "Beat", "ranks": {}, "launcher_code": null}'),
-        *('{"kind": "Beat", "ranks": [[]], "launcher_code": null, "launched": true}', '{"kind": "Stacks", "rank": {}}'),
-        '{"kind": "Beat", "ranks": [{"rank": 0, "pid": "x"}], "launcher_code": null, "launched": true}',
+        *('{"kind": "Beat", "ranks": [[]], "launcher_code": null}', '{"kind": "Stacks", "rank": {}}'),
+        '{"kind": "Beat", "ranks": [{"rank": 0, "pid": "x"}], "launcher_code": null}',
         '{"kind": "Ready", "pid": 1, "client_address": null, "own_address": {}, "notes": []}',
         '{"kind": "Ready", "pid": 1, "client_address": null, "own_address": null, "notes": [1]}',
         '{"kind": "Output", "rank": ' + "9" * 5000 + ', "text": "x"}',
@@ -97,7 +97,7 @@ def test_a_peer_that_does_not_read_blocks_nobody_and_fills_no_memory(pair: tuple
     for _ in range(200):
         ours.send(Output(0, line))
     ours.send(Ping())
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "it would wait for ever"
     received: list[Message] = []
     while ours.has_waiting or not any(isinstance(message, Ping) for message in received):
         ours.flush()

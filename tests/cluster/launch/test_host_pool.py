@@ -70,7 +70,7 @@ def pump(crew: Crew, times: int = 20) -> list[object]:
 def test_a_host_speaks_for_its_own_ranks_only(crews: Crews) -> None:
     says = lines(
         READY,
-        Beat([sign(rank) for rank in (0, 1, 2, 3, 4, -1)], None, True),
+        Beat([sign(rank) for rank in (0, 1, 2, 3, 4, -1)], None),
         *(Output(rank, f"of {rank}") for rank in (0, 1, 2, 3, 7, None)),
         *(Stacks(rank, "R", "text") for rank in (0, 1, 2, 3, 10**9)),
     )

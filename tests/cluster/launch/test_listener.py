@@ -26,6 +26,7 @@ from llmscale.cluster.launch.messages import Hello, Ping
 from llmscale.cluster.launch.reach import Reach
 from llmscale.cluster.launch.tls import call
 from llmscale.cluster.remote import module_argv
+from tests.conftest import HANG_S
 
 CANARY = "canary-" + secrets.token_hex(16)
 
@@ -56,14 +57,14 @@ def give_secret(listener: Listener, secret: str) -> tuple[socket.socket, threadi
     return connection, thread
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = HANG_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def let_in(listener: Listener, digest: str, timeout_s: float = 20.0) -> Channel:
+def let_in(listener: Listener, digest: str, timeout_s: float = HANG_S) -> Channel:
     found: dict[str, Channel] = {}
 
     def look() -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cluster.launch.rank_output import LINE_BYTES, SHOWN_BYTES, SHOWN_LINES, BoundedLog, RankOutput
+from tests.conftest import HANG_S
 
 
 class Pipe:
@@ -27,7 +28,7 @@ class Pipe:
         return [output.text for output in self.output.read(is_last)]
 
     def until(self, text: bytes) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANG_S
         while not (self.log.exists() and text in self.log.read_bytes()):
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -65,7 +66,7 @@ def test_a_flood_is_drained_without_a_reader_and_its_end_is_shown(pipe: Pipe, bl
     """Nobody calls `read` meanwhile: an agent may be busy for seconds."""
     code = f"import sys; b = {block!r} * (10_000_000 // {len(block)})\nfor _ in range(20): sys.stdout.buffer.write(b)\n"
     rank = subprocess.Popen([sys.executable, "-c", code + "print('\\nthe end')"], stdout=pipe.writing)
-    assert rank.wait(60) == 0
+    assert rank.wait(HANG_S) == 0
     lines = pipe.lines(is_last=True)
     assert lines[-1] == "the end"
     assert "bytes came too fast to be shown" in lines[0]

@@ -31,9 +31,9 @@ def test_an_attempt_that_got_on_is_followed_at_once_by_the_next() -> None:
 
 
 def test_fruitless_attempts_wait_longer_and_longer_up_to_a_bound() -> None:
-    policy = RetryPolicy(same_step_limit=99, longest_wait_s=5.0)
-    waits = [decide(attempts(10, *[9 - n for n in range(count)]), policy).wait_s for count in range(5)]
-    assert waits == [1.0, 2.0, 4.0, 5.0, 5.0]
+    policy = RetryPolicy(same_step_limit=99)
+    waits = [decide(attempts(10, *[9 - n for n in range(count)]), policy).wait_s for count in range(8)]
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
 @pytest.mark.parametrize(("step", "words"), [(7, "after step 7"), (None, "before its first step")])

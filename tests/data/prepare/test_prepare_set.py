@@ -22,8 +22,10 @@ from llmscale.data.prepare.window_shuffle import WindowShuffle, window_keys
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, load_set_tokenizer, load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from llmscale.errors import DataError
+from tests.conftest import HANG_S
 
 WriteDocuments = Callable[..., list[str]]
 SMALL = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
@@ -357,7 +359,7 @@ import sys
 from pathlib import Path
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources import open_source
-from llmscale.data.tokenizers.tokenizer import load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 if __name__ == "__main__":
     options = PrepareOptions(seq_len=64, val_fraction=0.1, shard_bytes=65536)
     prepare(open_source(sys.argv[1]), Path(sys.argv[2]), load_tokenizer("bytes"), options, num_workers=2)
@@ -371,7 +373,7 @@ def test_killed_prepare_leaves_nothing_that_looks_whole_and_can_be_run_again(tmp
     out = tmp_path / "sets" / "set"
     command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "in.jsonl"), str(out)]
     process = subprocess.Popen(command, start_new_session=True)
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + HANG_S
     while not list(out.parent.glob(".set.partial-*/train/shard.00003.mds")):
         assert process.poll() is None and time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -389,7 +391,8 @@ def test_killed_prepare_leaves_nothing_that_looks_whole_and_can_be_run_again(tmp
 
 def _wait_until_gone(group: int) -> None:
     """The tokenising workers of a killed prepare end by themselves."""
-    for _ in range(200):
+    deadline_s = time.monotonic() + HANG_S
+    while time.monotonic() < deadline_s:
         try:
             os.killpg(group, 0)
         except ProcessLookupError:

@@ -17,7 +17,7 @@ from llmscale.data.shards import verify_shards as preflight
 from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.shards.verify_shards import find_damage
-from llmscale.data.tokenizers.tokenizer import load_set_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.errors import DataError
 
 
@@ -214,7 +214,7 @@ def test_processes_share_a_cache(shared_set: Path, tmp_path: Path) -> None:
     before = set(os.listdir("/dev/shm"))
     for process in processes:
         process.start()
-    sums = {queue.get(timeout=60) for _ in processes}
+    sums = {queue.get(timeout=300) for _ in processes}
     for process in processes:
         process.join()
     assert sums == {int(_all(open_set(str(shared_set))).astype(np.int64).sum())}

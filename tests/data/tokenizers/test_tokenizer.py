@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmscale.data.prepare.pieces import cut_text
 from llmscale.data.prepare.sources import open_source
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, load_tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, cut_text
 from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 from llmscale.errors import DataError
 

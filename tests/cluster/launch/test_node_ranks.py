@@ -11,7 +11,7 @@ import pytest
 
 from llmscale.cluster.free_port import find_port
 from llmscale.cluster.launch.messages import Start
-from llmscale.cluster.launch.starter import starter_command
+from llmscale.cluster.launch.node_ranks import starter_command
 
 
 @pytest.mark.parametrize("starter", ["deepspeed", "torchrun"])
