@@ -1,4 +1,4 @@
-"""The stream of micro-batches of one rank: order, deal and shards put together. It never ends.
+"""The stream of micro-batches of one rank: order, rank sharding and shards put together. It never ends.
 
 The position is the number of samples seen: global batch s of a run that never changed G is stream positions
 [s G, (s + 1) G). A feed can be started at any position, with any layout of ranks that divides G, and no state has to be
@@ -301,7 +301,7 @@ class FeedSettings:
     shuffle: bool = True
     """False: the order of the set, the same in every epoch."""
     num_canonical_nodes: int | None = None
-    """Rows that are dealt to nodes whole. Part of the order: leave it as it is when the nodes change."""
+    """Rows that go to nodes whole. Part of the order: leave it as it is when the nodes change."""
     block_size: int | None = None
     """Samples of a row that are shuffled together."""
     saved_order: Mapping[str, object] | None = None

@@ -72,7 +72,7 @@ def numpy_permutation(sizes: np.ndarray, seed: int) -> np.ndarray:
 
 
 def streaming(algorithm: str) -> Orderer:
-    """One of Streaming's shuffles, dealt as a StreamingDataset of one node deals it."""
+    """One of Streaming's shuffles, read as a StreamingDataset of one node reads it."""
 
     def places(sizes: np.ndarray, seed: int) -> np.ndarray:
         n = int(sizes.sum())

@@ -1,4 +1,4 @@
-"""Life signs, in real processes."""
+"""Heartbeats, in real processes."""
 
 from __future__ import annotations
 
