@@ -29,7 +29,7 @@ from llmscale.config.launcher_variables import LauncherVariables, check_meeting_
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
-from llmscale.training.heartbeat import Watch
+from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
@@ -40,15 +40,15 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     without one, signals act as before."""
     began = time.perf_counter()
     prepare_streams()
-    stop, watch = stop or StopRequest(), Watch(None, 0)
+    stop, heartbeat = stop or StopRequest(), Heartbeat(None, 0)
     here: LauncherVariables | None = None
     run_folder: Path | None = None
     try:
         here = read_launcher_variables(os.environ)
-        watch = Watch.from_environment()
-        watch.install()
-        stop.before_early_end.append(watch.end_early)
-        if not watch.is_supervised:
+        heartbeat = Heartbeat.from_environment()
+        heartbeat.install()
+        stop.before_early_end.append(heartbeat.end_early)
+        if not heartbeat.is_supervised:
             stop.watch_launchers()
         config = parse_run_config(sys.argv[1:] if argv is None else argv)
         run_folder = config.run
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         make_output_patient()
         run = prepare_run(config, world_size=here.world_size)
         check_meeting_point(here, os.environ)
-        status = train(run, stop, watch, began)
+        status = train(run, stop, heartbeat, began)
     except OutOfMemory as error:
         # It may have happened on this rank alone, so each speaks for itself.
         say_error(str(error))
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         status = 2
     except SystemExit as end:
         # --help; what it says may not arrive.
-        watch.end(1)
+        heartbeat.end(1)
         if end.code or output_arrives():
             raise
         status = 1
@@ -81,28 +81,28 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             stop.end_now()
         say_unexpected(error, run_folder)
         status = 1
-    watch.end(status)
+    heartbeat.end(status)
     return status
 
 
-def train(run: PreparedRun, stop: StopRequest, watch: Watch, began: float) -> int:
+def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float) -> int:
     """Everything after the checks. `began` is when the process started, on perf_counter's clock."""
     from llmscale.training.build_session import open_session
 
     with explained_out_of_memory(run), open_session(run, stop, began) as session:
-        for step in range(session.first_step, run.resolved.total_steps):
+        for step in range(session.step, run.resolved.total_steps):
             micro_batches = session.fetch(step)
-            verdict = session.agree(step)
-            if verdict.save:
+            decision = session.agree(step)
+            if decision.save:
                 session.save()
-            if verdict.stop:
+            if decision.stop:
                 stop.leave_start_up()
-                watch.beat("stopped", step)
+                heartbeat.beat("stopped", step)
                 break
-            session.train(step, micro_batches)
+            done = session.train(step, micro_batches)
             stop.leave_start_up()
-            session.after()
-            watch.beat("training", session.step)
+            session.after(done)
+            heartbeat.beat("training", session.step)
         session.finish()
     return 0
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import read_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
+from tests.config.deepspeed.test_resolve import Size
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "ds_configs"
@@ -66,16 +69,9 @@ def load(name: str) -> dict[str, object]:
 
 
 def resolve(name: str, has_gpu: bool = False) -> dict[str, object]:
-    return resolve_ds_config(
-        read_ds_config(FOLDER / f"{name}.json"),
-        micro_batch_size=2,
-        gradient_accumulation_steps=3,
-        global_batch_size=6,
-        world_size=1,
-        n_embd=64,
-        num_parameters=100_001,
-        has_gpu=has_gpu,
-    )
+    plan = BatchPlan(6, 2, 3, ParallelLayout(1), seq_len=16)
+    resolved = resolve_ds_config(read_ds_config(FOLDER / f"{name}.json"), Size(64, 100_001), plan)
+    return resolved if has_gpu else without_pinned_memory(resolved)
 
 
 def test_every_file_states_its_idea() -> None:
@@ -110,7 +106,7 @@ def test_the_name_says_what_the_file_does(name: str) -> None:
     device = "nvme" if "nvme" in name else "cpu" if "offload" in name else "none"
     assert config.offload_optimizer_device == device
     assert config.offload_param_device == (device if config.zero_stage == 3 else "none")
-    assert config.activation_checkpointing == ("ckpt" in name)
+    assert config.checkpointing == ("full" if "ckpt" in name else "none")
     assert config.cpu_checkpointing == name.endswith("ckpt_cpu")
 
 

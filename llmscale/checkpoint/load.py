@@ -12,12 +12,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner, engine_fragments
-from llmscale.checkpoint.history import FoundCheckpoints, find_checkpoints, report_passed_over
+from llmscale.checkpoint.history import find_checkpoints, report_passed_over
 from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
 from llmscale.checkpoint.locate import no_checkpoint_to_take
 from llmscale.checkpoint.manifest import MANIFEST_NAME, checkpoints_folder, find_damage
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.tensor_archive import DTYPES
+from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.zero_shards import (
     MASTER,
     group_scalars,
@@ -43,7 +44,8 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str]
     Collective: the ranks share the hashing. `report` gets a line for everything that is passed over. Raises
     CheckpointError when there are checkpoints and none is good: starting from scratch must be the user's word.
     """
-    found = _find_together(run, group)
+    # The main rank's answer counts: a rank that reads the folder a moment later must not choose another.
+    found = on_main_rank(group, lambda: find_checkpoints(run))
     report_passed_over(found, report)
     for folder, damage in found.damaged:
         report(f"WARNING: {folder.name} is damaged and passed over: {damage}")
@@ -63,25 +65,10 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str]
     return None
 
 
-def _find_together(run: Path, group: dist.ProcessGroup) -> FoundCheckpoints:
-    """What the main rank finds: a rank that reads the folder a moment later must not choose another. Collective."""
-    answers: list[FoundCheckpoints | str] = [""]
-    if dist.get_rank(group) == 0:
-        try:
-            answers = [find_checkpoints(run)]
-        except CheckpointError as error:
-            answers = [str(error)]
-    dist.broadcast_object_list(answers, src=0, group=group)
-    if isinstance(answers[0], str):
-        raise CheckpointError(answers[0])
-    return answers[0]
-
-
 def find_damage_together(folder: Path, group: dist.ProcessGroup) -> str | None:
     """find_damage with the hashing shared by all ranks. Collective; the same answer everywhere."""
-    findings: list[str | None] = [None] * dist.get_world_size(group)
-    own = find_damage(folder, dist.get_rank(group), dist.get_world_size(group))
-    dist.all_gather_object(findings, own, group=group)
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    findings = gather(group, together(group, lambda: find_damage(folder, rank, world_size)))
     return next((finding for finding in findings if finding), None)
 
 

@@ -31,8 +31,6 @@ class RunState:
     precision: str
     optimizer_scalars: dict[str, dict[str, float]]
     """Per optimizer group: states that are one number, such as Adam's step count."""
-    optimizer_groups: dict[str, dict[str, object]]
-    """Per optimizer group: hyperparameters."""
     loss_scaler: dict[str, float] | None = None
     """Memory of fp16's dynamic loss scaler."""
     wandb_run_id: str | None = None
@@ -54,6 +52,7 @@ class RunState:
 def parse_run_state(values: Mapping[str, object]) -> RunState:
     """The inverse of RunState.as_dict. Raises CheckpointError when a field is missing or unknown."""
     names = {f.name for f in fields(RunState)}
+    values = {key: value for key, value in values.items() if key not in _DROPPED}
     if set(values) - names:
         raise CheckpointError(
             f"the checkpoint holds {', '.join(sorted(set(values) - names))}, which this version does not know: "
@@ -69,6 +68,10 @@ def parse_run_state(values: Mapping[str, object]) -> RunState:
     return state
 
 
+#: In older checkpoints, and never read: the optimizer's groups are built from the configuration.
+_DROPPED = ("optimizer_groups",)
+
+
 def _is_table_of_numbers(value: object) -> bool:
     return isinstance(value, Mapping) and all(
         isinstance(row, Mapping) and all(isinstance(number, (int, float)) for number in row.values())
@@ -82,9 +85,6 @@ _LEGAL: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("identity", "config"), lambda value: isinstance(value, Mapping)),
     "precision": lambda value: isinstance(value, str),
     "optimizer_scalars": _is_table_of_numbers,
-    "optimizer_groups": lambda value: (
-        isinstance(value, Mapping) and all(isinstance(group, Mapping) for group in value.values())
-    ),
     "loss_scaler": lambda value: value is None or _is_table_of_numbers({"": value}),
     "wandb_run_id": lambda value: value is None or is_plain_name(value),
 }

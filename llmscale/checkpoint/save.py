@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,10 @@ from llmscale.checkpoint.manifest import (
     hash_file,
 )
 from llmscale.checkpoint.retention import free_name
+from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.errors import CheckpointError
+
+_T = TypeVar("_T")
 
 #: Space beyond the tensors that a save asks for: index, manifest, state, and the file system's own overhead.
 SPARE_BYTES = 64 * 2**20
@@ -116,7 +122,7 @@ class CheckpointSaver:
             )
             problems = self._commit(partial, snapshot)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception but a BaseException
-            # Whatever went wrong on one rank was raised on all of them: DCP and _together see to that.
+            # Whatever went wrong on one rank was raised on all of them: DCP and collectives.py see to that.
             if partial is not None:
                 self._discard(partial)
             self._report(
@@ -132,8 +138,7 @@ class CheckpointSaver:
     def _prepare(self, final: Path, snapshot: Snapshot) -> Path:
         """Make the folder to write into, and see that there is room, before a byte is written."""
         needed = sum(fragment.local.nbytes for fragment in snapshot.fragments.values())
-        total = torch.tensor(needed)
-        dist.all_reduce(total, group=self._group)
+        total = sum(gather(self._group, needed))
 
         def prepare() -> Path:
             self._check_run_folder()
@@ -142,7 +147,7 @@ class CheckpointSaver:
             partial.mkdir()
             free = shutil.disk_usage(partial).free
             # At stage 0 every rank holds everything, and one copy is written.
-            wanted = (needed if snapshot.zero_stage == 0 else int(total)) + SPARE_BYTES
+            wanted = (needed if snapshot.zero_stage == 0 else total) + SPARE_BYTES
             if free < wanted:
                 partial.rmdir()
                 raise OSError(
@@ -152,41 +157,29 @@ class CheckpointSaver:
                 )
             return partial
 
-        partial = self._together(prepare if dist.get_rank() == 0 else None)[0]
+        partial = on_main_rank(self._group, _explained(prepare))
         try:
-            self._together(lambda: _check_visible(partial))
-        except OSError:
+            together(self._group, lambda: _check_visible(partial))
+        except Exception:
             self._discard(partial)
             raise
         return partial
 
     def _commit(self, partial: Path, snapshot: Snapshot) -> list[str]:
         """Hash on every rank; then the main rank makes it a checkpoint. What else could not be done, a line each."""
-        own = self._together(lambda: [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))])
-        files = tuple(file for files_of_rank in own for file in files_of_rank)
+
+        def hash_own() -> list[StoredFile]:
+            return [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))]
+
+        of_ranks = gather(self._group, together(self._group, _explained(hash_own)))
+        files = tuple(itertools.chain.from_iterable(of_ranks))
 
         def commit() -> list[str]:
             self._check_run_folder()
             manifest = _build_manifest(snapshot, files, self._history)
             return commit_checkpoint(self._run, partial, manifest, snapshot.state, self._retention)
 
-        return self._together(commit if dist.get_rank() == 0 else None)[0]
-
-    def _together(self, action: Callable[[], object] | None) -> list:
-        """Run `action` where there is one, and raise on every rank when it failed on any. Returns the ranks'
-        results."""
-        result: object = None
-        failure: str | None = None
-        try:
-            result = action() if action else None
-        except Exception as error:
-            failure = _first_cause(error)
-        outcomes: list[tuple[object, str | None]] = [(None, None)] * dist.get_world_size()
-        dist.all_gather_object(outcomes, (result, failure), group=self._group)
-        for rank, (_, text) in enumerate(outcomes):
-            if text is not None:
-                raise OSError(f"rank {rank}: {text}")
-        return [value for value, _ in outcomes]
+        return on_main_rank(self._group, _explained(commit))
 
     def _discard(self, partial: Path) -> None:
         if dist.get_rank() == 0:
@@ -201,7 +194,7 @@ def _check_visible(partial: Path) -> None:
         if partial.is_dir():
             return
         time.sleep(0.1)
-    raise OSError(
+    raise CheckpointError(
         f"{partial.parent} on host {os.uname().nodename} is not the main rank's folder. Every node must write to "
         "one shared file system: put --run on NFS, Lustre or the like"
     )
@@ -218,6 +211,18 @@ def _build_manifest(snapshot: Snapshot, files: tuple[StoredFile, ...], history: 
         files=files,
         history=history,
     )
+
+
+def _explained(action: Callable[[], _T]) -> Callable[[], _T]:
+    """`action` that raises CheckpointError: whatever can go wrong in a save is foreseen."""
+
+    def attempt() -> _T:
+        try:
+            return action()
+        except Exception as error:
+            raise CheckpointError(_first_cause(error)) from error
+
+    return attempt
 
 
 def _first_cause(error: BaseException) -> str:

@@ -20,7 +20,7 @@ def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
     words += _flag("global_batch_size", fit.plan.global_batch_size)
     words += _flag("micro_batch_size", fit.plan.micro_batch_size)
     # What the file does not say by itself: DeepSpeed has a section that means `full`, and none for `selective`.
-    if fit.strategy.checkpointing != ("full" if fit.ds.activation_checkpointing else "none"):
+    if fit.strategy.checkpointing != fit.ds.checkpointing:
         words += _flag("activation_checkpointing", fit.strategy.checkpointing)
     return shlex.join(words)
 

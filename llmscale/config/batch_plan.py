@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 
 #: Without a micro-batch from the user, the largest one of at most this many tokens per forward is taken: enough to
@@ -13,7 +14,7 @@ DEFAULT_MICRO_BATCH_TOKENS = 16_384
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch_size = micro_batch_size x gradient_accumulation_steps x world_size, always exactly."""
+    """global_batch_size = micro_batch_size x gradient_accumulation_steps x data_parallel_size, always exactly."""
 
     global_batch_size: int
     """Sequences per optimizer step over all ranks; fixed for a run, whatever the number of ranks."""
@@ -21,8 +22,7 @@ class BatchPlan:
     """Sequences per rank and forward pass."""
     gradient_accumulation_steps: int
     """Forward passes per rank and optimizer step."""
-    world_size: int
-    """Data-parallel ranks."""
+    ranks: ParallelLayout
     seq_len: int
     """Tokens per sequence."""
 
@@ -33,44 +33,56 @@ class BatchPlan:
     @property
     def samples_per_rank(self) -> int:
         """Sequences of one optimizer step on one rank."""
-        return self.global_batch_size // self.world_size
+        return self.global_batch_size // self.ranks.data_parallel_size
+
+    def as_dict(self) -> dict[str, int]:
+        """Plain values for the run folder."""
+        return {
+            "global_batch_size": self.global_batch_size,
+            "micro_batch_size": self.micro_batch_size,
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "world_size": self.ranks.world_size,
+            "seq_len": self.seq_len,
+        }
 
     def describe(self) -> str:
         """One line with the multiplication spelled out."""
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
-            f"x {self.gradient_accumulation_steps} accumulation x {self.world_size} ranks "
+            f"x {self.gradient_accumulation_steps} accumulation x {self.ranks.data_parallel_size} ranks "
             f"= {self.tokens_per_step:,} tokens per step"
         )
 
 
 def build_batch_plan(
-    *, global_batch_size: int, world_size: int, seq_len: int, micro_batch_size: int | None = None
+    *, global_batch_size: int, ranks: ParallelLayout, seq_len: int, micro_batch_size: int | None = None
 ) -> BatchPlan:
-    """Divide `global_batch_size` sequences over `world_size` ranks.
+    """Divide `global_batch_size` sequences over the data-parallel ranks.
 
     The micro-batch defaults to the largest divisor of a rank's share that stays within DEFAULT_MICRO_BATCH_TOKENS.
     Raises ConfigError that lists the legal world sizes and micro-batches when the division leaves a remainder.
     """
     if global_batch_size < 1:
         raise ConfigError(f"global_batch_size must be at least 1 sequence, not {global_batch_size}.")
-    if global_batch_size % world_size:
+    size = ranks.data_parallel_size
+    if global_batch_size % size:
+        legal_sizes = [parts * ranks.sequence_parallel_size for parts in divisors(global_batch_size)]
         raise ConfigError(
-            f"global_batch_size {global_batch_size} cannot be divided over {world_size} ranks. "
-            f"Legal world sizes for it: {_listed(divisors(global_batch_size))}. "
-            f"Or change --global-batch-size to {_nearest_multiples(global_batch_size, world_size)}."
+            f"global_batch_size {global_batch_size} cannot be divided over {size} ranks. "
+            f"Legal world sizes for it: {_listed(legal_sizes)}. "
+            f"Or change --global-batch-size to {_nearest_multiples(global_batch_size, size)}."
         )
-    share = global_batch_size // world_size
+    share = global_batch_size // size
     legal = divisors(share)
     if micro_batch_size is None:
         fitting = [size for size in legal if size * seq_len <= DEFAULT_MICRO_BATCH_TOKENS]
         micro_batch_size = max(fitting, default=1)
     if micro_batch_size < 1 or share % micro_batch_size:
         raise ConfigError(
-            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences that each of {world_size} "
+            f"micro_batch_size {micro_batch_size} does not divide the {share} sequences that each of {size} "
             f"ranks has per step (global_batch_size {global_batch_size}). Legal micro-batches: {_listed(legal)}."
         )
-    return BatchPlan(global_batch_size, micro_batch_size, share // micro_batch_size, world_size, seq_len)
+    return BatchPlan(global_batch_size, micro_batch_size, share // micro_batch_size, ranks, seq_len)
 
 
 def divisors(number: int) -> list[int]:

@@ -1,11 +1,16 @@
-"""Resolve a RunConfig once: shape, batch plan, schedule and steps, frozen and saved in the run folder. No torch."""
+"""Resolve a run once: what its flags, its ds_config, its data and its ranks come to, in one frozen object. No torch."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
+from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
+from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
@@ -25,38 +30,67 @@ class SetFacts:
 
 
 @dataclass(frozen=True)
-class ResolvedRun:
-    """Everything about a run that follows from its configuration, its data and its number of ranks."""
+class ResolvedStep:
+    """Everything that the memory and the time of one optimizer step follow from."""
 
     shape: GPTShape
     plan: BatchPlan
+    ds: DsConfig
+    """The file, with what flags override."""
+    ds_config: Mapping[str, object]
+    """What `deepspeed.initialize` gets: nothing in it is open."""
+    checkpointing: CheckpointingMode
+
+    @property
+    def precision(self) -> Precision:
+        return self.ds.precision
+
+    @property
+    def zero_stage(self) -> int:
+        return self.ds.zero_stage
+
+
+@dataclass(frozen=True)
+class ResolvedRun(ResolvedStep):
+    """Everything about a run that follows from its configuration, its ds_config, its data and its number of ranks."""
+
     schedule: Schedule
-    total_steps: int
+
+    @property
+    def total_steps(self) -> int:
+        return self.schedule.total_steps
 
     @property
     def total_tokens(self) -> int:
         return self.total_steps * self.plan.tokens_per_step
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for the run folder."""
-        return asdict(self)
+        """Plain values for the run folder, which keeps the ds_config in a file of its own."""
+        return {
+            "shape": asdict(self.shape),
+            "plan": self.plan.as_dict(),
+            "schedule": asdict(self.schedule),
+            "total_steps": self.total_steps,
+        }
+
+    def on_cpu(self) -> ResolvedRun:
+        """The same where there is no GPU."""
+        return replace(self, ds_config=without_pinned_memory(self.ds_config))
 
 
-def resolve_run(config: RunConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
-    """Fill every default that depends on another key, the data or the world size. Raises ConfigError."""
-    preset = get_preset(config.model)
+def resolve_step(ds: DsConfig, shape: GPTShape, plan: BatchPlan, checkpointing: CheckpointingMode) -> ResolvedStep:
+    """Fill what the ds_config leaves open. Raises ConfigError when it contradicts the plan."""
+    return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing)
+
+
+def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
+    """Fill every default that depends on another key, the ds_config, the data or the world size. Raises ConfigError."""
     shape = resolve_shape(config, facts)
-    plan = build_batch_plan(
-        global_batch_size=_global_batch_size(config, preset.global_batch_tokens, shape.seq_len),
-        world_size=world_size,
-        seq_len=shape.seq_len,
-        micro_batch_size=config.micro_batch_size,
-    )
-    total_steps = config.steps or _steps_of(config.tokens, plan)
-    if total_steps is None:
-        total_steps = max(1, facts.num_train_samples // plan.global_batch_size)
-    schedule = _resolve_schedule(config, preset.learning_rate, plan, total_steps)
-    return ResolvedRun(shape, plan, schedule, total_steps)
+    plan = resolve_batch(config, shape.seq_len, world_size)
+    schedule = resolve_schedule(config, plan, facts.num_train_samples)
+    chosen = ds.with_flags(config.precision, config.gradient_clipping)
+    mode = config.activation_checkpointing or ds.checkpointing
+    return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, schedule)
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
@@ -76,6 +110,16 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
         activation=config.activation or preset.activation,
         dropout=config.dropout,
         bias=config.bias,
+    )
+
+
+def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:
+    """The global batch, the flags' or the preset's, divided over the ranks."""
+    return build_batch_plan(
+        global_batch_size=_global_batch_size(config, get_preset(config.model).global_batch_tokens, seq_len),
+        ranks=ParallelLayout(world_size),
+        seq_len=seq_len,
+        micro_batch_size=config.micro_batch_size,
     )
 
 
@@ -99,7 +143,11 @@ def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
     return None if tokens is None else -(-tokens // plan.tokens_per_step)
 
 
-def _resolve_schedule(config: RunConfig, preset_lr: float, plan: BatchPlan, total_steps: int) -> Schedule:
+def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int) -> Schedule:
+    """The steps of the run, by default one pass over the data, and the learning rate over them."""
+    total_steps = config.steps or _steps_of(config.tokens, plan)
+    if total_steps is None:
+        total_steps = max(1, num_train_samples // plan.global_batch_size)
     warmup_steps = config.warmup_steps if config.warmup_steps is not None else _steps_of(config.warmup_tokens, plan)
     if warmup_steps is None:
         warmup_steps = min(2000, total_steps // 100)
@@ -109,4 +157,5 @@ def _resolve_schedule(config: RunConfig, preset_lr: float, plan: BatchPlan, tota
     min_lr_frac = config.min_lr_frac
     if min_lr_frac is None:
         min_lr_frac = 0.1 if config.schedule == "cosine" else 0.0
-    return Schedule(config.schedule, config.lr or preset_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)
+    peak_lr = config.lr or get_preset(config.model).learning_rate
+    return Schedule(config.schedule, peak_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from llmscale.data.order import feistel_blocks_1
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.order.rank_sharding import RankLayout, deal
+from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.data.order.sample_order import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_CANONICAL_NODES,
@@ -74,13 +74,13 @@ class FeedPlan:
     @property
     def global_batch_size(self) -> int:
         """Sequences per step, over all ranks."""
-        return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.world_size
+        return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
 def rank_sample_ids(order: Order, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
     """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
     positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
-    return order.sample_ids(deal(positions, order.rows(positions), plan.layout))
+    return order.sample_ids(shard_batch(positions, order.rows(positions), plan.layout))
 
 
 class Feed(Iterator[MicroBatch]):

@@ -44,9 +44,9 @@ def validation_batches(
     Micro-batches are dealt round the ranks. Raises ConfigError for an empty choice, DataError while reading.
     """
     ids = validation_sample_ids(len(shards), max_samples)
-    per_round = micro_batch_size * layout.world_size
+    per_round = micro_batch_size * layout.data_parallel_size
     for start in range(0, len(ids), per_round):
-        begin = start + layout.rank * micro_batch_size
+        begin = start + layout.data_parallel_rank * micro_batch_size
         mine = ids[begin : begin + micro_batch_size]
         windows = shards.read(mine if len(mine) else ids[:1])
         yield ValidationBatch(torch.from_numpy(windows.astype(np.int64)), torch.from_numpy(mine.copy()), len(mine))

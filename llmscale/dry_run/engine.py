@@ -13,18 +13,15 @@ import gc
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
-from llmscale.config.resolve import ResolvedRun
+from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
-from llmscale.config.schedule import Schedule
 from llmscale.dry_run.attribution import Attribution
 from llmscale.dry_run.caching_allocator import least_capacity_bytes
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
@@ -71,26 +68,19 @@ class DryRun:
     """What the simulation took."""
 
 
-def dry_run(
-    shape: GPTShape,
-    plan: BatchPlan,
-    ds_config: Mapping[str, object],
-    *,
-    zero_stage: int,
-    precision: Precision,
-    checkpointing: CheckpointingMode,
-) -> DryRun:
-    """Simulate training on the GPUs of a plan. `ds_config` is a resolved one (`resolve_ds_config`).
+def dry_run(resolved: ResolvedStep) -> DryRun:
+    """Simulate training on the GPUs of its plan.
 
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
     """
-    _refuse_nvme(ds_config)
+    _refuse_nvme(resolved.ds_config)
+    shape, plan = resolved.shape, resolved.plan
     start = time.perf_counter()
     micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
     with contextlib.ExitStack() as stack:
-        tracker = _enter_simulation(stack, shape, plan.world_size)
+        tracker = _enter_simulation(stack, shape, plan.ranks.world_size)
         with tracker.phase("build", Category.OPTIMIZER):
-            engine = _build(shape, plan, ds_config, micro_steps, zero_stage, precision, checkpointing)
+            engine = _build(resolved, micro_steps)
         _label(engine, tracker)
         _watch_gradients(engine, tracker)
         gc.collect()
@@ -127,29 +117,14 @@ def _enter_simulation(stack: contextlib.ExitStack, shape: GPTShape, world_size: 
     )
 
 
-def _build(
-    shape: GPTShape,
-    plan: BatchPlan,
-    ds_config: Mapping[str, object],
-    micro_steps: int,
-    zero_stage: int,
-    precision: Precision,
-    checkpointing: CheckpointingMode,
-) -> DeepSpeedEngine:
-    schedule = Schedule("constant", 1e-4, 0, _STEPS, _STEPS, 0.0)
+def _build(resolved: ResolvedStep, micro_steps: int) -> DeepSpeedEngine:
+    plan = resolved.plan
     simulated = {
-        **ds_config,
+        **resolved.ds_config,
         "gradient_accumulation_steps": micro_steps,
-        "train_batch_size": plan.micro_batch_size * micro_steps * plan.world_size,
+        "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
     }
-    return build_engine(
-        RunConfig.model_validate({}),
-        ResolvedRun(shape, plan, schedule, _STEPS),
-        simulated,
-        zero_stage=zero_stage,
-        precision=precision,
-        checkpointing=checkpointing,
-    )
+    return build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated))
 
 
 def _train_step(

@@ -1,10 +1,14 @@
-"""What all ranks must decide together, once per step: stop now, or fail together. Never one rank alone."""
+"""What all ranks do together on the host, or fail together: never one rank alone. The one failure protocol.
+
+An error that is meant for the user reaches every rank. What nobody foresaw keeps its traceback on the rank where it
+happened; the others raise MachineError, so that nobody waits for a peer that is gone. All groups are host-side (gloo).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,7 +19,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What the ranks agreed on at a step boundary."""
 
     stop: bool
@@ -29,61 +33,81 @@ class Verdict:
 def agree(
     group: dist.ProcessGroup,
     *,
-    stop: bool,
+    stop: bool = False,
     save: bool = False,
     ids_checksum: int = 0,
-    failure: LlmscaleError | None = None,
-) -> Verdict:
-    """One small all-reduce over the host-side group. Collective: every rank must call it at the same boundary.
+    failure: Exception | None = None,
+) -> Decision:
+    """One small all-reduce. Collective: every rank must call it at the same boundary.
 
     When any rank reports a failure, every rank raises DataError with the text of all that failed, or MachineError when
-    nothing else failed anywhere: one clear error everywhere, and nobody waits for a peer that is gone.
+    nothing else failed anywhere; a rank whose own failure nobody foresaw raises that one.
     """
     votes = torch.tensor([int(stop), int(save), int(failure is not None), ids_checksum % 2**62], dtype=torch.int64)
     dist.all_reduce(votes, group=group)
     if votes[2]:
         _raise_together(group, failure)
-    return Verdict(bool(votes[0]), bool(votes[1]), int(votes[3]) % 2**62)
+    return Decision(bool(votes[0]), bool(votes[1]), int(votes[3]) % 2**62)
 
 
 def together(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
-    """Run `action` on every rank; when it raises on any, every rank raises. Collective.
-
-    What nobody foresaw keeps its traceback on the rank where it happened; the others raise MachineError.
-    """
-    result, failure, unforeseen = None, None, None
+    """Run `action` on every rank, and return what it returned here; when it raises on any, every rank raises, as in
+    `agree`. Collective."""
+    result, failure = None, None
     try:
         result = action()
-    except LlmscaleError as error:
-        failure = error
     except Exception as error:
-        failure, unforeseen = MachineError(f"unexpected {type(error).__name__}: {error}"), error
-    try:
-        agree(group, stop=False, failure=failure)
-    except LlmscaleError:
-        if unforeseen is None:
-            raise
-    if unforeseen is not None:
-        raise unforeseen
+        failure = error
+    agree(group, failure=failure)
     return cast("_T", result)
 
 
-def on_main_rank(group: dist.ProcessGroup, action: Callable[[], object]) -> None:
-    """Run `action` on the main rank; when it raises an LlmscaleError there, every rank raises. Collective."""
-    together(group, action if dist.get_rank(group) == 0 else lambda: None)
+def on_main_rank(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
+    """Run `action` on the main rank alone: every rank returns what it returned, or raises what it raised. Collective.
+
+    What it returns goes over the network as a pickle.
+    """
+    result, failure = None, None
+    if dist.get_rank(group) == 0:
+        try:
+            result = action()
+        except Exception as error:
+            failure = error
+    outcome: list[Any] = [result, failure and _for_the_others(failure)]
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    result, told = outcome
+    if isinstance(told, MachineError):
+        told.is_on_every_rank = True
+    if told is not None:
+        raise failure or told
+    return cast("_T", result)
 
 
-def _raise_together(group: dist.ProcessGroup, failure: LlmscaleError | None) -> None:
-    own = None if failure is None else (str(failure), isinstance(failure, MachineError))
-    failures: list[tuple[str, bool] | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(failures, own, group=group)
-    told = [(rank, *failed) for rank, failed in enumerate(failures) if failed is not None]
+def gather(group: dist.ProcessGroup, value: _T) -> list[_T]:
+    """Every rank's value, in rank order, on every rank; pickled. Collective."""
+    values: list[_T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _for_the_others(failure: Exception) -> LlmscaleError:
+    """One line for the ranks that have no traceback of it."""
+    if isinstance(failure, LlmscaleError):
+        return failure
+    return MachineError(f"unexpected {type(failure).__name__}: {failure}")
+
+
+def _raise_together(group: dist.ProcessGroup, failure: Exception | None) -> None:
+    told = gather(group, failure and _for_the_others(failure))
+    if failure is not None and not isinstance(failure, LlmscaleError):
+        raise failure
     texts: dict[str, list[int]] = {}
-    for rank, text, _ in told:
-        texts.setdefault(text, []).append(rank)
+    for rank, error in enumerate(told):
+        if error is not None:
+            texts.setdefault(str(error), []).append(rank)
     summary = "; ".join(f"{text} (rank {', '.join(map(str, ranks))})" for text, ranks in texts.items())
-    if not all(is_machines for _, _, is_machines in told):
+    if not all(error is None or isinstance(error, MachineError) for error in told):
         raise DataError(summary)
-    error = MachineError(summary)
-    error.is_on_every_rank = True
-    raise error
+    of_all = MachineError(summary)
+    of_all.is_on_every_rank = True
+    raise of_all

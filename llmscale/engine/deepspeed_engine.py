@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
-from llmscale.config.resolve import ResolvedRun
+from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
@@ -27,49 +27,33 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-def build_model(
-    resolved: ResolvedRun,
-    *,
-    seed: int,
-    checkpointing: CheckpointingMode,
-    ds_config: Mapping[str, object],
-    zero_stage: int,
-) -> nn.Module:
+def build_model(resolved: ResolvedStep, *, seed: int) -> nn.Module:
     """The GPT; at stage 3 sharded while it is built, so that it may be larger than one device."""
     import deepspeed
 
-    section = ds_config.get("activation_checkpointing", {})
-    checkpoint = build_block_checkpoint(checkpointing, section if isinstance(section, dict) else {})
-    sharded = deepspeed.zero.Init(config_dict_or_path=dict(ds_config)) if zero_stage == 3 else contextlib.nullcontext()
-    with sharded:
+    section = resolved.ds_config.get("activation_checkpointing", {})
+    checkpoint = build_block_checkpoint(resolved.checkpointing, section if isinstance(section, dict) else {})
+    is_sharded, ds_config = resolved.zero_stage == 3, dict(resolved.ds_config)
+    with deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else contextlib.nullcontext():
         return GPT(resolved.shape, seed=seed, checkpoint=checkpoint)
 
 
-def build_engine(
-    config: RunConfig,
-    resolved: ResolvedRun,
-    ds_config: Mapping[str, object],
-    *,
-    zero_stage: int,
-    precision: Precision,
-    checkpointing: CheckpointingMode,
-) -> DeepSpeedEngine:
-    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run
-    `precision`."""
+def build_engine(config: RunConfig, resolved: ResolvedStep) -> DeepSpeedEngine:
+    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run the
+    precision."""
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
     check_deepspeed_version()
+    ds_config = resolved.ds_config
     check_async_io(ds_config)
-    check_precision(precision)
-    model = build_model(
-        resolved, seed=config.seed, checkpointing=checkpointing, ds_config=ds_config, zero_stage=zero_stage
-    )
+    check_precision(resolved.precision)
+    model = build_model(resolved, seed=config.seed)
     optimizer = build_optimizer(
         model,
         name=config.optimizer,
-        zero_stage=zero_stage,
+        zero_stage=resolved.zero_stage,
         # DeepSpeed steps some optimizers once at start-up to create their state; at 0 no weight decays in that step.
         lr=0.0,
         weight_decay=config.weight_decay,

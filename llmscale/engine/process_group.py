@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from llmscale.config.launcher_variables import check_started_alone
+from llmscale.engine.collectives import gather
 from llmscale.engine.network_interface import set_network_interface
 from llmscale.engine.silence_libraries import quiet_libraries
 from llmscale.errors import MachineError
@@ -124,8 +125,7 @@ def leave_out_shared_memory_op() -> None:
 
 def _gather_ranks_per_node(local_rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
     """A node begins at each rank whose local rank is 0."""
-    local_ranks: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(local_ranks, local_rank, group=group)
+    local_ranks = gather(group, local_rank)
     starts = [rank for rank, local in enumerate(local_ranks) if local == 0] + [len(local_ranks)]
     return tuple(end - start for start, end in itertools.pairwise(starts))
 

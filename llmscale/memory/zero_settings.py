@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmscale.config.deepspeed.sections import Bf16, DsFile, Dtype, OffloadDevice, Precision, ZeroOptimization
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import allocated_bytes
 
@@ -41,7 +42,7 @@ class EngineLayout:
     """How DeepSpeed lays a model out over ranks. Sizes of buffers in elements."""
 
     zero_stage: int
-    world_size: int
+    ranks: ParallelLayout
     precision: Precision
     grad_accum_dtype: Dtype
     """What gradients are summed in over micro-batches."""
@@ -88,7 +89,7 @@ class EngineLayout:
         return BYTES_PER_ELEMENT[self.grad_accum_dtype]
 
 
-def build_layout(ds_config: Mapping[str, object], world_size: int) -> EngineLayout:
+def build_layout(ds_config: Mapping[str, object], ranks: ParallelLayout) -> EngineLayout:
     """The layout of what `config.deepspeed.resolve` returns; ConfigError when it is not resolved."""
     keys = DsFile.model_validate(dict(ds_config))
     zero = keys.zero
@@ -98,7 +99,7 @@ def build_layout(ds_config: Mapping[str, object], world_size: int) -> EngineLayo
         raise ConfigError("this ds_config has no data_types.grad_accum_dtype; memory is estimated from a resolved one.")
     return EngineLayout(
         zero_stage=zero.stage,
-        world_size=world_size,
+        ranks=ranks,
         precision=keys.precision,
         grad_accum_dtype=keys.data_types.grad_accum_dtype,
         communication_dtype=keys.communication_data_type,

@@ -82,8 +82,8 @@ def fitted_rows(gpu: GPU) -> FittedRows | None:
 
 def beyond_rows(rows: FittedRows, shape: GPTShape, layout: EngineLayout) -> Iterator[str]:
     """Everything about a run that no row has."""
-    if not rows.gpus[0] <= layout.world_size <= rows.gpus[1]:
-        yield f"{layout.world_size:,} GPU{'s' if layout.world_size > 1 else ''}"
+    if not rows.gpus[0] <= layout.ranks.world_size <= rows.gpus[1]:
+        yield f"{layout.ranks.world_size:,} GPU{'s' if layout.ranks.world_size > 1 else ''}"
     if not rows.parameters[0] / _NEAR <= shape.num_parameters <= rows.parameters[1] * _NEAR:
         yield f"{format_quantity(shape.num_parameters)} parameters"
     if not rows.seq_len[0] <= shape.seq_len <= rows.seq_len[1]:
@@ -101,6 +101,6 @@ def calibration_words(rows: FittedRows, shape: GPTShape, layout: EngineLayout) -
     beyond = list(beyond_rows(rows, shape, layout))
     if not beyond:
         return f"calibrated: {rows.describe()}; {ERROR_WITHIN}"
-    is_larger = layout.world_size > rows.gpus[1] or shape.num_parameters > rows.parameters[1] * _NEAR
+    is_larger = layout.ranks.world_size > rows.gpus[1] or shape.num_parameters > rows.parameters[1] * _NEAR
     error = _LARGER_SCALE if is_larger else "the error there is not known"
     return f"extrapolated beyond the {rows.describe()}: {', '.join(beyond)}; {error}"

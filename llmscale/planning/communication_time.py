@@ -37,9 +37,9 @@ class Traffic:
     collectives: int
     """Calls, for their latency."""
 
-    def bytes_per_rank(self, world_size: int) -> float:
-        """Bytes through one rank's link in one direction."""
-        return (self.gathered_bytes + self.reduced_bytes) * (world_size - 1) / world_size
+    def bytes_per_rank(self, ring_ranks: int) -> float:
+        """Bytes through one rank's link in one direction, in a ring of all ranks that hold shards."""
+        return (self.gathered_bytes + self.reduced_bytes) * (ring_ranks - 1) / ring_ranks
 
 
 def count_traffic(shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode) -> Traffic:
@@ -90,7 +90,6 @@ def estimate_communication_s(
     traffic: Traffic, gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect: Interconnect
 ) -> float:
     """Seconds of one optimizer step that ranks wait for each other's bytes."""
-    world_size = gpus_per_node * num_nodes
     rate = ring_bytes_per_s(gpu, gpus_per_node, num_nodes, interconnect)
     latency_s = traffic.collectives * (num_nodes - 1) * interconnect.latency_s
-    return SLOWDOWN * traffic.bytes_per_rank(world_size) / rate + latency_s
+    return SLOWDOWN * traffic.bytes_per_rank(gpus_per_node * num_nodes) / rate + latency_s

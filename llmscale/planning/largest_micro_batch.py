@@ -10,6 +10,7 @@ from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
 from llmscale.memory.zero_settings import EngineLayout, build_layout
 from llmscale.planning.strategy import (
@@ -97,24 +98,10 @@ class Fit:
         return self.spare_bytes >= 0 and (host is None or host >= 0)
 
 
-def resolve_on_gpus(ds: DsConfig, shape: GPTShape, plan: BatchPlan) -> dict[str, object]:
-    """What train.py would hand to DeepSpeed on GPUs. Raises ConfigError."""
-    return resolve_ds_config(
-        ds,
-        micro_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        global_batch_size=plan.global_batch_size,
-        world_size=plan.world_size,
-        n_embd=shape.n_embd,
-        num_parameters=shape.num_parameters,
-        has_gpu=True,
-    )
-
-
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Fit:
     """One micro-batch. Raises ConfigError when it does not divide a rank's share of the global batch."""
     plan = _plan(job, micro_batch_size)
-    return _fit(ds, job, checkpointing, plan, build_layout(resolve_on_gpus(ds, job.shape, plan), plan.world_size))
+    return _fit(ds, job, checkpointing, plan, build_layout(resolve_ds_config(ds, job.shape, plan), plan.ranks))
 
 
 def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Fit:
@@ -135,7 +122,7 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
             return whole
     # What the file says is resolved once: of the plan, only the accumulation matters to the layout.
     smallest = _plan(job, sizes[0])
-    layout = build_layout(resolve_on_gpus(ds, job.shape, smallest), smallest.world_size)
+    layout = build_layout(resolve_ds_config(ds, job.shape, smallest), smallest.ranks)
     return _bisect(ds, job, checkpointing, sizes[:-1], layout)
 
 
@@ -192,7 +179,7 @@ def _fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, plan: BatchPl
 def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
     return build_batch_plan(
         global_batch_size=job.global_batch_size,
-        world_size=job.machines.world_size,
+        ranks=ParallelLayout(job.machines.world_size),
         seq_len=job.shape.seq_len,
         micro_batch_size=micro_batch_size,
     )

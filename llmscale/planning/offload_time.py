@@ -40,7 +40,7 @@ def estimate_offload_s(
     host: HostRates,
 ) -> float:
     """Seconds of one optimizer step that a rank waits for its host: copies, Adam on the CPU, the disk."""
-    share = shape.num_parameters / layout.world_size
+    share = shape.num_parameters / layout.ranks.shard_ranks
     micro_steps = layout.gradient_accumulation_steps
     link_bytes = 0.0
     nvme_bytes = 0.0
@@ -52,7 +52,7 @@ def estimate_offload_s(
         if layout.offload_optimizer.device == "nvme":
             nvme_bytes += share * _NVME_STATE_BYTES
     if layout.offload_param.device != "none":
-        shards = traffic.gathered_bytes / layout.world_size
+        shards = traffic.gathered_bytes / layout.ranks.shard_ranks
         link_bytes += shards
         if layout.offload_param.device == "nvme":
             nvme_bytes += shards

@@ -74,8 +74,8 @@ def estimate_throughput(
     micro_step_s = estimate_compute_s(shape, plan.micro_batch_size, layout.precision, checkpointing, gpu)
     if micro_step_s is None:
         return None
-    ranks_per_node = min(gpus_per_node, plan.world_size)
-    num_nodes = -(-plan.world_size // ranks_per_node)
+    ranks_per_node = min(gpus_per_node, plan.ranks.world_size)
+    num_nodes = -(-plan.ranks.world_size // ranks_per_node)
     traffic = count_traffic(shape, layout, checkpointing)
     compute_s = micro_step_s * plan.gradient_accumulation_steps
     communication_s = estimate_communication_s(traffic, gpu, ranks_per_node, num_nodes, interconnect)
@@ -84,12 +84,12 @@ def estimate_throughput(
     )
     optimizer_s = 0.0
     if optimizer_on_gpu(layout):
-        share = shape.num_parameters / (layout.world_size if layout.zero_stage else 1)
+        share = shape.num_parameters / (layout.ranks.shard_ranks if layout.zero_stage else 1)
         optimizer_s = share * _ADAM_BYTES / memory_bytes_per_s(gpu)
     rows = fitted_rows(gpu)
     step_s = compute_s + communication_s + optimizer_s + offload_s
     tokens_per_second = plan.tokens_per_step / step_s
-    mfu = tokens_per_second * shape.flops_per_token / (plan.world_size * gpu.dense_16bit_flops)
+    mfu = tokens_per_second * shape.flops_per_token / (plan.ranks.world_size * gpu.dense_16bit_flops)
     return Throughput(
         step_s=step_s,
         compute_s=compute_s,

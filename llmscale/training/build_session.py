@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from llmscale.checkpoint.load import load_engine, load_weights
 from llmscale.checkpoint.locate import find_checkpoint
-from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
-from llmscale.checkpoint.save import CheckpointSaver
 from llmscale.config.run_config import RunConfig
-from llmscale.data.sample_log import SampleRecorder, next_session
-from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+from llmscale.data.loader import Feed
+from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.engine.deepspeed_engine import build_engine, check_precision
+from llmscale.engine.device_memory import device_memory_bytes
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
-from llmscale.evaluate.text import generate_text
+from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
+from llmscale.training.live_run import LiveRun
 from llmscale.training.memory_report import estimate_line, estimate_run
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.rank_fingerprint import check_one_run_folder, check_ranks_agree, check_same_checkpoint
+from llmscale.training.rank_fingerprint import check_ranks_agree, check_same_checkpoint, claim_one_run_folder
 from llmscale.training.resume import ResumePoint, enter_history, find_named_checkpoint, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_data import open_feed, open_validation, run_order
+from llmscale.training.run_data import open_feed, open_validation, run_identity
 from llmscale.training.run_folder import CONFIG_NAME, save_run_description
 from llmscale.training.run_inputs import PreparedRun, as_plain
-from llmscale.training.session import Session, report_on_main
+from llmscale.training.session import Session
 from llmscale.training.startup_summary import describe_run
+from llmscale.training.step_actions import build_actions
 from llmscale.training.stop_request import StopRequest
-from llmscale.training.throughput import device_memory_bytes
+from llmscale.training.throughput import StepMeter
 from llmscale.training.wandb_run import WandbLog, start_wandb
+from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
     from wandb.sdk.wandb_run import Run
-
-#: Tokens per sample printed during training.
-SAMPLE_TOKENS = 48
 
 
 @dataclass
@@ -74,103 +71,101 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
 
 def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunFolderClaim) -> Session:
     clock = StartupClock({"checks and imports": time.perf_counter() - began})
-    config = run.config
     with clock.phase("ranks"):
         world = join_world()
         report = report_on_main(world)
-        together(world.control, lambda: check_precision(run.precision))
-        ds_config = resolve_ds(run)
-        check_ranks_agree(run, ds_config, world)
-        on_main_rank(world.control, claim.take)
-        check_one_run_folder(claim, world)
+        run = run if is_gpu() else run.on_cpu()
+        _begin_alike(run, world, claim)
     with clock.phase("checkpoint check"):
-        point = find_resume_point(config, lambda saved: run_identity(run, saved), world.control, report)
-        source = together(world.control, lambda: _source_of_weights(config, point))
-        check_same_checkpoint(source, world)
-        on_main_rank(world.control, lambda: _clean(config.run, report))
+        point = _choose_checkpoint(run, world, report)
     state = point.state if point else None
-    first_step, first_sample = (state.step, state.samples_seen) if state else (0, 0)
-    saved_order = state.saved_order if state else None
     with clock.phase("data"):
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
-        feed = together(
-            world.control, lambda: open_feed(run, world, start_sample=first_sample, saved_order=saved_order)
-        )
-        validation_shards = together(world.control, lambda: open_validation(run))
-    now = hyperparameters(run, ds_config)
-    estimate = estimate_run(run, ds_config)
+        feed, validation_shards = _open_data(run, world, state)
+    estimate = estimate_run(run)
     with clock.phase("engine"):
-        engine = build_run_engine(run, ds_config)
+        engine = build_engine(run.config, run.resolved)
     with clock.phase("checkpoint load"):
         _load(run, engine, point, world, report)
     wandb_run = _start_wandb(run, world, state)
-    history = enter_history(config.run, point, world.control, report)
-    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, ds_config, is_new=point is None)))
-    describe_run(run, ds_config, world, feed.order.num_samples, report)
-    report(estimate_line(estimate, device_memory_bytes()))
-    if state:
-        for line in (*change_lines(state, run, now), *finished_lines(state, run)):
-            report(line)
-    return Session(
+    history = enter_history(run.config.run, point, world.control, report)
+    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
+    live = LiveRun(
         run=run,
         world=world,
         engine=engine,
         feed=feed,
         validation_shards=validation_shards,
-        saver=_saver(run, history, claim, report),
-        open_recorder=lambda step: _recorder(run, world, claim, step),
-        log=_metrics_log(run, wandb_run, claim) if world.is_main else None,
-        stop=stop,
-        first_step=first_step,
-        first_sample=first_sample,
-        skipped_before=state.skipped_steps if state else 0,
-        identity=run_identity(run, saved_order),
-        hyperparameters=now,
-        estimate=estimate,
-        wandb_run_id=wandb_run.id if wandb_run else (state.wandb_run_id if state else None),
-        sample_text=_sampler(run, engine) if config.sample_every else None,
-        report=report,
-        startup_s=clock.seconds,
-        claim=claim,
+        state=state,
         history=history,
+        claim=claim,
+        log=_metrics_log(run, wandb_run, claim) if world.is_main else None,
+        wandb_run_id=wandb_run.id if wandb_run else (state.wandb_run_id if state else None),
+        estimate=estimate,
+        startup_s=clock.seconds,
+        meter=StepMeter(world.device),
+        report=report,
     )
+    _announce(live)
+    return _begin(live, stop)
 
 
-def run_identity(run: PreparedRun, saved_order: Mapping[str, object] | None) -> dict[str, object]:
-    """What a checkpoint of this run records as unchangeable."""
-    order = run_order(run, saved_order)
-    return run.identity(dict(order.identity(run.location.manifest.fingerprint)))
+def _begin_alike(run: PreparedRun, world: World, claim: RunFolderClaim) -> None:
+    """See that all ranks can run this, mean the same, and have one run folder. Collective."""
+    together(world.control, lambda: check_precision(run.resolved.precision))
+    check_ranks_agree(run, world)
+    claim_one_run_folder(claim, world)
 
 
-def build_run_engine(run: PreparedRun, ds_config: Mapping[str, object]) -> DeepSpeedEngine:
-    """The engine of a run, untrained. Collective."""
-    return build_engine(
-        run.config,
-        run.resolved,
-        ds_config,
-        zero_stage=run.zero_stage,
-        precision=run.precision,
-        checkpointing=run.checkpointing,
-    )
+def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
+    """The checkpoint that the run goes on from; what interrupted saves left in its folder goes. Collective."""
+    point = find_resume_point(run.config, lambda saved: run_identity(run, saved), world.control, report)
+    source = together(world.control, lambda: _source_of_weights(run.config, point))
+    check_same_checkpoint(source, world)
+    on_main_rank(world.control, lambda: _clean(run.config.run, report))
+    return point
 
 
-def _describe(run: PreparedRun, ds_config: Mapping[str, object], *, is_new: bool) -> None:
+def _open_data(run: PreparedRun, world: World, state: RunState | None) -> tuple[Feed, TokenShards | None]:
+    """Training samples from where the run goes on, and the validation split. Collective."""
+    start_sample, saved_order = (state.samples_seen, state.saved_order) if state else (0, None)
+    feed = together(world.control, lambda: open_feed(run, world, start_sample=start_sample, saved_order=saved_order))
+    return feed, together(world.control, lambda: open_validation(run))
+
+
+def _announce(live: LiveRun) -> None:
+    """What is about to be trained, and what a continued run does differently."""
+    run, report = live.run, live.report
+    describe_run(run, live.world, live.feed.order.num_samples, report)
+    report(estimate_line(live.estimate, device_memory_bytes()))
+    if live.state:
+        for line in (*change_lines(live.state, run, hyperparameters(run)), *finished_lines(live.state, run)):
+            report(line)
+
+
+def _begin(live: LiveRun, stop: StopRequest) -> Session:
+    """Everything is there: what happens at steps may begin. Collective."""
+    actions = build_actions(live)
+    session = Session(live, stop, actions, SaveCheckpoints(live, actions))
+    for action in actions:
+        action.begin(live.first_step)
+    return session
+
+
+def report_on_main(world: World) -> Callable[[str], None]:
+    """One line on stdout from the main rank, nothing from the others."""
+
+    def report(line: str) -> None:
+        if world.is_main:
+            print_visible(line, flush=True)
+
+    return report
+
+
+def _describe(run: PreparedRun, *, is_new: bool) -> None:
     folder = run.config.run
     is_new = is_new or not (folder / CONFIG_NAME).exists()
-    save_run_description(folder, as_plain(run.config), run.resolved.as_dict(), ds_config, is_new=is_new)
-
-
-def _saver(run: PreparedRun, history: History, claim: RunFolderClaim, report: Callable[[str], None]) -> CheckpointSaver:
-    config = run.config
-    return CheckpointSaver(
-        config.run,
-        keep_last=config.keep_last,
-        keep_every=config.keep_every,
-        in_background=config.async_save,
-        report=report,
-        history=history,
-        check_run_folder=claim.check,
-    )
+    save_run_description(folder, as_plain(run.config), run.resolved.as_dict(), run.resolved.ds_config, is_new=is_new)
 
 
 def _source_of_weights(config: RunConfig, point: ResumePoint | None) -> Path | None:
@@ -183,11 +178,6 @@ def _source_of_weights(config: RunConfig, point: ResumePoint | None) -> Path | N
 def _clean(run_folder: Path, report: Callable[[str], None]) -> None:
     for line in remove_leftovers(run_folder):
         report(line)
-
-
-def resolve_ds(run: PreparedRun) -> dict[str, object]:
-    """What DeepSpeed gets on this device."""
-    return run.ds_config(has_gpu=is_gpu())
 
 
 def _load(
@@ -207,63 +197,29 @@ def _load(
     load_engine(engine, point.folder, point.state, world.control)
     set_scaler_state(engine, point.state.loss_scaler)
     report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
-    if point.state.precision != run.precision:
+    if point.state.precision != run.resolved.precision:
         report(
-            f"precision changes from {point.state.precision} to {run.precision}: fp32 master weights and optimizer "
-            "states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
+            f"precision changes from {point.state.precision} to {run.resolved.precision}: fp32 master weights and "
+            "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
 
 
 def _start_wandb(run: PreparedRun, world: World, state: RunState | None) -> Run | None:
+    """On the main rank, when asked for. Collective."""
     config = run.config
-    started: list[Run] = []
-    if config.wandb:
-        on_main_rank(
-            world.control,
-            lambda: started.append(
-                start_wandb(
-                    config.run,
-                    project=config.wandb_project,
-                    name=config.wandb_name or config.run.name,
-                    config=as_plain(config) | run.resolved.as_dict(),
-                    run_id=state.wandb_run_id if state else None,
-                )
-            ),
+
+    def start() -> Run:
+        return start_wandb(
+            config.run,
+            project=config.wandb_project,
+            name=config.wandb_name or config.run.name,
+            config=as_plain(config) | run.resolved.as_dict(),
+            run_id=state.wandb_run_id if state else None,
         )
-    return started[0] if started else None
 
-
-def _recorder(run: PreparedRun, world: World, claim: RunFolderClaim, first_step: int) -> SampleRecorder | None:
-    """One session number for all ranks, chosen by the main rank."""
-    if not run.config.record_samples:
-        return None
-    numbers = [next_session(run.config.run) if world.is_main else -1]
-    dist.broadcast_object_list(numbers, src=0, group=world.control)
-    place = {"session": numbers[0], "rank": world.rank, "world_size": world.world_size, "start_step": first_step}
-    return together(world.control, lambda: SampleRecorder(run.config.run, **place, check=claim.check))
+    return together(world.control, lambda: start() if config.wandb and world.is_main else None)
 
 
 def _metrics_log(run: PreparedRun, wandb_run: Run | None, claim: RunFolderClaim) -> MetricsLog:
     wandb_log = WandbLog(wandb_run) if wandb_run else None
     return MetricsLog(run.config.run, run.resolved.total_steps, wandb_log, check=claim.check)
-
-
-def _sampler(run: PreparedRun, engine: DeepSpeedEngine) -> Callable[[], str]:
-    """Generates on every rank alike, because ZeRO-3 gathers weights in every forward pass."""
-    tokenizer = load_set_tokenizer(run.location.folder, run.location.manifest)
-    prompt = run.config.sample_prompt
-
-    def generate() -> str:
-        pieces = generate_text(
-            engine.module,
-            tokenizer,
-            prompt,
-            max_new_tokens=SAMPLE_TOKENS,
-            temperature=0.8,
-            top_k=50,
-            top_p=None,
-            seed=run.config.seed,
-        )
-        return prompt + "".join(pieces)
-
-    return generate

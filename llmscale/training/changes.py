@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import cast
 
 from llmscale.checkpoint.run_state import RunState
-from llmscale.config.resolve import SetFacts, resolve_run
+from llmscale.config.resolve import resolve_schedule
 from llmscale.config.schedule import Schedule
 from llmscale.training.run_inputs import PreparedRun, as_plain
 
@@ -26,24 +26,25 @@ _SCHEDULE = {
 _SMOOTH = 0.05
 
 
-def hyperparameters(run: PreparedRun, ds_config: Mapping[str, object]) -> dict[str, object]:
+def hyperparameters(run: PreparedRun) -> dict[str, object]:
     """What decides how steps are made, with every default filled in; it may change on resume. Plain values.
 
     What may not is the run's identity (run_config.CHANGES_THAT_BREAK).
     """
-    config, schedule = run.config, asdict(run.resolved.schedule)
+    config, resolved = run.config, run.resolved
+    ds_config, schedule = resolved.ds_config, asdict(resolved.schedule)
     values: dict[str, object] = {flag: schedule[key] for key, flag in _SCHEDULE.items()}
     values |= {key: getattr(config, key) for key in _KEYS}
     types = cast("Mapping[str, object]", ds_config["data_types"])
     return values | {
         "gradient_clipping": ds_config["gradient_clipping"],
-        "activation": run.resolved.shape.activation,
-        "precision": run.precision,
+        "activation": resolved.shape.activation,
+        "precision": resolved.precision,
         "grad_accum_dtype": types["grad_accum_dtype"],
-        "zero_stage": run.zero_stage,
-        "world_size": run.resolved.plan.world_size,
-        "micro_batch_size": run.resolved.plan.micro_batch_size,
-        "activation_checkpointing": run.checkpointing,
+        "zero_stage": resolved.zero_stage,
+        "world_size": resolved.plan.ranks.world_size,
+        "micro_batch_size": resolved.plan.micro_batch_size,
+        "activation_checkpointing": resolved.checkpointing,
     }
 
 
@@ -74,10 +75,8 @@ def finished_lines(state: RunState, run: PreparedRun) -> Iterator[str]:
     if state.step < total:
         return
     more = 2 * state.step
-    manifest = run.location.manifest
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
     wanted = config.model_copy(update={"steps": more, "tokens": None})
-    longer = resolve_run(wanted, facts, run.resolved.plan.world_size).schedule
+    longer = resolve_schedule(wanted, run.resolved.plan, run.location.manifest.splits["train"].num_samples)
     last, following = (_schedule_of(state) or longer).learning_rate(state.step - 1), longer.learning_rate(state.step)
     yield (
         f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To go on, give "

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.errors import LlmscaleError, TrainingError
@@ -16,8 +16,9 @@ from llmscale.planning.largest_micro_batch import Job, Machines
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.training.run_inputs import PreparedRun
 
-#: The step after which the measured peak stands beside the estimate: the first one lacks what DeepSpeed learns in it.
-MEASURED_AFTER_STEPS = 2
+if TYPE_CHECKING:
+    from llmscale.engine.device_memory import MeasuredMemory
+
 #: A run that does not fit where the estimate says it should needs a change that saves at least this part of it.
 _LEAST_SAVING = 0.1
 
@@ -31,23 +32,13 @@ class OutOfMemory(TrainingError):
     """A rank's memory was not enough."""
 
 
-@dataclass(frozen=True)
-class MeasuredMemory:
-    """Peaks of one rank since its process started."""
-
-    allocated_bytes: int
-    """In tensors."""
-    reserved_bytes: int
-    """Held by the caching allocator."""
-
-
-def estimate_run(run: PreparedRun, ds_config: Mapping[str, object]) -> MemoryEstimate | None:
+def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
     """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled."""
     if run.config.optimizer != "adamw":
         return None
-    plan = run.resolved.plan
-    layout = build_layout(ds_config, plan.world_size)
-    return estimate_memory(run.resolved.shape, plan.micro_batch_size, layout, run.checkpointing)
+    resolved, plan = run.resolved, run.resolved.plan
+    layout = build_layout(resolved.ds_config, plan.ranks)
+    return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
 
 
 def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
@@ -64,7 +55,7 @@ def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str
 
 
 def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> str:
-    """After step MEASURED_AFTER_STEPS."""
+    """When the first steps are done."""
     line = (
         f"memory: measured peak {format_size(measured.allocated_bytes)} allocated, "
         f"{format_size(measured.reserved_bytes)} reserved on the main rank"
@@ -85,7 +76,7 @@ def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         # torch is there already when memory runs out.
-        from llmscale.training.throughput import device_memory_bytes
+        from llmscale.engine.device_memory import device_memory_bytes
 
         raise OutOfMemory(explain_out_of_memory(run, str(error), device_memory_bytes())) from error
 
@@ -103,7 +94,7 @@ def explain_out_of_memory(run: PreparedRun, message: str, gpu_bytes: int | None)
     rank = os.environ.get("RANK", "0")
     what = " ".join(message.split()) or "MemoryError"
     lines = [f"rank {rank} ran out of memory: {what[:300]}"]
-    estimate = estimate_run(run, run.ds_config(has_gpu=gpu_bytes is not None))
+    estimate = estimate_run(run)
     if estimate is None:
         return lines[0]
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
@@ -122,14 +113,13 @@ def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
 
 
 def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -> str:
-    plan = run.resolved.plan
+    resolved, plan = run.resolved, run.resolved.plan
     limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    ds = run.ds if run.config.precision is None else run.ds.with_precision(run.config.precision)
-    job = Job(run.resolved.shape, plan.global_batch_size, _machines(plan, limit))
+    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit))
     try:
-        change = find_smallest_change(ds, job, run.checkpointing, plan.micro_batch_size)
+        change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:
         return f"no change could be worked out: {error}"
     if change is None:
@@ -142,5 +132,5 @@ def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -
 
 
 def _machines(plan: BatchPlan, gpu_bytes: int) -> Machines:
-    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.world_size))
-    return Machines(max(1, plan.world_size // ranks_per_node), ranks_per_node, gpu_bytes)
+    ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
+    return Machines(max(1, plan.ranks.world_size // ranks_per_node), ranks_per_node, gpu_bytes)

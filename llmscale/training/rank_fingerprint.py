@@ -8,7 +8,6 @@ that agree with it, so that a thousand ranks cost no more than two.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -21,12 +20,12 @@ import torch.distributed as dist
 import llmscale
 from llmscale.checkpoint.manifest import MANIFEST_NAME
 from llmscale.data.shards.manifest import Manifest
-from llmscale.engine.collectives import together
+from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.process_group import World
+from llmscale.files.source_hashes import hash_or_reason, source_hashes
 from llmscale.training.rank_differences import (
     DATA_SECTION,
     SOURCES_SECTION,
-    Contribution,
     Section,
     contribute,
     explain,
@@ -60,28 +59,27 @@ _VARIABLES = (
 )
 
 
-def check_ranks_agree(run: PreparedRun, ds_config: Mapping[str, object], world: World) -> None:
+def check_ranks_agree(run: PreparedRun, world: World) -> None:
     """Raise on every rank, with what differs, the values and the ranks, unless all were started alike. Collective."""
-    compare_ranks(run_sections(run, ds_config, world.device.type), world.control)
+    compare_ranks(run_sections(run, world.device.type), world.control)
 
 
 def check_same_checkpoint(folder: Path | None, world: World) -> None:
     """The same for the checkpoint that this rank goes on from. Collective."""
     chosen = {"name": "none", MANIFEST_NAME: "none"}
     if folder is not None:
-        chosen = {"name": folder.name, MANIFEST_NAME: _hash(folder / MANIFEST_NAME)}
+        chosen = {"name": folder.name, MANIFEST_NAME: hash_or_reason(folder / MANIFEST_NAME)}
     compare_ranks({"checkpoint": chosen}, world.control)
 
 
-def check_one_run_folder(claim: RunFolderClaim, world: World) -> None:
-    """Raise on every rank unless all see the folder that the main rank has claimed. Collective."""
-    owners = [claim.owner if world.is_main else ""]
-    dist.broadcast_object_list(owners, src=0, group=world.control)
+def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
+    """Have the main rank claim the run folder. Raise on every rank unless it can and all see it. Collective."""
+    owner = on_main_rank(world.control, claim.take)
     # Not on the main rank itself: closing a second handle of a locked file releases the lock.
-    together(world.control, lambda: None if world.is_main else claim.check_is_seen(owners[0]))
+    together(world.control, lambda: None if world.is_main else claim.check_is_seen(owner))
 
 
-def run_sections(run: PreparedRun, ds_config: Mapping[str, object], device_type: str) -> dict[str, Section]:
+def run_sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
     """What this rank was started with."""
     versions = {name: str(version) for name, version in library_versions().items()}
     # A patch release of Python changes no arithmetic.
@@ -89,7 +87,7 @@ def run_sections(run: PreparedRun, ds_config: Mapping[str, object], device_type:
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
     return {
         "configuration": _configuration(run),
-        "ds_config": _without_local_paths(flatten(ds_config)),
+        "ds_config": _without_local_paths(flatten(run.resolved.ds_config)),
         DATA_SECTION: _data_set(run.location.manifest),
         SOURCES_SECTION: source_hashes(Path(llmscale.__file__).parent),
         "versions": versions,
@@ -104,7 +102,7 @@ def _configuration(run: PreparedRun) -> dict[str, str]:
     # Which checkpoint a path means is compared by the checkpoint itself.
     kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
     kept["init_from"] = None if run.config.init_from is None else "a checkpoint"
-    kept |= {"precision": run.precision, "activation_checkpointing": run.checkpointing}
+    kept |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
     values = {key: _text(value) for key, value in kept.items()}
     for path, text in flatten(resolved).items():
         name = path.rpartition(".")[2]
@@ -123,11 +121,6 @@ def _data_set(manifest: Manifest) -> dict[str, str]:
     return values
 
 
-def source_hashes(package: Path) -> dict[str, str]:
-    """sha256 of every Python file of a package, by its path within."""
-    return {path.relative_to(package).as_posix(): _hash(path) for path in sorted(package.rglob("*.py"))}
-
-
 def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
     """Nested mappings as one, keys joined by dots, values as text."""
     flat: dict[str, str] = {}
@@ -144,26 +137,16 @@ def _without_local_paths(values: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in values.items() if not key.endswith("nvme_path")}
 
 
-def _hash(path: Path) -> str:
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-
-
 def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
 
 
 def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> None:
     """Raise ConfigError, or DataError when only data differs, on every rank unless all bring the same. Collective."""
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    contributions: list[Contribution] = [contribute(sections)] * world_size
-    dist.all_gather_object(contributions, contributions[rank], group=group)
+    contributions = gather(group, contribute(sections))
     speakers = find_speakers(contributions)
     if not speakers:
         return
-    own = {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks}
-    details: list[Mapping[str, Section]] = [own] * world_size
-    dist.all_gather_object(details, own, group=group)
+    rank = dist.get_rank(group)
+    details = gather(group, {name: sections.get(name, {}) for name, ranks in speakers.items() if rank in ranks})
     raise explain(contributions, details)

@@ -16,6 +16,7 @@ from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig
 from llmscale.data.order.sample_order import ALGORITHM
+from llmscale.engine.collectives import on_main_rank
 from llmscale.errors import CheckpointError
 
 
@@ -64,16 +65,7 @@ def find_resume_point(
 def find_named_checkpoint(path: str | Path, flag: str, group: dist.ProcessGroup, report: Callable[[str], None]) -> Path:
     """The checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
     # The main rank's answer counts: of a run that is training, another rank might see a newer one.
-    answers: list[Path | str] = [""]
-    if dist.get_rank(group) == 0:
-        try:
-            answers = [find_checkpoint(Path(path), report)]
-        except CheckpointError as error:
-            answers = [str(error)]
-    dist.broadcast_object_list(answers, src=0, group=group)
-    folder = answers[0]
-    if isinstance(folder, str):
-        raise CheckpointError(folder)
+    folder = on_main_rank(group, lambda: find_checkpoint(Path(path), report))
     damage = find_damage_together(folder, group)
     if damage:
         raise CheckpointError(f"{flag} {path}: {damage} Name another checkpoint.")
@@ -88,16 +80,14 @@ def enter_history(
     Call it when nothing but the first step can fail any more. Collective. Raises CheckpointError when the record of a
     new history cannot be written.
     """
-    answers: list[History | str] = [""]
-    if dist.get_rank(group) == 0:
+
+    def enter() -> History:
         try:
-            answers = [_enter(run, point, report)]
+            return _enter(run, point, report)
         except (CheckpointError, OSError) as error:
-            answers = [f"the run cannot go back: {error}"]
-    dist.broadcast_object_list(answers, src=0, group=group)
-    if isinstance(answers[0], str):
-        raise CheckpointError(answers[0])
-    return answers[0]
+            raise CheckpointError(f"the run cannot go back: {error}") from error
+
+    return on_main_rank(group, enter)
 
 
 def _enter(run: Path, point: ResumePoint | None, report: Callable[[str], None]) -> History:

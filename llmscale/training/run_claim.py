@@ -44,17 +44,14 @@ class RunFolderClaim:
         self._owner: str | None = None
         self._describe: Callable[[], None] = lambda: None
 
-    def take(self) -> None:
-        """Make the folder and lock it for this process. Raises ConfigError."""
+    def take(self) -> str:
+        """Make the folder and lock it for this process. Returns what the lock file says of it; empty when it had no
+        room for that. Raises ConfigError."""
         self._made = create_run_folder(self._run)
         self._lock = lock_run_folder(self._run, self._path.name)
         self._lock.seek(0)
         self._owner = self._lock.read()
-
-    @property
-    def owner(self) -> str:
-        """What the lock file says of the process that took the folder; empty when it had no room for that."""
-        return self._owner or ""
+        return self._owner
 
     def check_is_seen(self, owner: str) -> None:
         """Raise ConfigError unless another process, `owner`, has taken this folder, as this host sees it."""

@@ -35,6 +35,12 @@ def run_order(run: PreparedRun, saved_order: SavedOrder = None) -> Order:
     return build_order(run.location, feed_settings(run, saved_order))
 
 
+def run_identity(run: PreparedRun, saved_order: SavedOrder) -> dict[str, object]:
+    """What a checkpoint of this run records as unchangeable."""
+    order = run_order(run, saved_order)
+    return run.identity(dict(order.identity(run.location.manifest.fingerprint)))
+
+
 def open_feed(run: PreparedRun, world: World, *, start_sample: int, saved_order: SavedOrder = None) -> Feed:
     """This rank's micro-batches from stream position `start_sample` on. Raises DataError when a shard is not as it
     was."""

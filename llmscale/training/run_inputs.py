@@ -4,7 +4,7 @@ folder."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -12,9 +12,7 @@ from llmscale.checkpoint.history import find_any_checkpoint
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.data.shards.dataset_source import SetLocation, open_set
@@ -28,38 +26,13 @@ class PreparedRun:
     """A run whose every input was found and fits together."""
 
     config: RunConfig
-    ds: DsConfig
     location: SetLocation
     resolved: ResolvedRun
+    """As on GPUs."""
 
-    @property
-    def precision(self) -> Precision:
-        return self.config.precision or self.ds.precision
-
-    @property
-    def checkpointing(self) -> CheckpointingMode:
-        """The flag, else `full` when the ds_config has an activation_checkpointing section."""
-        return self.config.activation_checkpointing or ("full" if self.ds.activation_checkpointing else "none")
-
-    @property
-    def zero_stage(self) -> int:
-        return self.ds.zero_stage
-
-    def ds_config(self, has_gpu: bool) -> dict[str, object]:
-        """What DeepSpeed gets: the ds_config with every "auto" filled for this run. Raises ConfigError."""
-        plan = self.resolved.plan
-        return resolve_ds_config(
-            self.ds,
-            micro_batch_size=plan.micro_batch_size,
-            gradient_accumulation_steps=plan.gradient_accumulation_steps,
-            global_batch_size=plan.global_batch_size,
-            world_size=plan.world_size,
-            n_embd=self.resolved.shape.n_embd,
-            num_parameters=self.resolved.shape.num_parameters,
-            has_gpu=has_gpu,
-            precision_override=self.config.precision,
-            gradient_clipping=self.config.gradient_clipping,
-        )
+    def on_cpu(self) -> PreparedRun:
+        """The same where there is no GPU."""
+        return replace(self, resolved=self.resolved.on_cpu())
 
     def identity(self, order_identity: dict[str, object]) -> dict[str, object]:
         """What a checkpoint must have in common with the run that continues it (run_config.CHANGES_THAT_BREAK)."""
@@ -90,10 +63,7 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     _check_run_folder(config)
     if config.init_from is not None:
         _check_same_tokenizer(manifest, config)
-    run = PreparedRun(config, ds, location, resolve_run(config, facts, world_size))
-    # Resolved again when the device is known; what contradicts the run is found here.
-    run.ds_config(has_gpu=False)
-    return run
+    return PreparedRun(config, location, resolve_run(config, ds, facts, world_size))
 
 
 def _check_same_tokenizer(manifest: Manifest, config: RunConfig) -> None:

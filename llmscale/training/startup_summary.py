@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import cast
 
 from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
@@ -10,13 +10,11 @@ from llmscale.engine.process_group import World
 from llmscale.training.run_inputs import PreparedRun
 
 
-def describe_run(
-    run: PreparedRun, ds_config: Mapping[str, object], world: World, num_samples: int, report: Callable[[str], None]
-) -> None:
+def describe_run(run: PreparedRun, world: World, num_samples: int, report: Callable[[str], None]) -> None:
     """What is about to be trained, before step 1, with what was decided and not asked for."""
     config, resolved, manifest = run.config, run.resolved, run.location.manifest
-    shape, plan = resolved.shape, resolved.plan
-    for warning in run.ds.warnings:
+    shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
+    for warning in resolved.ds.warnings:
         report(f"WARNING: {warning}")
     report(
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
@@ -26,8 +24,9 @@ def describe_run(
     if reshaped:
         report(f"       {reshaped}")
     report(
-        f"engine: ZeRO stage {run.zero_stage}, {run.precision}, activation checkpointing {run.checkpointing}, "
-        f"{world.world_size} ranks on {len(world.ranks_per_node)} node(s), {world.device_name}"
+        f"engine: ZeRO stage {resolved.zero_stage}, {resolved.precision}, activation checkpointing "
+        f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} node(s), "
+        f"{world.device_name}"
     )
     report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))
     report(f"gradients: {gradient_words(plan, ds_config)}")

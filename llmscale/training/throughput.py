@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from llmscale.engine.timing import PhaseTimer
-from llmscale.training.memory_report import MeasuredMemory
 
 
 @dataclass(frozen=True)
@@ -63,26 +60,3 @@ class StepMeter:
         )
         self._began, self._paused_s, self._steps = now, 0.0, 0
         return interval
-
-
-def peak_memory_bytes() -> int:
-    """Peak allocated device memory, or on a CPU the peak resident memory of this process."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux counts in KiB, macOS in bytes.
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def measured_memory() -> MeasuredMemory | None:
-    """Peaks of this rank's GPU; None on a CPU, where a process's size is no measure of what a GPU would hold."""
-    if not torch.cuda.is_available():
-        return None
-    return MeasuredMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-
-
-def device_memory_bytes() -> int | None:
-    """All memory of this rank's GPU; None on a CPU."""
-    if not torch.cuda.is_available():
-        return None
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

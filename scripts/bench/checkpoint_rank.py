@@ -9,6 +9,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +25,13 @@ from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.deepspeed_engine import set_learning_rate
+from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
 from llmscale.engine.loss_scaling import set_scaler_state
-from llmscale.engine.process_group import join_world, leave_world
+from llmscale.engine.process_group import is_gpu, join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
-from llmscale.training.build_session import build_run_engine, resolve_ds
-from llmscale.training.nonfinite_guard import check_weights
+from llmscale.training.actions.nonfinite_guard import check_weights
 from llmscale.training.run_inputs import prepare_run
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ class CheckpointRank:
             steps=10,
             run=folder / "unused",
         )
-        self._run = prepare_run(config, self._world.world_size)
+        run = prepare_run(config, self._world.world_size)
+        self._run = run if is_gpu() else run.on_cpu()
 
     def obey(self, task: list[str]) -> dict[str, float]:
         """`save ours|deepspeed` or `resume ours|deepspeed|universal SAVED_BY`; once per process."""
@@ -71,7 +72,8 @@ class CheckpointRank:
         return answer
 
     def _build(self, extra: dict[str, object]) -> DeepSpeedEngine:
-        return build_run_engine(self._run, {**resolve_ds(self._run), **extra})
+        resolved = self._run.resolved
+        return build_engine(self._run.config, replace(resolved, ds_config={**resolved.ds_config, **extra}))
 
     def _train(self) -> DeepSpeedEngine:
         """An engine after one step, so that no moment is zero."""
@@ -97,7 +99,7 @@ class CheckpointRank:
             weights = (fragment.local for key, fragment in fragments.items() if key.startswith(f"{MASTER}/"))
             check_weights(weights, self._world.control, 1, folder)
             state = self._run_state(engine).as_dict()
-            stage, precision = self._run.zero_stage, self._run.precision
+            stage, precision = self._run.resolved.zero_stage, self._run.resolved.precision
             saver.save(Snapshot(1, 0, stage, precision, state, copy_out(fragments)))
             taken["held_s"] = time.perf_counter() - began
             saver.wait()
@@ -110,9 +112,8 @@ class CheckpointRank:
             tokens_seen=0,
             skipped_steps=0,
             identity={},
-            precision=self._run.precision,
+            precision=self._run.resolved.precision,
             optimizer_scalars=group_scalars(engine),
-            optimizer_groups={},
         )
 
     def _save_deepspeed(self, engine: DeepSpeedEngine) -> dict[str, float]:

@@ -77,12 +77,13 @@ def save_windows(run: PreparedRun, path: Path) -> None:
 def run_train_py(contest: Contest) -> float:
     """train.py itself, from its command line on; only the end of a step is watched."""
     from llmscale import train
+    from llmscale.training.actions.action import DoneStep
     from llmscale.training.session import Session
 
     after = Session.after
 
-    def after_and_pace(session: Session) -> None:
-        after(session)
+    def after_and_pace(session: Session, done: DoneStep) -> None:
+        after(session, done)
         contest.pace.step_done()
 
     Session.after = after_and_pace  # type: ignore[method-assign]
@@ -107,7 +108,7 @@ def run_plain(contest: Contest) -> float:
     if world.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     windows = np.load(contest.windows, mmap_mode="r")
-    autocast = contest.run.precision == "autocast"
+    autocast = contest.run.resolved.precision == "autocast"
     for step in range(resolved.total_steps):
         begin = step * plan.global_batch_size + world.rank * plan.micro_batch_size
         rows = windows[begin : begin + plan.micro_batch_size].astype(np.int64)
@@ -143,7 +144,7 @@ def run_trainer(contest: Contest) -> float:
     model = _model_for_trainer(GPT(resolved.shape, seed=config.seed))
     arguments = transformers.TrainingArguments(
         output_dir=str(config.run),
-        deepspeed=contest.run.ds_config(has_gpu=is_gpu()),
+        deepspeed=dict((resolved if is_gpu() else resolved.on_cpu()).ds_config),
         per_device_train_batch_size=resolved.plan.micro_batch_size,
         max_steps=resolved.total_steps,
         max_grad_norm=1.0,

@@ -9,7 +9,6 @@ import torch
 from memory_cells import VOCAB_SIZE, Cell
 from memory_peers import accelerate_bytes, cookbook_bytes, deepspeed_bytes
 
-from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
@@ -24,11 +23,9 @@ STEPS = 4
 def main() -> None:
     how, cell = sys.argv[1], Cell(**json.loads(sys.argv[2]))
     config, run = resolve(cell)
-    ds_config = resolve_ds(cell, run)
-    measured = measure_on_gpu(cell, config, run, ds_config) if how == "gpu" else measure_dry(cell, run, ds_config)
-    estimate = estimate_memory(
-        run.shape, cell.micro_batch_size, build_layout(ds_config, world_size=1), cell.checkpointing
-    )
+    measured = measure_on_gpu(cell, config, run) if how == "gpu" else measure_dry(run)
+    layout = build_layout(run.ds_config, run.plan.ranks)
+    estimate = estimate_memory(run.shape, cell.micro_batch_size, layout, run.checkpointing)
     estimates = {
         "llmscale": estimate.peak.total_bytes,
         "deepspeed": deepspeed_bytes(cell, run.shape),
@@ -43,27 +40,15 @@ def resolve(cell: Cell) -> tuple[RunConfig, ResolvedRun]:
         model=cell.model,
         global_batch_size=cell.micro_batch_size * cell.gradient_accumulation_steps,
         micro_batch_size=cell.micro_batch_size,
+        activation_checkpointing=cell.checkpointing,
         steps=STEPS,
     )
+    ds = parse_ds_config(cell.ds_config(), cell.name)
     seq_len = cell.seq_len or get_preset(cell.model).seq_len
-    return config, resolve_run(config, SetFacts(VOCAB_SIZE, seq_len, num_train_samples=1000), world_size=1)
+    return config, resolve_run(config, ds, SetFacts(VOCAB_SIZE, seq_len, num_train_samples=1000), world_size=1)
 
 
-def resolve_ds(cell: Cell, run: ResolvedRun) -> dict[str, object]:
-    plan = run.plan
-    return resolve_ds_config(
-        parse_ds_config(cell.ds_config(), cell.name),
-        micro_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        global_batch_size=plan.global_batch_size,
-        world_size=1,
-        n_embd=run.shape.n_embd,
-        num_parameters=run.shape.num_parameters,
-        has_gpu=True,
-    )
-
-
-def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun, ds_config: dict[str, object]) -> dict[str, object]:
+def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun) -> dict[str, object]:
     """Train STEPS steps on random tokens. Bytes that CUDA's allocator had handed out and held, and the GPU's."""
     from llmscale.engine.deepspeed_engine import build_engine
     from llmscale.engine.process_group import join_world, leave_world
@@ -71,14 +56,7 @@ def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun, ds_config: d
     from llmscale.engine.train_step import train_step
 
     world = join_world()
-    engine = build_engine(
-        config,
-        run,
-        ds_config,
-        zero_stage=cell.zero_stage,
-        precision=cell.precision,
-        checkpointing=cell.checkpointing,
-    )
+    engine = build_engine(config, run)
     timer = PhaseTimer(world.device)
     shape = (cell.micro_batch_size, run.shape.seq_len + 1)
     for _ in range(STEPS):
@@ -96,18 +74,11 @@ def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun, ds_config: d
     return result
 
 
-def measure_dry(cell: Cell, run: ResolvedRun, ds_config: dict[str, object]) -> dict[str, object]:
+def measure_dry(run: ResolvedRun) -> dict[str, object]:
     """The engine on tensors without storage."""
     from llmscale.dry_run.engine import dry_run
 
-    result = dry_run(
-        run.shape,
-        run.plan,
-        ds_config,
-        zero_stage=cell.zero_stage,
-        precision=cell.precision,
-        checkpointing=cell.checkpointing,
-    )
+    result = dry_run(run)
     peak = max(moment.total_bytes for moment in (result.forward, result.backward, result.step))
     return {"peak_bytes": peak, "least_gpu_bytes": result.least_gpu_bytes, "seconds": result.seconds}
 

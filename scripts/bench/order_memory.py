@@ -17,7 +17,7 @@ import tracemalloc
 
 import numpy as np
 
-from llmscale.data.order.rank_sharding import RankLayout, deal
+from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
 
 GLOBAL_BATCH = 512
@@ -44,12 +44,12 @@ def measure_cost(sizes: np.ndarray) -> dict[str, float]:
     order = large_order(sizes)
     positions = np.arange(start, start + GLOBAL_BATCH, dtype=np.int64)
     layout = RankLayout(0, (RANKS_PER_NODE,) * 2)
-    order.sample_ids(deal(positions, order.rows(positions), layout))
+    order.sample_ids(shard_batch(positions, order.rows(positions), layout))
     first_s = time.perf_counter() - begin_s
     begin_s = time.perf_counter()
     for step in range(200):
         later = positions + step * GLOBAL_BATCH
-        order.sample_ids(deal(later, order.rows(later), layout))
+        order.sample_ids(shard_batch(later, order.rows(later), layout))
     per_batch_s = (time.perf_counter() - begin_s) / 200
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

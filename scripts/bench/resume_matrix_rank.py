@@ -15,14 +15,13 @@ from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.deepspeed_engine import set_learning_rate
+from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
 from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
-from llmscale.engine.process_group import World
+from llmscale.engine.process_group import World, is_gpu
 from llmscale.engine.step_seed import seed_step
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import group_scalars
-from llmscale.training.build_session import build_run_engine, resolve_ds
 from llmscale.training.run_data import open_feed
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
@@ -39,7 +38,7 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
     run = prepare_run(cell_config(args, config_name, world), world.world_size)
     # DeepSpeed keeps autocast's state per process and never resets it, and this process builds many engines.
     torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
-    engine = build_run_engine(run, resolve_ds(run))
+    engine = build_engine(run.config, run.resolved if is_gpu() else run.on_cpu().resolved)
     first_step = resume(engine, source, world) if source else 0
     feed = open_feed(run, world, start_sample=first_step * GLOBAL_BATCH)
     losses, timer = [], PhaseTimer(world.device)
@@ -93,13 +92,12 @@ def save(engine: DeepSpeedEngine, run: PreparedRun) -> None:
         tokens_seen=0,
         skipped_steps=0,
         identity={},
-        precision=run.precision,
+        precision=run.resolved.precision,
         optimizer_scalars=group_scalars(engine),
-        optimizer_groups={},
         loss_scaler=get_scaler_state(engine),
     )
     fragments = copy_out(engine_fragments(engine))
-    saver.save(Snapshot(SAVE_AT, 0, run.zero_stage, run.precision, state.as_dict(), fragments))
+    saver.save(Snapshot(SAVE_AT, 0, run.resolved.zero_stage, run.resolved.precision, state.as_dict(), fragments))
 
 
 def end_on_warning(line: str) -> None:

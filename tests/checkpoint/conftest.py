@@ -34,7 +34,6 @@ def build_snapshot(step: int, numbers: int = 1000) -> Snapshot:
         identity={"seed": 1},
         precision="fp32",
         optimizer_scalars={"decay": {"step": float(step)}},
-        optimizer_groups={},
     )
     values = torch.arange(numbers, dtype=torch.float32) + step
     fragments = {"master/w": Fragment(values, 0, numbers), "exp_avg/w": Fragment(values / 2, 0, numbers)}

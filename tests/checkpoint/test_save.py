@@ -129,7 +129,7 @@ def test_a_run_folder_that_is_not_ours_any_more_gets_nothing(save_steps: Callabl
         raise OSError("the run folder is gone")
 
     (line,) = save_steps(2, check_run_folder=gone)
-    assert line.startswith("WARNING: the checkpoint of step 2 was NOT saved: rank 0: the run folder is gone")
+    assert line.startswith("WARNING: the checkpoint of step 2 was NOT saved: the run folder is gone")
     assert not (tmp_path / "run").exists()
 
 
@@ -140,7 +140,7 @@ def test_a_full_disk_is_noticed_before_writing(
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100, 99, 1))
     (line,) = save_steps(2)
-    assert line.startswith("WARNING: the checkpoint of step 2 was NOT saved: rank 0: ")
+    assert line.startswith("WARNING: the checkpoint of step 2 was NOT saved: ")
     assert "0.00 GiB free and 0.06 GiB are needed" in line
     _only_step_1_is_left(tmp_path / "run")
 

@@ -1,4 +1,4 @@
-"""micro-batch x accumulation x world size = global batch, always; and what the errors propose is legal."""
+"""micro-batch x accumulation x data-parallel size = global batch, always; and what the errors propose is legal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, build_batch_plan, divisors
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 
 
@@ -17,9 +18,9 @@ def test_a_plan_multiplies_to_the_global_batch(world_size: int, micro: int, accu
     total = world_size * micro * accumulation
     for chosen in (micro, None):
         plan = build_batch_plan(
-            global_batch_size=total, world_size=world_size, seq_len=seq_len, micro_batch_size=chosen
+            global_batch_size=total, ranks=ParallelLayout(world_size), seq_len=seq_len, micro_batch_size=chosen
         )
-        assert plan.micro_batch_size * plan.gradient_accumulation_steps * plan.world_size == total
+        assert plan.micro_batch_size * plan.gradient_accumulation_steps * plan.ranks.data_parallel_size == total
         assert plan.global_batch_size == total
         assert plan.samples_per_rank == micro * accumulation
         assert plan.tokens_per_step == total * seq_len
@@ -28,7 +29,7 @@ def test_a_plan_multiplies_to_the_global_batch(world_size: int, micro: int, accu
 
 @given(st.integers(1, 64), st.integers(1, 512), st.integers(1, 20_000))
 def test_the_default_micro_batch_is_the_largest_that_fits(world_size: int, share: int, seq_len: int) -> None:
-    plan = build_batch_plan(global_batch_size=world_size * share, world_size=world_size, seq_len=seq_len)
+    plan = build_batch_plan(global_batch_size=world_size * share, ranks=ParallelLayout(world_size), seq_len=seq_len)
     fits = plan.micro_batch_size * seq_len <= DEFAULT_MICRO_BATCH_TOKENS
     assert fits or plan.micro_batch_size == 1
     larger = [size for size in divisors(share) if size > plan.micro_batch_size]
@@ -37,7 +38,7 @@ def test_the_default_micro_batch_is_the_largest_that_fits(world_size: int, share
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 50))
 def test_whatever_cannot_be_divided_gets_a_legal_proposal(total: int, world_size: int, micro: int) -> None:
-    request = {"global_batch_size": total, "world_size": world_size, "seq_len": 8, "micro_batch_size": micro}
+    request = {"global_batch_size": total, "ranks": ParallelLayout(world_size), "seq_len": 8, "micro_batch_size": micro}
     try:
         build_batch_plan(**request)
         assert total % (world_size * micro) == 0
@@ -46,7 +47,7 @@ def test_whatever_cannot_be_divided_gets_a_legal_proposal(total: int, world_size
         text = str(error)
         if "Legal world sizes" in text:
             for legal in numbers(text, r"Legal world sizes for it: ([\d, .]+)\. "):
-                build_batch_plan(**{**request, "world_size": legal, "micro_batch_size": None})
+                build_batch_plan(**{**request, "ranks": ParallelLayout(legal), "micro_batch_size": None})
             for legal in numbers(text, r"--global-batch-size to ([\d or]+)\."):
                 build_batch_plan(**{**request, "global_batch_size": legal, "micro_batch_size": None})
         else:
@@ -61,20 +62,20 @@ def numbers(text: str, pattern: str) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("batch", "micro", "world_size", "said"),
     [
-        ({"global_batch_size": 10, "world_size": 4}, "global_batch_size 10 cannot be divided over 4 ranks"),
-        ({"global_batch_size": 10, "world_size": 4}, "Legal world sizes for it: 1, 2, 5, 10."),
-        ({"global_batch_size": 10, "world_size": 4}, "--global-batch-size to 8 or 12."),
-        ({"global_batch_size": 3, "world_size": 4}, "--global-batch-size to 4."),
-        ({"global_batch_size": 12, "world_size": 2, "micro_batch_size": 4}, "Legal micro-batches: 1, 2, 3, 6."),
-        ({"global_batch_size": 12, "world_size": 2, "micro_batch_size": 12}, "the 6 sequences that each of 2 ranks"),
-        ({"global_batch_size": 0, "world_size": 1}, "at least 1 sequence, not 0"),
+        (10, None, 4, "global_batch_size 10 cannot be divided over 4 ranks"),
+        (10, None, 4, "Legal world sizes for it: 1, 2, 5, 10."),
+        (10, None, 4, "--global-batch-size to 8 or 12."),
+        (3, None, 4, "--global-batch-size to 4."),
+        (12, 4, 2, "Legal micro-batches: 1, 2, 3, 6."),
+        (12, 12, 2, "the 6 sequences that each of 2 ranks"),
+        (0, None, 1, "at least 1 sequence, not 0"),
     ],
 )
-def test_errors_name_both_numbers_and_the_legal_ones(values: dict[str, int], said: str) -> None:
+def test_errors_name_both_numbers_and_the_legal_ones(batch: int, micro: int | None, world_size: int, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        build_batch_plan(seq_len=8, **values)
+        build_batch_plan(global_batch_size=batch, ranks=ParallelLayout(world_size), seq_len=8, micro_batch_size=micro)
     assert said in str(raised.value)
 
 
@@ -84,7 +85,7 @@ def test_divisors_are_all_there_and_ascend(number: int) -> None:
 
 
 def test_the_description_spells_the_multiplication_out() -> None:
-    plan = build_batch_plan(global_batch_size=64, world_size=4, seq_len=128, micro_batch_size=8)
+    plan = build_batch_plan(global_batch_size=64, ranks=ParallelLayout(4), seq_len=128, micro_batch_size=8)
     assert plan.describe() == (
         "global batch 64 sequences = 8 micro-batch x 2 accumulation x 4 ranks = 8,192 tokens per step"
     )

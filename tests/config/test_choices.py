@@ -7,6 +7,7 @@ import pytest
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.arguments import build_run_config
 from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
+from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
@@ -18,7 +19,7 @@ def config_of(**keys: object) -> RunConfig:
 
 def resolved(num_samples: int = 1000, **keys: object) -> tuple[RunConfig, ResolvedRun]:
     config = config_of(**{"global_batch_size": 16, **keys})
-    return config, resolve_run(config, SetFacts(4096, 256, num_samples), 2)
+    return config, resolve_run(config, parse_ds_config({}, "test"), SetFacts(4096, 256, num_samples), 2)
 
 
 def test_a_preset_that_the_data_reshapes() -> None:

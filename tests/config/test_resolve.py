@@ -5,14 +5,17 @@ import json
 import pytest
 
 from llmscale.config.arguments import parse_run_config
+from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.errors import ConfigError
 
 FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000)
 
 
-def resolve(*flags: str, facts: SetFacts = FACTS, world_size: int = 4) -> ResolvedRun:
-    return resolve_run(parse_run_config(flags), facts, world_size)
+def resolve(
+    *flags: str, facts: SetFacts = FACTS, world_size: int = 4, ds: dict[str, object] | None = None
+) -> ResolvedRun:
+    return resolve_run(parse_run_config(flags), parse_ds_config(ds or {}, "my.json"), facts, world_size)
 
 
 def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
@@ -79,6 +82,23 @@ def test_it_can_be_saved_as_json() -> None:
     assert saved["schedule"]["peak_lr"] == 1e-3
 
 
+def test_the_ds_config_is_resolved_with_the_run_and_flags_override_it() -> None:
+    ds = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "activation_checkpointing": {}}
+    run = resolve("--global-batch-size", "8", "--micro-batch-size", "1", ds=ds)
+    assert (run.zero_stage, run.precision, run.checkpointing) == (1, "bf16", "full")
+    assert (run.ds_config["gradient_accumulation_steps"], run.ds_config["gradient_clipping"]) == (2, 1.0)
+    flags = ("--precision=fp32", "--activation-checkpointing=selective", "--gradient-clipping=0.5")
+    run = resolve("--global-batch-size=8", *flags, ds=ds)
+    assert (run.precision, run.checkpointing) == ("fp32", "selective")
+    assert run.ds_config["bf16"] == {"enabled": False}
+    assert run.ds_config["gradient_clipping"] == 0.5
+
+
+def test_a_ds_config_that_contradicts_the_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"my\.json: train_batch_size 7 contradicts the batch plan's 8"):
+        resolve("--global-batch-size", "8", ds={"train_batch_size": 7})
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -96,3 +116,13 @@ def test_what_cannot_work_is_refused(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(*flags)
     assert said in str(raised.value)
+
+
+def test_a_run_folder_names_all_ranks() -> None:
+    assert resolve("--global-batch-size", "8", "--micro-batch-size", "1").as_dict()["plan"] == {
+        "global_batch_size": 8,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 2,
+        "world_size": 4,
+        "seq_len": FACTS.seq_len,
+    }

@@ -28,7 +28,7 @@ from llmscale.data.loader import (
     rank_sample_ids,
 )
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.order.rank_sharding import RankLayout, deal
+from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.data.order.sample_order import SampleOrder
 from llmscale.data.shards.dataset_source import SetLocation, open_set
 from llmscale.data.shards.manifest import ShardInfo
@@ -151,7 +151,7 @@ def test_nodes_read_only_their_rows_at_any_batch(layout: tuple[int, ...], batch:
             continue
         positions = np.arange(first, first + batch)
         for rank in range(sum(layout)):
-            mine = deal(positions, rows[positions], RankLayout(rank, layout))
+            mine = shard_batch(positions, rows[positions], RankLayout(rank, layout))
             assert set(turns[rows[mine] % len(turns)]) == {nodes[rank]}
 
 
@@ -232,7 +232,7 @@ def test_closing_ends_the_workers(feed_with_workers: Feed) -> None:
 LEAVE_OPEN = """
 import sys
 from llmscale.data.loader import FeedSettings, build_feed
-from llmscale.data.order.rank_sharding import RankLayout, deal
+from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.data.loader import FeedPlan
 from llmscale.data.shards.dataset_source import open_set
 plan = FeedPlan(RankLayout(0, (1,)), int(sys.argv[3]), 4)

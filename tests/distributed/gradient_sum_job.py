@@ -17,11 +17,10 @@ from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
-from llmscale.config.resolve import ResolvedRun
+from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
-from llmscale.config.schedule import Schedule
 from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.engine.process_group import join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
@@ -55,24 +54,12 @@ def exact_gradients(dtype: torch.dtype, world_size: int) -> dict[str, Tensor]:
     return {name: total / (world_size * LOSS_SCALE) for name, total in sums.items()}
 
 
-def error_of(ds: dict, precision: str, rank: int, world_size: int, exact: dict[str, Tensor]) -> dict[str, object]:
+def error_of(ds: dict, rank: int, world_size: int, exact: dict[str, Tensor]) -> dict[str, object]:
     """Norm of the difference over norm of the exact gradient, over all ranks' parts."""
-    plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, world_size, SHAPE.seq_len)
-    resolved = resolve_ds_config(
-        parse_ds_config(ds, "job"),
-        micro_batch_size=1,
-        gradient_accumulation_steps=MICRO_STEPS,
-        global_batch_size=plan.global_batch_size,
-        world_size=world_size,
-        n_embd=SHAPE.n_embd,
-        num_parameters=SHAPE.num_parameters,
-        has_gpu=False,
-        gradient_clipping=0.0,
-    )
+    plan = BatchPlan(MICRO_STEPS * world_size, 1, MICRO_STEPS, ParallelLayout(world_size), SHAPE.seq_len)
     stage = ds["zero_optimization"]["stage"]
-    run = ResolvedRun(SHAPE, plan, Schedule("constant", 1e-4, 0, 1, 1, 0.0), 1)
-    config = RunConfig.model_validate({"seed": 0})
-    engine = build_engine(config, run, resolved, zero_stage=stage, precision=precision, checkpointing="none")
+    resolved = resolve_step(parse_ds_config(ds, "job").with_flags(None, 0.0), SHAPE, plan, "none")
+    engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
     seen: dict[str, tuple[int, Tensor]] = {}
     # Found before the step, in which DeepSpeed hands one group at a time to the optimizer.
     places, optimizer = list(placements(engine)), inner_optimizer(engine)
@@ -103,7 +90,7 @@ if __name__ == "__main__":
     world = join_world()
     for ds_config, name in json.loads(sys.argv[1]):
         dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name]
-        found = error_of(ds_config, name, world.rank, world.world_size, exact_gradients(dtype, world.world_size))
+        found = error_of(ds_config, world.rank, world.world_size, exact_gradients(dtype, world.world_size))
         if world.is_main:
             print(json.dumps(found), flush=True)
     leave_world()

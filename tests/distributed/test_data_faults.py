@@ -70,6 +70,44 @@ def test_a_shard_that_goes_in_mid_run_ends_it_on_every_rank(
     assert shard_of_name(split) in outputs[0]
 
 
+#: train.py whose feed fails on rank 1, at the third step, in a way that nobody foresaw.
+_BREAKS = """
+import os, sys
+from llmscale.data.loader import Feed
+from llmscale.train import main
+
+read, micro_batches = Feed.__next__, []
+
+def fail_in_step_3(feed):
+    micro_batches.append(read(feed))
+    if os.environ["RANK"] == "1" and len(micro_batches) > 2 * feed.plan.gradient_accumulation_steps:
+        raise FileNotFoundError("stale handle")
+    return micro_batches[-1]
+
+Feed.__next__ = fail_in_step_3
+status = main(sys.argv[1:])
+sys.stdout.flush()
+os._exit(status)
+"""
+
+
+def test_what_nobody_foresaw_on_one_rank_ends_the_others_with_one_line(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    script = tmp_path / "breaks.py"
+    script.write_text(_BREAKS)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    job = ranks([str(script), *train_command("--steps", "5", "--log-every", "1")[1:]], 2)
+    first, second = job.wait()
+    assert job.exit_codes == [1, 1], first + second
+    assert "step      2/5" in first
+    assert first.splitlines()[-1] == "error: unexpected FileNotFoundError: stale handle (rank 1)"
+    assert "Traceback" not in first
+    assert second.startswith("error: rank 1: unexpected FileNotFoundError: stale handle. The traceback is in ")
+    (traceback,) = (tmp_path / "run" / "logs").iterdir()
+    assert "fail_in_step_3" in traceback.read_text()
+
+
 def shard_of_name(split: str) -> str:
     return f"{split}/shard.00000.mds"
 

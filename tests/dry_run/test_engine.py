@@ -17,9 +17,10 @@ import json, os, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.resolve import resolve_step
 from llmscale.architecture.shape import GPTShape
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
@@ -27,15 +28,11 @@ from llmscale.errors import ConfigError
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=128, vocab_size=500, seq_len=32)
 
 def run(stage, *, ranks=4, accumulation=1, shape=SHAPE, checkpointing="none", section=None, **zero):
-    plan = BatchPlan(2 * accumulation * ranks, 2, accumulation, ranks, shape.seq_len)
+    plan = BatchPlan(2 * accumulation * ranks, 2, accumulation, ParallelLayout(ranks), shape.seq_len)
     config = {"zero_optimization": {"stage": stage, **zero}, "bf16": {"enabled": True}}
     if section is not None:
         config["activation_checkpointing"] = section
-    resolved = resolve_ds_config(
-        parse_ds_config(config, "test"), micro_batch_size=2, gradient_accumulation_steps=accumulation,
-        global_batch_size=plan.global_batch_size, world_size=ranks, n_embd=shape.n_embd,
-        num_parameters=shape.num_parameters, has_gpu=True)
-    return dry_run(shape, plan, resolved, zero_stage=stage, precision="bf16", checkpointing=checkpointing)
+    return dry_run(resolve_step(parse_ds_config(config, "test"), shape, plan, checkpointing))
 
 def numbers(result):
     return [result.resident.as_dict(), result.forward.as_dict(), result.backward.as_dict(), result.step.as_dict(),

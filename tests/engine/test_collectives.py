@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 from collections.abc import Callable
@@ -9,20 +10,21 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from llmscale.engine.collectives import agree, on_main_rank, together
-from llmscale.errors import DataError, LlmscaleError
+from llmscale.engine.collectives import agree, gather, on_main_rank, together
+from llmscale.errors import ConfigError, DataError
+from tests.conftest import REPOSITORY
 
 
 def outcome(action: Callable[[], object]) -> object:
     try:
         return action()
-    except LlmscaleError as error:
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
 
 
-def fail_on(rank: int, *failing: int, text: str) -> str:
+def fail_on(rank: int, *failing: int, text: str, kind: type[Exception] = DataError) -> str:
     if rank in failing:
-        raise DataError(text)
+        raise kind(text)
     return f"fine on {rank}"
 
 
@@ -36,12 +38,21 @@ def one_rank() -> dict[str, object]:
         "stop": asdict(agree(group, stop=rank == 2)),
         "save": asdict(agree(group, stop=False, save=rank == 0)),
         "ids": agree(group, stop=False, ids_checksum=2**63 - 1 - rank).ids_sum,
-        "failure": outcome(lambda: agree(group, stop=False, failure="shard 3 is gone" if rank else None)),
-        "two failures": outcome(lambda: agree(group, stop=True, failure=f"disk {rank}" if rank < 2 else None)),
+        "failure": outcome(lambda: agree(group, stop=False, failure=DataError("shard 3 is gone") if rank else None)),
+        "two failures": outcome(
+            lambda: agree(group, stop=True, failure=DataError(f"disk {rank}") if rank < 2 else None)
+        ),
         "together": outcome(lambda: together(group, lambda: f"fine on {rank}")),
         "one fails": outcome(lambda: together(group, lambda: fail_on(rank, 1, text="no such file"))),
+        "unforeseen": outcome(lambda: together(group, lambda: fail_on(rank, 1, text="no key", kind=KeyError))),
+        "unforeseen vote": outcome(lambda: agree(group, failure=OSError("gone") if rank == 2 else None)),
+        "unforeseen and foreseen": outcome(
+            lambda: together(group, lambda: fail_on(rank, 0, 1, text="x", kind=KeyError if rank else DataError))
+        ),
         "main": outcome(lambda: on_main_rank(group, lambda: fail_on(rank, 1, 2, text="ran where it must not"))),
-        "main fails": outcome(lambda: on_main_rank(group, lambda: fail_on(rank, 0, text="disk full"))),
+        "main fails": outcome(lambda: on_main_rank(group, lambda: fail_on(rank, 0, text="busy", kind=ConfigError))),
+        "main unforeseen": outcome(lambda: on_main_rank(group, lambda: fail_on(rank, 0, text="x", kind=TypeError))),
+        "gather": gather(group, f"of {rank}"),
         "still in step": asdict(agree(group, stop=False)),
     }
     dist.destroy_process_group()
@@ -54,6 +65,15 @@ def test_no_rank_ever_comes_to_another_conclusion(ranks: Callable) -> None:
     assert job.exit_codes == [0, 0, 0], outputs
     seen = [json.loads(output) for output in outputs]
     assert [rank.pop("together") for rank in seen] == [f"fine on {rank}" for rank in range(3)]
+    # The traceback stays where it happened; the others hear of it in one line, and wait for nobody.
+    told = "MachineError: unexpected KeyError: 'no key' (rank 1)"
+    assert [rank.pop("unforeseen") for rank in seen] == [told, "KeyError: 'no key'", told]
+    told = "MachineError: unexpected OSError: gone (rank 2)"
+    assert [rank.pop("unforeseen vote") for rank in seen] == [told, told, "OSError: gone"]
+    told = "DataError: x (rank 0); unexpected KeyError: 'x' (rank 1)"
+    assert [rank.pop("unforeseen and foreseen") for rank in seen] == [told, "KeyError: 'x'", told]
+    told = "MachineError: unexpected TypeError: x"
+    assert [rank.pop("main unforeseen") for rank in seen] == ["TypeError: x", told, told]
     assert seen[0] == seen[1] == seen[2]
     calm = {"stop": False, "save": False, "ids_sum": 0}
     assert seen[0] == {
@@ -64,10 +84,26 @@ def test_no_rank_ever_comes_to_another_conclusion(ranks: Callable) -> None:
         "failure": "DataError: shard 3 is gone (rank 1, 2)",
         "two failures": "DataError: disk 0 (rank 0); disk 1 (rank 1)",
         "one fails": "DataError: no such file (rank 1)",
-        "main": None,
-        "main fails": "DataError: disk full (rank 0)",
+        "main": "fine on 0",
+        "main fails": "ConfigError: busy",
+        "gather": ["of 0", "of 1", "of 2"],
         "still in step": calm,
     }
+
+
+def test_no_other_module_speaks_to_the_ranks_by_hand() -> None:
+    """Outside of llmscale/engine collectives carry measurements over the device's group; doctor's are its subject."""
+    package = REPOSITORY / "llmscale"
+    by_hand = []
+    for path in package.rglob("*.py"):
+        if path.relative_to(package).parts[0] == "engine" or path.parent.name == "doctor":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                is_object = node.func.attr.endswith(("_object", "_object_list")) or node.func.attr == "barrier"
+                if is_object or (node.func.attr == "all_reduce" and any(word.arg == "group" for word in node.keywords)):
+                    by_hand.append(f"{path}:{node.lineno}")
+    assert not by_hand, "use engine/collectives.py"
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.hf_families import build_tensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.memory.estimate import CONTEXT_BYTES
 from llmscale.memory.hf_states import estimate_hf_states
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.zero_settings import EngineLayout, build_layout
-from llmscale.planning.largest_micro_batch import resolve_on_gpus
 
 GIB = 2**30
 #: GPT-2 of transformers and of ours: the vocabulary is a multiple of 128, so the table is not padded.
@@ -34,7 +34,7 @@ def model(config: dict[str, object]) -> HFModel:
 def layout(stage: int, world_size: int, shape: GPTShape = SHAPE) -> EngineLayout:
     ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "test")
     plan = build_batch_plan(global_batch_size=2 * world_size, world_size=world_size, seq_len=1, micro_batch_size=1)
-    return build_layout(resolve_on_gpus(ds, shape, plan), world_size)
+    return build_layout(resolve_ds_config(ds, shape, plan), plan.ranks)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 from llmscale.memory.zero_settings import EngineLayout, build_layout, tensor_bytes
+from tests.config.deepspeed.test_resolve import Size
 
 
 def layout_of(**config: object) -> EngineLayout:
-    resolved = resolve_ds_config(
-        parse_ds_config(config, "test"),
-        micro_batch_size=2,
-        gradient_accumulation_steps=4,
-        global_batch_size=64,
-        world_size=8,
-        n_embd=64,
-        num_parameters=1_000_001,
-        has_gpu=True,
-    )
-    return build_layout(resolved, 8)
+    plan = BatchPlan(64, 2, 4, ParallelLayout(8), seq_len=16)
+    resolved = resolve_ds_config(parse_ds_config(config, "test"), Size(64, 1_000_001), plan)
+    return build_layout(resolved, plan.ranks)
 
 
 def test_defaults_of_a_resolved_config() -> None:
     layout = layout_of(zero_optimization={"stage": 2}, bf16={"enabled": True})
-    assert (layout.zero_stage, layout.world_size, layout.gradient_accumulation_steps) == (2, 8, 4)
+    assert (layout.zero_stage, layout.ranks.shard_ranks, layout.gradient_accumulation_steps) == (2, 8, 4)
     assert (layout.precision, layout.model_dtype, layout.grad_accum_dtype) == ("bf16", "bf16", "fp32")
     assert (layout.parameter_width, layout.gradient_width) == (2, 4)
     assert layout.reduce_bucket_size == 1_000_002
@@ -65,7 +60,7 @@ def test_offload_sections() -> None:
 )
 def test_an_open_config_is_refused(config: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="resolved"):
-        build_layout(config, 2)
+        build_layout(config, ParallelLayout(2))
 
 
 def test_tensors_are_rounded_to_whole_blocks() -> None:

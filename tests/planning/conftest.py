@@ -20,16 +20,6 @@ def layout_of() -> LayoutOf:
     """Function from (ds_config file, shape, plan) to the layout on GPUs."""
 
     def build(ds: Mapping[str, object], shape: GPTShape, plan: BatchPlan) -> EngineLayout:
-        resolved = resolve_ds_config(
-            parse_ds_config(dict(ds), "test"),
-            micro_batch_size=plan.micro_batch_size,
-            gradient_accumulation_steps=plan.gradient_accumulation_steps,
-            global_batch_size=plan.global_batch_size,
-            world_size=plan.world_size,
-            n_embd=shape.n_embd,
-            num_parameters=shape.num_parameters,
-            has_gpu=True,
-        )
-        return build_layout(resolved, plan.world_size)
+        return build_layout(resolve_ds_config(parse_ds_config(dict(ds), "test"), shape, plan), plan.ranks)
 
     return build

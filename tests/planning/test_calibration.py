@@ -12,6 +12,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.calibration import FITTED, PUBLISHED, PublishedRun
 from llmscale.planning.throughput import Throughput, estimate_throughput
 from tests.planning.test_throughput import MPT
@@ -24,7 +25,7 @@ def estimate(
     layout_of, shape: GPTShape, *, gpus: int, gpu: str = "a100-80gb", ds: dict | None = None, micro: int = 4
 ) -> Throughput:
     plan = build_batch_plan(
-        global_batch_size=8 * micro * gpus, world_size=gpus, seq_len=shape.seq_len, micro_batch_size=micro
+        global_batch_size=8 * micro * gpus, ranks=ParallelLayout(gpus), seq_len=shape.seq_len, micro_batch_size=micro
     )
     layout = layout_of(ds or STAGE_3, shape, plan)
     network = get_interconnect("ib-200g")
@@ -89,7 +90,7 @@ def too_fast(layout_of, run: PublishedRun) -> float:
     shape = GPTShape(run.n_layer, run.n_head, run.n_embd, 51_200, 2048)
     plan = build_batch_plan(
         global_batch_size=run.global_batch_size,
-        world_size=run.gpus,
+        ranks=ParallelLayout(run.gpus),
         seq_len=2048,
         micro_batch_size=run.micro_batch_size,
     )

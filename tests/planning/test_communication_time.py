@@ -9,6 +9,7 @@ from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.communication_time import Traffic, count_traffic, estimate_communication_s, ring_bytes_per_s
 
 SHAPE = GPTShape(24, 16, 2048, 50304, 2048)
@@ -16,7 +17,9 @@ NUM = SHAPE.num_parameters
 
 
 def traffic(layout_of, stage: int, *, micro_steps: int = 1, checkpointing: CheckpointingMode = "none", **changes):
-    plan = build_batch_plan(global_batch_size=64 * micro_steps, world_size=8, seq_len=2048, micro_batch_size=8)
+    plan = build_batch_plan(
+        global_batch_size=64 * micro_steps, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=8
+    )
     layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}, SHAPE, plan)
     return count_traffic(SHAPE, replace(layout, **changes), checkpointing)
 

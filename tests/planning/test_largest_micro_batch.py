@@ -58,19 +58,9 @@ def test_without_accumulation_a_larger_batch_may_fit_where_a_smaller_one_does_no
 def test_a_row_is_the_estimate_of_what_train_py_would_resolve() -> None:
     job = Job(SHAPE, 64, MACHINES)
     fit = find_largest_fit(config(2), job, "selective")
-    plan = fit.plan
-    resolved = resolve_ds_config(
-        config(2),
-        micro_batch_size=plan.micro_batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation_steps,
-        global_batch_size=64,
-        world_size=8,
-        n_embd=SHAPE.n_embd,
-        num_parameters=SHAPE.num_parameters,
-        has_gpu=True,
-    )
-    assert fit.layout == build_layout(resolved, 8)
-    assert fit.estimate == estimate_memory(SHAPE, plan.micro_batch_size, fit.layout, "selective")
+    assert fit.plan.global_batch_size == 64
+    assert fit.layout == build_layout(resolve_ds_config(config(2), SHAPE, fit.plan), fit.plan.ranks)
+    assert fit.estimate == estimate_memory(SHAPE, fit.plan.micro_batch_size, fit.layout, "selective")
 
 
 def test_nothing_fits_gives_the_smallest_and_what_is_missing() -> None:

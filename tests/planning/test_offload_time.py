@@ -5,6 +5,7 @@ import pytest
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.hardware import get_gpu
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.communication_time import count_traffic
 from llmscale.planning.offload_time import HostRates, estimate_offload_s
 
@@ -14,7 +15,7 @@ NUM = SHAPE.num_parameters
 
 
 def seconds(layout_of, zero: dict[str, object], host: HostRates | None = None, **sections: object) -> float:
-    plan = build_batch_plan(global_batch_size=64, world_size=8, seq_len=2048, micro_batch_size=4)
+    plan = build_batch_plan(global_batch_size=64, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=4)
     layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": zero, **sections}, SHAPE, plan)
     return estimate_offload_s(SHAPE, 4, layout, count_traffic(SHAPE, layout, "none"), GPU, 8, host or HostRates())
 

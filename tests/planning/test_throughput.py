@@ -11,6 +11,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.throughput import Throughput, estimate_throughput
 
 #: MPT's shapes: n_layer, n_head, n_embd.
@@ -40,7 +41,7 @@ def predict(row: dict[str, str], layout_of) -> float:
     shape = GPTShape(*MPT[row["model"]], 50368, int(row["seq_len"]))
     plan = build_batch_plan(
         global_batch_size=gpus * micro * int(row["accumulation"]),
-        world_size=gpus,
+        ranks=ParallelLayout(gpus),
         seq_len=shape.seq_len,
         micro_batch_size=micro,
     )
@@ -81,7 +82,7 @@ def test_no_card_is_flattered(layout_of, gpu: str) -> None:
 
 def estimate(layout_of, ds: dict[str, object], *, gpu: str = "h100-80gb", world_size: int = 16) -> Throughput:
     shape = GPTShape(24, 16, 2048, 50304, 2048)
-    plan = build_batch_plan(global_batch_size=512, world_size=world_size, seq_len=2048, micro_batch_size=8)
+    plan = build_batch_plan(global_batch_size=512, ranks=ParallelLayout(world_size), seq_len=2048, micro_batch_size=8)
     found = estimate_throughput(
         shape,
         plan,
@@ -127,7 +128,7 @@ def test_fp32_has_no_mfu_and_an_unknown_rate_no_estimate(layout_of) -> None:
     ds: dict[str, object] = {"zero_optimization": {"stage": 1}}
     assert estimate(layout_of, ds).mfu is None
     shape = GPTShape(2, 2, 128, 512, 128)
-    plan = BatchPlan(8, 1, 1, 8, 128)
+    plan = BatchPlan(8, 1, 1, ParallelLayout(8), 128)
     network = get_interconnect("ib-400g")
     layout = layout_of(ds, shape, plan)
     a10g = get_gpu("a10g")

@@ -27,12 +27,12 @@ def start(tiny_set: Path, tmp_path: Path) -> Start:
 
 
 def saved(run: PreparedRun, step: int) -> RunState:
-    values = hyperparameters(run, run.ds_config(has_gpu=False))
-    return RunState(step, 0, 0, 0, {}, run.precision, {}, {}, config=as_plain(run.config), hyperparameters=values)
+    values, precision = hyperparameters(run), run.resolved.precision
+    return RunState(step, 0, 0, 0, {}, precision, {}, {}, config=as_plain(run.config), hyperparameters=values)
 
 
 def lines(state: RunState, run: PreparedRun) -> list[str]:
-    return list(change_lines(state, run, hyperparameters(run, run.ds_config(has_gpu=False))))
+    return list(change_lines(state, run, hyperparameters(run)))
 
 
 def test_nothing_is_said_when_nothing_changed(start: Start) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.arguments import parse_run_config
+from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.planning.largest_micro_batch import Job, Machines, find_largest_fit
 from llmscale.training.memory_report import (
-    MeasuredMemory,
     OutOfMemory,
     estimate_line,
     estimate_run,
@@ -42,15 +42,15 @@ def prepared(tiny_set: Path, tmp_path: Path) -> Callable[..., PreparedRun]:
 
 def test_the_estimate_is_that_of_the_command_line(prepared: Callable[..., PreparedRun]) -> None:
     run = prepared("--micro-batch-size", "32")
-    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    estimate = estimate_run(run)
     job = Job(run.resolved.shape, 2048, Machines(1, 2, 80 * GIB), micro_batch_size=32)
-    assert estimate == find_largest_fit(run.ds, job, "none").estimate
+    assert estimate == find_largest_fit(run.resolved.ds, job, "none").estimate
 
 
 def test_flags_that_override_the_ds_config_count(prepared: Callable[..., PreparedRun]) -> None:
     def allocated(*flags: str) -> int:
         run = prepared("--micro-batch-size", "1024", *flags)
-        estimate = estimate_run(run, run.ds_config(has_gpu=True))
+        estimate = estimate_run(run)
         assert estimate is not None
         return estimate.allocated_bytes
 
@@ -60,7 +60,7 @@ def test_flags_that_override_the_ds_config_count(prepared: Callable[..., Prepare
 
 def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
     run = prepared()
-    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    estimate = estimate_run(run)
     on_gpu = estimate_line(estimate, 24 * GIB)
     assert on_gpu.startswith("memory: estimated peak ")
     assert "of 24.00 GiB with the allocator's reserve and the CUDA context" in on_gpu
@@ -71,7 +71,7 @@ def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
 
 def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_path: Path) -> None:
     run = prepared("--optimizer", "adafactor", "--ds", str(ROOT / "ds_configs/zero0.json"))
-    assert estimate_run(run, run.ds_config(has_gpu=True)) is None
+    assert estimate_run(run) is None
     assert estimate_line(None, 24 * GIB) == "memory: no estimate, it is for AdamW only"
     assert "estimate" not in measured_line(None, MeasuredMemory(GIB, GIB))
     assert "ran out of memory" in explain_out_of_memory(run, "CUDA out of memory.", 24 * GIB)
@@ -79,7 +79,7 @@ def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_pat
 
 def test_the_measured_peak_stands_beside_the_estimate(prepared: Callable[..., PreparedRun]) -> None:
     run = prepared()
-    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    estimate = estimate_run(run)
     assert estimate is not None
     low = MeasuredMemory(int(estimate.allocated_bytes / 1.25), estimate.allocated_bytes)
     assert measured_line(estimate, low).endswith("is 25.0% above")
@@ -131,13 +131,13 @@ def test_the_explanation_has_the_breakdown_and_the_smallest_change(prepared: Cal
 
 def test_the_change_fits_the_card_and_not_only_less(prepared: Callable[..., PreparedRun]) -> None:
     run = prepared("--micro-batch-size", "1024")
-    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    estimate = estimate_run(run)
     assert estimate is not None
     card = estimate.total_bytes // 2
     third = explain_out_of_memory(run, "CUDA out of memory.", card).splitlines()[2]
     size = int(third.split("--micro-batch-size ")[1].split()[0])
     smaller = prepared("--micro-batch-size", str(size))
-    fitting = estimate_run(smaller, smaller.ds_config(has_gpu=True))
+    fitting = estimate_run(smaller)
     assert fitting is not None
     assert fitting.total_bytes <= card
 
@@ -151,7 +151,7 @@ def test_where_the_tensors_alone_would_fit_the_allocator_is_named(
     prepared: Callable[..., PreparedRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = prepared()
-    estimate = estimate_run(run, run.ds_config(has_gpu=True))
+    estimate = estimate_run(run)
     assert estimate is not None
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     with_gaps = explain_out_of_memory(run, "CUDA out of memory.", estimate.total_bytes)
@@ -204,11 +204,11 @@ def test_a_rank_that_runs_out_explains_and_no_rank_hangs(
 #: train.py on a GPU, as far as its memory goes: the peaks are given.
 _MEASURES = """
 import os, sys
-from llmscale.training import session
-from llmscale.training.memory_report import MeasuredMemory
+from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.train import main
+from llmscale.training.actions import report_memory
 
-session.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
+report_memory.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
 status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)

@@ -180,7 +180,7 @@ def one_rank(places: dict[str, str]) -> dict[str, str | None]:
         run = prepare_run(parse_run_config([word for pair in fixed.items() for word in pair] + flags), 2)
         with patches.get(own[0] if own else "", mock.patch.dict(os.environ, {})):
             try:
-                rank_fingerprint.check_ranks_agree(run, run.ds_config(has_gpu=False), world)
+                rank_fingerprint.check_ranks_agree(run.on_cpu(), world)
                 heard[name] = None
             except LlmscaleError as error:
                 heard[name] = f"{type(error).__name__}: {error}"

@@ -22,22 +22,22 @@ def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None,
 
 def test_everything_fits_together_and_nothing_is_written(tiny_set: Path, tmp_path: Path) -> None:
     run = prepare(tiny_set, tmp_path)
-    assert (run.zero_stage, run.precision, run.checkpointing) == (2, "bf16", "none")
+    assert (run.resolved.zero_stage, run.resolved.precision, run.resolved.checkpointing) == (2, "bf16", "none")
     assert (run.resolved.shape.vocab_size, run.resolved.shape.seq_len) == (257, 32)
-    assert run.resolved.plan.world_size == 2
+    assert run.resolved.plan.ranks.world_size == 2
     assert not (tmp_path / "run").exists()
 
 
 def test_flags_override_the_ds_config(tiny_set: Path, tmp_path: Path) -> None:
     ds = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "activation_checkpointing": {}}
-    assert prepare(tiny_set, tmp_path, ds=ds).checkpointing == "full"
+    assert prepare(tiny_set, tmp_path, ds=ds).resolved.checkpointing == "full"
     run = prepare(tiny_set, tmp_path, "--precision=fp32", "--activation-checkpointing=selective", ds=ds)
-    assert (run.precision, run.checkpointing) == ("fp32", "selective")
-    assert run.ds_config(has_gpu=False)["bf16"] == {"enabled": False}
+    assert (run.resolved.precision, run.resolved.checkpointing) == ("fp32", "selective")
+    assert run.resolved.ds_config["bf16"] == {"enabled": False}
 
 
 def test_the_ds_config_carries_the_plan(tiny_set: Path, tmp_path: Path) -> None:
-    ds_config = prepare(tiny_set, tmp_path, "--micro-batch-size=2", "--gradient-clipping=0.5").ds_config(has_gpu=True)
+    ds_config = prepare(tiny_set, tmp_path, "--micro-batch-size=2", "--gradient-clipping=0.5").resolved.ds_config
     assert ds_config["train_batch_size"] == 8
     assert ds_config["train_micro_batch_size_per_gpu"] == 2
     assert ds_config["gradient_accumulation_steps"] == 2

@@ -15,6 +15,7 @@ from llmscale.cli.estimate.table import CATEGORIES, align, breakdown_cells, gib
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.memory.hf_states import HFStates, estimate_hf_states
@@ -64,27 +65,17 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(model: HFModel, machines: Machines, precision: Precision, global_batch_size: int | None) -> list[_Row]:
-    world_size = machines.world_size
+    ranks = ParallelLayout(machines.world_size)
     # Only whether there is accumulation matters to the states; most runs have it.
     plan = build_batch_plan(
-        global_batch_size=global_batch_size or 2 * world_size, world_size=world_size, seq_len=1, micro_batch_size=1
+        global_batch_size=global_batch_size or 2 * ranks.data_parallel_size, ranks=ranks, seq_len=1, micro_batch_size=1
     )
     rows = []
     for strategy in all_strategies():
         ds = build_strategy(strategy, precision) if strategy.checkpointing == "none" else None
         if ds is None:
             continue
-        resolved = resolve_ds_config(
-            ds,
-            micro_batch_size=plan.micro_batch_size,
-            gradient_accumulation_steps=plan.gradient_accumulation_steps,
-            global_batch_size=plan.global_batch_size,
-            world_size=world_size,
-            n_embd=model.n_embd,
-            num_parameters=model.num_parameters,
-            has_gpu=True,
-        )
-        layout = build_layout(resolved, world_size)
+        layout = build_layout(resolve_ds_config(ds, model, plan), ranks)
         states = estimate_hf_states(model, layout)
         spare = machines.gpu_bytes - states.estimate.total_bytes
         room = min(states.room_bytes(machines.gpu_bytes), spare) if spare < 0 else states.room_bytes(machines.gpu_bytes)

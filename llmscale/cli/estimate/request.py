@@ -12,7 +12,7 @@ from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_run
+from llmscale.config.resolve import SetFacts, resolve_batch, resolve_shape
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.planning.largest_micro_batch import Job, Machines
@@ -58,8 +58,9 @@ def read_request(args: argparse.Namespace) -> Request:
         config = config.model_copy(update={"global_batch_size": batch})
     # Of the data set only these matter; its size would decide the number of steps.
     facts = SetFacts(vocab_size=args.vocab_size, seq_len=seq_len, num_train_samples=1)
-    resolved = resolve_run(config, facts, machines.world_size)
-    job = Job(resolved.shape, resolved.plan.global_batch_size, machines, config.micro_batch_size)
+    shape = resolve_shape(config, facts)
+    plan = resolve_batch(config, seq_len, machines.world_size)
+    job = Job(shape, plan.global_batch_size, machines, config.micro_batch_size)
     return Request(config, job, gpu, get_interconnect(args.interconnect), _read_precision(config, gpu))
 
 
@@ -88,7 +89,7 @@ def read_ds_files(paths: list[Path], request: Request) -> list[tuple[DsConfig, C
         if request.config.precision is not None:
             ds = ds.with_precision(request.config.precision)
         _check_bf16(ds.precision, request.gpu, f"{path}: ")
-        mode = request.config.activation_checkpointing or ("full" if ds.activation_checkpointing else "none")
+        mode = request.config.activation_checkpointing or ds.checkpointing
         configs.append((ds, mode))
     return configs
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.estimate.table import CATEGORIES, align, breakdown_cells, gib
+from llmscale.config.resolve import resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import PHASES, RESERVED_PER_ALLOCATED
-from llmscale.planning.largest_micro_batch import Fit, resolve_on_gpus
+from llmscale.planning.largest_micro_batch import Fit
 
 if TYPE_CHECKING:
     from llmscale.dry_run.engine import DryRun
@@ -59,14 +60,7 @@ def simulate(fit: Fit, shape: GPTShape) -> Simulation:
             from llmscale.dry_run.engine import dry_run
         except ImportError as error:
             raise ConfigError(f"--dry-run needs {error.name}: `pip install 'llmscale[train]'`.") from None
-        result = dry_run(
-            shape,
-            fit.plan,
-            resolve_on_gpus(fit.ds, shape, fit.plan),
-            zero_stage=fit.layout.zero_stage,
-            precision=fit.layout.precision,
-            checkpointing=fit.strategy.checkpointing,
-        )
+        result = dry_run(resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing))
     return Simulation(fit, result)
 
 
@@ -75,7 +69,7 @@ def simulation_lines(simulation: Simulation) -> Iterator[str]:
     fit = simulation.fit
     yield (
         f"dry run: {fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size}; the real DeepSpeed engine on "
-        f"fake tensors as rank 0 of {fit.plan.world_size}, {simulation.dry_run.seconds:.0f} s"
+        f"fake tensors as rank 0 of {fit.plan.ranks.world_size}, {simulation.dry_run.seconds:.0f} s"
     )
     head = ["", "phase", "by", *CATEGORIES, "allocated", "difference"]
     table: list[list[str]] = []

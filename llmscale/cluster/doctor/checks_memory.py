@@ -1,4 +1,4 @@
-"""CheckRow about the memory estimate against the GPUs and the hosts that were found. Pure function."""
+"""Row about the memory estimate against the GPUs and the hosts that were found. Pure function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import CheckRow, green, red, split_error
 from llmscale.cluster.hostfile import Host
 from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.resolve import ResolvedRun
+from llmscale.config.resolve import SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import describe_breakdown, format_size
@@ -17,7 +17,7 @@ from llmscale.planning.recommend import find_smallest_change
 
 
 def check_memory(
-    hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, resolved: ResolvedRun, ds: DsConfig
+    hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, ds: DsConfig, known: SetFacts
 ) -> Iterator[CheckRow]:
     """The estimate against the smallest GPU, and what is offloaded against the smallest host. No row without GPUs."""
     gpus = [gpu for found in facts.values() if found.gpus for gpu in found.gpus.gpus]
@@ -25,17 +25,17 @@ def check_memory(
         return
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     host_bytes = min((found.system.memory_bytes for found in facts.values() if found.system), default=None)
-    plan = resolved.plan
+    world_size = sum(host.slots for host in hosts)
     machines = Machines(len(hosts), hosts[0].slots, smallest.memory_bytes, host_bytes)
-    if machines.world_size != plan.world_size:
+    if machines.world_size != world_size:
         # Hosts of different sizes: what is offloaded is then not compared with a host's memory.
-        machines = Machines(plan.world_size, 1, smallest.memory_bytes)
-    job = Job(resolved.shape, plan.global_batch_size, machines, plan.micro_batch_size)
-    checkpointing = config.activation_checkpointing or ("full" if ds.activation_checkpointing else "none")
+        machines = Machines(world_size, 1, smallest.memory_bytes)
     try:
-        chosen = ds if config.precision is None else ds.with_precision(config.precision)
-        fit = fit_at(chosen, job, checkpointing, plan.micro_batch_size)
-        change = None if fit.fits else find_smallest_change(chosen, job, checkpointing, plan.micro_batch_size)
+        run = resolve_run(config, ds, known, world_size)
+        plan = run.plan
+        job = Job(run.shape, plan.global_batch_size, machines, plan.micro_batch_size)
+        fit = fit_at(run.ds, job, run.checkpointing, plan.micro_batch_size)
+        change = None if fit.fits else find_smallest_change(run.ds, job, run.checkpointing, plan.micro_batch_size)
     except ConfigError as error:
         yield red("memory", *split_error(str(error)))
         return

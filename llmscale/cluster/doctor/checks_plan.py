@@ -11,7 +11,7 @@ from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import CheckRow, green, red, split_error
 from llmscale.cluster.hostfile import Host
 from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.resolve import SetFacts, resolve_batch, resolve_schedule, resolve_shape
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
@@ -31,26 +31,28 @@ def check_plan(
         return
     known = SetFacts(data[0].vocab_size, data[0].seq_len, data[0].num_train_samples)
     try:
-        resolved = resolve_run(config, known, sum(host.slots for host in hosts))
+        shape = resolve_shape(config, known)
+        plan = resolve_batch(config, shape.seq_len, sum(host.slots for host in hosts))
+        total_steps = resolve_schedule(config, plan, known.num_train_samples).total_steps
     except ConfigError as error:
         yield red("batch", *split_error(str(error)))
         return
-    yield green("batch", resolved.plan.describe())
-    yield from check_disk(facts, hosts[0].name, config, resolved)
+    yield green("batch", plan.describe())
+    yield from check_disk(facts, hosts[0].name, config, shape.num_parameters, total_steps)
     if ds is not None:
-        yield from check_memory(hosts, facts, config, resolved, ds)
+        yield from check_memory(hosts, facts, config, ds, known)
 
 
 def check_disk(
-    facts: Mapping[str, HostFacts], first_host: str, config: RunConfig, resolved: ResolvedRun
+    facts: Mapping[str, HostFacts], first_host: str, config: RunConfig, num_parameters: int, total_steps: int
 ) -> Iterator[CheckRow]:
     """Free space where the run folder is, against all checkpoints that will lie there at once."""
     folders = folders_of(facts)
     if first_host not in folders:
         return
     folder = folders[first_host]
-    one_bytes = CHECKPOINT_BYTES_PER_PARAMETER * resolved.shape.num_parameters
-    count = checkpoints_at_once(config, resolved.total_steps)
+    one_bytes = CHECKPOINT_BYTES_PER_PARAMETER * num_parameters
+    count = checkpoints_at_once(config, total_steps)
     needed_bytes = one_bytes * count + SPARE_BYTES
     free_bytes = folder.free_bytes + folder.checkpoints_bytes
     found = (

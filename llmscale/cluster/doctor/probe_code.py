@@ -16,6 +16,7 @@ from pathlib import Path
 
 from llmscale.cluster.doctor.host_facts import CodeFacts, ImportFacts
 from llmscale.cluster.environment import PACKAGE
+from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import LIBRARIES
 
 #: Run in a process of its own: an import can hang, crash, or take GPU memory.
@@ -46,11 +47,7 @@ def gather_code() -> CodeFacts:
 
 def hash_sources(package: Path) -> str:
     """sha256 over the names and contents of all Python files of a package."""
-    digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        digest.update(f"{path.relative_to(package).as_posix()}\0".encode())
-        digest.update(hashlib.sha256(path.read_bytes()).digest())
-    return digest.hexdigest()
+    return hashlib.sha256(json.dumps(source_hashes(package)).encode()).hexdigest()
 
 
 def installed_version(distribution: str) -> str | None:

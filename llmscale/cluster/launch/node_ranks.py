@@ -18,7 +18,7 @@ from llmscale.cluster.extension_locks import HeldLocks
 from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
 from llmscale.cluster.launch.rank_output import RankOutput
-from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, output_path, sign_path, stacks_path
+from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
 
 #: What may start a host's ranks: DeepSpeed's per-host launcher, or torchrun.
 STARTERS = ("deepspeed", "torchrun")
@@ -85,7 +85,7 @@ class NodeRanks:
         found = []
         for rank in self.ranks:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                sign = json.loads(sign_path(self._folder, rank).read_text())
+                sign = json.loads(heartbeat_path(self._folder, rank).read_text())
                 state = process_state(sign["pid"])
                 found.append(RankSigns(rank=rank, alive=state not in ("", "Z"), state=state, **sign))
         return found

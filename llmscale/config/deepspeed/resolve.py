@@ -6,9 +6,13 @@ move again; a run's saved config must say what it trained with. Pure functions, 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Protocol
+
+from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.fields import AUTO
 from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import DsFile, Dtype, Fp16, OffloadOptimizer, OffloadParam, Precision
+from llmscale.config.deepspeed.sections import DsFile, Dtype, Fp16, OffloadOptimizer, OffloadParam
 from llmscale.errors import ConfigError
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
@@ -21,52 +25,62 @@ MAX_BUCKET_SIZE = 500_000_000
 #: in each.
 NEVER_PRINT = 10**9
 
+#: The sections whose `pin_memory` says whether host memory is page-locked for copies to a GPU.
+_OFFLOADS = ("offload_optimizer", "offload_param")
 
-def resolve_ds_config(
-    ds: DsConfig,
-    *,
-    micro_batch_size: int,
-    gradient_accumulation_steps: int,
-    global_batch_size: int,
-    world_size: int,
-    n_embd: int,
-    num_parameters: int,
-    has_gpu: bool,
-    precision_override: Precision | None = None,
-    gradient_clipping: float | None = None,
-) -> dict[str, object]:
-    """Plain JSON values for `deepspeed.initialize`, none of them "auto".
 
-    `gradient_clipping` None leaves the file's value, or 1.0. `has_gpu` decides whether host memory is
-    pinned. Raises ConfigError when the file's batch sizes contradict the plan, or its keys the precision.
+class ModelSize(Protocol):
+    """What of a model decides DeepSpeed's buffers."""
+
+    @property
+    def n_embd(self) -> int: ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+
+def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[str, object]:
+    """Plain JSON values for `deepspeed.initialize` on GPUs, none of them "auto".
+
+    Raises ConfigError when the file's batch sizes contradict the plan.
     """
-    if global_batch_size != micro_batch_size * gradient_accumulation_steps * world_size:
-        raise ConfigError(
-            f"global_batch_size {global_batch_size} is not micro_batch_size {micro_batch_size} x "
-            f"gradient_accumulation_steps {gradient_accumulation_steps} x world_size {world_size}."
-        )
-    chosen = ds if precision_override is None else ds.with_precision(precision_override)
-    keys = chosen.keys
+    _check_product(plan)
+    keys = ds.keys
     config: dict[str, object] = keys.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     config.update(
         _batch_keys(
             ds,
-            train_batch_size=global_batch_size,
-            train_micro_batch_size_per_gpu=micro_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
+            train_batch_size=plan.global_batch_size,
+            train_micro_batch_size_per_gpu=plan.micro_batch_size,
+            gradient_accumulation_steps=plan.gradient_accumulation_steps,
         )
     )
-    if gradient_clipping is None:
-        gradient_clipping = ds.gradient_clipping
-    config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if gradient_clipping is None else gradient_clipping
-    config["zero_optimization"] = _zero_section(keys, n_embd, num_parameters, has_gpu)
-    config.update(_precision_sections(keys, gradient_accumulation_steps))
+    config["gradient_clipping"] = DEFAULT_GRADIENT_CLIPPING if ds.gradient_clipping is None else ds.gradient_clipping
+    config["zero_optimization"] = _zero_section(keys, model)
+    config.update(_precision_sections(keys, plan.gradient_accumulation_steps))
     config["zero_allow_untested_optimizer"] = True
     config["zero_force_ds_cpu_optimizer"] = False
     config.setdefault("steps_per_print", NEVER_PRINT)
     config.setdefault("wall_clock_breakdown", False)
     config.setdefault("timers", {"throughput": {"enabled": False, "synchronized": False}})
     return config
+
+
+def without_pinned_memory(ds_config: Mapping[str, object]) -> dict[str, object]:
+    """A resolved ds_config where there is no GPU that host memory could be pinned for."""
+    zero = ds_config["zero_optimization"]
+    assert isinstance(zero, dict)
+    unpinned = {name: {**zero[name], "pin_memory": False} for name in _OFFLOADS if name in zero}
+    return {**ds_config, "zero_optimization": {**zero, **unpinned}}
+
+
+def _check_product(plan: BatchPlan) -> None:
+    ranks = plan.ranks.data_parallel_size
+    if plan.global_batch_size != plan.micro_batch_size * plan.gradient_accumulation_steps * ranks:
+        raise ConfigError(
+            f"global_batch_size {plan.global_batch_size} is not micro_batch_size {plan.micro_batch_size} x "
+            f"gradient_accumulation_steps {plan.gradient_accumulation_steps} x data_parallel_size {ranks}."
+        )
 
 
 def _batch_keys(ds: DsConfig, **planned: int) -> dict[str, object]:
@@ -81,9 +95,9 @@ def _batch_keys(ds: DsConfig, **planned: int) -> dict[str, object]:
     return dict(planned)
 
 
-def _zero_section(keys: DsFile, n_embd: int, num_parameters: int, has_gpu: bool) -> dict[str, object]:
+def _zero_section(keys: DsFile, model: ModelSize) -> dict[str, object]:
     stage = keys.zero.stage
-    bucket = min(MAX_BUCKET_SIZE, num_parameters + num_parameters % 2)
+    bucket = min(MAX_BUCKET_SIZE, model.num_parameters + model.num_parameters % 2)
     section: dict[str, object] = {"stage": stage}
     if stage > 0:
         section |= {
@@ -102,14 +116,14 @@ def _zero_section(keys: DsFile, n_embd: int, num_parameters: int, has_gpu: bool)
             for name in ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
         }
     section |= keys.zero.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    for name, value in _auto_sizes(n_embd).items():
+    for name, value in _auto_sizes(model.n_embd).items():
         if section.get(name) == AUTO:
             section[name] = value
-    for name in ("offload_optimizer", "offload_param"):
+    for name in _OFFLOADS:
         section.pop(name, None)
         offload = getattr(keys.zero, name)
         if offload is not None and offload.device != "none":
-            section[name] = _offload_section(offload, has_gpu)
+            section[name] = _offload_section(offload)
     return section
 
 
@@ -122,10 +136,9 @@ def _auto_sizes(n_embd: int) -> dict[str, int]:
     }
 
 
-def _offload_section(offload: OffloadOptimizer | OffloadParam, has_gpu: bool) -> dict[str, object]:
-    """Pinned memory is for copies to a GPU; without one there is nothing to pin it for."""
+def _offload_section(offload: OffloadOptimizer | OffloadParam) -> dict[str, object]:
     written = offload.model_dump(mode="json", exclude_unset=True, exclude_none=True)
-    return {**written, "device": offload.device, "pin_memory": offload.pin_memory and has_gpu}
+    return {**written, "device": offload.device, "pin_memory": offload.pin_memory}
 
 
 def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[str, object]:

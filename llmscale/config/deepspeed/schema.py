@@ -9,6 +9,7 @@ from llmscale.config.deepspeed.problems import find_problems
 from llmscale.config.deepspeed.rules import ignored_keys, refusals
 from llmscale.config.deepspeed.sections import (
     Bf16,
+    CheckpointingMode,
     DsFile,
     Fp16,
     OffloadDevice,
@@ -55,9 +56,9 @@ class DsConfig:
         return self.keys.offload_param_device
 
     @property
-    def activation_checkpointing(self) -> bool:
-        """Whether the section is there: its presence switches activation checkpointing on."""
-        return self.keys.activation_checkpointing is not None
+    def checkpointing(self) -> CheckpointingMode:
+        """`full` when the section is there: DeepSpeed has none that means `selective`."""
+        return "none" if self.keys.activation_checkpointing is None else "full"
 
     @property
     def cpu_checkpointing(self) -> bool:
@@ -70,6 +71,14 @@ class DsConfig:
         """Largest global gradient norm, 0 for no clipping; None when the file leaves it open."""
         clipping = self.keys.gradient_clipping
         return None if clipping is None or isinstance(clipping, str) else clipping
+
+    def with_flags(self, precision: Precision | None, gradient_clipping: float | None) -> DsConfig:
+        """The same config with what train.py's flags override. Raises ConfigError when its other keys do not allow
+        the precision."""
+        ds = self if precision is None else self.with_precision(precision)
+        if gradient_clipping is None:
+            return ds
+        return replace(ds, keys=ds.keys.model_copy(update={"gradient_clipping": gradient_clipping}))
 
     def with_precision(self, precision: Precision) -> DsConfig:
         """The same config in another precision. Raises ConfigError when its other keys do not allow it."""

@@ -1,6 +1,6 @@
 """Which samples of a global batch each rank takes. NumPy only.
 
-The global batch is what counts; how it is dealt only decides which node must hold which shards. Every layout
+The global batch is what counts; how it is divided only decides which node must hold which shards. Every layout
 is an exact partition; where the layout divides the canonical rows, each node meets only its own rows (but for
 a batch that straddles an epoch's end).
 """
@@ -21,38 +21,38 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where this rank stands among the others. Raises ConfigError when the numbers contradict each other."""
+    """Where this rank stands among the data-parallel ones. Raises ConfigError when the numbers contradict."""
 
-    rank: int
-    """Global rank; ranks are numbered node by node, as DeepSpeed's launcher does."""
+    data_parallel_rank: int
+    """Ranks are numbered node by node, as DeepSpeed's launcher does."""
     ranks_per_node: tuple[int, ...]
-    """Ranks on each node, in the order of their ranks."""
+    """Data-parallel ranks on each node, in the order of their ranks."""
 
     def __post_init__(self) -> None:
         if not self.ranks_per_node or min(self.ranks_per_node) < 1:
             raise ConfigError(f"Every node needs at least one rank, not {list(self.ranks_per_node)}.")
-        if not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"rank must be in 0..{self.world_size - 1}, not {self.rank}.")
+        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
+            raise ConfigError(f"rank must be in 0..{self.data_parallel_size - 1}, not {self.data_parallel_rank}.")
 
     @property
-    def world_size(self) -> int:
+    def data_parallel_size(self) -> int:
         return sum(self.ranks_per_node)
 
 
-def deal(positions: IntArray, rows: IntArray, layout: RankLayout) -> IntArray:
-    """This rank's share of a global batch: `positions` [G] with their canonical rows [G] -> [G / W].
+def shard_batch(positions: IntArray, rows: IntArray, layout: RankLayout) -> IntArray:
+    """This rank's share of a global batch: `positions` [G] with their canonical rows [G] -> [G / D].
 
-    A stable sort by preferred node, cut into W equal parts. Raises ConfigError when the world does not divide
-    G.
+    A stable sort by preferred node, cut into D = data_parallel_size equal parts. Raises ConfigError when D does
+    not divide G.
     """
-    if len(positions) % layout.world_size:
+    if len(positions) % layout.data_parallel_size:
         raise ConfigError(
-            f"A global batch of {len(positions)} samples cannot be dealt to {layout.world_size} ranks equally: the "
-            "world size must divide it."
+            f"A global batch of {len(positions)} samples cannot be dealt to {layout.data_parallel_size} ranks equally: "
+            "the world size must divide it."
         )
-    share = len(positions) // layout.world_size
+    share = len(positions) // layout.data_parallel_size
     order = np.argsort(preferred_nodes(rows, layout.ranks_per_node), kind="stable")
-    return positions[order[layout.rank * share : (layout.rank + 1) * share]]
+    return positions[order[layout.data_parallel_rank * share : (layout.data_parallel_rank + 1) * share]]
 
 
 def preferred_nodes(rows: IntArray, ranks_per_node: Sequence[int]) -> IntArray:

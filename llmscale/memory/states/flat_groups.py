@@ -24,12 +24,12 @@ class FlatGroup:
     """First element of each."""
     elements: int
     """Of the flat tensor, padded so that every rank's partition begins aligned."""
-    world_size: int
+    shard_ranks: int
 
     @property
     def partition(self) -> int:
         """Elements that one rank owns."""
-        return self.elements // self.world_size
+        return self.elements // self.shard_ranks
 
     @cached_property
     def local(self) -> dict[int, int]:
@@ -56,13 +56,13 @@ class FlatGroup:
 
 
 def build_flat_groups(tensors: ParameterTensors, layout: EngineLayout) -> tuple[FlatGroup, ...]:
-    """Both groups. With `round_robin_gradients` every world_size-th tensor is next to the other; with
+    """Both groups. With `round_robin_gradients` every shard_ranks-th tensor is next to the other; with
     `parameter_alignment` each begins at a multiple of 16 bytes."""
     return tuple(_build_flat_group(group, layout) for group in tensors.groups)
 
 
 def _build_flat_group(group: Sequence[ParameterTensor], layout: EngineLayout) -> FlatGroup:
-    ranks = layout.world_size
+    ranks = layout.ranks.shard_ranks
     order = list(group)
     if layout.round_robin_gradients:
         order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]

@@ -48,7 +48,7 @@ def communication_dtype(layout: EngineLayout) -> Dtype:
 def _resident(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], layout: EngineLayout) -> Breakdown:
     """The shards in one flat tensor, persistent parameters whole, the sums of gradients in one flat tensor, the bucket;
     an fp32 copy of each sub-group, in fp32 as well, and Adam's states with one step count."""
-    ranks, dtype = layout.world_size, layout.model_dtype
+    ranks, dtype = layout.ranks.shard_ranks, layout.model_dtype
     sizes = [sum(shards) for shards in sub_groups]
     parameters = optimizer = gradients = 0
     if layout.offload_param.device == "none":
@@ -71,7 +71,7 @@ def _step(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], layout
     if layout.offload_optimizer.device != "none":
         return Breakdown()
     tally = Tally()
-    ranks, accumulated = layout.world_size, layout.grad_accum_dtype
+    ranks, accumulated = layout.ranks.shard_ranks, layout.grad_accum_dtype
     if ranks > 1 or layout.offload_param.device != "none":
         persistent = persistent_parameters(tensors.all, layout).values()
         released = sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, layout.model_dtype) for tensor in persistent)
@@ -178,7 +178,7 @@ class _Walk:
 
     def _allreduce(self) -> None:
         """__avg_scatter_contiguous_grads: the scaled bucket is a copy, and so is that in the type of the sums."""
-        scaled = tensor_bytes(self.bucket_elements, self.communication) if self.layout.world_size > 1 else 0
+        scaled = tensor_bytes(self.bucket_elements, self.communication) if self.layout.ranks.shard_ranks > 1 else 0
         other = self.communication != self.layout.grad_accum_dtype
         cast = tensor_bytes(self.bucket_elements, self.layout.grad_accum_dtype) if other else 0
         self.tally.touch("buckets", scaled + cast)
@@ -186,7 +186,7 @@ class _Walk:
     def _reduce_scatter(self) -> None:
         """__avg_scatter_grads and reduce_scatter_coalesced: padded pieces of all gradients in one flat tensor, which a
         single gradient that divides evenly does not need; then each piece in the type of the sums."""
-        ranks, layout = self.layout.world_size, self.layout
+        ranks, layout = self.layout.ranks.shard_ranks, self.layout
         casts = 0
         if self.communication != self.dtype:
             casts = sum(tensor_bytes(tensor.elements, self.communication) for tensor in self.bucket)

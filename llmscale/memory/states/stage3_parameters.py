@@ -127,7 +127,7 @@ class Stage3Parameters:
         if not tensors:
             return
         self._available += sum(tensor.elements for tensor in tensors)
-        dtype, ranks = self._layout.model_dtype, self._layout.world_size
+        dtype, ranks = self._layout.model_dtype, self._layout.ranks.shard_ranks
         from_host = self._layout.offload_param.device != "none"
         shards = [shard_elements(tensor, ranks) for tensor in tensors]
         if ranks == 1:
@@ -167,9 +167,9 @@ class Stage3Parameters:
             self._available -= tensor.elements
 
 
-def shard_elements(tensor: ParameterTensor, world_size: int) -> int:
+def shard_elements(tensor: ParameterTensor, shard_ranks: int) -> int:
     """What each rank has of a parameter, the last one padded (Init._partition_param)."""
-    return -(-tensor.elements // world_size)
+    return -(-tensor.elements // shard_ranks)
 
 
 def persistent_parameters(tensors: Iterable[ParameterTensor], layout: EngineLayout) -> dict[int, ParameterTensor]:

@@ -30,7 +30,7 @@ def build_sub_groups(tensors: ParameterTensors, layout: EngineLayout) -> list[Su
         current: list[int] = []
         elements = 0
         for position, tensor in enumerate(group):
-            shard = shard_elements(tensor, layout.world_size)
+            shard = shard_elements(tensor, layout.ranks.shard_ranks)
             current.append(shard)
             elements += shard
             if elements >= layout.sub_group_size or position == len(group) - 1:

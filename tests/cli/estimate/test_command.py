@@ -170,7 +170,7 @@ def test_emit_writes_what_train_py_takes(
         f" {prepared.resolved.plan.micro_batch_size} x {prepared.resolved.plan.gradient_accumulation_steps} " in marked
     )
     assert prepared.resolved.shape.dropout == 0.1
-    assert prepared.zero_stage == int(marked.split()[1])
+    assert prepared.resolved.zero_stage == int(marked.split()[1])
 
 
 def test_emit_does_not_overwrite(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:

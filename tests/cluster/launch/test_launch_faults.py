@@ -211,13 +211,13 @@ def test_a_fault_that_comes_back_at_the_same_step_stops_with_the_evidence(lab: L
         """
 import os, sys
 if os.environ.get("RANK") == "1":
-    from llmscale.training.heartbeat import Watch
-    beat = Watch.beat
+    from llmscale.training.heartbeat import Heartbeat
+    beat = Heartbeat.beat
     def die(self, phase, step=None):
         beat(self, phase, step)
         if step == 27:
             raise RuntimeError("the poisoned step")
-    Watch.beat = die
+    Heartbeat.beat = die
 """
     )
     environment = {"PYTHONPATH": f"{poison}:{SHELL['PYTHONPATH']}"}

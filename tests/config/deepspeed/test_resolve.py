@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 
-from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 
 AUTO_EVERYWHERE: dict[str, object] = {
@@ -29,6 +32,14 @@ AUTO_EVERYWHERE: dict[str, object] = {
 }
 
 
+@dataclass(frozen=True)
+class Size:
+    """What of a model decides DeepSpeed's buffers."""
+
+    n_embd: int
+    num_parameters: int
+
+
 def resolve(
     config: dict[str, object],
     *,
@@ -38,18 +49,10 @@ def resolve(
     num_parameters: int = 10_000_001,
     gradient_accumulation_steps: int = 2,
 ) -> dict[str, object]:
-    return resolve_ds_config(
-        parse_ds_config(config, "my.json"),
-        micro_batch_size=4,
-        gradient_accumulation_steps=gradient_accumulation_steps,
-        global_batch_size=32 * gradient_accumulation_steps,
-        world_size=8,
-        n_embd=100,
-        num_parameters=num_parameters,
-        has_gpu=has_gpu,
-        precision_override=precision_override,
-        gradient_clipping=gradient_clipping,
-    )
+    ds = parse_ds_config(config, "my.json").with_flags(precision_override, gradient_clipping)
+    plan = BatchPlan(32 * gradient_accumulation_steps, 4, gradient_accumulation_steps, ParallelLayout(8), seq_len=16)
+    resolved = resolve_ds_config(ds, Size(100, num_parameters), plan)
+    return resolved if has_gpu else without_pinned_memory(resolved)
 
 
 def section(config: dict[str, object], name: str) -> dict[str, object]:
@@ -101,14 +104,7 @@ def test_a_number_that_contradicts_the_plan_is_refused() -> None:
 def test_an_inconsistent_plan_is_refused() -> None:
     with pytest.raises(ConfigError, match="global_batch_size 10 is not micro_batch_size 4 x"):
         resolve_ds_config(
-            parse_ds_config({}, "my.json"),
-            micro_batch_size=4,
-            gradient_accumulation_steps=2,
-            global_batch_size=10,
-            world_size=1,
-            n_embd=100,
-            num_parameters=1000,
-            has_gpu=False,
+            parse_ds_config({}, "my.json"), Size(100, 1000), BatchPlan(10, 4, 2, ParallelLayout(1), seq_len=16)
         )
 
 

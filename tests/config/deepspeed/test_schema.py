@@ -218,7 +218,7 @@ def test_load_universal_is_explained() -> None:
 
 def test_an_empty_object_is_plain_fp32_data_parallel() -> None:
     config = parse()
-    assert (config.zero_stage, config.precision, config.activation_checkpointing) == (0, "fp32", False)
+    assert (config.zero_stage, config.precision, config.checkpointing) == (0, "fp32", "none")
     assert (config.offload_optimizer_device, config.offload_param_device) == ("none", "none")
 
 
@@ -244,8 +244,8 @@ def test_fp16_settings_are_readable() -> None:
 
 
 def test_the_section_switches_activation_checkpointing_on() -> None:
-    assert parse(activation_checkpointing={}).activation_checkpointing
-    assert not parse(activation_checkpointing=None).activation_checkpointing
+    assert parse(activation_checkpointing={}).checkpointing == "full"
+    assert parse(activation_checkpointing=None).checkpointing == "none"
     assert parse(activation_checkpointing={"cpu_checkpointing": True}).cpu_checkpointing
 
 

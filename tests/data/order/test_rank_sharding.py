@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.order.rank_sharding import RankLayout, deal
+from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.errors import ConfigError
 
 LAYOUTS = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
 def _shares(positions: np.ndarray, rows: np.ndarray, nodes: tuple[int, ...]) -> list[np.ndarray]:
-    return [deal(positions, rows, RankLayout(rank, nodes)) for rank in range(sum(nodes))]
+    return [shard_batch(positions, rows, RankLayout(rank, nodes)) for rank in range(sum(nodes))]
 
 
 @given(LAYOUTS, st.integers(1, 4), st.integers(0, 10**9), st.integers(1, 50))
@@ -40,7 +40,7 @@ def test_nodes_keep_to_their_rows(nodes: tuple[int, ...]) -> None:
 def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
     positions = np.arange(8)
     with pytest.raises(ConfigError, match="8 samples cannot be dealt to 3 ranks"):
-        deal(positions, positions, RankLayout(0, (3,)))
+        shard_batch(positions, positions, RankLayout(0, (3,)))
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import warnings
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.states.state_memory import StateMemory
 from llmscale.memory.zero_settings import build_layout
@@ -22,44 +23,28 @@ from llmscale.memory.zero_settings import build_layout
 SHAPE = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8)
 
 
-def resolve(cell: dict) -> tuple[BatchPlan, dict[str, object]]:
+def resolve(cell: dict) -> ResolvedStep:
     """A cell's keys: stage, precision, ranks, accumulation, and `zero` and `top` for the ds_config."""
     precision, accumulation, ranks = cell["precision"], cell["accumulation"], cell["ranks"]
     config = {"zero_optimization": {"stage": cell["stage"], **cell.get("zero", {})}, **cell.get("top", {})}
     if precision != "fp32":
         section = "torch_autocast" if precision == "autocast" else precision
         config[section] = {**config.get(section, {}), "enabled": True}
-    plan = BatchPlan(accumulation * ranks, 1, accumulation, ranks, SHAPE.seq_len)
-    return plan, resolve_ds_config(
-        parse_ds_config(config, "cell"),
-        micro_batch_size=1,
-        gradient_accumulation_steps=accumulation,
-        global_batch_size=plan.global_batch_size,
-        world_size=ranks,
-        n_embd=SHAPE.n_embd,
-        num_parameters=SHAPE.num_parameters,
-        has_gpu=True,
-    )
+    plan = BatchPlan(accumulation * ranks, 1, accumulation, ParallelLayout(ranks), SHAPE.seq_len)
+    return resolve_step(parse_ds_config(config, "cell"), SHAPE, plan, cell.get("checkpointing", "none"))
 
 
 def estimate(cell: dict) -> StateMemory:
-    plan, config = resolve(cell)
-    return estimate_states(SHAPE, build_layout(config, plan.world_size), cell.get("checkpointing", "none"))
+    resolved = resolve(cell)
+    layout = build_layout(resolved.ds_config, resolved.plan.ranks)
+    return estimate_states(SHAPE, layout, resolved.checkpointing)
 
 
 def compare(cell: dict) -> dict[str, object]:
     """Bytes of the dry run and of the closed form, what a moment adds to the resident memory."""
     from llmscale.dry_run.engine import dry_run
 
-    plan, config = resolve(cell)
-    simulated = dry_run(
-        SHAPE,
-        plan,
-        config,
-        zero_stage=cell["stage"],
-        precision=cell["precision"],
-        checkpointing=cell.get("checkpointing", "none"),
-    )
+    simulated = dry_run(resolve(cell))
     states = estimate(cell)
     resident = simulated.resident.total_bytes
     added = {moment: peak.total_bytes - resident for moment, peak in simulated.states.items()}

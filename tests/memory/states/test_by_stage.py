@@ -17,6 +17,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.zero_settings import EngineLayout, build_layout
@@ -195,18 +196,8 @@ def layout_of(shape: GPTShape, stage: int, ranks: int, accumulation: int = 1, **
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": "bf16"},
     }
-    plan = BatchPlan(ranks * accumulation, 1, accumulation, ranks, shape.seq_len)
-    resolved = resolve_ds_config(
-        parse_ds_config(config, "test"),
-        micro_batch_size=1,
-        gradient_accumulation_steps=accumulation,
-        global_batch_size=plan.global_batch_size,
-        world_size=ranks,
-        n_embd=shape.n_embd,
-        num_parameters=shape.num_parameters,
-        has_gpu=True,
-    )
-    return build_layout(resolved, ranks)
+    plan = BatchPlan(ranks * accumulation, 1, accumulation, ParallelLayout(ranks), shape.seq_len)
+    return build_layout(resolve_ds_config(parse_ds_config(config, "test"), shape, plan), plan.ranks)
 
 
 @pytest.mark.parametrize(("stage", "published_gb"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])

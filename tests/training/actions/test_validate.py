@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmscale.data.validation import ValidationBatch
-from llmscale.training.validation import validation_loss
+from llmscale.training.actions.validate import validation_loss
 
 
 class MeanEngine:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.errors import TrainingError
-from llmscale.training.nonfinite_guard import PATIENCE_STEPS, LostSteps, check_weights
+from llmscale.training.actions.nonfinite_guard import PATIENCE_STEPS, LostSteps, check_weights
 
 FP32 = ("--precision", "fp32", "--warmup-steps", "0", "--steps", "40")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -10,11 +10,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.engine.collectives import gather
 from llmscale.errors import TrainingError
+from llmscale.training.actions.action import DoneStep, StepAction
+from llmscale.training.live_run import LiveRun
 
 #: Steps in a row that may be lost. One bad batch costs one step: DeepSpeed skips it, the weights stay as they were. Ten
 #: different batches in a row are not to blame.
 PATIENCE_STEPS = 10
+
+
+class EndWhenLost(StepAction):
+    """End a run whose steps teach the model nothing any more: note each, and judge where the device is waited for
+    anyway."""
+
+    def __init__(self, live: LiveRun, judges_at: Callable[[int], bool]) -> None:
+        self._live, self._judges_at = live, judges_at
+        self._lost = LostSteps(live.world.device)
+
+    def due(self, step: int) -> bool:
+        return True
+
+    def act(self, done: DoneStep) -> None:
+        # fp16 skips many steps in a row while it looks for its scale, and has an end of its own: the smallest scale.
+        self._lost.note(done.loss, done.was_skipped and self._live.run.resolved.precision != "fp16")
+        if self._judges_at(done.step):
+            self._lost.check(done.step, self._live.run.config.run)
 
 
 class LostSteps:
@@ -40,9 +61,8 @@ class LostSteps:
 def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int, run_folder: Path) -> None:
     """Raise TrainingError on every rank when a weight of any is NaN or infinite: such weights never recover, and a
     checkpoint of them would push out a good one. Collective over a host-side group."""
-    broken = torch.tensor(int(not all(bool(weight.isfinite().all()) for weight in weights)))
-    dist.all_reduce(broken, group=group)
-    if broken:
+    broken = not all(bool(weight.isfinite().all()) for weight in weights)
+    if any(gather(group, broken)):
         raise _diverged("weights are NaN or infinite, and are not saved", step, run_folder)
 
 

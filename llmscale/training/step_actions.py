@@ -1,0 +1,25 @@
+"""What happens at steps besides training: one list. Something new is a file in actions/ and a line here."""
+
+from __future__ import annotations
+
+from llmscale.training.actions.action import StepAction
+from llmscale.training.actions.log_steps import LogSteps
+from llmscale.training.actions.nonfinite_guard import EndWhenLost
+from llmscale.training.actions.record_samples import RecordSamples
+from llmscale.training.actions.report_memory import ReportMemory
+from llmscale.training.actions.report_startup import ReportStartup
+from llmscale.training.actions.sample_text import SampleText
+from llmscale.training.actions.validate import Validate
+from llmscale.training.live_run import LiveRun
+
+
+def build_actions(live: LiveRun) -> list[StepAction]:
+    """The actions of a run in the order in which they happen at one step; a checkpoint follows. Collective."""
+    config, log = live.run.config, LogSteps(live)
+    actions: list[StepAction] = [RecordSamples(live)] if config.record_samples else []
+    actions += [ReportStartup(live), ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]
+    if live.validation_shards:
+        actions.append(Validate(live, live.validation_shards))
+    if config.sample_every:
+        actions.append(SampleText(live))
+    return actions
