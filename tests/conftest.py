@@ -26,8 +26,8 @@ TRAIN = REPOSITORY / "llmscale" / "train.py"
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
 
-#: By then whatever does not hang has ended, on the slowest machine: no promise about speed. Ranks that wait for each
-#: other do so for half an hour.
+#: By then whatever does not hang has ended, on the slowest machine: no promise about speed. Without our own checks,
+#: ranks that wait for each other do so for half an hour.
 HANG_S = 300
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.architecture.hf_families import Layers, Tensors, build_tensors
+from llmscale.architecture.description import Architecture
+from llmscale.architecture.hf_families import describe_hf_model
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import read_regular
@@ -26,18 +26,17 @@ class HFModel:
     """As the user wrote it."""
     family: str
     """transformers' model_type."""
-    tensors: Tensors
+    architecture: Architecture
 
     @property
     def num_parameters(self) -> int:
         """As transformers' `num_parameters()`: a tied head counts once."""
-        tensors = self.tensors
-        return _elements(tensors.before_blocks + tensors.n_layer * tensors.block + tensors.after_blocks)
+        return self.architecture.num_parameters
 
     @property
     def n_embd(self) -> int:
-        """Width of the token table, from which "auto" sizes of buffers follow."""
-        return self.tensors.before_blocks[0][1][0][1]
+        """Width of the token embedding, from which "auto" sizes of buffers follow."""
+        return self.architecture.token_embedding.shape[1]
 
     @property
     def unknown(self) -> str:
@@ -61,7 +60,7 @@ def load_hf_model(path_or_name: str) -> HFModel:
     # Some models on the Hub have Infinity as a limit.
     rules = Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES, not_finite=True)
     config = parse_json(contents, rules, f"--hf {path_or_name}")
-    return HFModel(path_or_name, str(config.get("model_type")), build_tensors(config, f"--hf {path_or_name}"))
+    return HFModel(path_or_name, str(config.get("model_type")), describe_hf_model(config, f"--hf {path_or_name}"))
 
 
 def _read(path_or_name: str) -> bytes:
@@ -106,7 +105,3 @@ def _fetch(name: str) -> bytes:
             f"--hf {name} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
             f"({reason}). Download its {CONFIG_NAME} and give the file."
         ) from None
-
-
-def _elements(layers: Layers) -> int:
-    return sum(math.prod(shape) for _, shapes in layers for shape in shapes)

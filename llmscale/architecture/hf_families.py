@@ -1,39 +1,32 @@
-"""The parameters of transformers' decoder families, tensor by tensor, from their config.json alone. No torch.
+"""The layers of transformers' decoder families, from their config.json alone. No torch.
 
-Each builder follows the modules of `transformers.models.<family>.modeling_<family>` (4.57); the tests compare every
-tensor with a model that transformers builds on torch's meta device.
+Layers have the names of llmscale's own that do the same. Each description follows the modules of
+`transformers.models.<family>.modeling_<family>` (4.57); the tests compare every tensor with a model that transformers
+builds on torch's meta device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
-from llmscale.architecture.parameter_list import Layer
+from llmscale.architecture.description import Architecture
+from llmscale.architecture.gpt2 import describe_gpt2
+from llmscale.architecture.layers import (
+    Layer,
+    attention,
+    elementwise,
+    embedding,
+    head,
+    layer_norm,
+    linear,
+    rms_norm,
+    together,
+)
 from llmscale.errors import ConfigError, did_you_mean
-
-TensorShape = tuple[int, ...]
-Shapes = tuple[TensorShape, ...]
-#: Shapes by the layer of llmscale.model.gpt that does the same: what DeepSpeed gathers at once, and in which order
-#: gradients come.
-Layers = tuple[tuple[Layer, Shapes], ...]
-
-
-@dataclass(frozen=True)
-class Tensors:
-    """Shapes of a decoder's parameters in the order of the forward pass; a tied head is the embedding's tensor."""
-
-    before_blocks: Layers
-    block: Layers
-    """Of one block; all blocks are alike."""
-    n_layer: int
-    after_blocks: Layers
-    tied: bool
-    """The output head is the token table."""
-
 
 #: Widths and vocabularies; layers.
 _MOST, _MOST_LAYERS = 1 << 30, 10_000
+_QKV = ("q_proj", "k_proj", "v_proj")
 
 
 class Keys:
@@ -76,132 +69,128 @@ class Keys:
         return n_embd, n_head
 
 
-def _linear(inputs: int, outputs: int, bias: bool) -> Shapes:
-    return ((outputs, inputs), (outputs,)) if bias else ((outputs, inputs),)
-
-
-def _layer_norm(width: int) -> Shapes:
-    return ((width,), (width,))
-
-
-def _gpt2(keys: Keys) -> Tensors:
-    h, _ = keys.heads("n_embd", "n_head")
-    vocab, inner = keys.count("vocab_size"), keys.count("n_inner", 4 * h)
-    tied = keys.flag("tie_word_embeddings", True)
+def _gpt2(keys: Keys) -> Architecture:
     # transformers' Conv1D stores [inputs, outputs]; a transposed matrix is as large.
-    return Tensors(
-        before_blocks=(("wte", ((vocab, h),)), ("wpe", ((keys.count("n_positions", 1024), h),))),
-        block=(
-            ("ln_1", _layer_norm(h)),
-            ("qkv", _linear(h, 3 * h, True)),
-            ("proj", _linear(h, h, True)),
-            ("ln_2", _layer_norm(h)),
-            ("up", _linear(h, inner, True)),
-            ("down", _linear(inner, h, True)),
-        ),
+    h, n_head = keys.heads("n_embd", "n_head")
+    return describe_gpt2(
         n_layer=keys.layers("n_layer"),
-        after_blocks=(("ln_f", _layer_norm(h)), _head(tied, vocab, h)),
-        tied=tied,
+        n_head=n_head,
+        n_embd=h,
+        mlp_width=keys.count("n_inner", 4 * h),
+        rows=keys.count("vocab_size"),
+        seq_len=keys.count("n_positions", 1024),
+        bias=True,
+        tied=keys.flag("tie_word_embeddings", True),
     )
 
 
-def _opt(keys: Keys) -> Tensors:
-    h, _ = keys.heads()
+def _opt(keys: Keys) -> Architecture:
+    h, n_head = keys.heads()
     vocab, table, bias = keys.count("vocab_size"), keys.count("word_embed_proj_dim", h), keys.flag("enable_bias", True)
     tied, inner = keys.flag("tie_word_embeddings", True), keys.count("ffn_dim")
-    norm = _layer_norm(h) if keys.flag("layer_norm_elementwise_affine", True) else ()
-    # Two positions more than the model has: OPT's ids begin at 2. A narrower table is projected in and out.
-    positions: Shapes = ((keys.count("max_position_embeddings", 2048) + 2, h),)
+    affine = keys.flag("layer_norm_elementwise_affine", True)
     has_final_norm = keys.flag("do_layer_norm_before", True) and not keys.flag("_remove_final_layer_norm", False)
-    final = norm if has_final_norm else ()
-    if table != h:
-        positions += ((h, table),)
-        final += ((table, h),)
-    return Tensors(
-        before_blocks=(("wte", ((vocab, table),)), ("wpe", positions)),
+    # Two positions more than the model has: OPT's ids begin at 2.
+    positions = embedding("embed_positions", keys.count("max_position_embeddings", 2048) + 2, h)
+    final = layer_norm("final_layer_norm", h, affine=affine and has_final_norm)
+    # A narrower token embedding is projected in and out.
+    project_in = [linear("project_in", table, h, bias=False)] if table != h else []
+    project_out = [linear("project_out", h, table, bias=False)] if table != h else []
+    return Architecture(
+        before_blocks=(embedding("wte", vocab, table), together("wpe", positions, *project_in)),
         block=(
-            ("qkv", 3 * _linear(h, h, bias)),
-            ("proj", _linear(h, h, bias)),
-            ("ln_1", norm),
-            ("up", _linear(h, inner, bias)),
-            ("down", _linear(inner, h, bias)),
-            ("ln_2", norm),
+            layer_norm("ln_1", h, affine=affine),
+            together("attn.qkv", *(linear(name, h, h, bias=bias) for name in _QKV)),
+            attention(n_head, h // n_head),
+            linear("attn.proj", h, h, bias=bias),
+            elementwise(h),
+            layer_norm("ln_2", h, affine=affine),
+            linear("mlp.up", h, inner, bias=bias),
+            elementwise(inner),
+            linear("mlp.down", inner, h, bias=bias),
+            elementwise(h),
         ),
         n_layer=keys.layers("num_hidden_layers"),
-        after_blocks=(("ln_f", final), _head(tied, vocab, table)),
-        tied=tied,
+        after_blocks=(together("ln_f", final, *project_out), _head(tied, vocab, table)),
+        made_order=("attn.qkv", "attn.proj", "ln_1", "mlp.up", "mlp.down", "ln_2"),
     )
 
 
-def _gpt_neox(keys: Keys) -> Tensors:
-    h, _ = keys.heads()
+def _gpt_neox(keys: Keys) -> Architecture:
+    h, n_head = keys.heads()
     vocab, inner = keys.count("vocab_size"), keys.count("intermediate_size")
     bias, tied = keys.flag("attention_bias", True), keys.flag("tie_word_embeddings", False)
-    return Tensors(
-        before_blocks=(("wte", ((vocab, h),)),),
+    return Architecture(
+        before_blocks=(embedding("wte", vocab, h),),
         block=(
-            ("ln_1", _layer_norm(h)),
-            ("ln_2", _layer_norm(h)),
-            ("qkv", _linear(h, 3 * h, bias)),
-            ("proj", _linear(h, h, bias)),
-            ("up", _linear(h, inner, True)),
-            ("down", _linear(inner, h, True)),
+            layer_norm("ln_1", h),
+            linear("attn.qkv", h, 3 * h, bias=bias),
+            attention(n_head, h // n_head),
+            linear("attn.proj", h, h, bias=bias),
+            layer_norm("ln_2", h),
+            linear("mlp.up", h, inner, bias=True),
+            elementwise(inner),
+            linear("mlp.down", inner, h, bias=True),
+            elementwise(2 * h),
         ),
         n_layer=keys.layers("num_hidden_layers"),
-        after_blocks=(("ln_f", _layer_norm(h)), _head(tied, vocab, h)),
-        tied=tied,
+        after_blocks=(layer_norm("ln_f", h), _head(tied, vocab, h)),
+        made_order=("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
     )
 
 
-def _head(tied: bool, vocab: int, width: int) -> tuple[Layer, Shapes]:
-    return "head", () if tied else ((vocab, width),)
+def _head(tied: bool, rows: int, width: int) -> Layer:
+    return head("head", rows, width, tied_to="wte" if tied else "")
 
 
-def _llama_like(keys: Keys, *, qkv_bias: bool, output_bias: bool, mlp_bias: bool, head_norms: bool) -> Tensors:
+def _llama_like(keys: Keys, *, qkv_bias: bool, output_bias: bool, mlp_bias: bool, head_norms: bool) -> Architecture:
     """RMS norms, rotary positions, grouped keys and values, gated MLP."""
     h, n_head = keys.heads()
     vocab, inner = keys.count("vocab_size"), keys.count("intermediate_size")
     head_dim, kv_heads = keys.count("head_dim", h // n_head), keys.count("num_key_value_heads", n_head)
-    tied = keys.flag("tie_word_embeddings", False)
-    queries, keys_values = n_head * head_dim, kv_heads * head_dim
-    norms: Shapes = ((head_dim,), (head_dim,)) if head_norms else ()
-    return Tensors(
-        before_blocks=(("wte", ((vocab, h),)),),
+    widths = dict(zip(_QKV, (n_head * head_dim, kv_heads * head_dim, kv_heads * head_dim), strict=True))
+    norms = [rms_norm(name, head_dim) for name in ("q_norm", "k_norm")] if head_norms else []
+    return Architecture(
+        before_blocks=(embedding("wte", vocab, h),),
         block=(
-            ("qkv", _linear(h, queries, qkv_bias) + 2 * _linear(h, keys_values, qkv_bias) + norms),
-            ("proj", _linear(queries, h, output_bias)),
-            ("up", 2 * _linear(h, inner, mlp_bias)),
-            ("down", _linear(inner, h, mlp_bias)),
-            ("ln_1", ((h,),)),
-            ("ln_2", ((h,),)),
+            rms_norm("ln_1", h),
+            together("attn.qkv", *(linear(name, h, width, bias=qkv_bias) for name, width in widths.items()), *norms),
+            attention(n_head, head_dim),
+            linear("attn.proj", n_head * head_dim, h, bias=output_bias),
+            elementwise(h),
+            rms_norm("ln_2", h),
+            together("mlp.up", *(linear(name, h, inner, bias=mlp_bias) for name in ("gate_proj", "up_proj"))),
+            elementwise(2 * inner),
+            linear("mlp.down", inner, h, bias=mlp_bias),
+            elementwise(h),
         ),
         n_layer=keys.layers("num_hidden_layers"),
-        after_blocks=(("ln_f", ((h,),)), _head(tied, vocab, h)),
-        tied=tied,
+        after_blocks=(rms_norm("ln_f", h), _head(keys.flag("tie_word_embeddings", False), vocab, h)),
+        made_order=("attn.qkv", "attn.proj", "mlp.up", "mlp.down", "ln_1", "ln_2"),
     )
 
 
-def _llama(keys: Keys) -> Tensors:
+def _llama(keys: Keys) -> Architecture:
     attention = keys.flag("attention_bias", False)
     mlp = keys.flag("mlp_bias", False)
     return _llama_like(keys, qkv_bias=attention, output_bias=attention, mlp_bias=mlp, head_norms=False)
 
 
-def _mistral(keys: Keys) -> Tensors:
+def _mistral(keys: Keys) -> Architecture:
     return _llama_like(keys, qkv_bias=False, output_bias=False, mlp_bias=False, head_norms=False)
 
 
-def _qwen2(keys: Keys) -> Tensors:
+def _qwen2(keys: Keys) -> Architecture:
     return _llama_like(keys, qkv_bias=True, output_bias=False, mlp_bias=False, head_norms=False)
 
 
-def _qwen3(keys: Keys) -> Tensors:
+def _qwen3(keys: Keys) -> Architecture:
     attention = keys.flag("attention_bias", False)
     return _llama_like(keys, qkv_bias=attention, output_bias=attention, mlp_bias=False, head_norms=True)
 
 
-#: model_type of config.json -> its parameters.
-FAMILIES: dict[str, Callable[[Keys], Tensors]] = {
+#: model_type of config.json -> its layers.
+FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
     "gpt2": _gpt2,
     "opt": _opt,
     "gpt_neox": _gpt_neox,
@@ -212,8 +201,8 @@ FAMILIES: dict[str, Callable[[Keys], Tensors]] = {
 }
 
 
-def build_tensors(config: Mapping[str, object], source: str) -> Tensors:
-    """The parameters that a config.json describes. Raises ConfigError for a family that is not known."""
+def describe_hf_model(config: Mapping[str, object], source: str) -> Architecture:
+    """The model that a config.json describes. Raises ConfigError for a family that is not known."""
     family = config.get("model_type")
     if not isinstance(family, str):
         raise ConfigError(f"{source}: model_type is missing; is this a transformers config.json?")

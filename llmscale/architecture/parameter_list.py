@@ -1,4 +1,4 @@
-"""The parameters of llmscale.model.gpt one by one, as numbers of elements. No torch.
+"""The parameters of a model one by one. No torch.
 
 DeepSpeed's buffers depend on the order of the tensors, on the largest one and on how each is rounded, so totals are not
 enough. Looping over tensors (about 1,200 for GPT-3 175B) keeps it exact and instant.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
-from llmscale.architecture.shape import GPTShape
-
-Layer = Literal["wte", "wpe", "ln_1", "qkv", "proj", "ln_2", "up", "down", "ln_f", "head"]
+from llmscale.architecture.description import Architecture
+from llmscale.architecture.layers import Layer, Parameter
 
 
 @dataclass(frozen=True)
@@ -21,85 +19,73 @@ class ParameterTensor:
 
     index: int
     """Place in the model's order."""
-    layer: Layer
+    layer: str
+    """Its layer's name within the block, or within the model."""
     block: int | None
     """None outside of the blocks."""
+    parameter: Parameter
     elements: int
     decays: bool
-    """A matrix or an embedding, in the group with weight decay; else a bias or a norm."""
+    """In the group with weight decay."""
+
+    @property
+    def name(self) -> str:
+        """In a state dict of llmscale.model."""
+        prefix = "" if self.block is None else f"blocks.{self.block}."
+        return f"{prefix}{self.layer}.{self.parameter.name}"
 
 
 @dataclass(frozen=True)
 class ParameterTensors:
-    """Every parameter of a shape."""
+    """Every parameter of a model."""
 
-    shape: GPTShape
+    architecture: Architecture
 
     @cached_property
     def all(self) -> tuple[ParameterTensor, ...]:
         """In the order in which the model makes them."""
-        found: list[tuple[Layer, int | None, int, bool]] = []
-        h, bias = self.shape.n_embd, self.shape.bias
-        matrices: dict[Layer, tuple[int, int]] = {
-            "qkv": (h, 3 * h),
-            "proj": (h, h),
-            "up": (h, 4 * h),
-            "down": (4 * h, h),
-        }
-
-        def add_norm(layer: Layer, block: int | None) -> None:
-            found.append((layer, block, h, False))
-            if bias:
-                found.append((layer, block, h, False))
-
-        def add_linear(layer: Layer, block: int) -> None:
-            inputs, outputs = matrices[layer]
-            found.append((layer, block, inputs * outputs, True))
-            if bias:
-                found.append((layer, block, outputs, False))
-
-        found.append(("wte", None, self.shape.padded_vocab_size * h, True))
-        found.append(("wpe", None, self.shape.seq_len * h, True))
-        for block in range(self.shape.n_layer):
-            add_norm("ln_1", block)
-            add_linear("qkv", block)
-            add_linear("proj", block)
-            add_norm("ln_2", block)
-            add_linear("up", block)
-            add_linear("down", block)
-        add_norm("ln_f", None)
+        model = self.architecture
+        places: list[tuple[int | None, Layer]] = [(None, layer) for layer in model.before_blocks]
+        places += [(block, layer) for block in range(model.n_layer) for layer in model.block_as_made]
+        places += [(None, layer) for layer in model.after_blocks]
+        found = [(layer.name, block, parameter) for block, layer in places for parameter in layer.parameters]
         return tuple(
-            ParameterTensor(index, layer, block, elements, decays)
-            for index, (layer, block, elements, decays) in enumerate(found)
+            ParameterTensor(index, layer, block, parameter, parameter.elements, parameter.decays)
+            for index, (layer, block, parameter) in enumerate(found)
         )
 
     @cached_property
     def groups(self) -> tuple[tuple[ParameterTensor, ...], ...]:
-        """The optimizer's groups (`llmscale.engine.optimizer`): with weight decay, without."""
+        """The optimizer's groups (`llmscale.engine.optimizer`): with weight decay, without; none that is empty."""
         decay = tuple(tensor for tensor in self.all if tensor.decays)
         no_decay = tuple(tensor for tensor in self.all if not tensor.decays)
-        return (decay, no_decay)
+        return tuple(group for group in (decay, no_decay) if group)
+
+    @cached_property
+    def of_layer(self) -> dict[tuple[int | None, str], tuple[ParameterTensor, ...]]:
+        """(block, layer) -> its parameters in the model's order, a tied head's too."""
+        found: dict[tuple[int | None, str], tuple[ParameterTensor, ...]] = {}
+        for tensor in self.all:
+            place = tensor.block, tensor.layer
+            found[place] = (*found.get(place, ()), tensor)
+        head = self.architecture.head
+        if head.tied_to:
+            found[None, head.name] = found[None, head.tied_to]
+        return found
 
     @cached_property
     def gradient_order(self) -> tuple[tuple[ParameterTensor, ...], ...]:
-        """In the order in which the backward pass completes their gradients, those of one layer at once and a linear
-        layer's bias before its weight: the tied table last. (Stage 3's own linear layer has the weight first.)"""
-        by_place: dict[tuple[Layer, int | None], tuple[ParameterTensor, ...]] = {}
-        for tensor in self.all:
-            place = tensor.layer, tensor.block
-            before = by_place.get(place, ())
-            is_bias_of_linear = bool(before) and before[0].decays
-            by_place[place] = (tensor, *before) if is_bias_of_linear else (*before, tensor)
-        in_block: tuple[Layer, ...] = ("down", "up", "ln_2", "proj", "qkv", "ln_1")
-        blocks = [by_place[layer, block] for block in reversed(range(self.shape.n_layer)) for layer in in_block]
-        return (by_place["ln_f", None], *blocks, by_place["wpe", None], by_place["wte", None])
+        """In the order in which the backward pass completes their gradients, those of one layer at once: the token
+        embedding last."""
+        layers = [(block, layer) for block, layer in self.architecture.all_layers() if layer.parameters]
+        return tuple(layer.in_gradient_order(self.of_layer[block, layer.name]) for block, layer in reversed(layers))
 
-    @cached_property
+    @property
     def table(self) -> ParameterTensor:
-        """The token table."""
+        """The token embedding."""
         return self.all[0]
 
     @property
     def tied(self) -> bool:
-        """Whether the token table is the output head too: always in our model."""
-        return True
+        """Whether the token embedding is the output head too."""
+        return self.architecture.is_tied

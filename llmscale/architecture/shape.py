@@ -1,10 +1,13 @@
-"""The shape of a GPT: every number that decides its parameters, FLOPs and activations. No torch."""
+"""The shape of our GPT: every number that decides its parameters, FLOPs and activations. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
+from llmscale.architecture.description import Architecture
+from llmscale.architecture.gpt2 import describe_gpt2
 from llmscale.errors import ConfigError
 
 Activation = Literal["gelu", "gelu_tanh", "relu"]
@@ -62,29 +65,35 @@ class GPTShape:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
+    def mlp_width(self) -> int:
+        """Hidden width of the MLP."""
+        return 4 * self.n_embd
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The model that these numbers make."""
+        return describe_gpt2(
+            n_layer=self.n_layer,
+            n_head=self.n_head,
+            n_embd=self.n_embd,
+            mlp_width=self.mlp_width,
+            rows=self.padded_vocab_size,
+            seq_len=self.seq_len,
+            bias=self.bias,
+            tied=True,
+        )
+
+    @property
     def block_parameters(self) -> int:
-        """Parameters of one block: 12 h^2 of matrices, and 13 h of biases and layer norms (2 h without biases)."""
-        h = self.n_embd
-        return 12 * h * h + (13 * h if self.bias else 2 * h)
+        """Parameters of one block."""
+        return self.architecture.block_parameters
 
     @property
     def num_parameters(self) -> int:
         """Parameters that DeepSpeed stores: tied embeddings counted once, padding rows included."""
-        final_norm = self.n_embd * (2 if self.bias else 1)
-        return self.embedding_parameters + self.n_layer * self.block_parameters + final_norm
-
-    @property
-    def embedding_parameters(self) -> int:
-        """Token table (tied with the output head) and learned positions."""
-        return (self.padded_vocab_size + self.seq_len) * self.n_embd
+        return self.architecture.num_parameters
 
     @property
     def flops_per_token(self) -> int:
-        """Training FLOPs per token, forward and backward: 6 N + 12 L h s.
-
-        N counts the parameters that take part in a matrix product: all but the positions and the token look-up, and
-        with the tied table once as the output head. 12 L h s is attention's share without the causal half
-        (PaLM, Chowdhery et al. 2022, appendix B).
-        """
-        matmul_parameters = self.num_parameters - self.seq_len * self.n_embd
-        return 6 * matmul_parameters + 12 * self.n_layer * self.n_embd * self.seq_len
+        """Training FLOPs per token, forward and backward, at the full sequence length."""
+        return self.architecture.flops_per_token(self.seq_len)

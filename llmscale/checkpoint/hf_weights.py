@@ -7,13 +7,16 @@ without our padding rows.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from llmscale.architecture.gpt2 import name_in_gpt2
+from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.errors import CheckpointError, ConfigError
 
@@ -29,16 +32,6 @@ ACTIVATIONS_FROM_HF: dict[str, Activation] = {
     "relu": "relu",
 }
 
-#: (their name, our name, is a linear layer) of the parts of one block.
-_BLOCK_PARTS = (
-    ("ln_1", "ln_1", False),
-    ("attn.c_attn", "attn.qkv", True),
-    ("attn.c_proj", "attn.proj", True),
-    ("ln_2", "ln_2", False),
-    ("mlp.c_fc", "mlp.up", True),
-    ("mlp.c_proj", "mlp.down", True),
-)
-
 
 def to_hf_state_dict(state: Mapping[str, Tensor], shape: GPTShape) -> dict[str, Tensor]:
     """Our state dict as GPT2LMHeadModel's, head included; the padding rows of the token table are cut off.
@@ -46,16 +39,16 @@ def to_hf_state_dict(state: Mapping[str, Tensor], shape: GPTShape) -> dict[str, 
     A model without biases gets biases of zeros: GPT2LMHeadModel has no switch for them. Raises
     CheckpointError for a missing, surplus or misshapen tensor.
     """
-    expected = {ours: dims for ours, _, _, dims in _pairs(shape)}
-    _check_names(state, expected, "checkpoint")
+    pairs = _pairs(shape)
+    _check_names(state, {pair.ours for pair in pairs}, "checkpoint")
     converted: dict[str, Tensor] = {}
-    for ours, theirs, transpose, dims in _pairs(shape):
-        tensor = _checked(state, ours, dims)
-        if ours == "wte.weight":
+    for pair in pairs:
+        tensor = _checked(state, pair.ours, pair.dims)
+        if pair.ours == "wte.weight":
             tensor = tensor[: shape.vocab_size]
-        converted[theirs] = (tensor.t() if transpose else tensor).contiguous()
-        if not shape.bias and not ours.startswith(("wte", "wpe")):
-            converted[theirs.removesuffix("weight") + "bias"] = tensor.new_zeros(dims[0])
+        converted[pair.theirs] = (tensor.t() if pair.is_linear else tensor).contiguous()
+        if not shape.bias and not pair.ours.startswith(("wte", "wpe")):
+            converted[pair.theirs.removesuffix("weight") + "bias"] = tensor.new_zeros(pair.dims[0])
     converted["lm_head.weight"] = converted["transformer.wte.weight"]
     return converted
 
@@ -73,20 +66,17 @@ def from_hf_state_dict(state: Mapping[str, Tensor], shape: GPTShape) -> dict[str
     # Buffers of old versions of transformers: the causal mask.
     masks = (".attn.bias", ".attn.masked_bias")
     weights = {k: v for k, v in state.items() if k != "lm_head.weight" and not k.endswith(masks)}
-    pairs = [
-        (ours, theirs.replace("transformer.", prefix, 1), transpose, dims)
-        for ours, theirs, transpose, dims in _pairs(shape)
-    ]
-    _check_names(weights, {theirs: dims for _, theirs, _, dims in pairs}, "GPT-2 model")
+    pairs = [replace(pair, theirs=pair.theirs.replace("transformer.", prefix, 1)) for pair in _pairs(shape)]
+    _check_names(weights, {pair.theirs for pair in pairs}, "GPT-2 model")
     converted: dict[str, Tensor] = {}
-    for ours, theirs, transpose, dims in pairs:
-        if ours == "wte.weight":
-            tensor = _checked(weights, theirs, (shape.vocab_size, shape.n_embd))
+    for pair in pairs:
+        if pair.ours == "wte.weight":
+            tensor = _checked(weights, pair.theirs, (shape.vocab_size, shape.n_embd))
             padding = tensor.new_zeros(shape.padded_vocab_size - shape.vocab_size, shape.n_embd)
-            converted[ours] = torch.cat([tensor, padding])
+            converted[pair.ours] = torch.cat([tensor, padding])
         else:
-            tensor = _checked(weights, theirs, dims[::-1] if transpose else dims)
-            converted[ours] = (tensor.t() if transpose else tensor).contiguous()
+            tensor = _checked(weights, pair.theirs, pair.dims[::-1] if pair.is_linear else pair.dims)
+            converted[pair.ours] = (tensor.t() if pair.is_linear else tensor).contiguous()
     return converted
 
 
@@ -159,31 +149,33 @@ def shape_from_hf_config(config: GPT2Config) -> GPTShape:
     )
 
 
-def _pairs(shape: GPTShape) -> Iterator[tuple[str, str, bool, tuple[int, ...]]]:
-    """(our name, their name, transpose, our dimensions) of every tensor that this shape has."""
-    h = shape.n_embd
-    suffixes = ("weight", "bias") if shape.bias else ("weight",)
-    outputs = {"attn.qkv": 3 * h, "mlp.up": 4 * h}
-    inputs = {"mlp.down": 4 * h}
-    yield "wte.weight", "transformer.wte.weight", False, (shape.padded_vocab_size, h)
-    yield "wpe.weight", "transformer.wpe.weight", False, (shape.seq_len, h)
-    for layer in range(shape.n_layer):
-        for theirs, ours, linear in _BLOCK_PARTS:
-            for suffix in suffixes:
-                transpose = linear and suffix == "weight"
-                dims = (outputs.get(ours, h), inputs.get(ours, h)) if transpose else (outputs.get(ours, h),)
-                yield (
-                    f"blocks.{layer}.{ours}.{suffix}",
-                    f"transformer.h.{layer}.{theirs}.{suffix}",
-                    transpose,
-                    dims,
-                )
-    for suffix in suffixes:
-        yield f"ln_f.{suffix}", f"transformer.ln_f.{suffix}", False, (h,)
+@dataclass(frozen=True)
+class _Pair:
+    """A tensor of ours, and what it is in GPT2LMHeadModel."""
+
+    ours: str
+    theirs: str
+    dims: tuple[int, ...]
+    """Of ours."""
+    is_linear: bool
+    """A matrix that is stored transposed; not so an embedding."""
 
 
-def _check_names(state: Mapping[str, Tensor], expected: Mapping[str, object], what: str) -> None:
-    missing, surplus = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
+def _pairs(shape: GPTShape) -> list[_Pair]:
+    """Every tensor that this shape has."""
+    return [
+        _Pair(
+            tensor.name,
+            name_in_gpt2(tensor.block, tensor.layer, tensor.parameter.name),
+            tensor.parameter.shape,
+            is_linear=tensor.decays and tensor.block is not None,
+        )
+        for tensor in ParameterTensors(shape.architecture).all
+    ]
+
+
+def _check_names(state: Mapping[str, Tensor], expected: Set[str], what: str) -> None:
+    missing, surplus = sorted(expected - state.keys()), sorted(state.keys() - expected)
     for names, problem in ((missing, "lacks"), (surplus, "has no place for")):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

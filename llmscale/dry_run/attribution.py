@@ -52,7 +52,7 @@ class Attribution:
     """Tells a new storage's category from its caller and its shape."""
 
     def __init__(self, shape: GPTShape) -> None:
-        self._table = (shape.padded_vocab_size, shape.n_embd)
+        self._table = shape.architecture.token_embedding.shape
         self._logits = {shape.vocab_size, shape.padded_vocab_size}
 
     def category_of(
@@ -69,7 +69,7 @@ class Attribution:
             in_backward |= code.co_name == "_engine_run_backward"
             frame = frame.f_back
         if in_backward and tensor.shape == self._table:
-            # The tied table's gradient from the head, which waits for the one from the look-up.
+            # The tied embedding's gradient from the head, which waits for the one from the look-up.
             return Category.GRADIENTS
         if tensor.dim() > 1 and tensor.shape[-1] in self._logits:
             return Category.LOGITS

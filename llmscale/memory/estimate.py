@@ -91,7 +91,7 @@ def estimate_memory(
         shape, micro_batch_size, layout.precision, checkpointing, layout.cpu_checkpointing, layout.zero_stage
     )
     return MemoryEstimate(
-        moments=find_moments(shape, states, activations),
+        moments=find_moments(shape.architecture, states, activations),
         host_bytes=states.host_bytes + activations.host_bytes,
         nvme_bytes=states.nvme_bytes,
     )

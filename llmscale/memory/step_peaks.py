@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.description import Architecture
 from llmscale.memory.activations.activation_memory import ActivationMemory
 from llmscale.memory.activations.recorded import Moment
 from llmscale.memory.breakdown import Breakdown
@@ -24,15 +24,15 @@ PHASES: dict[str, tuple[str, ...]] = {
 }
 
 
-def find_moments(shape: GPTShape, states: StateMemory, activations: ActivationMemory) -> dict[str, Breakdown]:
+def find_moments(model: Architecture, states: StateMemory, activations: ActivationMemory) -> dict[str, Breakdown]:
     """Each part of a step by its name, at its fullest."""
-    course = _Course(shape, states)
+    course = _Course(model, states)
     extras = {
         "forward": _blocks_forward(states, activations),
         "loss forward": _loss_forward(states, activations),
         "loss backward": _loss_backward(states, activations),
-        "block backward": _blocks_backward(shape, course, activations),
-        "end of backward": _end_of_backward(shape, course, activations),
+        "block backward": _blocks_backward(model, course, activations),
+        "end of backward": _end_of_backward(model, course, activations),
         "optimizer step": states.step,
     }
     return {name: states.resident + extra for name, extra in extras.items()}
@@ -41,16 +41,16 @@ def find_moments(shape: GPTShape, states: StateMemory, activations: ActivationMe
 class _Course:
     """The states in the backward pass, by the number of parameters that have gradients."""
 
-    def __init__(self, shape: GPTShape, states: StateMemory) -> None:
+    def __init__(self, model: Architecture, states: StateMemory) -> None:
         self._extras = [moment.extra for moment in states.backward_course]
         self._totals = [extra.total_bytes for extra in self._extras]
         self._done = [moment.parameters_done for moment in states.backward_course]
-        self._table = shape.padded_vocab_size * shape.n_embd
-        self._final_norm = shape.num_parameters - shape.embedding_parameters - shape.n_layer * shape.block_parameters
+        self._head_gradients = model.head_gradients
+        self._block_parameters = model.block_parameters
 
-    def place(self, shape: GPTShape, blocks_done: int, gradient_parameters: int) -> int:
+    def place(self, blocks_done: int, gradient_parameters: int) -> int:
         """The stretch after the head, the final norm, so many blocks and so many parameters of the next one."""
-        done = self._table + self._final_norm + blocks_done * shape.block_parameters + gradient_parameters
+        done = self._head_gradients + blocks_done * self._block_parameters + gradient_parameters
         return max(0, bisect_right(self._done, done) - 1)
 
     def total_bytes(self, place: int) -> int:
@@ -103,13 +103,13 @@ def _loss_backward(states: StateMemory, activations: ActivationMemory) -> Breakd
     )
 
 
-def _blocks_backward(shape: GPTShape, course: _Course, activations: ActivationMemory) -> Breakdown:
+def _blocks_backward(model: Architecture, course: _Course, activations: ActivationMemory) -> Breakdown:
     """From the last block to the first, whose activations go while gradients come."""
     best_bytes, best = -1, _InBlock(0, 0, activations.block_backward[0])
-    for block in reversed(range(shape.n_layer)):
+    for block in reversed(range(model.n_layer)):
         before = activations.before_block_bytes(block)
         for moment in activations.block_backward:
-            place = course.place(shape, shape.n_layer - 1 - block, moment.gradient_parameters)
+            place = course.place(model.n_layer - 1 - block, moment.gradient_parameters)
             total = course.total_bytes(place) + before + moment.total_bytes
             if total > best_bytes:
                 best_bytes, best = total, _InBlock(place, block, moment)
@@ -132,12 +132,12 @@ class _InBlock:
     moment: Moment
 
 
-def _end_of_backward(shape: GPTShape, course: _Course, activations: ActivationMemory) -> Breakdown:
+def _end_of_backward(model: Architecture, course: _Course, activations: ActivationMemory) -> Breakdown:
     """The embeddings' gradients, and what DeepSpeed does at the end. The table's gradient from the head is in both
     closed forms, the one from the look-up in the activations' until it is complete."""
     found = [course.last + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
     for moment in activations.embedding_backward:
-        extra = course.extra(course.place(shape, shape.n_layer, moment.gradient_parameters))
+        extra = course.extra(course.place(model.n_layer, moment.gradient_parameters))
         if extra is course.last:
             continue  # with both gradients of the table, as above
         table = min(activations.head_gradient_bytes, extra.gradients_bytes, moment.temporaries_bytes)

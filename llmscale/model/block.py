@@ -10,9 +10,6 @@ from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.model.initialization import residual_std
 from llmscale.model.layers import Linear
 
-#: Hidden width of the MLP over the width of the residual stream.
-MLP_RATIO = 4
-
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     """The MLP's non-linearity, element by element."""
@@ -49,7 +46,7 @@ class MLP(nn.Module):
     def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
         super().__init__()
         self.activation, self.dropout = shape.activation, shape.dropout
-        width, hidden = shape.n_embd, MLP_RATIO * shape.n_embd
+        width, hidden = shape.n_embd, shape.mlp_width
         self.up = Linear(width, hidden, generator, bias=shape.bias)
         self.down = Linear(hidden, width, generator, bias=shape.bias, std=residual_std(shape.n_layer))
 

@@ -4,7 +4,7 @@ Nothing here was measured by us on a GPU. The model has three kinds of work per 
 
     matrix products  (6 x 12 L h^2 + 6 V h) FLOPs at `matmul` of the peak rate,
     attention        12 L h s FLOPs (not halved for the causal mask) at `attention` of the peak rate,
-    the rest         L h x BLOCK_BYTES + V x LOGIT_BYTES through the GPU's memory: norms, GELU, residuals, loss,
+    the rest         8 L h x ELEMENT_BYTES + V x LOGIT_BYTES through the GPU's memory: norms, GELU, residuals, loss,
 
 and its constants, with `communication.SLOWDOWN`, are a least-squares fit, rounded, to the 209 published bf16 rows of
 MosaicML's llm-foundry benchmark: A100 40 and 80 GB, H100, MPT 125M to 70B (GPT-3's shapes), 8 to 512 GPUs, sequences of
@@ -20,11 +20,13 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU
 
-#: Bytes per token, block and unit of n_embd that move through memory outside of matrix products, forward and backward,
-#: with 16-bit activations. (Fitted.)
-BLOCK_BYTES = 430
+#: Bytes that move through memory for every element that a block makes outside of matrix products, forward and backward,
+#: with 16-bit activations. (Fitted: 430 per unit of n_embd, of which GPT's block makes 8.)
+ELEMENT_BYTES = 430 / 8
 #: Bytes per token and vocabulary entry: logits and loss, forward and backward. (Fitted.)
 LOGIT_BYTES = 35
+#: A backward pass takes two products for every one of the forward pass.
+_PASSES = 3
 #: A forward pass is a third of forward and backward: full recomputation repeats it.
 _RECOMPUTED = 4 / 3
 #: FLOPs per byte of an A100 80 GB; a card of unknown memory bandwidth is taken to be as balanced.
@@ -80,13 +82,14 @@ def estimate_compute_s(
     if peak is None:
         return None
     efficiency = kernel_efficiency(gpu)
-    layers, width, vocabulary = shape.n_layer, shape.n_embd, shape.padded_vocab_size
+    model = shape.architecture
     # `selective` keeps the results of matrix products and of attention and recomputes what lies between.
     again = _RECOMPUTED if checkpointing == "full" else 1.0
     again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
-    matmul_flops = 72 * layers * width**2 * again + 6 * vocabulary * width
-    attention_flops = 12 * layers * width * shape.seq_len * again
-    moved_bytes = BLOCK_BYTES * layers * width * again_between + LOGIT_BYTES * vocabulary
+    of_blocks, of_head = model.blocks_work, model.head.work
+    matmul_flops = _PASSES * of_blocks.matmul_flops * again + _PASSES * of_head.matmul_flops
+    attention_flops = _PASSES * of_blocks.attention_flops * shape.seq_len * again
+    moved_bytes = ELEMENT_BYTES * of_blocks.elementwise * again_between + LOGIT_BYTES * of_head.elementwise
     if precision == "fp32":
         moved_bytes *= 2
     per_token_s = (

@@ -1,4 +1,4 @@
-"""Disk space of a run: checkpoints, prepared data, the exported model. No torch."""
+"""Disk space of a run: checkpoints, prepared data, the finished model. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmscale.architecture.shape import GPTShape
 #: What llmscale.checkpoint.save writes per parameter at every stage: fp32 master weights and AdamW's two moments, once
 #: over all ranks. Names and headers add about 1 KB per tensor.
 CHECKPOINT_BYTES = 12
-#: `llmscale checkpoint export`'s 16-bit weights.
+#: Of a weight in 16 bits.
 _EXPORT_BYTES = 2
 #: MDS keeps an offset of four bytes per sample.
 _SAMPLE_OVERHEAD_BYTES = 4

@@ -87,9 +87,7 @@ def test_every_tensor_is_that_of_transformers(name: str, tmp_path: Path) -> None
         theirs = transformers.AutoModelForCausalLM.from_config(config)
     theirs.tie_weights()
     assert model.num_parameters == theirs.num_parameters()
-    tensors = model.tensors
-    layers = tensors.before_blocks + tensors.n_layer * tensors.block + tensors.after_blocks
-    ours = [shape for _, shapes in layers for shape in shapes]
+    ours = [parameter.shape for _, layer in model.architecture.all_layers() for parameter in layer.parameters]
     # transformers' shapes, each as often as it occurs; a transposed matrix is as large.
     assert Counter(map(math.prod, ours)) == Counter(p.numel() for p in theirs.parameters())
     assert Counter(map(len, ours)) == Counter(p.dim() for p in theirs.parameters())

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmscale.architecture.hf_config import HFModel
-from llmscale.architecture.hf_families import build_tensors
+from llmscale.architecture.hf_families import describe_hf_model
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
@@ -28,7 +28,7 @@ LLAMA_8B = {
 
 
 def model(config: dict[str, object]) -> HFModel:
-    return HFModel("test", str(config["model_type"]), build_tensors(config, "test"))
+    return HFModel("test", str(config["model_type"]), describe_hf_model(config, "test"))
 
 
 def layout(stage: int, world_size: int, shape: GPTShape = SHAPE) -> EngineLayout:

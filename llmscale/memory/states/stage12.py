@@ -1,23 +1,26 @@
 """Stages 1 and 2: flat groups of parameters whose optimizer states (and gradients) are partitioned. No torch.
 
-Follows deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer, on rank 0.
+Follows deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer, on rank 0; methods of the walk name its
+functions.
 """
 
 from __future__ import annotations
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from dataclasses import dataclass, field
+
+from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.config.deepspeed.sections import Dtype
 from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
-from llmscale.memory.host import HostMemory
-from llmscale.memory.states.flat_groups import FlatGroup
-from llmscale.memory.states.stage12_walk import Stage12Walk, is_compact
-from llmscale.memory.states.state_memory import BackwardMoment, StateMemory
+from llmscale.memory.category_peak import Tally
+from llmscale.memory.states.flat_groups import FlatGroup, build_flat_groups
+from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
 from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
 
 
 def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMemory:
     """DeepSpeedZeroOptimizer with partition_grads false (stage 1) or true (stage 2)."""
-    walk = Stage12Walk(tensors, layout)
+    walk = _Walk(tensors, layout)
     courses: list[tuple[BackwardMoment, ...]] = []
     forward = walk.tally.now
     # What the second micro-step adds to, every later one adds to as well.
@@ -36,7 +39,7 @@ def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMe
         courses.append(course)
     return StateMemory(
         resident=_resident(tensors, walk.groups, layout),
-        forward_course=(forward,) * (tensors.shape.n_layer + 2),
+        forward_course=(forward,) * (tensors.architecture.n_layer + 2),
         # Gradients larger than a bucket, when offloaded, leave the GPU earlier in the last micro-step.
         backward_course=tuple(max(moments, key=_extra_bytes) for moments in zip(*courses, strict=True)),
         step=walk.step(),
@@ -71,9 +74,264 @@ def _host(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], layout: Engi
         host.pinned(group.partition, layout.model_dtype)
         host.pageable(2 * group.partition, "fp32")
     host.pinned(max(tensor.elements for tensor in tensors.all), layout.model_dtype)
-    if layout.zero_stage == 2 and layout.gradient_accumulation_steps > 1 and not is_compact(layout):
+    if layout.zero_stage == 2 and layout.gradient_accumulation_steps > 1 and not _is_compact(layout):
         for group in groups:
             for tensor in group.tensors:
                 if tensor.index in group.local:
                     host.pinned(tensor.elements, layout.model_dtype)
     return host
+
+
+def _is_compact(layout: EngineLayout) -> bool:
+    """_use_compact_grad_partition_buffer: sums in fp32 of gradients in 16 bit lie in one flat buffer per group."""
+    return layout.grad_accum_dtype == "fp32" and layout.model_dtype != "fp32"
+
+
+@dataclass
+class _Walk:
+    """One optimizer step, allocation by allocation: what is alive beyond the resident memory."""
+
+    tensors: ParameterTensors
+    layout: EngineLayout
+    tally: Tally = field(default_factory=Tally)
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        self.groups = build_flat_groups(self.tensors, layout)
+        self.group_of = {tensor.index: group for group in self.groups for tensor in group.tensors}
+        self.dtype = layout.model_dtype
+        self.offload = layout.offload_optimizer.device != "none"
+        self.contiguous = layout.contiguous_gradients or self.offload
+        self.compact = _is_compact(layout)
+        # Stage 1 with gradients in another type keeps them as `param.grad_accum`.
+        self.as_attribute = layout.zero_stage == 1 and layout.grad_accum_dtype != self.dtype
+        self.reduced_dtype: Dtype = layout.grad_accum_dtype if self.as_attribute else self.dtype
+        self.communication_dtype = layout.zero_communication_dtype
+        self.bucket_bytes = 0
+        self.partition_bytes = 0
+        self.micro_step = -1
+        self.compact_groups: set[int] = set()
+        self.own: dict[int, int] = {}
+        """Bytes of gradients in storages of their own."""
+        self.accumulated_bytes = 0
+
+    def begin(self, boundary: bool) -> None:
+        """A micro-step begins."""
+        self.boundary = boundary
+        self.micro_step += 1
+        self.bucket: list[ParameterTensor] = []
+        self.bucket_elements = 0
+
+    def _setup_buckets(self) -> None:
+        """setup_buckets: one whole bucket, two with overlap_comm. At stage 1 it stays from the first micro-step to the
+        end of the last backward pass."""
+        if self.contiguous and not self.bucket_bytes:
+            count = 2 if self.layout.overlap_comm else 1
+            self.bucket_bytes = count * tensor_bytes(self.layout.reduce_bucket_size, self.reduced_dtype)
+            self.tally.hold("buckets", self.bucket_bytes)
+
+    def hook(self, tensor: ParameterTensor) -> None:
+        """process_gradients: the gradient is complete."""
+        self._setup_buckets()
+        self._settle(tensor)
+        if self.layout.zero_stage == 2 or (self.layout.overlap_comm and self.boundary):
+            self._reduce(tensor)
+
+    def _settle(self, tensor: ParameterTensor) -> None:
+        """Where the gradient lies: its own storage, that of the micro-steps before, or the sum in another type."""
+        mine = tensor_bytes(tensor.elements, self.dtype)
+        if not self.as_attribute:
+            if tensor.index in self.own:
+                self.tally.drop("gradients", mine)
+            self.own[tensor.index] = mine
+            return
+        wider = tensor_bytes(tensor.elements, self.reduced_dtype)
+        if tensor.index in self.own:
+            self.tally.touch("gradients", wider)
+        else:
+            self.tally.hold("gradients", wider)
+            self.own[tensor.index] = wider
+        self.tally.drop("gradients", mine)
+
+    def _reduce(self, tensor: ParameterTensor) -> None:
+        """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced first when it is full. A
+        parameter larger than the bucket is reduced where it lies."""
+        size = self.layout.reduce_bucket_size
+        if self.bucket_elements + tensor.elements > size:
+            self._flush()
+        if self.contiguous:
+            if tensor.elements <= size:
+                self.tally.drop("gradients", self.own.pop(tensor.index))
+            elif self.offload:
+                self.tally.touch("gradients", self.own[tensor.index])  # a clone takes its place
+        self.bucket.append(tensor)
+        self.bucket_elements += tensor.elements
+
+    def _flush(self) -> None:
+        """reduce_ipg_grads."""
+        if not self.bucket:
+            return
+        if self.contiguous:
+            self._make_compact()
+        if self.layout.reduce_scatter or not self.contiguous:
+            self._average()
+        else:
+            self._allreduce_whole()
+        for tensor in self.bucket:
+            self._release(tensor)
+        self.bucket, self.bucket_elements = [], 0
+
+    def _allreduce_whole(self) -> None:
+        """gradient_reduction_w_predivide: the bucket as it is, or cast to the type of the communication."""
+        other = self.communication_dtype != self.reduced_dtype
+        cast = tensor_bytes(self.bucket_elements, self.communication_dtype) if other else 0
+        self.tally.hold("buckets", cast)
+        self._add_to_compact([piece for tensor in self.bucket for piece in self._pieces(tensor)])
+        self.tally.drop("buckets", cast)
+
+    def _pieces(self, tensor: ParameterTensor) -> list[tuple[int, int, bool]]:
+        """(owner, elements, whether they are added to rank 0's fp32 sums)."""
+        return [
+            (rank, length, self.compact and rank == 0) for rank, length in self.group_of[tensor.index].pieces(tensor)
+        ]
+
+    def _average(self) -> None:
+        """average_tensor: neighbouring pieces of one owner are one slice; all slices, or all of one owner without
+        use_multi_rank_bucket_allreduce, are copied into a flat tensor, which one slice alone does not need."""
+        slices: list[tuple[int, int, bool]] = []
+        for tensor in self.bucket:
+            for rank, length, is_summed in self._pieces(tensor):
+                if slices and self.contiguous and not is_summed and slices[-1][0] == rank and not slices[-1][2]:
+                    slices[-1] = (rank, slices[-1][1] + length, False)
+                else:
+                    slices.append((rank, length, is_summed))
+        if self.layout.use_multi_rank_bucket_allreduce or not self.contiguous:
+            self._allreduce(slices)
+            return
+        for owner in sorted({rank for rank, _, _ in slices}):
+            self._allreduce([piece for piece in slices if piece[0] == owner])
+
+    def _allreduce(self, slices: list[tuple[int, int, bool]]) -> None:
+        """allreduce_and_scatter and allreduce_bucket."""
+        chunk: list[tuple[int, int, bool]] = []
+        for position, piece in enumerate(slices):
+            chunk.append(piece)
+            elements = sum(length for _, length, _ in chunk)
+            if elements <= self.layout.reduce_bucket_size and position < len(slices) - 1:
+                continue
+            flat = tensor_bytes(elements, self.reduced_dtype) if len(chunk) > 1 else 0
+            other = self.communication_dtype != self.reduced_dtype
+            cast = tensor_bytes(elements, self.communication_dtype) if other else 0
+            self.tally.hold("buckets", flat + cast)
+            if other:
+                self.tally.drop("buckets", flat)
+            self._make_compact()
+            self._add_to_compact(chunk)
+            self.tally.drop("buckets", cast if other else flat)
+            chunk = []
+
+    def _make_compact(self) -> None:
+        """_build_compact_grad_partition_buffer: at the first gradient of a group of which this rank owns a part."""
+        for tensor in self.bucket if self.compact else ():
+            group = self.group_of[tensor.index]
+            if tensor.index in group.local and id(group) not in self.compact_groups:
+                self.compact_groups.add(id(group))
+                self.tally.hold("gradients", tensor_bytes(group.partition, "fp32"))
+
+    def _add_to_compact(self, slices: list[tuple[int, int, bool]]) -> None:
+        """_add_to_grad_partition_buffer: an fp32 copy of each slice of one's own."""
+        for _, length, is_summed in slices:
+            if is_summed and self.communication_dtype != "fp32":
+                self.tally.touch("temporaries", tensor_bytes(length, "fp32"))
+
+    def _release(self, tensor: ParameterTensor) -> None:
+        """What becomes of a reduced gradient: of others' parameters nothing (at stage 1 it stays where it is)."""
+        is_local = tensor.index in self.group_of[tensor.index].local
+        if is_local and self.contiguous:
+            if self.offload:
+                self._to_host(tensor)
+                if not self.boundary:  # cleared only by the epilogue
+                    return
+            elif not self.compact:
+                self._make_grads_in_partition()
+            elif not self.as_attribute:
+                return
+        elif is_local or self.layout.zero_stage == 1:
+            return
+        self.tally.drop("gradients", self.own.pop(tensor.index, 0))
+
+    def _make_grads_in_partition(self) -> None:
+        """copy_grads_in_partition: a buffer for every parameter of which this rank owns a part, whole."""
+        if not self.partition_bytes:
+            elements = sum(
+                tensor.elements for group in self.groups for tensor in group.tensors if tensor.index in group.local
+            )
+            self.partition_bytes = tensor_bytes(elements, self.dtype)
+            self.tally.hold("gradients", self.partition_bytes)
+
+    def _to_host(self, tensor: ParameterTensor) -> None:
+        """The norm's fp64 copy, then an fp32 copy on its way to the host."""
+        length = self.group_of[tensor.index].local[tensor.index]
+        if self.boundary:
+            self.tally.touch("temporaries", tensor_bytes(2 * length, "fp32"))
+            if not self.compact and self.reduced_dtype != "fp32":
+                self.tally.touch("temporaries", tensor_bytes(length, "fp32"))
+
+    def end(self) -> None:
+        """reduce_gradients and independent_gradient_partition_epilogue; at stage 1 in the last micro-step only."""
+        if self.layout.zero_stage == 1:
+            if not self.boundary:
+                return
+            if not self.layout.overlap_comm:
+                for group in self.tensors.groups:
+                    for tensor in group:
+                        self._reduce(tensor)
+        self._flush()
+        if not self.compact and not self.offload:
+            self._keep_for_the_step()
+        if not self.as_attribute or not self._has_views():
+            self._clear_gradients()
+
+    def _keep_for_the_step(self) -> None:
+        """get_all_grad_tensors: one's own gradients, added to those of the first micro-step."""
+        kept = self.partition_bytes
+        self.partition_bytes = 0
+        if not self.contiguous:
+            kept = sum(self.own.pop(index, 0) for group in self.groups for index in group.local)
+        if self.accumulated_bytes:
+            self.tally.drop("gradients", kept)
+        else:
+            self.accumulated_bytes = kept
+
+    def _has_views(self) -> bool:
+        """Whether other ranks' gradients still are views of the bucket."""
+        return any(
+            tensor.index not in group.local and tensor.elements <= self.layout.reduce_bucket_size
+            for group in self.groups
+            for tensor in group.tensors
+        )
+
+    def _clear_gradients(self) -> None:
+        """The bucket goes with the last gradient that is a view of it."""
+        self.tally.drop("buckets", self.bucket_bytes)
+        self.bucket_bytes = 0
+        self.tally.drop("gradients", sum(self.own.values()))
+        self.own.clear()
+
+    def step(self) -> Breakdown:
+        """step: the norm, then group by group flattening, the fp32 copy of the gradients and the fused update."""
+        if self.offload:
+            return self.tally.take_peak()
+        tally, groups = self.tally, self.groups
+        tally.take_peak()
+        for group in groups:
+            for length in group.local.values():
+                tally.touch("temporaries", tensor_bytes(2 * length, "fp32"))
+        for position, group in enumerate(groups):
+            if position == len(groups) - 1:
+                self._clear_gradients()
+            if not self.compact:
+                tally.hold("temporaries", tensor_bytes(group.partition, self.dtype))
+                if self.dtype != "fp32":
+                    tally.touch("temporaries", tensor_bytes(group.partition, "fp32"))
+        return tally.take_peak()

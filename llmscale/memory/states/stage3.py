@@ -1,6 +1,6 @@
 """Stage 3: parameters, gradients and optimizer states are partitioned, and parameters gathered for use. No torch.
 
-Follows deepspeed/runtime/zero/stage3.py, DeepSpeedZeroOptimizer_Stage3, on rank 0.
+Follows deepspeed/runtime/zero/stage3.py, DeepSpeedZeroOptimizer_Stage3, on rank 0, and deepspeed/runtime/swap_tensor.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
-from llmscale.config.deepspeed.sections import Dtype
 from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
 from llmscale.memory.category_peak import Tally
-from llmscale.memory.states.stage3_host import stage3_host_bytes, stage3_nvme_bytes
 from llmscale.memory.states.stage3_parameters import Stage3Parameters, persistent_parameters, shard_elements
-from llmscale.memory.states.stage3_sub_groups import build_sub_groups
 from llmscale.memory.states.stage3_trace import Stage3Trace
-from llmscale.memory.states.state_memory import BackwardMoment, StateMemory
-from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout, tensor_bytes
 
 #: Elements of one piece of a gradient's norm under offload (_constant_buffered_norm2).
 _NORM_ELEMENTS = 250_000_000
+
+#: Smaller optimizer sub-groups stay in host memory (swap_tensor/utils.py, MIN_AIO_BYTES).
+_SMALLEST_SWAP_BYTES = 2**20
+
+#: fp32 numbers an element that AdamW's step needs at once: master weight, gradient and two moments.
+_STEP_TENSORS = 4
 
 
 def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> StateMemory:
@@ -28,28 +31,51 @@ def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes:
     walk = _Walk(tensors, layout, recomputes)
     forward = walk.forward()
     backward = walk.backward()
-    sub_groups = build_sub_groups(tensors, layout)
-    shards = [sub_group.shards for sub_group in sub_groups]
+    sub_groups = _build_sub_groups(tensors, layout)
     return StateMemory(
-        resident=_resident(tensors, shards, layout),
+        resident=_resident(tensors, sub_groups, layout),
         forward_course=forward,
         backward_course=backward,
-        step=_step(tensors, shards, layout),
-        host_bytes=stage3_host_bytes(sub_groups, layout),
-        nvme_bytes=stage3_nvme_bytes(sub_groups, layout),
+        step=_step(tensors, sub_groups, layout),
+        host_bytes=_host_bytes(sub_groups, layout),
+        nvme_bytes=_nvme_bytes(sub_groups, layout),
     )
 
 
-def communication_dtype(layout: EngineLayout) -> Dtype:
-    """Under autocast a parameter's own type is communicated (ZeROOptimizer.get_param_comm_dtype)."""
-    return "fp32" if layout.precision == "autocast" else layout.communication_dtype
+@dataclass(frozen=True)
+class _SubGroup:
+    """Parameters of one optimizer group that are stepped together."""
+
+    group: int
+    shards: tuple[int, ...]
+    """Elements that a rank has of each parameter."""
+
+    @property
+    def elements(self) -> int:
+        return sum(self.shards)
 
 
-def _resident(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], layout: EngineLayout) -> Breakdown:
+def _build_sub_groups(tensors: ParameterTensors, layout: EngineLayout) -> list[_SubGroup]:
+    """A sub-group is closed when a rank's part of it has reached `sub_group_size` (_create_fp16_sub_groups)."""
+    found: list[_SubGroup] = []
+    for index, group in enumerate(tensors.groups):
+        current: list[int] = []
+        elements = 0
+        for position, tensor in enumerate(group):
+            shard = shard_elements(tensor, layout.ranks.shard_ranks)
+            current.append(shard)
+            elements += shard
+            if elements >= layout.sub_group_size or position == len(group) - 1:
+                found.append(_SubGroup(index, tuple(current)))
+                current, elements = [], 0
+    return found
+
+
+def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> Breakdown:
     """The shards in one flat tensor, persistent parameters whole, the sums of gradients in one flat tensor, the bucket;
     an fp32 copy of each sub-group, in fp32 as well, and Adam's states with one step count."""
     ranks, dtype = layout.ranks.shard_ranks, layout.model_dtype
-    sizes = [sum(shards) for shards in sub_groups]
+    sizes = [sub_group.elements for sub_group in sub_groups]
     parameters = optimizer = gradients = 0
     if layout.offload_param.device == "none":
         parameters = tensor_bytes(sum(sizes), dtype)
@@ -59,13 +85,15 @@ def _resident(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], la
     if layout.offload_optimizer.device == "none":
         optimizer = sum(3 * tensor_bytes(size, "fp32") + ALLOCATION_BYTES for size in sizes)
         gradients = tensor_bytes(sum(sizes), layout.grad_accum_dtype)
-    bucket = tensor_bytes(layout.reduce_bucket_size, communication_dtype(layout)) if layout.contiguous_gradients else 0
+    bucket = (
+        tensor_bytes(layout.reduce_bucket_size, layout.zero_communication_dtype) if layout.contiguous_gradients else 0
+    )
     return Breakdown(
         parameters_bytes=parameters, gradients_bytes=gradients, optimizer_bytes=optimizer, buckets_bytes=bucket
     )
 
 
-def _step(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], layout: EngineLayout) -> Breakdown:
+def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> Breakdown:
     """step: persistent parameters are released until its end; the norm in fp64; then sub-group by sub-group the
     flattened gradients and their fp32 copy. In fp16 the check for overflows makes copies of all gradients."""
     if layout.offload_optimizer.device != "none":
@@ -76,17 +104,82 @@ def _step(tensors: ParameterTensors, sub_groups: Sequence[Sequence[int]], layout
         persistent = persistent_parameters(tensors.all, layout).values()
         released = sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, layout.model_dtype) for tensor in persistent)
         tally.drop("parameters", released)
-    everything = sum(sum(shards) for shards in sub_groups)
+    everything = sum(sub_group.elements for sub_group in sub_groups)
     if layout.precision == "fp16":
         tally.touch("temporaries", tensor_bytes(everything, accumulated) + tensor_bytes(everything, "fp16") // 2)
-    for shards in sub_groups:
-        for shard in shards:
+    for sub_group in sub_groups:
+        for shard in sub_group.shards:
             tally.touch("temporaries", tensor_bytes(2 * shard, "fp32"))
-    for shards in sub_groups:
-        flat = tensor_bytes(sum(shards), accumulated) if len(shards) > 1 else 0
-        cast = tensor_bytes(sum(shards), "fp32") if accumulated != "fp32" else 0
+    for sub_group in sub_groups:
+        flat = tensor_bytes(sub_group.elements, accumulated) if len(sub_group.shards) > 1 else 0
+        cast = tensor_bytes(sub_group.elements, "fp32") if accumulated != "fp32" else 0
         tally.touch("temporaries", flat + cast)
     return tally.take_peak()
+
+
+def _host_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
+    """In host memory, by one rank."""
+    everything = sum(sub_group.elements for sub_group in sub_groups)
+    states, parameters = layout.offload_optimizer, layout.offload_param
+    host = HostMemory(pin_memory=True)
+    if parameters.device != "none":
+        # _create_param_groups_fp16_flat_cpu_memory: page-locked, whatever the config says.
+        for group in sorted({sub_group.group for sub_group in sub_groups}):
+            host.pinned(_elements_in_host(group, sub_groups, layout), layout.model_dtype)
+    if parameters.device == "nvme":
+        # AsyncPartitionedParameterSwapper: its buffers, and a swap space for the largest sub-group not in memory.
+        host.pageable(parameters.buffer_count * parameters.buffer_size, layout.model_dtype)
+        swapped = [sub_group.elements for sub_group in sub_groups if not _is_in_host(sub_group, sub_groups, layout)]
+        host.pageable(max(swapped, default=0), layout.model_dtype)
+    host.pin_memory = states.pin_memory
+    if states.device != "none":
+        # grad_partitions_flat_buffer in _setup_for_real_optimizer.
+        host.pinned(everything, layout.grad_accum_dtype)
+    if states.device == "nvme":
+        # SwapBufferManager of the OptimizerSwapper.
+        host.pageable(states.buffer_count * max(sub_group.elements for sub_group in sub_groups), "fp32")
+    for sub_group in sub_groups:
+        # _create_fp32_partitions and initialize_optimizer_states.
+        if states.device == "cpu" or (states.device == "nvme" and not _is_swapped(sub_group)):
+            host.pageable(3 * sub_group.elements, "fp32")
+            host.pinned(sub_group.elements, "fp32")
+    return host.num_bytes
+
+
+def _nvme_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
+    """In files, by one rank."""
+    num_bytes = 0
+    for sub_group in sub_groups:
+        if layout.offload_optimizer.device == "nvme" and _is_swapped(sub_group):
+            num_bytes += _STEP_TENSORS * BYTES_PER_ELEMENT["fp32"] * sub_group.elements
+        if layout.offload_param.device == "nvme" and not _is_in_host(sub_group, sub_groups, layout):
+            num_bytes += BYTES_PER_ELEMENT[layout.model_dtype] * sub_group.elements
+    return num_bytes
+
+
+def _is_swapped(sub_group: _SubGroup) -> bool:
+    """OptimizerSwapper.is_swappable_tensor."""
+    return sub_group.elements * BYTES_PER_ELEMENT["fp32"] >= _SMALLEST_SWAP_BYTES
+
+
+def _elements_in_host(group: int, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
+    """Room for a group's parameters: all of them, or what `max_in_cpu` leaves after the groups before."""
+    own = sum(sub_group.elements for sub_group in sub_groups if sub_group.group == group)
+    if layout.offload_param.device == "cpu":
+        return own
+    before = sum(sub_group.elements for sub_group in sub_groups if sub_group.group < group)
+    return max(0, min(own, layout.offload_param.max_in_cpu - before))
+
+
+def _is_in_host(sub_group: _SubGroup, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> bool:
+    """Whether a sub-group's parameters lie within their group's room (_create_fp16_partitions_with_defragmentation)."""
+    end = 0
+    for other in sub_groups:
+        if other.group == sub_group.group:
+            end += other.elements
+        if other is sub_group:
+            break
+    return end <= _elements_in_host(sub_group.group, sub_groups, layout)
 
 
 @dataclass
@@ -102,7 +195,7 @@ class _Walk:
         self.trace = Stage3Trace(self.tensors, self.recomputes)
         self.parameters = Stage3Parameters(self.trace, self.layout, self.tally)
         self.dtype = self.layout.model_dtype
-        self.communication = communication_dtype(self.layout)
+        self.communication = self.layout.zero_communication_dtype
         self.bucket: list[ParameterTensor] = []
         self.bucket_elements = 0
         self.own_bytes = 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
-from llmscale.architecture.parameter_list import Layer, ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import Layer
+from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 
 #: fetch: DeepSpeed's hook before a module's forward or backward; release: its hook after it; gradients: those of a
 #: layer have just been computed; place: the forward pass comes to the embeddings, the next block or the head; reduced:
@@ -14,28 +14,17 @@ from llmscale.architecture.parameter_list import Layer, ParameterTensor, Paramet
 Action = Literal["fetch", "release", "gradients", "place", "reduced"]
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
+    """A step of a pass."""
+
     action: Action
     module: int
     """Index of a module; each has its parameters in `Stage3Trace.parameters`. 0 is the model itself."""
 
 
-@dataclass(frozen=True)
-class _Modules:
-    """Modules of one block, or of what surrounds the blocks."""
-
-    names: tuple[str, ...]
-    first: int
-
-    def __getitem__(self, name: str) -> int:
-        return self.first + self.names.index(name)
-
-
-_OUTER = ("model", "wte", "wpe", "ln_f", "head")
-_BLOCK = ("block", "ln_1", "attn", "qkv", "proj", "ln_2", "mlp", "up", "down")
-#: What a module of a block contains, in the order of the forward pass.
-_CHILDREN = {"block": ("ln_1", "attn", "ln_2", "mlp"), "attn": ("qkv", "proj"), "mlp": ("up", "down")}
+_MODEL = 0
+#: The path of a block within itself.
+_WHOLE = ""
 
 
 class Stage3Trace:
@@ -43,69 +32,88 @@ class Stage3Trace:
 
     def __init__(self, tensors: ParameterTensors, recomputes: bool) -> None:
         """`recomputes`: every block runs forward once more before its backward pass."""
-        self._n_layer = tensors.shape.n_layer
-        self._recomputes = recomputes
-        self._outer = _Modules(_OUTER, 0)
-        self._blocks = [_Modules(_BLOCK, len(_OUTER) + index * len(_BLOCK)) for index in range(self._n_layer)]
-        self.parameters: list[tuple[ParameterTensor, ...]] = [()] * (len(_OUTER) + self._n_layer * len(_BLOCK))
-        for tensor in tensors.all:
-            module = self._module_of(tensor.layer, tensor.block)
-            self.parameters[module] = (*self.parameters[module], tensor)
-        if tensors.tied:
-            self.parameters[self._outer["head"]] = (tensors.table,)
+        model = tensors.architecture
+        self.parameters: list[tuple[ParameterTensor, ...]] = [()]
+        before = [self._add(tensors, None, name) for name in _names(model.before_blocks)]
+        after = [self._add(tensors, None, name) for name in _names(model.after_blocks)]
+        runs = list(_visits(_names(model.block)))
+        backs = list(_visits(_names(model.block)[::-1], "gradients"))
+        paths = [path for action, path in runs if action == "fetch"]
+        blocks = [{path: self._add(tensors, block, path) for path in paths} for block in range(model.n_layer)]
+        self._forward = list(_forward(before, [_numbered(runs, numbers) for numbers in blocks], after))
+        again = runs if recomputes else []
+        backwards = [_numbered([*again, *backs], numbers) for numbers in reversed(blocks)]
+        self._backward = list(_backward(before[::-1], backwards, after[::-1]))
 
-    def _module_of(self, layer: Layer, block: int | None) -> int:
-        return self._outer[layer] if block is None else self._blocks[block][layer]
+    def _add(self, tensors: ParameterTensors, block: int | None, path: str) -> int:
+        """The number of a new module."""
+        self.parameters.append(tensors.of_layer.get((block, path), ()))
+        return len(self.parameters) - 1
 
-    def forward(self) -> Iterator[Event]:
-        outer = self._outer
-        yield Event("fetch", outer["model"])
-        yield Event("place", 0)
-        for name in ("wte", "wpe"):
-            yield Event("fetch", outer[name])
-            yield Event("release", outer[name])
-        for block in self._blocks:
-            yield Event("place", 0)
-            yield from _run_forward(block, "block")
-        yield Event("place", 0)
-        for name in ("ln_f", "head"):
-            yield Event("fetch", outer[name])
-            yield Event("release", outer[name])
-        yield Event("release", outer["model"])
+    def forward(self) -> Sequence[Event]:
+        return self._forward
 
-    def backward(self) -> Iterator[Event]:
-        """The embeddings take no input with a gradient, so DeepSpeed releases them only at the end."""
-        outer = self._outer
-        yield Event("fetch", outer["model"])
-        yield Event("fetch", outer["head"])
-        yield Event("gradients", outer["head"])
-        yield Event("release", outer["head"])
-        yield Event("fetch", outer["ln_f"])
-        yield Event("gradients", outer["ln_f"])
-        yield Event("release", outer["ln_f"])
-        for block in reversed(self._blocks):
-            if self._recomputes:
-                yield from _run_forward(block, "block")
-            yield from _run_backward(block, "block")
-        for name in ("wpe", "wte"):
-            yield Event("fetch", outer[name])
-            yield Event("gradients", outer[name])
-        yield Event("reduced", outer["model"])
-        for name in ("wpe", "wte", "model"):
-            yield Event("release", outer[name])
+    def backward(self) -> Sequence[Event]:
+        return self._backward
 
 
-def _run_forward(block: _Modules, name: str) -> Iterator[Event]:
-    yield Event("fetch", block[name])
-    for child in _CHILDREN.get(name, ()):
-        yield from _run_forward(block, child)
-    yield Event("release", block[name])
+def _names(layers: Iterable[Layer]) -> list[str]:
+    return [layer.name for layer in layers if layer.name]
 
 
-def _run_backward(block: _Modules, name: str) -> Iterator[Event]:
-    yield Event("fetch", block[name])
-    for child in reversed(_CHILDREN.get(name, ())):
-        yield from _run_backward(block, child)
-    if name not in _CHILDREN:
-        yield Event("gradients", block[name])
-    yield Event("release", block[name])
+def _visits(names: Sequence[str], between: Literal["gradients"] | None = None) -> Iterator[tuple[Action, str]]:
+    """A block with everything in it, by path. A module is entered before what it contains and left behind it; `between`
+    happens in those that contain nothing."""
+    entered = [_WHOLE]
+    yield "fetch", _WHOLE
+    for name in names:
+        while not f"{name}.".startswith(entered[-1] and f"{entered[-1]}."):
+            yield "release", entered.pop()
+        parts = name.split(".")
+        for depth in range(len(entered), len(parts)):
+            entered.append(".".join(parts[:depth]))
+            yield "fetch", entered[-1]
+        yield "fetch", name
+        if between:
+            yield between, name
+        yield "release", name
+    for path in reversed(entered):
+        yield "release", path
+
+
+def _numbered(visits: Iterable[tuple[Action, str]], numbers: dict[str, int]) -> list[Event]:
+    return [Event(action, numbers[path]) for action, path in visits]
+
+
+def _forward(before: Iterable[int], blocks: Iterable[list[Event]], after: Iterable[int]) -> Iterator[Event]:
+    yield Event("fetch", _MODEL)
+    yield Event("place", _MODEL)
+    for module in before:
+        yield Event("fetch", module)
+        yield Event("release", module)
+    for block in blocks:
+        yield Event("place", _MODEL)
+        yield from block
+    yield Event("place", _MODEL)
+    for module in after:
+        yield Event("fetch", module)
+        yield Event("release", module)
+    yield Event("release", _MODEL)
+
+
+def _backward(before: Sequence[int], blocks: Iterable[list[Event]], after: Iterable[int]) -> Iterator[Event]:
+    """All in the order of the backward pass. The embeddings take no input with a gradient, so DeepSpeed releases them
+    only at the end."""
+    yield Event("fetch", _MODEL)
+    for module in after:
+        yield Event("fetch", module)
+        yield Event("gradients", module)
+        yield Event("release", module)
+    for block in blocks:
+        yield from block
+    for module in before:
+        yield Event("fetch", module)
+        yield Event("gradients", module)
+    yield Event("reduced", _MODEL)
+    for module in (*before, _MODEL):
+        yield Event("release", module)

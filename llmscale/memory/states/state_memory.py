@@ -6,7 +6,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
+from llmscale.config.deepspeed.sections import Dtype
 from llmscale.memory.breakdown import Breakdown
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT
 
 
 @dataclass(frozen=True)
@@ -54,3 +56,21 @@ class StateMemory:
     @cached_property
     def _done(self) -> list[int]:
         return [moment.parameters_done for moment in self.backward_course]
+
+
+@dataclass
+class HostMemory:
+    """Adds up tensors in host memory."""
+
+    pin_memory: bool
+    num_bytes: int = 0
+
+    def pinned(self, elements: int, dtype: Dtype) -> None:
+        """A buffer that DeepSpeed page-locks where the config says so. PyTorch's allocator of page-locked memory hands
+        out powers of two (aten/src/ATen/core/CachingHostAllocator.h)."""
+        num_bytes = elements * BYTES_PER_ELEMENT[dtype]
+        self.num_bytes += 1 << (num_bytes - 1).bit_length() if self.pin_memory and num_bytes else num_bytes
+
+    def pageable(self, elements: int, dtype: Dtype) -> None:
+        """Ordinary memory."""
+        self.num_bytes += elements * BYTES_PER_ELEMENT[dtype]

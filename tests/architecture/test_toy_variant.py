@@ -1,0 +1,138 @@
+"""A model that llmscale does not have, described here: parameters, FLOPs, activations and states follow from that."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from llmscale.architecture.description import Architecture
+from llmscale.architecture.layers import attention, elementwise, embedding, head, linear, rms_norm
+from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.dry_run.fake_world import fake_world
+from llmscale.memory.activations.recorded import evaluate_segments
+from tests.memory.activations.toy_decoder import LARGE, SMALL, ToyDecoder, ToyShape, record_toy, trace_toy
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STATES_JOB = Path(__file__).with_name("toy_states_job.py")
+
+
+def describe_toy(shape: ToyShape) -> Architecture:
+    """RMS norms, fewer key-value heads, a gated MLP, an untied head. The constructor makes both norms first."""
+    h, kv, m = shape.n_embd, shape.n_kv_head * shape.head_dim, shape.mlp_width
+    return Architecture(
+        before_blocks=(embedding("embedding", shape.vocab_size, h),),
+        block=(
+            rms_norm("norm_1", h),
+            linear("q", h, h, bias=False),
+            linear("k", h, kv, bias=False),
+            linear("v", h, kv, bias=False),
+            attention(shape.n_head, shape.head_dim),
+            linear("o", h, h, bias=False),
+            elementwise(h),
+            rms_norm("norm_2", h),
+            linear("gate", h, m, bias=False),
+            linear("up", h, m, bias=False),
+            elementwise(2 * m),
+            linear("down", m, h, bias=False),
+            elementwise(h),
+        ),
+        n_layer=shape.n_layer,
+        after_blocks=(rms_norm("norm", h), head("head", shape.vocab_size, h)),
+        made_order=("norm_1", "norm_2", "q", "k", "v", "o", "gate", "up", "down"),
+    )
+
+
+def build_toy(shape: ToyShape) -> nn.Module:
+    return ToyDecoder(shape, lambda block, x: block(x))
+
+
+@pytest.mark.parametrize("shape", [shape for _, shape in SMALL] + [LARGE], ids=str)
+def test_parameters_are_the_module_s(shape: ToyShape) -> None:
+    with torch.device("meta"):
+        named = list(build_toy(shape).named_parameters())
+    tensors = ParameterTensors(describe_toy(shape)).all
+    assert [(tensor.name, tensor.parameter.shape) for tensor in tensors] == [(n, tuple(p.shape)) for n, p in named]
+    assert describe_toy(shape).num_parameters == sum(parameter.numel() for _, parameter in named)
+
+
+def test_gradients_come_in_the_described_order() -> None:
+    shape = ToyShape(2, 4, 2, 8, 24, 64, 16)
+    model, arrived = build_toy(shape), []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    tokens = torch.zeros(1, 17, dtype=torch.long)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    order = [tensor.name for layer in ParameterTensors(describe_toy(shape)).gradient_order for tensor in layer]
+    # q, k, v and gate, up read the same input: which of them autograd comes to first is its own affair.
+    assert [first_of(name) for name in arrived] == [first_of(name) for name in order]
+
+
+def first_of(name: str) -> str:
+    return name.replace(".k.", ".q.").replace(".v.", ".q.").replace(".up.", ".gate.")
+
+
+@pytest.mark.parametrize(("sequences", "shape"), SMALL, ids=str)
+def test_flops_are_those_that_torch_counts(sequences: int, shape: ToyShape) -> None:
+    """Of matrix products and attention, which FlopCounterMode counts without the causal half taken off, as we do."""
+    with torch.device("meta"):
+        model = build_toy(shape)
+        tokens = torch.zeros(sequences, shape.seq_len + 1, dtype=torch.long)
+    with FlopCounterMode(display=False) as counted, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        forward = counted.get_total_flops()
+        loss.backward()
+    per_token = describe_toy(shape).work.flops(shape.seq_len)
+    assert forward == sequences * shape.seq_len * per_token
+    assert counted.get_total_flops() == 3 * sequences * shape.seq_len * per_token
+
+
+def test_training_flops_are_6_n_and_attention() -> None:
+    model = describe_toy(LARGE)
+    in_products = model.num_parameters - model.token_embedding.elements
+    attended = 12 * LARGE.n_layer * LARGE.n_embd * 8192
+    assert model.flops_per_token(8192) == 6 * in_products + attended
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """DeepSpeed's checkpointing asks for its rank."""
+    with fake_world(1):
+        yield
+
+
+def test_activations_are_those_of_a_direct_run(one_rank: None) -> None:
+    """Recorded at small shapes, evaluated at Llama 3 8B's; every parameter that is described gets its gradient."""
+    recorded = evaluate_segments(record_toy("none"), LARGE.symbols(2), LARGE.n_layer)
+    direct = trace_toy(LARGE, 2, "none")
+    assert recorded.saved_bytes == direct.saved_bytes
+    assert recorded.backward_peak_bytes == direct.backward_peak_bytes
+    end = recorded.starts["embed_backward"].plus(recorded.segments["embed_backward"].net)
+    assert end.gradient_parameters == describe_toy(LARGE).num_parameters
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_states_are_what_the_engine_allocates(stage: int, states: dict[str, dict[str, dict[str, int]]]) -> None:
+    """DeepSpeed's own, around the toy on fake tensors: exact but for scalars of 512 bytes each."""
+    simulated, calculated = states[str(stage)]["dry_run"], states[str(stage)]["closed_form"]
+    assert calculated == pytest.approx(simulated, rel=0, abs=16 * 512)
+
+
+@pytest.fixture(scope="module")
+def states() -> dict[str, dict[str, dict[str, int]]]:
+    """In a process of its own: a dry run patches DeepSpeed."""
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(STATES_JOB)], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, dict[str, int]]] = json.loads(done.stdout.splitlines()[-1])
+    return found

@@ -1,0 +1,72 @@
+"""States of a toy model by stage: DeepSpeed's engine on fake tensors, and the closed form over its description.
+
+Not a test module: test_toy_variant.py runs it in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
+
+from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.deepspeed.resolve import resolve_ds_config
+from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.dry_run.engine import dry_run
+from llmscale.memory.states.by_stage import estimate_states_of
+from llmscale.memory.zero_settings import build_layout
+from tests.architecture.test_toy_variant import describe_toy
+from tests.memory.activations.toy_decoder import ToyDecoder, ToyShape
+
+#: Activations hardly exist.
+TOY = ToyShape(n_layer=3, n_head=6, n_kv_head=2, head_dim=64, mlp_width=1024, vocab_size=1280, seq_len=8)
+#: Tells the dry run how long sequences are, and what an embedding's gradient and logits look like.
+STAND_IN = GPTShape(n_layer=3, n_head=6, n_embd=384, vocab_size=1280, seq_len=8)
+RANKS = 4
+
+
+def compare(stage: int) -> dict[str, dict[str, int]]:
+    """Bytes between steps, and what each part of a step adds."""
+    toy = describe_toy(TOY)
+    plan = BatchPlan(RANKS, 1, 1, RANKS, TOY.seq_len)
+    resolved = resolve_ds_config(
+        parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "toy"),
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        global_batch_size=RANKS,
+        world_size=RANKS,
+        n_embd=TOY.n_embd,
+        num_parameters=toy.num_parameters,
+        has_gpu=True,
+    )
+
+    def build(shape: GPTShape, *, seed: int, checkpoint: object) -> ToyDecoder:
+        return ToyDecoder(TOY, lambda block, x: block(x))
+
+    with mock.patch("llmscale.engine.deepspeed_engine.GPT", build):
+        simulated = dry_run(STAND_IN, plan, resolved, zero_stage=stage, precision="bf16", checkpointing="none")
+    resident = simulated.resident.total_bytes
+    states = estimate_states_of(ParameterTensors(toy), build_layout(resolved, RANKS))
+    return {
+        "dry_run": {
+            "resident": resident,
+            **{moment: peak.total_bytes - resident for moment, peak in simulated.states.items()},
+        },
+        "closed_form": {
+            "resident": states.resident.total_bytes,
+            "forward": states.forward.total_bytes,
+            "backward": states.backward.total_bytes,
+            "step": states.step.total_bytes,
+        },
+    }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    print(json.dumps({stage: compare(stage) for stage in range(4)}))
