@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,19 @@ def test_imports_run_downwards(name: str) -> None:
         inner = imported.removeprefix("llmscale.")
         if inner != imported and inner.split(".")[0] in LAYERS:
             assert layer_of(inner) <= layer_of(name), f"llmscale.{name} imports {imported}, which lies above it"
+
+
+def test_no_module_imports_one_that_imports_it() -> None:
+    """However far around, and within functions and for type checking too."""
+    names = set(modules())
+    imports = {
+        name: {imported.removeprefix("llmscale.") for imported in imports_of(path)} & names - {name}
+        for name, path in modules().items()
+    }
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
 def test_every_package_has_a_layer() -> None:
@@ -185,6 +199,31 @@ def test_every_path_in_the_readme_exists() -> None:
     paths = {path.rstrip(".") for path in linked + written}
     assert len(paths) > 15
     missing = sorted(path for path in paths if not (ROOT / path).exists())
+    assert not missing
+
+
+def names_a_module(dotted: str) -> bool:
+    """Whether it is one of llmscale's, or a name within one."""
+    parts = dotted.split(".")
+    files = (ROOT.joinpath(*parts[:length]).with_suffix(".py") for length in range(2, len(parts) + 1))
+    return ROOT.joinpath(*parts).is_dir() or any(file.exists() for file in files)
+
+
+@pytest.mark.parametrize("folder", ["README.md", "docs", "scripts", "ds_configs", "llmscale", "tests"])
+def test_every_module_and_test_that_is_named_exists(folder: str) -> None:
+    """In documents, docstrings and code alike: llmscale/data/loader.py, llmscale.data.loader, `data/loader.py`."""
+    packages = "|".join(path.name for path in PACKAGE.iterdir() if path.is_dir())
+    paths = [ROOT / folder] if (ROOT / folder).is_file() else list((ROOT / folder).rglob("*"))
+    missing = []
+    for path in (path for path in paths if path.suffix in (".py", ".md", ".sh", ".sbatch") and path != Path(__file__)):
+        text = path.read_text()
+        named = re.findall(r"(?<![\w/.-])((?:llmscale|tests|scripts)/[\w/]+\.(?:py|sh|md))\b", text)
+        named += [f"llmscale/{name}" for name in re.findall(rf"`((?:{packages})/[\w/]+\.py)`", text)]
+        missing += [f"{path}: {name}" for name in named if not (ROOT / name).exists()]
+        dotted = re.findall(r"(?<![\w/.-])llmscale(?:\.[a-z]\w*)+", text)
+        missing += [f"{path}: {name}" for name in dotted if not names_a_module(name)]
+        tests = re.findall(r"(?<![\w/])test_\w+\.py\b", text)
+        missing += [f"{path}: {name}" for name in tests if not list((ROOT / "tests").rglob(name))]
     assert not missing
 
 

@@ -19,8 +19,8 @@ from llmscale.untrusted.terminal import make_visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.cluster.doctor.diagnose import Diagnosis, Question
-    from llmscale.cluster.doctor.rows import Row, Status
+    from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
+    from llmscale.cluster.doctor.rows import CheckRow, Status
     from llmscale.config.flag_parser import FlagParser
 
 _COLOURS = {"ok": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
@@ -82,8 +82,8 @@ def _run(args: argparse.Namespace) -> int:
     return 1 if worst(diagnosis.rows) == "fail" else 0
 
 
-def _question(args: argparse.Namespace) -> Question:
-    from llmscale.cluster.doctor.diagnose import Question
+def _question(args: argparse.Namespace) -> DoctorOptions:
+    from llmscale.cluster.doctor.diagnose import DoctorOptions
 
     flags = list(args.flags)
     if args.run_config is not None:
@@ -91,7 +91,7 @@ def _question(args: argparse.Namespace) -> Question:
     if flags and args.ds is not None:
         flags += ["--ds", str(args.ds)]
     network = get_interconnect(args.interconnect) if args.interconnect else None
-    return Question(
+    return DoctorOptions(
         hostfile=args.hostfile,
         ds=args.ds,
         train_flags=tuple(flags),
@@ -124,7 +124,7 @@ def _print_table(diagnosis: Diagnosis) -> None:
     print(_summary(diagnosis))
 
 
-def table_lines(rows: Sequence[Row], *, colour: bool, width: int) -> list[str]:
+def table_lines(rows: Sequence[CheckRow], *, colour: bool, width: int) -> list[str]:
     """Status, name, finding; the fix below it."""
     first = max((len(row.name) for row in rows), default=0) + 8
     lines = []

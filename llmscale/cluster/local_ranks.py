@@ -97,7 +97,7 @@ class LocalRanks:
         heard = {*STOP_SIGNALS, STACKS_SIGNAL, signal.SIGCHLD}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # or nohup has
             heard.add(signal.SIGHUP)
-        # The ranks inherit the mask: deaf to what asks them to stop until they can answer, and to nothing else.
+        # The ranks inherit the mask: what asks them to stop is blocked until they can answer, and nothing else.
         signal.pthread_sigmask(signal.SIG_BLOCK, heard - {STACKS_SIGNAL, signal.SIGCHLD})
         # Blocked signals wait for sigtimedwait, which takes none that is ignored.
         signal.signal(signal.SIGCHLD, lambda _number, _frame: None)

@@ -301,7 +301,7 @@ class FeedSettings:
     shuffle: bool = True
     """False: the order of the set, the same in every epoch."""
     num_canonical_nodes: int | None = None
-    """Rows that are dealt to nodes whole. Part of the order: leave it as it is when the nodes change."""
+    """Rows that go to nodes whole. Part of the order: leave it as it is when the nodes change."""
     block_size: int | None = None
     """Samples of a row that are shuffled together."""
     saved_order: Mapping[str, object] | None = None

@@ -1,4 +1,4 @@
-"""Stacked bars of what fills a GPU, one a row, against the card's memory. Needs matplotlib, only when it is called."""
+"""Stacked bars of what fills a GPU, one a row, against the GPU's memory. Needs matplotlib, only when it is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GIB = 2**30
 #: Colours that stay apart for colour-blind eyes and in grey (Okabe and Ito), in the order of Breakdown's fields.
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#D55E00")
 _NAMES = {"logits_bytes": "logits and loss", "optimizer_bytes": "optimizer states", "buckets_bytes": "communication"}
-#: Bars longer than this many times the card are cut, and say how long they are.
+#: Bars longer than this many times the GPU are cut, and say how long they are.
 _LONGEST = 1.6
 
 
@@ -65,7 +65,7 @@ def plot_memory(path: Path, bars: Sequence[MemoryBar], gpu_bytes: int, title: st
             bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
         )
     axes.axvline(gpu_bytes / _GIB, color="black", linestyle="--", linewidth=1)
-    axes.text(gpu_bytes / _GIB, -0.9, f" the card: {gpu_bytes / _GIB:.1f} GiB", va="bottom", fontsize=9)
+    axes.text(gpu_bytes / _GIB, -0.9, f" the GPU: {gpu_bytes / _GIB:.1f} GiB", va="bottom", fontsize=9)
     axes.set_yticks(range(len(bars)), [f"{'→ ' if bar.recommended else ''}{bar.label}" for bar in bars], fontsize=8)
     for tick, bar in zip(axes.get_yticklabels(), bars, strict=True):
         tick.set_fontweight("bold" if bar.recommended else "normal")

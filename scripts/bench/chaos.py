@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from machine import save_result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
@@ -99,10 +100,7 @@ def main() -> int:
     for line in findings.values():
         print(line)
     failed = any(line.startswith("FAILED") for line in findings.values())
-    if args.json:
-        args.json.write_text(
-            json.dumps({"seed": args.seed, "findings": findings, "faults": [asdict(f) for f in faults]}, indent=1)
-        )
+    save_result(args.json, {"seed": args.seed, "findings": findings, "faults": [asdict(fault) for fault in faults]})
     return int(failed)
 
 

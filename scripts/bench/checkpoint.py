@@ -31,7 +31,7 @@ import time
 import traceback
 from pathlib import Path
 
-from machine import describe_machine
+from machine import describe_circumstances, describe_machine, save_result
 from paced_ranks import REPOSITORY, Job, Orders, free_port
 
 sys.path.insert(0, str(REPOSITORY))
@@ -61,13 +61,11 @@ def main() -> int:
             folder.mkdir()
             stages[f"zero{stage}"] = measure_stage(args, stage, folder, Path(scratch) / "set")
     result = {
-        "machine": {**machine, "load_average_after": [round(load, 2) for load in os.getloadavg()]},
-        "settings": {key: getattr(args, key) for key in SETTINGS},
+        **describe_circumstances(machine, args, SETTINGS),
         "stages": stages,
     }
     print(format_result(args, result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    save_result(args.json, result)
     return 0
 
 

@@ -31,7 +31,7 @@ sys.path.insert(0, str(REPOSITORY))
 from llmscale.cluster.doctor.build_ops import NVME_OPS  # noqa: E402
 from scripts.bench.cluster_faults import STRIKES  # noqa: E402
 from scripts.bench.cluster_run import GOOD, STEPS, Chaos, Fault, train_arguments  # noqa: E402
-from scripts.bench.machine import describe_machine  # noqa: E402
+from scripts.bench.machine import describe_machine, save_result  # noqa: E402
 from scripts.playground.hosts import why_impossible  # noqa: E402
 
 OWN_NAMESPACE = "LLMSCALE_CHAOS_NAMESPACE"
@@ -68,9 +68,8 @@ def main() -> int:
             print_row(fault)
     failed = [fault for fault in faults if fault.verdict != GOOD]
     print(f"{len(faults) - len(failed)} of {len(faults)} runs ended as if nothing had happened")
-    if args.json:
-        table = {"seed": args.seed, "steps": STEPS, "tolerance": args.tolerance, "machine": describe_machine()}
-        args.json.write_text(json.dumps({**table, "faults": [asdict(fault) for fault in faults]}, indent=1) + "\n")
+    table = {"seed": args.seed, "steps": STEPS, "tolerance": args.tolerance, "machine": describe_machine()}
+    save_result(args.json, {**table, "faults": [asdict(fault) for fault in faults]})
     return int(bool(failed))
 
 

@@ -19,7 +19,6 @@ Then the time from the command `deepspeed --num_gpus N llmscale/train.py ...` to
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -29,7 +28,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from machine import describe_machine, gpu_names
+from machine import describe_circumstances, describe_machine, gpu_names, save_result
 from paced_ranks import REPOSITORY, Job, Orders
 
 sys.path.insert(0, str(REPOSITORY))
@@ -70,8 +69,7 @@ def main() -> int:
             print(f"set {number + 1}/{args.sets}", file=sys.stderr, flush=True)
         first_steps = [time_first_step(args, folder, number) for number in range(args.starts)]
     result = {
-        "machine": {**machine, "load_average_after": [round(load, 2) for load in os.getloadavg()]},
-        "settings": {key: getattr(args, key) for key in SETTINGS},
+        **describe_circumstances(machine, args, SETTINGS),
         "tokens_per_block": args.steps * args.batch * args.seq_len,
         "wall": summarize(sets, "seconds"),
         "processor": summarize(sets, "cpu_s"),
@@ -80,8 +78,7 @@ def main() -> int:
         "sets": sets,
     }
     print(format_result(result))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    save_result(args.json, result)
     return 0
 
 

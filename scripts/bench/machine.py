@@ -1,11 +1,14 @@
-"""What a result file says about the machine it came from. No torch."""
+"""Result files, and what they say about the machine they came from. No torch."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -23,6 +26,22 @@ def describe_machine() -> dict[str, object]:
         **{package: _version(package) for package in PACKAGES},
         "load_average": [round(load, 2) for load in os.getloadavg()],
     }
+
+
+def describe_circumstances(
+    machine: Mapping[str, object], args: argparse.Namespace, settings: Iterable[str]
+) -> dict[str, object]:
+    """The machine as it was before a measurement, its load after it, and the flags named `settings`."""
+    return {
+        "machine": {**machine, "load_average_after": [round(load, 2) for load in os.getloadavg()]},
+        "settings": {name: getattr(args, name) for name in settings},
+    }
+
+
+def save_result(path: Path | None, result: Mapping[str, object]) -> None:
+    """As JSON, when a script was told where (--json)."""
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _cpu_name() -> str:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from machine import describe_machine, gpu_names
+from machine import describe_machine, gpu_names, save_result
 from memory_cells import Cell, list_cells
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -49,9 +49,8 @@ def main() -> int:
         print(summary_line(name, errors[name]))
     reserve = summarize_reserve(rows)
     print(reserve_line(reserve))
-    if args.json:
-        result = {"machine": machine, "measured_by": args.measure, "errors": errors, "reserve": reserve, "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    result = {"machine": machine, "measured_by": args.measure, "errors": errors, "reserve": reserve, "rows": rows}
+    save_result(args.json, result)
     return 0
 
 

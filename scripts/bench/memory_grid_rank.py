@@ -49,7 +49,7 @@ def resolve(cell: Cell) -> tuple[RunConfig, ResolvedRun]:
 
 
 def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun) -> dict[str, object]:
-    """Train STEPS steps on random tokens. Bytes that CUDA's allocator had handed out and held, and the card's."""
+    """Train STEPS steps on random tokens. Bytes that CUDA's allocator had handed out and held, and the GPU's."""
     from llmscale.engine.deepspeed_engine import build_engine
     from llmscale.engine.process_group import join_world, leave_world
     from llmscale.engine.timing import PhaseTimer

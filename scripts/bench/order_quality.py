@@ -15,7 +15,6 @@ Three questions, on sets whose text is sorted, so that a sample's place in the t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from machine import describe_machine
+from machine import describe_machine, save_result
 
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
@@ -72,7 +71,7 @@ def numpy_permutation(sizes: np.ndarray, seed: int) -> np.ndarray:
 
 
 def streaming(algorithm: str) -> Orderer:
-    """One of Streaming's shuffles, dealt as a StreamingDataset of one node deals it."""
+    """One of Streaming's shuffles, read as a StreamingDataset of one node reads it."""
 
     def places(sizes: np.ndarray, seed: int) -> np.ndarray:
         n = int(sizes.sum())
@@ -263,8 +262,7 @@ def main() -> None:
             print(
                 f"\nprepare with the shuffle over prepare without: {made['shuffled_over_in_order']:.2f} processor time"
             )
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    save_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from machine import save_result
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 CONFIGS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 
@@ -139,8 +141,7 @@ def report(args: argparse.Namespace, losses: dict[str, list[float]]) -> int:
     unequal = [name for name in names if cells[f"{name} -> {name}"] != 0]
     print(f"\nlargest relative difference: {cells[worst]:.2e} ({worst}); tolerance {args.tolerance:.0e}")
     print(f"same ds_config and world size: {'all bit-equal' if not unequal else f'NOT bit-equal: {unequal}'}")
-    if args.json:
-        args.json.write_text(json.dumps({"precision": args.precision, "steps": args.steps, "cells": cells}, indent=1))
+    save_result(args.json, {"precision": args.precision, "steps": args.steps, "cells": cells})
     return int(cells[worst] > args.tolerance or bool(unequal))
 
 

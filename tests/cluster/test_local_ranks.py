@@ -110,7 +110,7 @@ def test_the_killed_rank_is_to_blame_not_one_that_lost_its_peer(start: Callable)
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_reaches_every_rank_once_and_none_before_it_can_hear(start: Callable, name: str) -> None:
-    """Sent while they are deaf, as a rank is while it starts."""
+    """Sent while it is blocked, as in a rank that starts."""
     parent = start("say('up'); time.sleep(1.0)\n" + NOTE.format(name=name) + HEAR + "time.sleep(1000)")
     assert sorted(parent.stdout.readline() for _ in range(2)) == ["0 up\n", "1 up\n"]
     parent.send_signal(getattr(signal, name))

@@ -18,7 +18,7 @@ from llmscale.cluster.doctor.checks_network import (
 from llmscale.cluster.doctor.checks_run import SharedFolder
 from llmscale.cluster.doctor.checks_system import find_stale_locks
 from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts
-from llmscale.cluster.doctor.rows import Row, green, red
+from llmscale.cluster.doctor.rows import CheckRow, green, red
 from llmscale.cluster.hostfile import Host
 
 #: Seconds that a network file system may take to show a new file to another host, and for a host to answer.
@@ -55,7 +55,7 @@ def try_shared_folder(asker: Asker, facts: Mapping[str, HostFacts]) -> SharedFol
 
 def try_all_reduce(
     asker: Asker, hosts: Sequence[Host], facts: Mapping[str, HostFacts], promised: float | None
-) -> Row | None:
+) -> CheckRow | None:
     """A timed all-reduce over all GPUs of the hosts that answered, or over one process per host without GPUs. None when
     there is nobody to exchange data with. `promised` bytes/s per host, or None: what the links themselves say."""
     ready = [host for host in hosts if host.name in facts]
@@ -98,7 +98,7 @@ def _meeting_place(facts: Mapping[str, HostFacts], first_host: str) -> tuple[str
     return (network.first_address or first_host) if len(facts) > 1 else "127.0.0.1", network.spare_port
 
 
-def build_everywhere(asker: Asker, facts: Mapping[str, HostFacts], ops: Sequence[str]) -> Iterator[Row]:
+def build_everywhere(asker: Asker, facts: Mapping[str, HostFacts], ops: Sequence[str]) -> Iterator[CheckRow]:
     """Remove the locks of dead builds, build `ops` on every host, and say how that went."""
     systems = {host: found.system for host, found in facts.items() if found.system}
     locks = find_stale_locks(systems)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmscale.cluster.doctor.host_facts import Gpu, HostFacts
-from llmscale.cluster.doctor.rows import Row, differ, green, grouped, red, yellow
+from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, red, yellow
 from llmscale.cluster.hostfile import Host
 
-#: A card that nobody uses still holds the driver's own memory.
+#: A GPU that nobody uses still holds the driver's own memory.
 IDLE_BYTES = 2 * 2**30
 
 
-def check_gpus(hosts: Sequence[Host], facts: Mapping[str, HostFacts]) -> Iterator[Row]:
-    """Everything about the cards of all hosts."""
+def check_gpus(hosts: Sequence[Host], facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
+    """Everything about the GPUs of all hosts."""
     known = {host.name: facts[host.name].gpus for host in hosts if host.name in facts}
     found = {name: gpus for name, gpus in known.items() if gpus is not None}
     for name, gpus in found.items():
@@ -33,41 +33,41 @@ def check_gpus(hosts: Sequence[Host], facts: Mapping[str, HostFacts]) -> Iterato
     busy = [row for name, gpus in found.items() for row in _check_free(name, gpus.gpus)]
     yield from busy or [green("gpus free", "no other process on any")]
     ill = [row for name, gpus in found.items() for row in _check_healthy(name, gpus.gpus)]
-    counted = all(card.uncorrected_errors is not None for gpus in found.values() for card in gpus.gpus)
+    counted = all(gpu.uncorrected_errors is not None for gpus in found.values() for gpu in gpus.gpus)
     yield from ill or [green("ecc", "no errors" if counted else "not counted by all cards, no errors on the others")]
 
 
-def _check_presence(hosts: Sequence[Host], gpus: Mapping[str, tuple[Gpu, ...]]) -> Iterator[Row]:
+def _check_presence(hosts: Sequence[Host], gpus_of: Mapping[str, tuple[Gpu, ...]]) -> Iterator[CheckRow]:
     short = False
     for host in hosts:
-        there = len(gpus.get(host.name, ()))
-        if host.name in gpus and there < host.slots:
+        there = len(gpus_of.get(host.name, ()))
+        if host.name in gpus_of and there < host.slots:
             short = True
             fix = f"Write `{host.name} slots={there}` in the hostfile, or find out where the others are."
             if there == 0:
                 fix = f"Install the NVIDIA driver on {host.name}, or drop it from the hostfile."
             yield red("gpus", f"{host.name}: {there} GPUs for {host.slots} slots", fix)
     kinds = {
-        name: ", ".join(sorted({f"{card.name} {card.memory_bytes / 2**30:.0f} GiB" for card in cards}))
-        for name, cards in gpus.items()
-        if cards
+        name: ", ".join(sorted({f"{gpu.name} {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in gpus}))
+        for name, gpus in gpus_of.items()
+        if gpus
     }
     if differ(kinds):
         yield yellow(
             "gpus", grouped(kinds), "All ranks go at the pace of the slowest card and fit the memory of the smallest."
         )
     elif not short:
-        yield green("gpus", f"{sum(len(cards) for cards in gpus.values())} x {grouped(kinds)}")
+        yield green("gpus", f"{sum(len(gpus) for gpus in gpus_of.values())} x {grouped(kinds)}")
 
 
-def _check_drivers(drivers: Mapping[str, str]) -> Iterator[Row]:
+def _check_drivers(drivers: Mapping[str, str]) -> Iterator[CheckRow]:
     if differ(drivers):
         yield yellow("driver", grouped(drivers), "Install the same NVIDIA driver on every host.")
     elif drivers:
         yield green("driver", grouped(drivers))
 
 
-def _check_visible(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def _check_visible(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     """A driver too old for torch's CUDA, or a CPU build of torch, trains on the CPU without a word."""
     for name, found in facts.items():
         if not (found.gpus and found.gpus.gpus and found.imports and found.imports.problem is None):
@@ -88,33 +88,33 @@ def _check_visible(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
             )
 
 
-def _check_free(name: str, gpus: Sequence[Gpu]) -> Iterator[Row]:
-    busy = [card for card in gpus if card.processes or card.used_bytes > IDLE_BYTES]
+def _check_free(name: str, gpus: Sequence[Gpu]) -> Iterator[CheckRow]:
+    busy = [gpu for gpu in gpus if gpu.processes or gpu.used_bytes > IDLE_BYTES]
     if busy:
-        cards = ", ".join(str(card.index) for card in busy)
-        pids = sorted({pid for card in busy for pid in card.processes})
-        used = max(card.used_bytes for card in busy) / 2**30
+        indices = ", ".join(str(gpu.index) for gpu in busy)
+        pids = sorted({pid for gpu in busy for pid in gpu.processes})
+        used = max(gpu.used_bytes for gpu in busy) / 2**30
         end = f"kill {' '.join(map(str, pids))}" if pids else "fuser -v /dev/nvidia*"
         owners = f" by process {', '.join(map(str, pids))}" if pids else ""
         yield red(
             "gpus free",
-            f"{name}: GPU {cards} in use{owners}, up to {used:.1f} GiB",
+            f"{name}: GPU {indices} in use{owners}, up to {used:.1f} GiB",
             f"On {name}: wait for it, or end it ({end}).",
         )
 
 
-def _check_healthy(name: str, gpus: Sequence[Gpu]) -> Iterator[Row]:
-    for card in gpus:
-        if card.uncorrected_errors:
+def _check_healthy(name: str, gpus: Sequence[Gpu]) -> Iterator[CheckRow]:
+    for gpu in gpus:
+        if gpu.uncorrected_errors:
             yield red(
                 "ecc",
-                f"{name}: GPU {card.index} had {card.uncorrected_errors} uncorrected memory errors",
-                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {card.index}); if they come back, have it "
+                f"{name}: GPU {gpu.index} had {gpu.uncorrected_errors} uncorrected memory errors",
+                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {gpu.index}); if they come back, have it "
                 "replaced.",
             )
-        elif card.needs_reset:
+        elif gpu.needs_reset:
             yield red(
                 "ecc",
-                f"{name}: GPU {card.index} has memory rows waiting to be remapped",
-                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {card.index}) or reboot.",
+                f"{name}: GPU {gpu.index} has memory rows waiting to be remapped",
+                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {gpu.index}) or reboot.",
             )

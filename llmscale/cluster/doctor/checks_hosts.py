@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from llmscale.cluster.doctor.host_facts import HostFacts
-from llmscale.cluster.doctor.rows import Row, differ, green, grouped, listed, placed, red, yellow
+from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, placed, red, yellow
 from llmscale.cluster.remote import SSH_FAILED, Finished
 
 #: Clocks that differ by more than this confuse logs, build tools and time-outs; those by more than the second, signed
@@ -75,7 +75,7 @@ class ClockReading:
     """Half of the round trip: the offset is right within this."""
 
 
-def check_reach(answers: Mapping[str, Finished]) -> Iterator[Row]:
+def check_reach(answers: Mapping[str, Finished]) -> Iterator[CheckRow]:
     """From the answers of `ssh HOST date`."""
     reached = [host for host, answer in answers.items() if answer.returncode == 0]
     if reached:
@@ -100,7 +100,7 @@ def _explain_ssh(host: str, answer: Finished) -> tuple[str, str]:
     return f"`ssh {host} date` failed ({last})", f"Log in by hand and see: ssh {host}."
 
 
-def check_clocks(readings: Mapping[str, ClockReading]) -> Iterator[Row]:
+def check_clocks(readings: Mapping[str, ClockReading]) -> Iterator[CheckRow]:
     """Each host's clock against ours; only what exceeds the uncertainty of the reading counts."""
     wrong = False
     for host, reading in readings.items():
@@ -121,7 +121,7 @@ def check_clocks(readings: Mapping[str, ClockReading]) -> Iterator[Row]:
         yield green("clock", f"within {most_s + unsure_s:.2f} s of this machine's")
 
 
-def check_probes(problems: Mapping[str, str]) -> Iterator[Row]:
+def check_probes(problems: Mapping[str, str]) -> Iterator[CheckRow]:
     """Hosts that ssh reaches but whose probe did not run: by host, the last line it said."""
     for host, problem in problems.items():
         if re.search(r"No such file or directory|not found", problem) and os.path.basename(sys.executable) in problem:
@@ -138,7 +138,7 @@ def check_probes(problems: Mapping[str, str]) -> Iterator[Row]:
         yield red("probe", f"{host}: {problem}", fix)
 
 
-def check_late(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def check_late(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     """Groups of facts that could not be gathered."""
     causes = {
         "run": "the disk of the data or run folder",
@@ -154,7 +154,7 @@ def check_late(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
             yield red("probe", f"{host}: {group}: {reason}", f"Look at {causes[group]} on {host}: something is stuck.")
 
 
-def check_software(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def check_software(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     """Python, llmscale and libraries: there, importable and the same everywhere."""
     yield from _check_same(
         "python",
@@ -184,7 +184,7 @@ def _describe_cuda(cuda: str | None, nccl: str | None) -> str:
 
 def _check_same(
     name: str, facts: Mapping[str, HostFacts], read: Callable[[HostFacts], object], fix: str
-) -> Iterator[Row]:
+) -> Iterator[CheckRow]:
     values = {host: value for host, found in facts.items() if (value := read(found)) is not None}
     if not values:
         return
@@ -194,7 +194,7 @@ def _check_same(
         yield green(name, grouped(values))
 
 
-def _check_libraries(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def _check_libraries(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     codes = {host: found.code for host, found in facts.items() if found.code}
     names = sorted({name for code in codes.values() for name in code.libraries})
     fine = []
@@ -217,7 +217,7 @@ def _check_libraries(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
         yield green("libraries", ", ".join(fine))
 
 
-def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     imports = {host: found.imports for host, found in facts.items() if found.imports}
     problems = {host: found.problem for host, found in imports.items() if found.problem}
     if problems:

@@ -1,4 +1,4 @@
-"""Rows about the network between hosts: names, interfaces, the meeting point, and the measured all-reduce. Pure
+"""Rows about the network between hosts: names, interfaces, the rendezvous, and the measured all-reduce. Pure
 functions."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmscale.cluster.doctor.host_facts import HostFacts, Interface, NetworkFacts
-from llmscale.cluster.doctor.rows import Row, differ, green, grouped, listed, red, yellow
+from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, red, yellow
 from llmscale.config.hardware import find_gpu
 
 #: Below these fractions of what the links promise, the all-reduce goes another way than it should.
@@ -36,7 +36,7 @@ class AllReduceResult:
         return 2 * (self.world_size - 1) / self.world_size * self.num_bytes / self.seconds
 
 
-def check_network(facts: Mapping[str, HostFacts], first_host: str, port: int) -> Iterator[Row]:
+def check_network(facts: Mapping[str, HostFacts], first_host: str, port: int) -> Iterator[CheckRow]:
     """Whether every host can be found and listens where the others look for it."""
     networks = {host: found.network for host, found in facts.items() if found.network}
     if len(networks) > 1:
@@ -56,7 +56,7 @@ def check_network(facts: Mapping[str, HostFacts], first_host: str, port: int) ->
             )
 
 
-def _check_names(networks: Mapping[str, NetworkFacts]) -> Iterator[Row]:
+def _check_names(networks: Mapping[str, NetworkFacts]) -> Iterator[CheckRow]:
     """Every host's name must mean the same machine everywhere, and not the asking host itself."""
     sound = True
     for host, network in networks.items():
@@ -80,7 +80,7 @@ def _check_names(networks: Mapping[str, NetworkFacts]) -> Iterator[Row]:
                     f"{host} has no way to {peer} ({route.address})",
                     f"Bring the interface up on {host} (ip link, ip route), or correct the address.",
                 )
-            elif route.address not in {card.address for card in networks[peer].interfaces}:
+            elif route.address not in {interface.address for interface in networks[peer].interfaces}:
                 sound = False
                 yield yellow(
                     "names",
@@ -91,7 +91,7 @@ def _check_names(networks: Mapping[str, NetworkFacts]) -> Iterator[Row]:
         yield green("names", "every host resolves every other")
 
 
-def _check_interfaces(networks: Mapping[str, NetworkFacts], first_host: str) -> Iterator[Row]:
+def _check_interfaces(networks: Mapping[str, NetworkFacts], first_host: str) -> Iterator[CheckRow]:
     """Where the ranks will listen (llmscale.engine.network_interface): the named interface, else the one towards the
     first host. On GPUs too: control messages use gloo beside NCCL."""
     used: dict[str, object] = {}
@@ -115,7 +115,7 @@ def _check_interfaces(networks: Mapping[str, NetworkFacts], first_host: str) -> 
         yield green("interface", f"gloo and NCCL meet on {grouped(used)}")
 
 
-def _check_named_interfaces(host: str, network: NetworkFacts) -> Iterator[Row]:
+def _check_named_interfaces(host: str, network: NetworkFacts) -> Iterator[CheckRow]:
     named = {"GLOO_SOCKET_IFNAME": network.gloo_interface, "NCCL_SOCKET_IFNAME": network.nccl_interface}
     for variable, name in named.items():
         problem = _named_interface_problem(network, name) if name else None
@@ -127,7 +127,7 @@ def _listening_interface(host: str, network: NetworkFacts, first_host: str) -> I
     """The first host listens on its first address, the others on the one that leads there."""
     if network.gloo_interface:
         wanted = network.gloo_interface.removeprefix("=").split(",")
-        return next((card for card in network.interfaces if card.name in wanted), None)
+        return next((interface for interface in network.interfaces if interface.name in wanted), None)
     if host == first_host:
         return network.interface_of(network.first_address)
     route = network.routes.get(first_host)
@@ -142,11 +142,13 @@ def _named_interface_problem(network: NetworkFacts, name: str) -> tuple[str, str
     if name.startswith("^"):
         return None
     wanted = name.removeprefix("=").split(",")
-    found = [card for card in network.interfaces if any(card.name.startswith(prefix) for prefix in wanted)]
-    others = ", ".join(card.name for card in network.interfaces if card.up and card.address)
+    found = [
+        interface for interface in network.interfaces if any(interface.name.startswith(prefix) for prefix in wanted)
+    ]
+    others = ", ".join(interface.name for interface in network.interfaces if interface.up and interface.address)
     if not found:
         return "there is no such interface", f"Name one of {others}, or unset the variable."
-    if not any(card.up and card.address for card in found):
+    if not any(interface.up and interface.address for interface in found):
         return (
             "that is down or has no IPv4 address",
             f"Name one of {others}, or unset the variable; or: ip link set {found[0].name} up",
@@ -162,7 +164,7 @@ def _way_out(host: str, network: NetworkFacts) -> Interface | None:
     return None
 
 
-def _check_mtu(networks: Mapping[str, NetworkFacts]) -> Iterator[Row]:
+def _check_mtu(networks: Mapping[str, NetworkFacts]) -> Iterator[CheckRow]:
     ways = {host: way for host, network in networks.items() if (way := _way_out(host, network))}
     sizes = {host: way.mtu for host, way in ways.items()}
     if differ(sizes):
@@ -177,7 +179,7 @@ def _check_mtu(networks: Mapping[str, NetworkFacts]) -> Iterator[Row]:
         yield green("mtu", grouped(sizes))
 
 
-def _check_master(networks: Mapping[str, NetworkFacts], first_host: str) -> Iterator[Row]:
+def _check_master(networks: Mapping[str, NetworkFacts], first_host: str) -> Iterator[CheckRow]:
     """deepspeed tells every rank the first address of the first host (`hostname -I`)."""
     master = networks.get(first_host)
     if master is None:
@@ -207,8 +209,8 @@ def promised_bytes_per_s(facts: Mapping[str, HostFacts], backend: str) -> float 
     promises = []
     if len(facts) == 1:
         gpus = next(iter(facts.values())).gpus
-        known = [card for gpu in (gpus.gpus if gpus else ()) if (card := find_gpu(gpu.name))]
-        return min((card.link_bytes_per_s for card in known), default=None)
+        known = [model for gpu in (gpus.gpus if gpus else ()) if (model := find_gpu(gpu.name))]
+        return min((model.link_bytes_per_s for model in known), default=None)
     for host, found in facts.items():
         if found.network is None:
             continue
@@ -223,7 +225,7 @@ def promised_bytes_per_s(facts: Mapping[str, HostFacts], backend: str) -> float 
     return min(*promises, GLOO_BYTES_PER_S) if backend == "gloo" else min(promises)
 
 
-def check_all_reduce(result: AllReduceResult, promised_bytes_per_s: float | None) -> Row:
+def check_all_reduce(result: AllReduceResult, promised_bytes_per_s: float | None) -> CheckRow:
     """Bus bandwidth against what the links promise (bytes/s, one direction)."""
     measured = result.bus_bytes_per_s
     found = (
@@ -249,7 +251,7 @@ def _speed(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.2f} MB/s"
 
 
-def explain_failed_all_reduce(said: Mapping[str, str], port: int) -> Row:
+def explain_failed_all_reduce(said: Mapping[str, str], port: int) -> CheckRow:
     """When the ranks did not meet, or not finish: the last line of each host."""
     return red(
         "all-reduce",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from llmscale.cluster.doctor.checks_memory import check_memory
 from llmscale.cluster.doctor.checks_run import folders_of
 from llmscale.cluster.doctor.host_facts import HostFacts
-from llmscale.cluster.doctor.rows import Row, green, red, split_error
+from llmscale.cluster.doctor.rows import CheckRow, green, red, split_error
 from llmscale.cluster.hostfile import Host
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.optimizers import get_optimizer
@@ -23,7 +23,7 @@ SPARE_BYTES = 128 * 2**20
 
 def check_plan(
     hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, ds: DsConfig | None
-) -> Iterator[Row]:
+) -> Iterator[CheckRow]:
     """All rows, as far as what they rest on is known: the data set's facts, a legal ds_config."""
     data = [found.run.data for found in facts.values() if found.run and found.run.data and not found.run.data.problem]
     if not data:
@@ -45,7 +45,7 @@ def check_plan(
 
 def check_disk(
     facts: Mapping[str, HostFacts], first_host: str, config: RunConfig, checkpoint_bytes: int, total_steps: int
-) -> Iterator[Row]:
+) -> Iterator[CheckRow]:
     """Free space where the run folder is, against all checkpoints that will lie there at once."""
     folders = folders_of(facts)
     if first_host not in folders:

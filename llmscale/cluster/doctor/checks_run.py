@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from llmscale.cluster.doctor.host_facts import DataFacts, FileFacts, FolderFacts, HostFacts, RunFacts
-from llmscale.cluster.doctor.rows import Row, differ, green, grouped, listed, red, split_error, yellow
+from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, red, split_error, yellow
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class SharedFolder:
     """By host."""
 
 
-def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     """The ds_config against the closed schema, and the same file on every host."""
     files = {host: found.ds for host, found in facts.items() if found.ds}
     if not files:
@@ -35,7 +35,7 @@ def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
         yield green("ds_config", f"{first.path}: every key is known and has an effect")
 
 
-def check_run_config(facts: Mapping[str, HostFacts], said: Collection[str] = ()) -> Iterator[Row]:
+def check_run_config(facts: Mapping[str, HostFacts], said: Collection[str] = ()) -> Iterator[CheckRow]:
     """Run file and flags, and everything else that train.py checks before it starts. Errors that other rows `said`
     already are left out: train.py stops at its first."""
     runs = {host: found.run for host, found in facts.items() if found.run}
@@ -62,7 +62,7 @@ def _is_said(host: HostFacts, run: RunFacts, said: Collection[str]) -> bool:
     return run.problem in {*said, run.data.problem if run.data else None}
 
 
-def _check_file(name: str, files: Mapping[str, FileFacts]) -> Iterator[Row]:
+def _check_file(name: str, files: Mapping[str, FileFacts]) -> Iterator[CheckRow]:
     """Red rows for a file that is wrong anywhere, or not the same everywhere."""
     problems = {host: file.problems for host, file in files.items() if file.problems}
     for text in dict.fromkeys(problem for found in problems.values() for problem in found):
@@ -81,7 +81,7 @@ def _check_file(name: str, files: Mapping[str, FileFacts]) -> Iterator[Row]:
         )
 
 
-def check_data(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def check_data(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     """Readable on every host, and the same set."""
     data = {host: found.run.data for host, found in facts.items() if found.run and found.run.data}
     if not data:
@@ -109,7 +109,7 @@ def check_data(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
         )
 
 
-def check_run_folder(facts: Mapping[str, HostFacts], shared: SharedFolder | None) -> Iterator[Row]:
+def check_run_folder(facts: Mapping[str, HostFacts], shared: SharedFolder | None) -> Iterator[CheckRow]:
     """Writable, and one shared file system when there are several hosts."""
     folders = folders_of(facts)
     if not folders:

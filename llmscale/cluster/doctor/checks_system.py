@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmscale.cluster.doctor.host_facts import HostFacts, SystemFacts
-from llmscale.cluster.doctor.rows import Row, green, listed, placed, red, yellow
+from llmscale.cluster.doctor.rows import CheckRow, green, listed, placed, red, yellow
 from llmscale.cluster.extension_locks import STALE_LOCK_S
 
 #: Docker gives 64 MiB, too little for NCCL's buffers and the data workers' batches.
@@ -18,7 +18,7 @@ OPEN_FILES_PER_RANK = 8
 MEMLOCK_BYTES = 16 * 2**30
 
 
-def check_system(facts: Mapping[str, HostFacts], world_size: int, ops: Sequence[str]) -> Iterator[Row]:
+def check_system(facts: Mapping[str, HostFacts], world_size: int, ops: Sequence[str]) -> Iterator[CheckRow]:
     """All rows; `ops` are those that the ds_config needs."""
     systems = {host: found.system for host, found in facts.items() if found.system}
     if not systems:
@@ -30,7 +30,7 @@ def check_system(facts: Mapping[str, HostFacts], world_size: int, ops: Sequence[
     yield from _check_ops(systems, ops)
 
 
-def _check_open_files(systems: Mapping[str, SystemFacts], world_size: int) -> Iterator[Row]:
+def _check_open_files(systems: Mapping[str, SystemFacts], world_size: int) -> Iterator[CheckRow]:
     needed = OPEN_FILES_BASE + OPEN_FILES_PER_RANK * world_size
     short = {host: system.open_files for host, system in systems.items() if system.open_files < needed}
     if short:
@@ -44,7 +44,7 @@ def _check_open_files(systems: Mapping[str, SystemFacts], world_size: int) -> It
         yield green("open files", f"limit {min(system.open_files for system in systems.values()):,}")
 
 
-def _check_memlock(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
+def _check_memlock(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     """Registering memory for InfiniBand locks it."""
     short = {
         host: f"{found.system.memlock_bytes / 2**20:.0f} MiB"
@@ -63,7 +63,7 @@ def _check_memlock(facts: Mapping[str, HostFacts]) -> Iterator[Row]:
         )
 
 
-def _check_shm(systems: Mapping[str, SystemFacts]) -> Iterator[Row]:
+def _check_shm(systems: Mapping[str, SystemFacts]) -> Iterator[CheckRow]:
     small = False
     for host, system in systems.items():
         if system.shm_bytes < SHM_BYTES:
@@ -96,7 +96,7 @@ def find_stale_locks(systems: Mapping[str, SystemFacts]) -> dict[str, list[str]]
     return stale
 
 
-def _check_locks(systems: Mapping[str, SystemFacts]) -> Iterator[Row]:
+def _check_locks(systems: Mapping[str, SystemFacts]) -> Iterator[CheckRow]:
     stale = find_stale_locks(systems)
     for path, hosts in stale.items():
         yield red(
@@ -108,7 +108,7 @@ def _check_locks(systems: Mapping[str, SystemFacts]) -> Iterator[Row]:
         yield green("extension locks", "none is stale")
 
 
-def _check_ops(systems: Mapping[str, SystemFacts], ops: Sequence[str]) -> Iterator[Row]:
+def _check_ops(systems: Mapping[str, SystemFacts], ops: Sequence[str]) -> Iterator[CheckRow]:
     if not ops:
         return
     missing = {

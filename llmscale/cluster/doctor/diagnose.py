@@ -26,10 +26,10 @@ from llmscale.cluster.doctor.checks_network import check_network
 from llmscale.cluster.doctor.checks_plan import check_plan
 from llmscale.cluster.doctor.checks_run import check_data, check_ds_config, check_run_config, check_run_folder
 from llmscale.cluster.doctor.checks_system import check_system
-from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts, Request, parse_facts, print_request
+from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts, ProbeRequest, parse_facts, print_request
 from llmscale.cluster.doctor.probe import SPARE_S
 from llmscale.cluster.doctor.probe_devices import gather_gpus
-from llmscale.cluster.doctor.rows import SEVERITY, Row, yellow
+from llmscale.cluster.doctor.rows import SEVERITY, CheckRow, yellow
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.remote import FAN_OUT, SSH_OPTIONS, Finished, is_this_machine
 from llmscale.config.arguments import parse_run_config
@@ -45,7 +45,7 @@ _BEFORE_ALL_REDUCE = frozenset({"names", "interface", "imports", "libraries", "t
 
 
 @dataclass(frozen=True)
-class Question:
+class DoctorOptions:
     """What the user wants to know."""
 
     hostfile: Path | None = None
@@ -67,7 +67,7 @@ class Diagnosis:
     """The answer."""
 
     hosts: tuple[Host, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[CheckRow, ...]
     """From green to red, otherwise in the order of the checks."""
     facts: Mapping[str, HostFacts] = field(default_factory=dict)
 
@@ -81,16 +81,16 @@ class _Run:
     ds: DsConfig | None
 
 
-def diagnose(question: Question, asker: Asker | None = None) -> Diagnosis:
+def diagnose(question: DoctorOptions, asker: Asker | None = None) -> Diagnosis:
     """Everything. Raises ConfigError for a hostfile that cannot be used, or a question that makes no sense."""
     asker = asker or Asker()
     if question.build_ops and question.ds is None and not question.train_flags:
         raise ConfigError("--build-ops needs --ds or --run-config: the ds_config says which ops are needed.")
     hosts = _find_hosts(question.hostfile)
     run = _read_run(question)
-    rows: list[Row] = []
+    rows: list[CheckRow] = []
     reached = _log_in(hosts, asker, rows)
-    request = Request(
+    request = ProbeRequest(
         peers=tuple(host.name for host in hosts),
         port=question.port,
         world_size=sum(host.slots for host in hosts),
@@ -119,7 +119,7 @@ def _find_hosts(hostfile: Path | None) -> tuple[Host, ...]:
     return (Host(socket.gethostname(), max(1, len(gather_gpus(_DRIVER_TIMEOUT_S).gpus))),)
 
 
-def _read_run(question: Question) -> _Run:
+def _read_run(question: DoctorOptions) -> _Run:
     config, ds = None, None
     with contextlib.suppress(ConfigError):
         config = parse_run_config(question.train_flags) if question.train_flags else None
@@ -129,7 +129,7 @@ def _read_run(question: Question) -> _Run:
     return _Run(config, ds_path, ds)
 
 
-def _log_in(hosts: Sequence[Host], asker: Asker, rows: list[Row]) -> list[str]:
+def _log_in(hosts: Sequence[Host], asker: Asker, rows: list[CheckRow]) -> list[str]:
     """The hosts that ssh reaches, their clocks read on the way. A single host that is this machine needs no ssh."""
     names = [host.name for host in hosts]
     if len(names) == 1 and is_this_machine(names[0]):
@@ -155,7 +155,7 @@ def _read_clock(asker: Asker, name: str) -> tuple[Finished, ClockReading | None]
     return answer, ClockReading(there_s - (before_s + after_s) / 2, uncertainty_s)
 
 
-def _probe(asker: Asker, names: Sequence[str], request: Request, rows: list[Row]) -> dict[str, HostFacts]:
+def _probe(asker: Asker, names: Sequence[str], request: ProbeRequest, rows: list[CheckRow]) -> dict[str, HostFacts]:
     """The facts of every host whose probe ran; rows about the others."""
     timeout_s = request.timeout_s + SPARE_S + _LOGIN_TIMEOUT_S
     answers = asker.module(names, "llmscale.cluster.doctor.probe", [print_request(request)], timeout_s)
@@ -174,8 +174,8 @@ def _probe(asker: Asker, names: Sequence[str], request: Request, rows: list[Row]
 
 
 def _judge(
-    hosts: Sequence[Host], facts: Mapping[str, HostFacts], request: Request, run: _Run, ops: Sequence[str]
-) -> Iterator[Row]:
+    hosts: Sequence[Host], facts: Mapping[str, HostFacts], request: ProbeRequest, run: _Run, ops: Sequence[str]
+) -> Iterator[CheckRow]:
     """Every row that follows from facts alone."""
     yield from check_late(facts)
     yield from check_software(facts)
@@ -190,8 +190,12 @@ def _judge(
 
 
 def _test_network(
-    asker: Asker, hosts: Sequence[Host], facts: Mapping[str, HostFacts], question: Question, rows: Sequence[Row]
-) -> list[Row]:
+    asker: Asker,
+    hosts: Sequence[Host],
+    facts: Mapping[str, HostFacts],
+    question: DoctorOptions,
+    rows: Sequence[CheckRow],
+) -> list[CheckRow]:
     """The measured row, unless something else keeps ranks from meeting."""
     obstacles = sorted({row.name for row in rows if row.status == "fail"} & _BEFORE_ALL_REDUCE)
     if obstacles:

@@ -16,7 +16,7 @@ DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
-class Request:
+class ProbeRequest:
     """What the probe shall look at beside the machine itself."""
 
     peers: tuple[str, ...] = ()
@@ -61,7 +61,7 @@ class ImportFacts:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One card, as nvidia-smi describes it. Sizes in bytes."""
+    """One GPU, as nvidia-smi describes it. Sizes in bytes."""
 
     index: int
     name: str
@@ -70,14 +70,14 @@ class Gpu:
     processes: tuple[int, ...]
     """Compute processes that hold memory on it."""
     uncorrected_errors: int | None
-    """Uncorrected ECC errors since the driver was loaded; None where the card does not count them."""
+    """Uncorrected ECC errors since the driver was loaded; None where the GPU does not count them."""
     needs_reset: bool
     """Memory pages or rows wait to be retired or remapped, or could not be."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """All cards. Without nvidia-smi there are none."""
+    """All GPUs. Without nvidia-smi there are none."""
 
     gpus: tuple[Gpu, ...]
     driver: str | None
@@ -216,7 +216,7 @@ class HostFacts:
 
 
 _FACTS = TypeAdapter(HostFacts)
-_REQUEST = TypeAdapter(Request)
+_REQUEST = TypeAdapter(ProbeRequest)
 
 
 def facts_as_plain(facts: HostFacts) -> dict[str, object]:
@@ -240,12 +240,12 @@ def parse_facts(output: str) -> HostFacts:
         raise ConfigError(f"the probe is that of another llmscale ({error.error_count()} facts differ)") from None
 
 
-def print_request(request: Request) -> str:
+def print_request(request: ProbeRequest) -> str:
     """JSON for the probe's command line."""
     return _REQUEST.dump_json(request).decode()
 
 
-def parse_request(text: str) -> Request:
+def parse_request(text: str) -> ProbeRequest:
     """The request on the probe's command line. Raises ConfigError."""
     try:
         return _REQUEST.validate_json(text)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from llmscale.cluster.doctor.host_facts import HostFacts, Request, parse_request, print_facts
+from llmscale.cluster.doctor.host_facts import HostFacts, ProbeRequest, parse_request, print_facts
 from llmscale.cluster.doctor.probe_code import gather_code, gather_imports
 from llmscale.cluster.doctor.probe_devices import gather_gpus
 from llmscale.cluster.doctor.probe_network import gather_network
@@ -25,7 +25,7 @@ from llmscale.errors import LlmscaleError
 SPARE_S = 10
 
 
-def gather_facts(request: Request) -> HostFacts:
+def gather_facts(request: ProbeRequest) -> HostFacts:
     """All groups at once, each within `request.timeout_s`."""
     groups: dict[str, Callable[[], object]] = {
         "code": gather_code,

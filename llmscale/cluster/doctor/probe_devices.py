@@ -8,7 +8,7 @@ import subprocess
 from llmscale.cluster.doctor.host_facts import Gpu, GpuFacts
 
 _MIB = 2**20
-_CARD_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
+_GPU_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
 #: Asked apart: an old driver refuses the whole query when it does not know one field.
 _HEALTH_FIELDS = (
     "uuid",
@@ -21,11 +21,11 @@ _PROCESS_FIELDS = ("gpu_uuid", "pid")
 
 
 def gather_gpus(timeout_s: float) -> GpuFacts:
-    """The cards with their memory, processes and errors."""
+    """The GPUs with their memory, processes and errors."""
     if shutil.which("nvidia-smi") is None:
         return GpuFacts((), None, None)
     try:
-        cards = _query("--query-gpu", _CARD_FIELDS, timeout_s)
+        listed = _query("--query-gpu", _GPU_FIELDS, timeout_s)
     except (OSError, subprocess.SubprocessError) as error:
         return GpuFacts((), None, _explain(error))
     try:
@@ -36,14 +36,14 @@ def gather_gpus(timeout_s: float) -> GpuFacts:
         processes = _query("--query-compute-apps", _PROCESS_FIELDS, timeout_s)
     except (OSError, subprocess.SubprocessError):
         processes = []
-    return parse_gpus(cards, health, processes)
+    return parse_gpus(listed, health, processes)
 
 
-def parse_gpus(cards: list[list[str]], health: list[list[str]], processes: list[list[str]]) -> GpuFacts:
-    """From the rows of three queries, whose columns are _CARD_FIELDS, _HEALTH_FIELDS and _PROCESS_FIELDS."""
+def parse_gpus(listed: list[list[str]], health: list[list[str]], processes: list[list[str]]) -> GpuFacts:
+    """From the rows of three queries, whose columns are _GPU_FIELDS, _HEALTH_FIELDS and _PROCESS_FIELDS."""
     health_of = {row[0]: row[1:] for row in health}
     gpus = []
-    for index, uuid, name, total, used, _ in cards:
+    for index, uuid, name, total, used, _ in listed:
         errors, *pending = health_of.get(uuid, ["[N/A]"])
         gpus.append(
             Gpu(
@@ -56,7 +56,7 @@ def parse_gpus(cards: list[list[str]], health: list[list[str]], processes: list[
                 needs_reset=any(answer.lower() in ("yes", "1") for answer in pending),
             )
         )
-    return GpuFacts(tuple(gpus), cards[0][-1] if cards else None, None)
+    return GpuFacts(tuple(gpus), listed[0][-1] if listed else None, None)
 
 
 def _number(text: str) -> int | None:

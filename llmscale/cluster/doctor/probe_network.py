@@ -10,7 +10,7 @@ import socket
 import struct
 from pathlib import Path
 
-from llmscale.cluster.doctor.host_facts import Interface, NetworkFacts, Request, Route
+from llmscale.cluster.doctor.host_facts import Interface, NetworkFacts, ProbeRequest, Route
 from llmscale.cluster.free_port import find_port
 
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -22,7 +22,7 @@ _SIOCETHTOOL, _ETHTOOL_GSET = 0x8946, 0x1
 _DISCARD_PORT = 9
 
 
-def gather_network(request: Request) -> NetworkFacts:
+def gather_network(request: ProbeRequest) -> NetworkFacts:
     """How this host sees itself and its peers."""
     hostname = socket.gethostname()
     interfaces = tuple(_describe_interface(name) for _, name in socket.if_nameindex())

@@ -15,7 +15,7 @@ _MOST_NAMES = 6
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckRow:
     """What was looked at, how it is, and what to do about it."""
 
     name: str
@@ -25,19 +25,19 @@ class Row:
     """One or two sentences; never empty in a red row."""
 
 
-def green(name: str, found: str) -> Row:
+def green(name: str, found: str) -> CheckRow:
     """As it should be."""
-    return Row(name, "ok", found)
+    return CheckRow(name, "ok", found)
 
 
-def yellow(name: str, found: str, fix: str) -> Row:
+def yellow(name: str, found: str, fix: str) -> CheckRow:
     """A run starts, but not as well as it could."""
-    return Row(name, "warn", found, fix)
+    return CheckRow(name, "warn", found, fix)
 
 
-def red(name: str, found: str, fix: str) -> Row:
+def red(name: str, found: str, fix: str) -> CheckRow:
     """A run does not start, or will not end."""
-    return Row(name, "fail", found, fix)
+    return CheckRow(name, "fail", found, fix)
 
 
 def split_error(text: str) -> tuple[str, str]:
@@ -46,7 +46,7 @@ def split_error(text: str) -> tuple[str, str]:
     return found, rest[0] if rest else "Change what it names."
 
 
-def worst(rows: Iterable[Row]) -> Status:
+def worst(rows: Iterable[CheckRow]) -> Status:
     """The reddest status among rows; ok when there are none."""
     return max((row.status for row in rows), key=SEVERITY.index, default="ok")
 

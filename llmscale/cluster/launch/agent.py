@@ -182,7 +182,7 @@ class Agent:
     def _beat(self) -> Beat:
         if self._ranks is None:
             return Beat([], None)
-        # The code first: a rank's last life sign is written before its launcher ends.
+        # The code first: a rank's last heartbeat is written before its launcher ends.
         code = self._ranks.launcher_code
         return Beat(self._ranks.signs(), code)
 
@@ -192,7 +192,7 @@ class Agent:
             code = self._ranks.end()
             for output in self._ranks.read_output(is_last=True):
                 self._channel.send(output)
-            # The life signs outlive their ranks: the last one says how far each has come.
+            # The heartbeats outlive their ranks: the last one says how far each has come.
             self._channel.send(Beat(self._ranks.signs(), code))
             self._ranks.close()
         self._channel.send(Stopped(reason, code))

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.cluster.launch.hang_detection import Progress
-from llmscale.cluster.launch.host_connection import Node
-from llmscale.cluster.launch.host_pool import Crew
+from llmscale.cluster.launch.host_connection import HostConnection
+from llmscale.cluster.launch.host_pool import HostPool
 from llmscale.cluster.launch.layout import Layout
 from llmscale.cluster.launch.messages import DumpStacks, FindPort, Port, Signal, Signalled, Stacks, Start
-from llmscale.cluster.launch.outcome import HostStatus, Verdict, judge
+from llmscale.cluster.launch.outcome import HostStatus, Outcome, judge
 from llmscale.files.whole import write_durably
 
 #: After the first sign of a fault, how long the others may take to say theirs: one of them may explain it.
@@ -52,7 +52,7 @@ class Limits:
 class AttemptRun:
     """Ranks on gathered hosts."""
 
-    crew: Crew
+    pool: HostPool
     layout: Layout
     limits: Limits
     stop_signals: list[str]
@@ -61,25 +61,25 @@ class AttemptRun:
     signals_sent: int = 0
     progress: Progress | None = None
     """Of the ranks; None before they are started."""
-    _pending: Verdict | None = None
+    _pending: Outcome | None = None
     _pending_since_s: float = 0.0
     _stacks: dict[tuple[str, int], Stacks] = field(default_factory=dict)
     """By host and rank."""
 
-    def find_meeting_point(self, master_addr: str | None, master_port: int | None) -> tuple[str, int] | None:
+    def find_rendezvous(self, master_addr: str | None, master_port: int | None) -> tuple[str, int] | None:
         """Address and free port of the first host; None when it does not answer."""
-        master = self.crew.nodes[self.layout.hosts[0]]
+        master = self.pool.nodes[self.layout.hosts[0]]
         master.send(FindPort(master_port))
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and not master.closed:
-            for node, message in self.crew.pump():
+            for node, message in self.pool.pump():
                 if node is master and isinstance(message, Port) and 0 < message.port < 65536:
                     if message.was_taken:
                         self.show(f"port {master_port} is taken on {master.name}; using {message.port}")
                     return master_addr or self._address_of(master), message.port
         return None
 
-    def _address_of(self, master: Node) -> str:
+    def _address_of(self, master: HostConnection) -> str:
         """The first host as the others see it: never what its name stands for here, which may be 127.0.1.1."""
         if len(self.layout.hosts) == 1:
             return "127.0.0.1"
@@ -88,7 +88,7 @@ class AttemptRun:
             return str(master.ready.own_address)
         # Not reached through ssh: it is this machine, and the others know where they were reached from.
         for name in self.layout.hosts[1:]:
-            ready = self.crew.nodes[name].ready
+            ready = self.pool.nodes[name].ready
             if ready is not None and _is_address(ready.client_address):
                 return str(ready.client_address)
         try:
@@ -97,17 +97,17 @@ class AttemptRun:
             # ssh knows it under this name; the ranks will say that they do not.
             return master.name
 
-    def start(self, meeting_point: tuple[str, int], starter: str, script: str, arguments: list[str], logs: str) -> None:
+    def start(self, rendezvous: tuple[str, int], starter: str, script: str, arguments: list[str], logs: str) -> None:
         """Start the ranks on every host."""
-        self.crew.tell(
+        self.pool.tell(
             {
                 name: Start(
                     starter=starter,
                     hosts=list(self.layout.hosts),
                     node_rank=number,
                     ranks_per_host=self.layout.ranks_per_host,
-                    master_addr=meeting_point[0],
-                    master_port=meeting_point[1],
+                    master_addr=rendezvous[0],
+                    master_port=rendezvous[1],
                     script=script,
                     arguments=arguments,
                     log_folder=logs,
@@ -122,17 +122,17 @@ class AttemptRun:
             hang_timeout_s=self.limits.hang_timeout_s,
         )
 
-    def follow(self) -> Verdict:
+    def follow(self) -> Outcome:
         """Until the ranks have ended, or must be."""
         while True:
             self._listen()
             self._pass_on_signals()
-            verdict = self._judge()
-            if verdict is not None:
-                return verdict
+            outcome = self._judge()
+            if outcome is not None:
+                return outcome
 
     def _listen(self) -> None:
-        for node, message in self.crew.pump():
+        for node, message in self.pool.pump():
             if isinstance(message, Stacks):
                 self._stacks[node.name, message.rank] = message
             elif isinstance(message, Signalled):
@@ -140,7 +140,7 @@ class AttemptRun:
         self._note_progress()
 
     def _note_progress(self) -> None:
-        for node in self.crew.nodes.values():
+        for node in self.pool.nodes.values():
             if self.progress:
                 self.progress.note(node.signs.values(), time.monotonic())
 
@@ -148,23 +148,23 @@ class AttemptRun:
         for name in self.stop_signals[self.signals_sent :]:
             self.show(f"{name}: asking the ranks to save and stop")
             # SIGUSR1 whatever came: a second SIGINT would end them at once.
-            self.crew.tell(Signal("SIGUSR1"))
+            self.pool.tell(Signal("SIGUSR1"))
         self.signals_sent = len(self.stop_signals)
 
-    def _judge(self) -> Verdict | None:
+    def _judge(self) -> Outcome | None:
         now = time.monotonic()
-        verdict = judge([self._status(node) for node in self.crew.nodes.values()])
-        if verdict is None:
+        outcome = judge([self._status(node) for node in self.pool.nodes.values()])
+        if outcome is None:
             hanging = self.progress.hanging(now) if self.progress else []
             return self._explain_hang(hanging) if hanging and self._pending is None else None
-        if verdict.end in ("finished", "stopped", "host lost"):
-            return verdict
+        if outcome.end in ("finished", "stopped", "host lost"):
+            return outcome
         if self._pending is None:
             self._pending_since_s = now
-        self._pending = verdict
-        return verdict if now - self._pending_since_s > _SETTLE_S else None
+        self._pending = outcome
+        return outcome if now - self._pending_since_s > _SETTLE_S else None
 
-    def _status(self, node: Node) -> HostStatus:
+    def _status(self, node: HostConnection) -> HostStatus:
         number = self.layout.hosts.index(node.name)
         size = self.layout.ranks_per_host
         lost = None
@@ -177,13 +177,13 @@ class AttemptRun:
         return HostStatus(node.name, ranks, node.signs, node.launcher_code, lost, victims)
 
     def _blames_a_peer(self, name: str, rank: int) -> bool:
-        lines = self.crew.last_lines.get((name, rank), ())
+        lines = self.pool.last_lines.get((name, rank), ())
         return any(word in line for line in lines for word in _PEER_GONE)
 
-    def _explain_hang(self, hanging: list[int]) -> Verdict:
+    def _explain_hang(self, hanging: list[int]) -> Outcome:
         """Ask every rank what it is doing, before they are ended."""
-        self.show(f"no life sign of rank {', '.join(map(str, hanging))} in time; asking every rank for its stacks")
-        self.crew.tell(DumpStacks())
+        self.show(f"no heartbeat of rank {', '.join(map(str, hanging))} in time; asking every rank for its stacks")
+        self.pool.tell(DumpStacks())
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and len(self._stacks) < self.layout.world_size:
             self._listen()
@@ -192,8 +192,8 @@ class AttemptRun:
         reason = f"no progress after {'the start' if step is None else f'step {step}'}"
         if stopped:
             name, rank = stopped[0]
-            return Verdict("hung", f"{reason}: rank {rank} on {name} is stopped (state T)", name, rank)
-        return Verdict("hung", f"{reason}; the stacks of all ranks say where they wait")
+            return Outcome("hung", f"{reason}: rank {rank} on {name} is stopped (state T)", name, rank)
+        return Outcome("hung", f"{reason}; the stacks of all ranks say where they wait")
 
     def save_stacks(self, folder: Path) -> Path | None:
         """Write down what the ranks were doing; None when they were not asked."""
@@ -213,12 +213,12 @@ class AttemptRun:
 
     def end(self) -> None:
         """Nothing of the attempt runs any more when this returns: confirmed by every host, or by its lease."""
-        lost = self.crew.disband(_DISBAND_S, self.limits.lost_after_s)
+        lost = self.pool.disband(_DISBAND_S, self.limits.lost_after_s)
         self._note_progress()
         for node in lost:
             # Cut off or dead, its agent has ended its ranks when the lease is over, and has two more seconds for it.
             time.sleep(max(0.0, self.limits.lease_s + 2.0 - node.silence_s))
-        self.crew.close()
+        self.pool.close()
 
 
 def _is_address(word: str | None) -> bool:

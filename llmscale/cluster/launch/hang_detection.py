@@ -1,4 +1,4 @@
-"""Whether ranks get on: a rank whose life signs stay the same for too long hangs."""
+"""Whether ranks get on: a rank whose heartbeats stay the same for too long hangs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Progress:
     start_timeout_s: float
     """From the beginning to a rank's first finished step."""
     hang_timeout_s: float
-    """Between two life signs of a rank that trains."""
+    """Between two heartbeats of a rank that trains."""
     first_step: int | None = None
     last_step: int | None = None
     training_since_s: float | None = None
@@ -25,7 +25,7 @@ class Progress:
     _seen: dict[int, tuple[RankSigns, float]] = field(default_factory=dict)
 
     def note(self, signs: Iterable[RankSigns], now_s: float) -> None:
-        """Take in the newest life signs."""
+        """Take in the newest heartbeats."""
         for sign in signs:
             before = self._seen.get(sign.rank)
             if before is None or before[0].count != sign.count:

@@ -33,7 +33,7 @@ _KEPT_CHARACTERS = 1000
 _PING_S = 1.0
 
 
-class Node:
+class HostConnection:
     """One host of an attempt."""
 
     def __init__(self, host: Host, reach: Reach, hello: Hello) -> None:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.host_connection import Node
+from llmscale.cluster.launch.host_connection import HostConnection
 from llmscale.cluster.launch.listener import Listener
 from llmscale.cluster.launch.messages import Hello, Message, Output, Stop
 from llmscale.cluster.launch.reach import Reach
@@ -18,7 +18,7 @@ _KEPT_LINES = 30
 _KEPT_CHARACTERS = 2000
 
 
-class Crew:
+class HostPool:
     """The nodes that have been reached, by name."""
 
     def __init__(
@@ -31,19 +31,19 @@ class Crew:
         """Begin to reach every host; `show` prints one line."""
         self._listener = Listener()
         """Where those call back that must."""
-        self.nodes: dict[str, Node] = {}
+        self.nodes: dict[str, HostConnection] = {}
         self.left_out: dict[str, str] = {}
         """Hosts that are not part of it, and why."""
         for host in hosts:
             try:
-                self.nodes[host.name] = Node(host, reach(host, self._listener), hello)
+                self.nodes[host.name] = HostConnection(host, reach(host, self._listener), hello)
             except OSError as error:
                 self.left_out[host.name] = f"it cannot be reached from here: {error}"
         self.last_lines: dict[tuple[str, int | None], deque[str]] = {}
         """What each rank of each host printed last; None is the launcher."""
         self._show = show
 
-    def pump(self, timeout_s: float = 0.2) -> list[tuple[Node, Message]]:
+    def pump(self, timeout_s: float = 0.2) -> list[tuple[HostConnection, Message]]:
         """Wait for messages; show what is output and return the rest."""
         self._wait(timeout_s)
         others = []
@@ -102,7 +102,7 @@ class Crew:
         for name, node in self.nodes.items():
             node.send(messages if isinstance(messages, Message) else messages[name])
 
-    def disband(self, timeout_s: float, lost_after_s: float) -> list[Node]:
+    def disband(self, timeout_s: float, lost_after_s: float) -> list[HostConnection]:
         """End what runs on every host; those that did not confirm it. Returns when all have that are not lost, or time
         is up."""
         self.tell(Stop())
@@ -120,12 +120,12 @@ class Crew:
             # One that is lost does not answer, and its connection would wait for it.
             node.close(patience_s=5.0 if node.stopped else 0.0)
 
-    def _show_output(self, node: Node, output: Output) -> None:
+    def _show_output(self, node: HostConnection, output: Output) -> None:
         lines = self.last_lines.setdefault((node.name, output.rank), deque(maxlen=_KEPT_LINES))
         lines.append(output.text[:_KEPT_CHARACTERS])
         speaker = "launcher" if output.rank is None else f"rank {output.rank}"
         self._show(f"{node.name} {speaker}: {output.text}")
 
 
-def _gone(node: Node) -> bool:
+def _gone(node: HostConnection) -> bool:
     return node.closed or node.refusal is not None

@@ -131,12 +131,12 @@ class Output(Message):
 
 @dataclass(frozen=True)
 class RankSigns:
-    """The newest life sign of one rank, and whether its process is there."""
+    """The newest heartbeat of one rank, and whether its process is there."""
 
     rank: int
     pid: int
     count: int
-    """Grows with every life sign."""
+    """Grows with every heartbeat."""
     phase: str
     first_step: int | None
     """The first step that it finished since it was started; None when it has not."""

@@ -1,4 +1,4 @@
-"""The ranks of one host: start them through the launcher, follow their output and life signs, end them."""
+"""The ranks of one host: start them through the launcher, follow their output and heartbeats, end them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class NodeRanks:
         return self._output.read(is_last)
 
     def signs(self) -> list[RankSigns]:
-        """The newest life sign of every rank that has given one."""
+        """The newest heartbeat of every rank that has given one."""
         found = []
         for rank in self.ranks:
             with contextlib.suppress(OSError, ValueError, KeyError):

@@ -13,11 +13,11 @@ USER_ERROR_STATUS = 2
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Outcome:
     """How an attempt ended, or is about to."""
 
     end: str
-    """One of `attempts.Attempt.end`."""
+    """One of `attempt_log.Attempt.end`."""
     reason: str
     host: str | None = None
     """To blame, when it is one."""
@@ -40,32 +40,32 @@ class HostStatus:
     """Ranks whose last words are that a peer has gone."""
 
 
-def judge(hosts: Sequence[HostStatus]) -> Verdict | None:
+def judge(hosts: Sequence[HostStatus]) -> Outcome | None:
     """None while everything runs. Of several faults the one that explains the others: a lost host breaks the ranks of
     all others, a killed rank the connections of its peers, and a rank that says why before it ends knows best."""
     for host in hosts:
         if host.lost is not None:
-            return Verdict("host lost", f"{host.name}: {host.lost}", host=host.name)
+            return Outcome("host lost", f"{host.name}: {host.lost}", host=host.name)
     told = [(host, sign) for host in hosts for sign in host.signs.values()]
     for host, sign in told:
         if sign.exit_code == USER_ERROR_STATUS:
-            return Verdict("user error", f"rank {sign.rank} on {host.name} refused", host.name, sign.rank)
+            return Outcome("user error", f"rank {sign.rank} on {host.name} refused", host.name, sign.rank)
     for host, sign in told:
         if sign.exit_code is None and not sign.alive:
-            return Verdict("failed", _describe_death(host, sign), host.name, sign.rank)
+            return Outcome("failed", _describe_death(host, sign), host.name, sign.rank)
     # A rank whose connection broke ends at the same time as the one that broke it.
     for host, sign in sorted(told, key=lambda item: item[1].rank in item[0].victims):
         if sign.exit_code:
             reason = f"rank {sign.rank} on {host.name} ended with status {sign.exit_code}"
-            return Verdict("failed", reason, host.name, sign.rank)
+            return Outcome("failed", reason, host.name, sign.rank)
     for host in hosts:
         silent = [rank for rank in host.ranks if rank not in host.signs]
         if host.launcher_code is not None and silent:
             reason = f"the launcher on {host.name} {describe_code(host.launcher_code)} before its ranks had begun"
-            return Verdict("failed", reason, host.name)
+            return Outcome("failed", reason, host.name)
     if all(rank in host.signs and host.signs[rank].exit_code == 0 for host in hosts for rank in host.ranks):
         stopped = any(sign.phase == "stopped" for _, sign in told)
-        return Verdict("stopped" if stopped else "finished", "every rank ended with status 0")
+        return Outcome("stopped" if stopped else "finished", "every rank ended with status 0")
     return None
 
 

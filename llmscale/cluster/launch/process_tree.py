@@ -29,9 +29,9 @@ def die_with_parent() -> None:
 
 
 def become_launcher() -> None:
-    """For Popen's preexec_fn: as `die_with_parent`, and deaf to what asks a run to save and stop. Slurm sends that to
-    every process of a job, and a launcher that took it would kill its ranks while they save. The ranks hear again:
-    `Heartbeat.install`."""
+    """For Popen's preexec_fn: as `die_with_parent`, and with those signals blocked that ask a run to save and stop.
+    Slurm sends them to every process of a job, and a launcher that took one would kill its ranks while they save. The
+    ranks unblock them: `Heartbeat.install`."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 

@@ -13,11 +13,11 @@ from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Limits
 from llmscale.cluster.launch.attempt_log import Attempt, attempt_logs, next_number, read_attempts, write_attempt
-from llmscale.cluster.launch.host_pool import Crew
+from llmscale.cluster.launch.host_pool import HostPool
 from llmscale.cluster.launch.layout import Layout, choose_layout
 from llmscale.cluster.launch.listener import Listener
 from llmscale.cluster.launch.messages import Hello
-from llmscale.cluster.launch.outcome import Verdict
+from llmscale.cluster.launch.outcome import Outcome
 from llmscale.cluster.launch.reach import Reach
 from llmscale.cluster.launch.restart_arguments import begins_somewhere, restart_arguments
 from llmscale.cluster.launch.retry import RetryPolicy, decide
@@ -132,40 +132,40 @@ class Supervisor:
         """None when asked to stop before ranks were started."""
         began, began_utc = time.monotonic(), datetime.now(timezone.utc).isoformat(timespec="seconds")
         number = max([next_number(self._run), *(attempt.number + 1 for attempt in self._attempts)])
-        crew, layout = self._gather()
+        pool, layout = self._gather()
         run: AttemptRun | None = None
         try:
             if layout is None or self._stop_signals:
-                return None if self._stop_signals else self._no_hosts(number, began_utc, crew)
-            run = AttemptRun(crew, layout, self._options.limits, self._stop_signals, self._show)
-            meeting_point = run.find_meeting_point(self._options.master_addr, self._options.master_port)
+                return None if self._stop_signals else self._no_hosts(number, began_utc, pool)
+            run = AttemptRun(pool, layout, self._options.limits, self._stop_signals, self._show)
+            rendezvous = run.find_rendezvous(self._options.master_addr, self._options.master_port)
             attempt = Attempt(
                 number=number,
                 began=began_utc,
                 hosts={name: layout.ranks_per_host for name in layout.hosts},
                 world_size=layout.world_size,
-                master=":".join(map(str, meeting_point or ("", ""))),
-                left_out=dict(crew.left_out),
+                master=":".join(map(str, rendezvous or ("", ""))),
+                left_out=dict(pool.left_out),
                 starter=self._options.starter,
                 logs=str(attempt_logs(self._run, number)),
             )
             self._write(attempt)
             self._show(f"attempt {number}: {layout.describe()}; meeting at {attempt.master}; logs in {attempt.logs}")
-            if meeting_point is None:
-                verdict = Verdict("host lost", f"{layout.hosts[0]} did not answer", host=layout.hosts[0])
+            if rendezvous is None:
+                outcome = Outcome("host lost", f"{layout.hosts[0]} did not answer", host=layout.hosts[0])
             else:
                 script, arguments = self._options.script, self._arguments()
-                run.start(meeting_point, self._options.starter, script, arguments, attempt.logs)
-                verdict = run.follow()
+                run.start(rendezvous, self._options.starter, script, arguments, attempt.logs)
+                outcome = run.follow()
         finally:
             if run is not None:
                 run.end()
             else:
-                crew.disband(5.0, self._options.limits.lost_after_s)
-                crew.close()
-        return self._closed(attempt, run, verdict, began)
+                pool.disband(5.0, self._options.limits.lost_after_s)
+                pool.close()
+        return self._closed(attempt, run, outcome, began)
 
-    def _closed(self, attempt: Attempt, run: AttemptRun, verdict: Verdict, began: float) -> Attempt:
+    def _closed(self, attempt: Attempt, run: AttemptRun, outcome: Outcome, began: float) -> Attempt:
         """Write down how an attempt ended, with the evidence."""
         progress = run.progress
         training_since = progress.training_since_s if progress else None
@@ -176,19 +176,19 @@ class Supervisor:
             training_after_s=None if training_since is None else round(training_since - began, 3),
             first_step=progress.first_step if progress else None,
             last_step=progress.last_step if progress else None,
-            end=verdict.end,
-            reason=verdict.reason,
+            end=outcome.end,
+            reason=outcome.reason,
         )
         self._write(attempt)
         self._show(f"attempt {attempt.number}: {attempt.end} after {_step_words(attempt)}: {attempt.reason}")
         if stacks:
             self._show(f"the stacks of all ranks: {stacks}")
-        if verdict.end not in ("finished", "stopped"):
-            for line in self._evidence(run.crew, verdict):
+        if outcome.end not in ("finished", "stopped"):
+            for line in self._evidence(run.pool, outcome):
                 self._show(line)
         return attempt
 
-    def _gather(self) -> tuple[Crew, Layout | None]:
+    def _gather(self) -> tuple[HostPool, Layout | None]:
         """Reach the hosts; on a restart wait until there are enough. The layout is None when there never were."""
         deadline = time.monotonic() + (self._options.wait_for_hosts_s if self._attempts else 0.0)
         while True:
@@ -198,33 +198,33 @@ class Supervisor:
                 run=str(self._run),
                 lease_s=self._options.limits.lease_s,
             )
-            crew = Crew(self._options.hosts, self._options.reach, hello, self._show)
-            crew.gather(self._options.connect_timeout_s, lambda: bool(self._stop_signals))
-            for name, why in crew.left_out.items():
+            pool = HostPool(self._options.hosts, self._options.reach, hello, self._show)
+            pool.gather(self._options.connect_timeout_s, lambda: bool(self._stop_signals))
+            for name, why in pool.left_out.items():
                 self._show(f"WARNING: {name} is left out: {why}")
-            reached = [host for host in self._options.hosts if host.name in crew.nodes]
+            reached = [host for host in self._options.hosts if host.name in pool.nodes]
             layout = self._choose_layout(reached) if len(reached) >= max(1, self._options.min_hosts) else None
             if layout is not None:
                 for host in reached:
                     if host.name not in layout.hosts:
-                        crew.dismiss(host.name, "not needed: the global batch cannot be divided over more ranks")
-                return crew, layout
+                        pool.dismiss(host.name, "not needed: the global batch cannot be divided over more ranks")
+                return pool, layout
             if time.monotonic() > deadline or self._stop_signals:
-                return crew, None
-            crew.disband(5.0, self._options.limits.lost_after_s)
-            crew.close()
+                return pool, None
+            pool.disband(5.0, self._options.limits.lost_after_s)
+            pool.close()
             self._show(f"waiting for {self._options.min_hosts} of {len(self._options.hosts)} hosts")
             self._sleep(_REGATHER_S)
 
-    def _no_hosts(self, number: int, began_utc: str, crew: Crew) -> Attempt:
-        reasons = "; ".join(f"{name}: {why}" for name, why in crew.left_out.items())
+    def _no_hosts(self, number: int, began_utc: str, pool: HostPool) -> Attempt:
+        reasons = "; ".join(f"{name}: {why}" for name, why in pool.left_out.items())
         attempt = Attempt(
             number=number,
             began=began_utc,
             hosts={},
             world_size=0,
             master="",
-            left_out=dict(crew.left_out),
+            left_out=dict(pool.left_out),
             starter=self._options.starter,
             logs="",
             end="no hosts",
@@ -274,12 +274,12 @@ class Supervisor:
         while time.monotonic() < deadline and not self._stop_signals:
             time.sleep(0.1)
 
-    def _evidence(self, crew: Crew, verdict: Verdict) -> list[str]:
+    def _evidence(self, pool: HostPool, outcome: Outcome) -> list[str]:
         """What the one to blame printed last, unless all of it is on the screen anyway."""
-        if verdict.host is None or verdict.end in ("host lost", "hung"):
+        if outcome.host is None or outcome.end in ("host lost", "hung"):
             return []
-        lines = crew.last_lines.get((verdict.host, verdict.rank)) or crew.last_lines.get((verdict.host, None)) or ()
-        return [f"  {verdict.host} | {line}" for line in list(lines)[-12:]]
+        lines = pool.last_lines.get((outcome.host, outcome.rank)) or pool.last_lines.get((outcome.host, None)) or ()
+        return [f"  {outcome.host} | {line}" for line in list(lines)[-12:]]
 
     def _write(self, attempt: Attempt) -> None:
         problem = write_attempt(self._run, attempt)

@@ -43,7 +43,7 @@ OrderIdentity = dict[str, str | int | bool | None]
 #: Changed whenever the same settings would give another order.
 ALGORITHM = "feistel-rounds-2"
 
-#: Rows that are dealt to nodes whole. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
+#: Rows that go to nodes whole. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
 DEFAULT_CANONICAL_NODES = 48
 #: The means of rows of eight shards, one from each of eight regions, hold about a hundredth of the variance of a
 #: sample: batches spread as a full shuffle's do, within half a percent.

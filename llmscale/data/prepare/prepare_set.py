@@ -20,7 +20,7 @@ from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeepe
 from llmscale.data.shards.manifest import (
     MANIFEST_NAME,
     Manifest,
-    Request,
+    PrepareRequest,
     SplitManifest,
     load_manifest,
 )
@@ -123,7 +123,7 @@ def prepare(
     return Prepared(manifest, reused=False, note=keeper.note)
 
 
-def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> Request:
+def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> PrepareRequest:
     """What makes one set equal to another, by the flag that sets it."""
     return {
         "--input": source.name,
@@ -139,7 +139,7 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> R
     }
 
 
-def _is_already_there(out: Path, request: Request, *, overwrite: bool) -> bool:
+def _is_already_there(out: Path, request: PrepareRequest, *, overwrite: bool) -> bool:
     """Whether `out` answers the request. Raises DataError when it holds anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
@@ -170,7 +170,7 @@ def _write_set(
     folder: Path,
     tokenizer: Tokenizer,
     options: PrepareOptions,
-    request: Request,
+    request: PrepareRequest,
     num_workers: int,
     keeper: ValidationKeeper,
 ) -> Manifest:

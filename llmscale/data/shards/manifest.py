@@ -38,7 +38,7 @@ FORMAT_VERSION = 1
 
 #: What the user asked `prepare` for, by flag; the same request over the same source need not be prepared
 #: again.
-Request = dict[str, str | int | float | bool | None]
+PrepareRequest = dict[str, str | int | float | bool | None]
 _T = TypeVar("_T")
 
 
@@ -106,7 +106,7 @@ class Manifest:
     """Compression of the shard files by Streaming's name, or empty."""
     source: str
     """Where the documents came from, as the user named it."""
-    request: Request
+    request: PrepareRequest
     """The settings and the state of the source that this set is the answer to."""
     skipped_documents: int
     """Documents left out because they could not be decoded."""
@@ -238,7 +238,7 @@ def _build(kind: type[_T], record: object, where: str) -> _T:
     """A dataclass from a JSON object; every field must be there with its type."""
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected an object, found {type(record).__name__}.")
-    kinds = {"str": str, "int": int, "float": float, "TokenDtype": str, "Request": dict}
+    kinds = {"str": str, "int": int, "float": float, "TokenDtype": str, "PrepareRequest": dict}
     values: dict[str, object] = {
         field.name: _field(record, field.name, kinds.get(str(field.type), object), where)
         for field in dataclasses.fields(cast(type, kind))

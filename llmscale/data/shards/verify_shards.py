@@ -112,7 +112,7 @@ def _parse_zip_data(found: object, shard: ShardInfo, manifest: Manifest, where: 
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class ShardFile:
     """A file that must be there: the shard itself, or its compressed form."""
 
     shard: ShardInfo
@@ -121,7 +121,7 @@ class StoredFile:
     hash: str
 
 
-def stored_files(folder: Path, split: str, manifest: Manifest) -> list[StoredFile]:
+def shard_files(folder: Path, split: str, manifest: Manifest) -> list[ShardFile]:
     """The files that hold a split's shards, as they were written."""
     files = []
     shards = get_split(manifest, split, str(folder)).shards
@@ -129,13 +129,13 @@ def stored_files(folder: Path, split: str, manifest: Manifest) -> list[StoredFil
         info = entry["zip_data"] or entry["raw_data"]
         assert isinstance(info, dict)
         path = folder / split / info["basename"]
-        files.append(StoredFile(shard, path, info["bytes"], info["hashes"][manifest.hash_algorithm]))
+        files.append(ShardFile(shard, path, info["bytes"], info["hashes"][manifest.hash_algorithm]))
     return files
 
 
 def check_files(folder: Path, split: str, manifest: Manifest) -> None:
     """One stat per shard: a regular file, no link, of exactly the right size. Raises DataError naming the first."""
-    for file in stored_files(folder, split, manifest):
+    for file in shard_files(folder, split, manifest):
         check_size(file.path, file.bytes)
 
 
@@ -195,9 +195,9 @@ def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
         raise DataError(f"Shard {path} does not hold {shard.num_samples:,} windows of {manifest.seq_len + 1} tokens.")
 
 
-def find_damage(folder: Path, split: str, manifest: Manifest) -> Iterator[tuple[StoredFile, str]]:
+def find_damage(folder: Path, split: str, manifest: Manifest) -> Iterator[tuple[ShardFile, str]]:
     """Every file of a split with what is wrong with it, or an empty string; reads all of them."""
-    for file in stored_files(folder, split, manifest):
+    for file in shard_files(folder, split, manifest):
         try:
             check_size(file.path, file.bytes)
             check_hash(file.path, manifest.hash_algorithm, file.hash)

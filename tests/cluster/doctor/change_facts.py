@@ -21,7 +21,7 @@ from llmscale.cluster.doctor.checks_run import (
 )
 from llmscale.cluster.doctor.checks_system import check_system
 from llmscale.cluster.doctor.host_facts import Gpu, HostFacts
-from llmscale.cluster.doctor.rows import Row
+from llmscale.cluster.doctor.rows import CheckRow
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config
@@ -31,7 +31,7 @@ NVME_OPS = ("pin_memory", "async_io")
 Pair = dict[str, HostFacts]
 
 
-def all_rows(facts: Pair, *, slots: int = 1, ops: tuple[str, ...] = (), batch: int = 64) -> list[Row]:
+def all_rows(facts: Pair, *, slots: int = 1, ops: tuple[str, ...] = (), batch: int = 64) -> list[CheckRow]:
     """What the doctor says of facts, as it puts the checks together."""
     hosts = [Host("node-0", slots), Host("node-1", slots)]
     config = build_run_config({"model": "gpt2-124m", "global_batch_size": batch, "micro_batch_size": 1, "steps": 5000})
@@ -50,7 +50,7 @@ def all_rows(facts: Pair, *, slots: int = 1, ops: tuple[str, ...] = (), batch: i
     ]
 
 
-def not_green(rows: list[Row]) -> list[Row]:
+def not_green(rows: list[CheckRow]) -> list[CheckRow]:
     return [row for row in rows if row.status != "ok"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from llmscale.cluster.doctor.checks_plan import check_plan, checkpoints_at_once
 from llmscale.cluster.doctor.host_facts import FolderFacts
-from llmscale.cluster.doctor.rows import Row
+from llmscale.cluster.doctor.rows import CheckRow
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config
@@ -15,7 +15,7 @@ from tests.cluster.doctor.healthy_facts import GIB, break_host, build_pair
 HOSTS = (Host("node-0", 8), Host("node-1", 8))
 
 
-def memory_row(model: str, zero: dict[str, object], **run: object) -> Row:
+def memory_row(model: str, zero: dict[str, object], **run: object) -> CheckRow:
     """Of `model` on two hosts with eight cards of 80 GiB and 512 GiB of host memory."""
     values = {"model": model, "global_batch_size": 64, "micro_batch_size": 4, "steps": 10, **run}
     ds = parse_ds_config({"zero_optimization": zero, "bf16": {"enabled": True}}, "ds.json")

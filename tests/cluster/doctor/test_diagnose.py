@@ -13,7 +13,7 @@ import pytest
 from llmscale.cli.doctor import table_lines
 from llmscale.cli.main import main
 from llmscale.cluster.doctor.ask import Asker
-from llmscale.cluster.doctor.diagnose import Diagnosis, Question, diagnose
+from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions, diagnose
 from llmscale.cluster.doctor.host_facts import FileFacts, FolderFacts, HostFacts, print_facts
 from llmscale.cluster.doctor.rows import green, grouped, listed, red, split_error, worst, yellow
 from llmscale.cluster.extension_locks import ExtensionLock
@@ -68,7 +68,7 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def ask(cluster: Cluster, hostfile: Path, **question: object) -> Diagnosis:
-    return diagnose(Question(hostfile=hostfile, **question), cluster.asker())  # type: ignore[arg-type]
+    return diagnose(DoctorOptions(hostfile=hostfile, **question), cluster.asker())  # type: ignore[arg-type]
 
 
 def reds(diagnosis: Diagnosis) -> dict[str, str]:

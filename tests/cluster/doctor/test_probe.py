@@ -14,7 +14,14 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.manifest import CheckpointManifest, StoredFile, save_manifest
-from llmscale.cluster.doctor.host_facts import GpuFacts, Request, parse_facts, parse_request, print_facts, print_request
+from llmscale.cluster.doctor.host_facts import (
+    GpuFacts,
+    ProbeRequest,
+    parse_facts,
+    parse_request,
+    print_facts,
+    print_request,
+)
 from llmscale.cluster.doctor.probe import _gather, gather_facts
 from llmscale.cluster.doctor.probe_code import gather_code, hash_sources
 from llmscale.cluster.doctor.probe_devices import gather_gpus
@@ -35,7 +42,9 @@ def test_facts_survive_the_way_through_ssh() -> None:
 
 
 def test_a_request_arrives() -> None:
-    request = Request(peers=("a", "b"), port=1234, world_size=4, ds="x y.json", train_flags=("--data", "it's $HOME"))
+    request = ProbeRequest(
+        peers=("a", "b"), port=1234, world_size=4, ds="x y.json", train_flags=("--data", "it's $HOME")
+    )
     assert parse_request(print_request(request)) == request
 
 
@@ -47,7 +56,7 @@ def test_what_is_not_ours_is_refused(output: str) -> None:
 
 def test_the_probe_of_this_machine() -> None:
     """The real program, in its own process."""
-    request = Request(peers=("localhost",), ds="ds_configs/zero2.json", timeout_s=120)
+    request = ProbeRequest(peers=("localhost",), ds="ds_configs/zero2.json", timeout_s=120)
     done = subprocess.run(
         [sys.executable, "-m", "llmscale.cluster.doctor.probe", print_request(request)],
         capture_output=True,
@@ -92,7 +101,7 @@ def test_what_hangs_or_fails_is_late_and_the_rest_is_there() -> None:
 
 def test_every_group_is_gathered_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmscale.cluster.doctor.probe.gather_imports", lambda timeout_s: None)
-    facts = gather_facts(Request(timeout_s=60))
+    facts = gather_facts(ProbeRequest(timeout_s=60))
     assert facts.late == {}
     assert all(getattr(facts, name) is not None for name in ("code", "gpus", "network", "system"))
 
@@ -181,7 +190,7 @@ def test_the_network_of_this_machine() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        network = gather_network(Request(peers=("localhost", "no-such-host.invalid"), port=port))
+        network = gather_network(ProbeRequest(peers=("localhost", "no-such-host.invalid"), port=port))
     assert network.hostname == socket.gethostname()
     assert not network.port_free
     assert network.routes["no-such-host.invalid"].address is None

@@ -11,7 +11,7 @@ import pytest
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch import attempt as attempt_run
 from llmscale.cluster.launch.attempt import AttemptRun, Limits
-from llmscale.cluster.launch.host_pool import Crew
+from llmscale.cluster.launch.host_pool import HostPool
 from llmscale.cluster.launch.layout import Layout
 from llmscale.cluster.launch.messages import MARK, Beat, Hello, Output, RankSigns, Ready, Stacks, Start
 from llmscale.cluster.launch.reach import Reach
@@ -21,15 +21,15 @@ START = Start("deepspeed", ["a", "b"], 1, 2, "10.0.0.1", 1, "train.py", [], "/lo
 READY = Ready(1, None, None, [])
 
 
-class Crews:
+class HostPools:
     """Of hosts that say given lines, and then nothing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.made: list[Crew] = []
+        self.made: list[HostPool] = []
         self.shown: list[str] = []
 
-    def make(self, **says: str) -> Crew:
+    def make(self, **says: str) -> HostPool:
         for name, text in says.items():
             (self._folder / name).write_text(text)
         code = (
@@ -37,22 +37,22 @@ class Crews:
         )
         code += "sys.stdin.buffer.read()"
         hosts = [Host(name, 2) for name in says]
-        crew = Crew(
+        pool = HostPool(
             hosts,
             lambda host, _: Reach([sys.executable, "-c", code, str(self._folder / host.name)]),
             HELLO,
             self.shown.append,
         )
-        self.made.append(crew)
-        return crew
+        self.made.append(pool)
+        return pool
 
 
 @pytest.fixture
-def crews(tmp_path: Path) -> Iterator[Crews]:
-    crews = Crews(tmp_path)
-    yield crews
-    for crew in crews.made:
-        crew.close()
+def pools(tmp_path: Path) -> Iterator[HostPools]:
+    pools = HostPools(tmp_path)
+    yield pools
+    for pool in pools.made:
+        pool.close()
 
 
 def lines(*messages: object) -> str:
@@ -63,62 +63,64 @@ def sign(rank: int) -> RankSigns:
     return RankSigns(rank, 1, 9, "training", 1, 999, None, True, "S")
 
 
-def pump(crew: Crew, times: int = 20) -> list[object]:
-    return [message for _ in range(times) for _, message in crew.pump(0.05)]
+def pump(pool: HostPool, times: int = 20) -> list[object]:
+    return [message for _ in range(times) for _, message in pool.pump(0.05)]
 
 
-def test_a_host_speaks_for_its_own_ranks_only(crews: Crews) -> None:
+def test_a_host_speaks_for_its_own_ranks_only(pools: HostPools) -> None:
     says = lines(
         READY,
         Beat([sign(rank) for rank in (0, 1, 2, 3, 4, -1)], None),
         *(Output(rank, f"of {rank}") for rank in (0, 1, 2, 3, 7, None)),
         *(Stacks(rank, "R", "text") for rank in (0, 1, 2, 3, 10**9)),
     )
-    crew = crews.make(b=says)
-    (node,) = crew.nodes.values()
+    pool = pools.make(b=says)
+    (node,) = pool.nodes.values()
     node.send(START)
-    messages = pump(crew)
+    messages = pump(pool)
     assert sorted(node.signs) == [2, 3]
     assert [message.rank for message in messages if isinstance(message, Stacks)] == [2, 3]
-    assert [line for line in crews.shown if "of " in line] == [
+    assert [line for line in pools.shown if "of " in line] == [
         "b rank 2: of 2",
         "b rank 3: of 3",
         "b launcher: of None",
     ]
-    assert set(crew.last_lines) == {("b", 2), ("b", 3), ("b", None)}
+    assert set(pool.last_lines) == {("b", 2), ("b", 3), ("b", None)}
 
 
-def test_nonsense_and_lines_without_an_end_are_that_hosts_own_fault(crews: Crews) -> None:
-    crew = crews.make(
+def test_nonsense_and_lines_without_an_end_are_that_hosts_own_fault(pools: HostPools) -> None:
+    pool = pools.make(
         good=lines(READY),
         deep=lines(MARK + "[" * 500_000, MARK + '{"kind": "Beat", "ranks": 7}', READY),
         endless=MARK + "x" * (20 << 20),
     )
-    crew.gather(30.0, lambda: False)
-    assert sorted(crew.nodes) == ["deep", "good"]
-    assert crew.left_out == {"endless": "it sent more than a message can hold"}
+    pool.gather(30.0, lambda: False)
+    assert sorted(pool.nodes) == ["deep", "good"]
+    assert pool.left_out == {"endless": "it sent more than a message can hold"}
 
 
-def test_what_is_kept_of_a_host_that_talks_much_is_bounded(crews: Crews) -> None:
-    crew = crews.make(b=lines(READY, *(Output(None, "x" * (1 << 20)) for _ in range(40))))
-    pump(crew, 40)
-    kept = crew.last_lines["b", None]
+def test_what_is_kept_of_a_host_that_talks_much_is_bounded(pools: HostPools) -> None:
+    pool = pools.make(b=lines(READY, *(Output(None, "x" * (1 << 20)) for _ in range(40))))
+    pump(pool, 40)
+    kept = pool.last_lines["b", None]
     assert sum(map(len, kept)) <= 30 * 2000
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1 --evil", "$(id)", "a" * 300, "", "evil.example"])
-def test_only_an_address_becomes_the_meeting_point(crews: Crews, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = crews.make(a=lines(Ready(1, None, address, [])), b=lines(Ready(1, address, None, [])))
-    crew.gather(30.0, lambda: False)
+def test_only_an_address_becomes_the_meeting_point(
+    pools: HostPools, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = pools.make(a=lines(Ready(1, None, address, [])), b=lines(Ready(1, address, None, [])))
+    pool.gather(30.0, lambda: False)
     monkeypatch.setattr(attempt_run.socket, "gethostbyname", lambda name: f"address of {name}")
-    run = AttemptRun(crew, Layout(("a", "b"), 2), Limits(60.0, 60.0, 30.0), [], crews.shown.append)
-    assert run._address_of(crew.nodes["a"]) == "address of a"
+    run = AttemptRun(pool, Layout(("a", "b"), 2), Limits(60.0, 60.0, 30.0), [], pools.shown.append)
+    assert run._address_of(pool.nodes["a"]) == "address of a"
 
 
 def test_a_host_that_cannot_be_called_is_left_out() -> None:
     def reach(host: Host, _: object) -> Reach:
         raise OSError(f"no address of {host.name} is known here")
 
-    crew = Crew([Host("a", 1)], reach, HELLO, print)
-    crew.gather(5.0, lambda: False)
-    assert crew.left_out == {"a": "it cannot be reached from here: no address of a is known here"}
+    pool = HostPool([Host("a", 1)], reach, HELLO, print)
+    pool.gather(5.0, lambda: False)
+    assert pool.left_out == {"a": "it cannot be reached from here: no address of a is known here"}

@@ -20,7 +20,7 @@ from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch import listener as listener_module
 from llmscale.cluster.launch.agent import connect
 from llmscale.cluster.launch.channel import Channel
-from llmscale.cluster.launch.host_pool import Crew
+from llmscale.cluster.launch.host_pool import HostPool
 from llmscale.cluster.launch.listener import ANNOUNCEMENT, MOST_STRANGERS, Listener, digest_of, find_announcement
 from llmscale.cluster.launch.messages import Hello, Ping
 from llmscale.cluster.launch.reach import Reach
@@ -105,7 +105,7 @@ def test_who_has_given_the_announced_secret_is_let_in_once(listener: Listener) -
         until(lambda thread=thread: not listener.accept(()) and not thread.is_alive())  # type: ignore[misc]
     channel = let_in(listener, digest_of(secret))
     channel.send(Ping())
-    # The other one is not: the crew expects this digest no more.
+    # The other one is not: the pool expects this digest no more.
     time.sleep(0.1)
     assert listener.accept(()) == {}
     listener.close()
@@ -316,7 +316,7 @@ class Wire:
             sink.shutdown(socket.SHUT_WR)
 
 
-def make_crew(wires: list[Wire], shown: list[str], run: str) -> Crew:
+def make_crew(wires: list[Wire], shown: list[str], run: str) -> HostPool:
     """One host, this one, whose agent calls back over a wire as if pdsh had started it."""
 
     def reach(host: Host, listener: Listener) -> Reach:
@@ -324,21 +324,21 @@ def make_crew(wires: list[Wire], shown: list[str], run: str) -> Crew:
         words = ["--connect", wires[-1].address[0], str(wires[-1].address[1]), "--supervisor", listener.fingerprint]
         return Reach(module_argv("llmscale.cluster.launch.agent", words), calls_back=True)
 
-    return Crew([Host("here", 1)], reach, Hello(os.getcwd(), {"A_KEY": CANARY}, run, 30.0), shown.append)
+    return HostPool([Host("here", 1)], reach, Hello(os.getcwd(), {"A_KEY": CANARY}, run, 30.0), shown.append)
 
 
 def test_an_agent_that_calls_back_says_and_is_told_everything_encrypted(tmp_path: object) -> None:
     wires: list[Wire] = []
     shown: list[str] = []
-    crew = make_crew(wires, shown, str(tmp_path))
-    listening = crew._listener.address_facing("127.0.0.1")
-    crew.gather(60.0, lambda: False)
-    assert list(crew.nodes) == ["here"], crew.left_out
+    pool = make_crew(wires, shown, str(tmp_path))
+    listening = pool._listener.address_facing("127.0.0.1")
+    pool.gather(60.0, lambda: False)
+    assert list(pool.nodes) == ["here"], pool.left_out
     # Once all are there, nobody can call any more.
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(listening, 5.0)
-    crew.disband(20.0, 20.0)
-    crew.close()
+    pool.disband(20.0, 20.0)
+    pool.close()
     (wire,) = wires
     assert min(len(wire.up), len(wire.down)) > 500
     for record in (wire.up, wire.down):

@@ -1,6 +1,6 @@
 """Compare the closed form with the dry run for a list of cells, in a process of its own.
 
-Reads a JSON list of cells from standard input and writes one JSON object a line. Not a test module: test_states.py
+Reads a JSON list of cells from standard input and writes one JSON object a line. Not a test module: test_by_stage.py
 runs it.
 """
 
