@@ -10,7 +10,7 @@ from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
 from llmscale.memory.format_bytes import GIB, format_size
 from llmscale.planning.largest_micro_batch import Fit
 from llmscale.planning.largest_model import LargestModel
-from llmscale.planning.ranked_configs import Row
+from llmscale.planning.ranked_configs import RankedConfig
 from llmscale.planning.throughput import Throughput
 
 #: Heads of a Breakdown's fields, in their order.
@@ -30,7 +30,9 @@ def align(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield " ".join(cells).rstrip()
 
 
-def row_lines(rows: Sequence[Row], recommended: int | None, names: Sequence[str] | None = None) -> Iterator[str]:
+def row_lines(
+    rows: Sequence[RankedConfig], recommended: int | None, names: Sequence[str] | None = None
+) -> Iterator[str]:
     """One line a row, GiB; `names` are ds_configs' files, else stages are set apart. `*` marks the recommended one."""
     some_host = any(row.fit.host_bytes_per_node for row in rows)
     some_nvme = any(row.fit.nvme_bytes_per_node for row in rows)
@@ -48,7 +50,7 @@ def row_lines(rows: Sequence[Row], recommended: int | None, names: Sequence[str]
     yield from align(head, table)
 
 
-def _row_cells(row: Row) -> list[str]:
+def _row_cells(row: RankedConfig) -> list[str]:
     fit, estimate = row.fit, row.fit.estimate
     mode = fit.strategy.checkpointing
     return [
@@ -60,7 +62,7 @@ def _row_cells(row: Row) -> list[str]:
     ]
 
 
-def _rate_cells(row: Row) -> list[str]:
+def _rate_cells(row: RankedConfig) -> list[str]:
     if row.throughput is None or not row.fit.fits:
         return ["-", "-"]
     mfu = row.throughput.mfu
@@ -78,7 +80,7 @@ def verdict(fit: Fit) -> str:
     return f"{fit.spare_bytes / GIB:.1f} free"
 
 
-def legend_lines(rows: Sequence[Row]) -> Iterator[str]:
+def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
     """What the columns mean, and what in them is assumed."""
     yield "GiB per GPU at the peak; host and NVMe in GiB per node; batch: micro-batch x accumulation."
     reserve = f"{RESERVED_PER_ALLOCATED - 1:.0%}"
