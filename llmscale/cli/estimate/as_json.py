@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning.largest_micro_batch import Fit, Search
 from llmscale.planning.largest_model import LargestModel
 from llmscale.planning.ranked_configs import RankedConfig, Ranking
 from llmscale.planning.strategy import Strategy
+
+if TYPE_CHECKING:
+    from llmscale.dry_run.comparison import Comparison
 
 
 def search_as_dict(search: Search) -> dict[str, object]:
@@ -86,6 +90,20 @@ def _fit_as_dict(fit: Fit) -> dict[str, object]:
         "spare_bytes": fit.spare_bytes,
         "host_bytes_per_node": fit.host_bytes_per_node,
         "nvme_bytes_per_node": fit.nvme_bytes_per_node,
+    }
+
+
+def comparison_as_dict(comparison: Comparison) -> dict[str, object]:
+    """Dry run and closed form, phase by phase."""
+    return {
+        "zero_stage": comparison.fit.strategy.zero_stage,
+        "seconds": comparison.dry_run.seconds,
+        "resident": comparison.dry_run.resident.as_dict(),
+        "least_gpu_bytes": comparison.dry_run.least_gpu_bytes,
+        "phases": {
+            phase: {"dry_run": counted.as_dict(), "closed_form": calculated.as_dict()}
+            for phase, (counted, calculated) in comparison.phases.items()
+        },
     }
 
 

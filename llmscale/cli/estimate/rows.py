@@ -7,18 +7,18 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmscale.cli.estimate.as_json import ranking_as_dict, search_as_dict
+from llmscale.cli.estimate.as_json import comparison_as_dict, ranking_as_dict, search_as_dict
 from llmscale.cli.estimate.request import EstimateRequest, read_request
-from llmscale.cli.estimate.simulation import Simulation, simulate, simulation_lines
-from llmscale.cli.estimate.table import legend_lines, moment_lines, row_lines
+from llmscale.cli.estimate.table import comparison_lines, legend_lines, moment_lines, row_lines
 from llmscale.cli.train_command import data_words, train_command
 from llmscale.config.choices import preset_words
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.user_paths import check_output_file
+from llmscale.dry_run.comparison import Comparison, compare_with_dry_run
 from llmscale.errors import ConfigError
 from llmscale.files.whole import write_output
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.largest_micro_batch import Fit
+from llmscale.planning.largest_micro_batch import Fit, Search
 from llmscale.planning.ranked_configs import Ranking, rank_configs
 from llmscale.planning.recommend import Shortfall, find_shortfall, nearest_fit
 from llmscale.planning.strategy import strategy_ds_config
@@ -37,16 +37,12 @@ def run(args: argparse.Namespace) -> int:
         check_output_file("--plot", args.plot, overwrite=True)
     ranking = rank_configs(request.search)
     names = _names([ds.source for ds, _ in request.search.files])
-    simulations = _simulate(request, ranking) if args.dry_run else []
+    dry_runs = _dry_runs(request.search, ranking) if args.dry_run else []
     if args.json:
-        simulated = [simulation.as_dict() for simulation in simulations]
-        print(
-            json.dumps(
-                search_as_dict(request.search) | ranking_as_dict(ranking, names) | {"dry_runs": simulated}, indent=1
-            )
-        )
+        values = search_as_dict(request.search) | ranking_as_dict(ranking, names)
+        print(json.dumps(values | {"dry_runs": [comparison_as_dict(dry_run) for dry_run in dry_runs]}, indent=1))
     else:
-        for line in _lines(request, ranking, names, simulations):
+        for line in _lines(request, ranking, names, dry_runs):
             print(line)
     if args.plot is not None:
         _plot(args.plot, request, ranking, names)
@@ -64,12 +60,12 @@ def _names(paths: list[str]) -> list[str] | None:
     return [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)] or None
 
 
-def _simulate(request: EstimateRequest, ranking: Ranking) -> list[Simulation]:
+def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     """Of every file, else of the recommended row, else of the one that misses least."""
     fits = ranking.fits
-    if not request.search.files:
+    if not search.files:
         fits = [ranking.recommended.fit if ranking.recommended else nearest_fit(fits)]
-    return [simulate(fit, request.search.job.shape) for fit in fits]
+    return [compare_with_dry_run(fit, search.job.shape) for fit in fits]
 
 
 def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
@@ -83,7 +79,7 @@ def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
 
 
 def _lines(
-    request: EstimateRequest, ranking: Ranking, names: list[str] | None, simulations: list[Simulation]
+    request: EstimateRequest, ranking: Ranking, names: list[str] | None, dry_runs: list[Comparison]
 ) -> Iterator[str]:
     job = request.search.job
     shape, model = job.shape, str(request.given.get("model", "model"))
@@ -107,9 +103,9 @@ def _lines(
     if names is not None:
         for fit, name in zip(ranking.fits, names, strict=True):
             yield from _explain(fit, name)
-    for simulation in simulations:
+    for dry_run in dry_runs:
         yield ""
-        yield from simulation_lines(simulation)
+        yield from comparison_lines(dry_run)
     yield ""
 
 

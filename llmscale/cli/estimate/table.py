@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from llmscale.config.hardware import GPU_TABLE_HEAD, gpu_table_rows
 from llmscale.memory.breakdown import Breakdown
@@ -12,6 +13,9 @@ from llmscale.planning.largest_micro_batch import Fit
 from llmscale.planning.largest_model import LargestModel
 from llmscale.planning.ranked_configs import RankedConfig
 from llmscale.planning.throughput import Throughput
+
+if TYPE_CHECKING:
+    from llmscale.dry_run.comparison import Comparison
 
 #: Heads of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
@@ -132,6 +136,29 @@ def moment_lines(moments: Mapping[str, Breakdown], peak: str) -> Iterator[str]:
         for name, moment in moments.items()
     ]
     yield from align(head, table)
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """Both breakdowns of each phase, GiB."""
+    fit = comparison.fit
+    yield (
+        f"dry run: {fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size}; the real DeepSpeed engine on "
+        f"fake tensors as rank 0 of {fit.plan.ranks.world_size}, {comparison.dry_run.seconds:.0f} s"
+    )
+    head = ["", "phase", "by", *CATEGORIES, "allocated", "difference"]
+    table: list[list[str]] = []
+    phases = comparison.phases
+    for phase, (counted, calculated) in phases.items():
+        difference = calculated.total_bytes / counted.total_bytes - 1
+        table.append(["", phase, "dry run", *breakdown_cells(counted), gib(counted.total_bytes), ""])
+        numbers = [*breakdown_cells(calculated), gib(calculated.total_bytes), f"{difference:+.1%}"]
+        table.append(["", "", "closed form", *numbers])
+    yield from align(head, table)
+    least, peak = comparison.dry_run.least_gpu_bytes, max(counted.total_bytes for counted, _ in phases.values())
+    yield (
+        f"  least that the caching allocator can do with: {gib(least)} GiB, {least / peak - 1:+.1%} "
+        f"(assumed above: {RESERVED_PER_ALLOCATED - 1:+.0%})"
+    )
 
 
 def largest_model_lines(models: Sequence[LargestModel]) -> Iterator[str]:
