@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,6 +89,8 @@ def _find_in_cache(name: str) -> Path | None:
 
 def _fetch(name: str) -> bytes:
     """From the Hub, in one attempt: huggingface_hub would retry for half a minute, and print each attempt."""
+    import urllib.request  # brings the whole of http, ssl and email
+
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get("HF_TOKEN")) else {}
     try:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from llmscale.architecture.description import Architecture
 from llmscale.architecture.gpt2 import describe_gpt2
+from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.errors import ConfigError
 
 Activation = Literal["gelu", "gelu_tanh", "relu"]
@@ -82,6 +83,11 @@ class GPTShape:
             bias=self.bias,
             tied=True,
         )
+
+    @cached_property
+    def tensors(self) -> ParameterTensors:
+        """Its parameters one by one."""
+        return ParameterTensors(self.architecture)
 
     @property
     def block_parameters(self) -> int:

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.gpt2 import name_in_gpt2
-from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.errors import CheckpointError, ConfigError
 
@@ -170,7 +169,7 @@ def _pairs(shape: GPTShape) -> list[_Pair]:
             tensor.parameter.shape,
             is_linear=tensor.kind == "matrix",
         )
-        for tensor in ParameterTensors(shape.architecture).all
+        for tensor in shape.tensors.all
     ]
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import CliSettingsSource
-from pydantic_settings.exceptions import SettingsError
 
 from llmscale.config.flag_parser import FlagParser
 from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig
@@ -29,10 +27,22 @@ EXCLUSIVE_KEYS = (
 def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> RunConfig:
     """The run's configuration: flags over the `--config` file over defaults. `parser` names the command and may know
     further flags, for --help. Raises ConfigError, SystemExit on --help."""
+    # Takes longer to import than everything else of the command line, and `estimate` has flags of its own.
+    from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+
+    class FromFlags(BaseSettings, RunConfig):  # type: ignore[misc]  # their model_configs are TypedDicts of two names
+        """RunConfig as pydantic_settings wants it: nothing is taken from the environment."""
+
     parser = parser or FlagParser(prog="train.py", description=RunConfig.__doc__)
     try:
         source: CliSettingsSource[FlagParser] = CliSettingsSource(
-            RunConfig, root_parser=parser, cli_parse_args=_normalise_flags(argv)
+            FromFlags,
+            root_parser=parser,
+            cli_parse_args=_normalise_flags(argv),
+            cli_prog_name="train.py",
+            cli_kebab_case=True,
+            cli_implicit_flags=True,
+            cli_hide_none_type=True,
         )
         flags = source()
     except SettingsError as error:

@@ -6,8 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from llmscale.architecture.shape import Activation
 from llmscale.config import limits
@@ -30,18 +29,15 @@ CHANGES_THAT_BREAK = {
 }
 
 
-class RunConfig(BaseSettings):
+class RunConfig(BaseModel):
     """One training run. The same keys are flags (`--global-batch-size 64`) and entries of a YAML or TOML file."""
 
-    model_config = SettingsConfigDict(
+    model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_hide_none_type=True,
-        cli_prog_name="train.py",
     )
 
     config: UserPath | None = None
@@ -173,15 +169,3 @@ class RunConfig(BaseSettings):
     """Weights & Biases project."""
     wandb_name: NonBlank | None = None
     """Weights & Biases run name; default: the run folder's name."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Only what parse_run_config passes in: a stray environment variable named SEED must not change a run."""
-        return (init_settings,)

@@ -12,7 +12,8 @@ import contextlib
 import gc
 import json
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,6 @@ from llmscale.dry_run.caching_allocator import least_capacity_bytes
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_gpu import GPU, fake_gpu
 from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
-from llmscale.dry_run.peaks import peaks_by_phase
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
 from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.errors import ConfigError
@@ -179,8 +179,8 @@ def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
 
 
 def _measure(tracker: MemoryTracker, before: Breakdown, least_gpu_bytes: int, seconds: float) -> DryRun:
-    peaks = peaks_by_phase(before, tracker.events, tracker.category_of)
-    states = peaks_by_phase(
+    peaks = _peaks_by_phase(before, tracker.events, tracker.category_of)
+    states = _peaks_by_phase(
         before, tracker.events, tracker.category_of, without=(Category.ACTIVATIONS, Category.LOGITS)
     )
     return DryRun(
@@ -193,3 +193,39 @@ def _measure(tracker: MemoryTracker, before: Breakdown, least_gpu_bytes: int, se
         host_bytes=tracker.elsewhere_bytes,
         seconds=seconds,
     )
+
+
+def _peaks_by_phase(
+    start: Breakdown,
+    events: Iterable[Event],
+    category_of: Mapping[int, Category],
+    *,
+    without: Collection[Category] = (),
+) -> dict[str, Breakdown]:
+    """Phase -> the moment within it with the most live bytes, the categories in `without` left out.
+
+    `start`: what was alive before the first event.
+    """
+    live = Counter({category: getattr(start, f"{category.value}_bytes") for category in Category})
+    for category in without:
+        live[category] = 0
+    total, phase = sum(live.values()), ""
+    totals: dict[str, int] = {}
+    peaks: dict[str, Breakdown] = {}
+    for event in events:
+        if event.phase != phase:
+            phase = event.phase
+            if total > totals.get(phase, -1):
+                totals[phase], peaks[phase] = total, _breakdown(live)
+        category = category_of[event.storage]
+        if category in without:
+            continue
+        live[category] += event.num_bytes
+        total += event.num_bytes
+        if total > totals.get(phase, -1):
+            totals[phase], peaks[phase] = total, _breakdown(live)
+    return peaks
+
+
+def _breakdown(live: Counter[Category]) -> Breakdown:
+    return Breakdown(**{f"{category.value}_bytes": live[category] for category in Category})

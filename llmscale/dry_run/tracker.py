@@ -109,10 +109,6 @@ class MemoryTracker(TorchDispatchMode):
         return self._live[id(tensor.untyped_storage())].number
 
     @property
-    def live_bytes(self) -> int:
-        return self._total
-
-    @property
     def elsewhere_bytes(self) -> int:
         """Live bytes on other devices than `device`, not rounded."""
         return sum(num_bytes for num_bytes, _ in self._elsewhere.values())

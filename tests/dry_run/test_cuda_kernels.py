@@ -14,6 +14,7 @@ from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_world import fake_world
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.memory.activations.symbols import shape_symbols
 from llmscale.model.gpt import GPT
 
 _aten = torch.ops.aten
@@ -152,6 +153,33 @@ def test_the_work_space_of_flash_attention() -> None:
     q = torch.empty(2, 4, 200, 40, dtype=torch.bfloat16, device="meta")
     op = _aten._scaled_dot_product_flash_attention_backward.default
     assert kernel_workspace(op, (q, q)) == (2 * 4 * 256 * 64 * 4, 2 * 4 * 256 * 4)
+
+
+#: The heads that FlashAttention-2 has backward kernels for (flash_bwd_hdim*.cu), and head_size_rounded of mha_bwd
+#: in csrc/flash_attn/flash_api.cpp: round_multiple(head_size, head_size <= 128 ? 32 : 64); its seqlen_q_rounded is
+#: round_multiple(seqlen_q, 128). github.com/Dao-AILab/flash-attention/blob/v2.7.4/csrc/flash_attn/flash_api.cpp
+FLASH_HEADS = {8: 32, 32: 32, 40: 64, 80: 96, 96: 96, 128: 128, 136: 192, 160: 192, 192: 192, 200: 256, 256: 256}
+
+
+@pytest.mark.parametrize("head_dim", FLASH_HEADS)
+def test_closed_form_and_dry_run_round_as_flash_attention_s_source(head_dim: int) -> None:
+    op = _aten._scaled_dot_product_flash_attention_backward.default
+    for t, rounded in {1: 128, 128: 128, 129: 256, 2048: 2048}.items():
+        q = torch.empty(2, 3, t, head_dim, dtype=torch.bfloat16, device="meta")
+        assert kernel_workspace(op, (q, q)) == (6 * rounded * FLASH_HEADS[head_dim] * 4, 6 * rounded * 4)
+        symbols = shape_symbols(GPTShape(1, 3, 3 * head_dim, 300, t), micro_batch_size=2)
+        assert (symbols["t_to_128"], symbols["d_to_32_or_64"]) == (rounded, FLASH_HEADS[head_dim])
+
+
+@pytest.mark.parametrize("t", [1, 32, 33, 200, 1024])
+def test_the_log_sum_exp_is_as_long_as_pytorch_s_own_shape_functions_say(t: int) -> None:
+    """One fp32 number a row of FlashAttention; of the memory-efficient kernel with rows rounded up to 32."""
+    q = torch.empty(2, 3, t, 64, device="meta")
+    efficient = _aten._scaled_dot_product_efficient_attention(q, q, q, None, True, 0.0, True)[1]
+    flash = _aten._scaled_dot_product_flash_attention(q.bfloat16(), q.bfloat16(), q.bfloat16(), 0.0, True)[1]
+    symbols = shape_symbols(GPTShape(1, 3, 192, 300, t), micro_batch_size=2)
+    assert (efficient.shape, efficient.dtype) == ((2, 3, symbols["t_to_32"]), torch.float32)
+    assert (flash.shape, flash.dtype) == ((2, 3, symbols["t"]), torch.float32)
 
 
 def test_the_work_space_of_attention_in_fp32() -> None:

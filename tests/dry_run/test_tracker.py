@@ -27,52 +27,52 @@ def empty(num_bytes: int) -> torch.Tensor:
 def test_a_storage_counts_in_blocks_of_512_bytes(fake: None, asked: int, counted: int) -> None:
     with MemoryTracker() as tracker:
         tensor = empty(asked)
-        assert tracker.live_bytes == counted
+        assert tracker.live.total_bytes == counted
         del tensor
-        assert tracker.live_bytes == 0
+        assert tracker.live.total_bytes == 0
 
 
 def test_views_share_a_storage_and_hold_it(fake: None) -> None:
     with MemoryTracker() as tracker:
         tensor = empty(4 * KIB)
         view = tensor.view(2, -1)[0]
-        assert tracker.live_bytes == 4 * KIB
+        assert tracker.live.total_bytes == 4 * KIB
         del tensor
-        assert tracker.live_bytes == 4 * KIB
+        assert tracker.live.total_bytes == 4 * KIB
         del view
-        assert tracker.live_bytes == 0
+        assert tracker.live.total_bytes == 0
 
 
 def test_an_operator_in_place_makes_nothing(fake: None) -> None:
     with MemoryTracker() as tracker:
         tensor = empty(KIB)
         tensor.add_(1)
-        assert tracker.live_bytes == KIB
+        assert tracker.live.total_bytes == KIB
 
 
 def test_what_autograd_saves_is_alive_until_the_backward_pass(fake: None) -> None:
     with MemoryTracker() as tracker:
         leaf = torch.empty(256, requires_grad=True)
         result = leaf.exp().sum()
-        assert tracker.live_bytes == 3 * KIB - 512  # leaf, its exponential, a scalar
+        assert tracker.live.total_bytes == 3 * KIB - 512  # leaf, its exponential, a scalar
         result.backward()
         del result
         gc.collect()
-        assert tracker.live_bytes == 2 * KIB  # leaf and gradient
+        assert tracker.live.total_bytes == 2 * KIB  # leaf and gradient
 
 
 def test_assigning_data_frees_what_was_there(fake: None) -> None:
     with MemoryTracker() as tracker:
         tensor = empty(8 * KIB)
         tensor.data = empty(KIB)
-        assert tracker.live_bytes == KIB
+        assert tracker.live.total_bytes == KIB
 
 
 def test_a_resized_storage_counts_anew(fake: None) -> None:
     with MemoryTracker() as tracker:
         tensor = empty(KIB)
         tensor.resize_(3 * KIB)
-        assert tracker.live_bytes == 3 * KIB
+        assert tracker.live.total_bytes == 3 * KIB
 
 
 def test_a_phase_gives_new_storages_their_category_and_has_a_peak(fake: None) -> None:
@@ -105,7 +105,7 @@ def test_reset_forgets_peaks_and_keeps_what_is_alive(fake: None) -> None:
         tracker.reset_peaks()
         assert tracker.peaks == {}
         assert tracker.events == []
-        assert tracker.live_bytes == KIB
+        assert tracker.live.total_bytes == KIB
         with tracker.phase("after", Category.TEMPORARIES):
             assert tracker.peaks["after"].breakdown.total_bytes == KIB
         del tensor
@@ -126,9 +126,9 @@ def test_what_was_there_before_counts_once_it_is_assigned(fake: None) -> None:
     early = empty(KIB)
     with MemoryTracker() as tracker:
         tracker.assign([early, early.view(2, -1)], Category.OPTIMIZER)
-        assert tracker.live.optimizer_bytes == tracker.live_bytes == KIB
+        assert tracker.live.optimizer_bytes == tracker.live.total_bytes == KIB
         del early
-        assert tracker.live_bytes == 0
+        assert tracker.live.total_bytes == 0
 
 
 def test_the_first_tensor_can_tell_the_category(fake: None) -> None:
@@ -149,7 +149,7 @@ def test_work_space_counts_beside_the_result_and_only_while_the_operator_runs(fa
         with tracker.phase("forward", Category.ACTIVATIONS):
             tensor = torch.empty(256)
             result = tensor.exp()
-            assert tracker.live_bytes == 2 * KIB
+            assert tracker.live.total_bytes == 2 * KIB
         peak = tracker.peaks["forward"].breakdown
         assert (peak.activations_bytes, peak.temporaries_bytes) == (2 * KIB, 3 * KIB + 512)
         del tensor, result
@@ -159,7 +159,7 @@ def test_work_space_counts_beside_the_result_and_only_while_the_operator_runs(fa
 def test_another_device_is_counted_apart(fake: None) -> None:
     with MemoryTracker(device=torch.device("cpu", 1)) as tracker:
         on_host = torch.empty(100, dtype=torch.uint8)
-        assert (tracker.live_bytes, tracker.elsewhere_bytes) == (0, 100)
+        assert (tracker.live.total_bytes, tracker.elsewhere_bytes) == (0, 100)
         del on_host
         assert tracker.elsewhere_bytes == 0
 
@@ -197,6 +197,6 @@ def test_a_replay_can_begin_at_a_reset(fake: None) -> None:
         third = empty(4 * KIB)
         allocator = CachingAllocator(alive)
         allocator.follow(tracker.events)
-        assert allocator.allocated_bytes == tracker.live_bytes == 6 * KIB
+        assert allocator.allocated_bytes == tracker.live.total_bytes == 6 * KIB
         assert allocator.peak_allocated_bytes == 6 * KIB
         del second, third

@@ -148,13 +148,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.gpu == "list":
         return _print_gpus()
     _check_combination(args)
-    from llmscale.cli.estimate import hugging_face as estimate_hf
-    from llmscale.cli.estimate import max_model as estimate_max_model
-    from llmscale.cli.estimate import rows as estimate_rows
-
     if args.hf is not None:
-        return estimate_hf.run(args)
-    return estimate_max_model.run(args) if args.max_model else estimate_rows.run(args)
+        from llmscale.cli.estimate.hugging_face import run
+    elif args.max_model:
+        from llmscale.cli.estimate.max_model import run
+    else:
+        from llmscale.cli.estimate.rows import run
+    return run(args)
 
 
 def _print_gpus() -> int:

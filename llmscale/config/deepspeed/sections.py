@@ -37,7 +37,7 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 class Section(BaseModel):
     """One JSON object. Frozen; a key it does not declare is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class OffloadOptimizer(Section):

@@ -23,7 +23,7 @@ def estimate_states(shape: GPTShape, layout: EngineLayout, checkpointing: Checkp
 
     `checkpointing` matters at stage 3, where recomputation gathers the parameters once more.
     """
-    return estimate_states_of(ParameterTensors(shape.architecture), layout, checkpointing)
+    return estimate_states_of(shape.tensors, layout, checkpointing)
 
 
 def estimate_states_of(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 from llmscale.config.optimizers import OptimizerGroup
@@ -50,7 +51,7 @@ class _SubGroup:
     shards: tuple[int, ...]
     """Elements that a rank has of each parameter."""
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(self.shards)
 

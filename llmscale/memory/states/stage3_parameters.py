@@ -64,18 +64,24 @@ class Stage3Parameters:
     def fetch(self, module: int) -> None:
         """fetch_sub_module: gather what the module needs, then prefetch in the order of the trace."""
         needed = self._trace.parameters[module]
-        self._gather([tensor for tensor in needed if self._is_away(tensor)])
-        for tensor in needed:
-            self._users.setdefault(tensor.index, set()).add(module)
-            self._wait(tensor)
+        if needed:
+            self._gather([tensor for tensor in needed if self._is_away(tensor)])
+            for tensor in needed:
+                self._users.setdefault(tensor.index, set()).add(module)
+                self._wait(tensor)
+            self._pass_over(needed)
+        if self._queue:
+            self._prefetch()
+        self._step += 1
+
+    def _pass_over(self, needed: Iterable[ParameterTensor]) -> None:
+        """What was not prefetched leaves the queue."""
         fresh = {tensor.index for tensor in needed if self._marked.get(tensor.index, _NEVER) < self._step}
         discarded: set[int] = set()
         while self._queue and len(discarded) < len(fresh):
             tensor, step = self._queue.popleft()
             self._marked[tensor.index] = step
             discarded.add(tensor.index)
-        self._prefetch()
-        self._step += 1
 
     def _prefetch(self) -> None:
         layout = self._layout
@@ -100,14 +106,6 @@ class Stage3Parameters:
                 and not self._is_used_soon(tensor)
             ):
                 self._free(tensor)
-
-    def release_all(self) -> None:
-        """release_backward_leftovers, and what the next reset_step would clear."""
-        for gather in {id(gather): gather for gather in self._flying.values()}.values():
-            self._tally.drop("parameters", gather.flat_bytes)
-        self._flying.clear()
-        self._tally.drop("parameters", sum(self._live.values()))
-        self._live.clear()
 
     def _is_used_soon(self, tensor: ParameterTensor) -> bool:
         """__params_to_release: the next use, if the modules before it have fewer parameters than the reuse distance."""

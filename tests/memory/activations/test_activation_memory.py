@@ -75,7 +75,7 @@ def trace(case: Case) -> tuple[int, int, int]:
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(DTYPES[case.precision])
         gc.collect()
-        parameters_bytes = tracker.live_bytes
+        parameters_bytes = tracker.live.total_bytes
         for parameter in model.parameters():
             if parameter is not model.wte.weight:
                 parameter.register_post_accumulate_grad_hook(
@@ -85,7 +85,7 @@ def trace(case: Case) -> tuple[int, int, int]:
             tokens = torch.zeros(case.micro_batch_size, case.shape.seq_len + 1, dtype=torch.long)
             with torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "autocast"):
                 loss = model(tokens[:, :-1], tokens[:, 1:])
-            saved = tracker.live_bytes - parameters_bytes
+            saved = tracker.live.total_bytes - parameters_bytes
         with linear_layers_of(case.zero_stage), tracker.phase("backward", Category.TEMPORARIES):
             loss.backward()
         peaks = peaks_without_states(tracker)
