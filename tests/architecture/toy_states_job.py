@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.engine import dry_run
 from llmscale.memory.states.by_stage import estimate_states_of
 from llmscale.memory.zero_settings import build_layout
@@ -34,25 +35,18 @@ RANKS = 4
 def compare(stage: int) -> dict[str, dict[str, int]]:
     """Bytes between steps, and what each part of a step adds."""
     toy = describe_toy(TOY)
-    plan = BatchPlan(RANKS, 1, 1, RANKS, TOY.seq_len)
-    resolved = resolve_ds_config(
-        parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "toy"),
-        micro_batch_size=1,
-        gradient_accumulation_steps=1,
-        global_batch_size=RANKS,
-        world_size=RANKS,
-        n_embd=TOY.n_embd,
-        num_parameters=toy.num_parameters,
-        has_gpu=True,
-    )
+    plan = BatchPlan(RANKS, 1, 1, ParallelLayout(RANKS), TOY.seq_len)
+    ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "toy")
 
     def build(shape: GPTShape, *, seed: int, checkpoint: object) -> ToyDecoder:
         return ToyDecoder(TOY, lambda block, x: block(x))
 
-    with mock.patch("llmscale.engine.deepspeed_engine.GPT", build):
-        simulated = dry_run(STAND_IN, plan, resolved, zero_stage=stage, precision="bf16", checkpointing="none")
+    described = mock.patch.object(GPTShape, "architecture", toy)
+    with described, mock.patch("llmscale.engine.deepspeed_engine.GPT", build):
+        resolved = resolve_step(ds, STAND_IN, plan, "none")
+        simulated = dry_run(resolved)
     resident = simulated.resident.total_bytes
-    states = estimate_states_of(ParameterTensors(toy), build_layout(resolved, RANKS))
+    states = estimate_states_of(ParameterTensors(toy), build_layout(resolved.ds_config, plan.ranks))
     return {
         "dry_run": {
             "resident": resident,
