@@ -13,6 +13,7 @@ from llmscale.errors import DataError
 from llmscale.model.block import Block
 from llmscale.model.head import TiedHead
 from llmscale.model.layers import Embedding
+from llmscale.model.loss import next_token_loss
 
 #: Runs one block on [batch, t, n_embd] and recomputes it in the backward pass, to keep fewer activations.
 BlockCheckpoint = Callable[[nn.Module, Tensor], Tensor]
@@ -53,5 +54,7 @@ class GPT(nn.Module):
         checkpoint = self.checkpoint if torch.is_grad_enabled() else None
         for block in self.blocks:
             x = block(x) if checkpoint is None else checkpoint(block, x)
-        result: Tensor = self.head(self.ln_f(x), targets)
-        return result
+        if targets is not None:
+            return next_token_loss(self.ln_f, self.head, x, targets)
+        logits: Tensor = self.head(self.ln_f(x))
+        return logits

@@ -1,4 +1,4 @@
-"""From the last block's result to logits, or to the loss: a module of its own, so that a loss can be exchanged."""
+"""From the residual stream to logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from llmscale.model.layers import Embedding
 
 
 class TiedHead(nn.Module):
-    """The output head and its loss: a product with the token embedding, which stays that module's parameter.
+    """The output head: a product with the token embedding, which stays that module's parameter.
 
     A module of its own, because ZeRO-3 gathers a sharded parameter when a module that owns it runs. It stays out of
     state dicts: the weights are there under the embedding's name.
@@ -19,14 +19,9 @@ class TiedHead(nn.Module):
         super().__init__()
         self.weight, self.vocab_size = embedding.weight, vocab_size
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision; with `targets` [batch, t] the mean
-        cross-entropy over all positions in nats, a scalar in fp32. Padding rows take part in neither."""
-        logits = F.linear(x, self.weight)[..., : self.vocab_size]
-        if targets is None:
-            return logits
-        # The slice is a view; in 16 bit, float() is the one copy that cross-entropy in fp32 needs anyway.
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision, without the padding rows: a view."""
+        return F.linear(x, self.weight)[..., : self.vocab_size]
 
     def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
         """Nothing to save."""

@@ -37,12 +37,13 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
     toy = describe_toy(TOY)
     plan = BatchPlan(RANKS, 1, 1, ParallelLayout(RANKS), TOY.seq_len)
     ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "toy")
-    resolved = resolve_step(ds, STAND_IN, plan, "none")
 
     def build(shape: GPTShape, *, seed: int, checkpoint: object) -> ToyDecoder:
         return ToyDecoder(TOY, lambda block, x: block(x))
 
-    with mock.patch("llmscale.engine.deepspeed_engine.GPT", build):
+    described = mock.patch.object(GPTShape, "architecture", toy)
+    with described, mock.patch("llmscale.engine.deepspeed_engine.GPT", build):
+        resolved = resolve_step(ds, STAND_IN, plan, "none")
         simulated = dry_run(resolved)
     resident = simulated.resident.total_bytes
     states = estimate_states_of(ParameterTensors(toy), build_layout(resolved.ds_config, plan.ranks))

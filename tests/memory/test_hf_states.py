@@ -12,6 +12,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.estimate import CONTEXT_BYTES
 from llmscale.memory.hf_states import estimate_hf_states
 from llmscale.memory.states.by_stage import estimate_states
@@ -33,7 +34,9 @@ def model(config: dict[str, object]) -> HFModel:
 
 def layout(stage: int, world_size: int, shape: GPTShape = SHAPE) -> EngineLayout:
     ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "test")
-    plan = build_batch_plan(global_batch_size=2 * world_size, world_size=world_size, seq_len=1, micro_batch_size=1)
+    plan = build_batch_plan(
+        global_batch_size=2 * world_size, ranks=ParallelLayout(world_size), seq_len=1, micro_batch_size=1
+    )
     return build_layout(resolve_ds_config(ds, shape, plan), plan.ranks)
 
 
