@@ -19,11 +19,11 @@ from llmscale.planning.recommend import find_smallest_change
 def check_memory(
     hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, ds: DsConfig, known: SetFacts
 ) -> Iterator[Row]:
-    """The estimate against the smallest card, and what is offloaded against the smallest host. No row without GPUs."""
-    cards = [card for found in facts.values() if found.gpus for card in found.gpus.gpus]
-    if not cards:
+    """The estimate against the smallest GPU, and what is offloaded against the smallest host. No row without GPUs."""
+    gpus = [gpu for found in facts.values() if found.gpus for gpu in found.gpus.gpus]
+    if not gpus:
         return
-    smallest = min(cards, key=lambda card: card.memory_bytes)
+    smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     host_bytes = min((found.system.memory_bytes for found in facts.values() if found.system), default=None)
     world_size = sum(host.slots for host in hosts)
     machines = Machines(len(hosts), hosts[0].slots, smallest.memory_bytes, host_bytes)
