@@ -9,8 +9,8 @@ from torch import Tensor, nn
 def next_token_loss(norm: nn.Module, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over all positions in nats, a scalar in fp32.
 
-    x is the residual stream [batch, t, n_embd], targets are token ids [batch, t]. The normalised stream is made here and
-    not by the caller, who would hold it beside the logits.
+    x is the residual stream [batch, t, n_embd], targets are token ids [batch, t]. The normalised stream is made here
+    and not by the caller, who would hold it beside the logits.
     """
     logits = head(norm(x))
     # The head's result is a view; in 16 bit, float() is the one copy that cross-entropy in fp32 needs anyway.

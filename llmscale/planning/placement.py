@@ -43,7 +43,7 @@ class GPUs:
 
 
 @dataclass(frozen=True)
-class Placement:
+class GPUPlacement:
     """A model on a number of nodes."""
 
     machines: Machines
@@ -65,7 +65,7 @@ class Placement:
         return self.mfu * gpu.dense_16bit_flops * self.machines.world_size / shape.flops_per_token
 
 
-def place(shape: GPTShape, batch: int, *, is_batch_given: bool, gpus: GPUs) -> Placement:
+def place(shape: GPTShape, batch: int, *, is_batch_given: bool, gpus: GPUs) -> GPUPlacement:
     """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs.
 
     Raises ConfigError when a given batch cannot be divided over them.
@@ -85,7 +85,7 @@ def place(shape: GPTShape, batch: int, *, is_batch_given: bool, gpus: GPUs) -> P
         throughput = row.throughput if row else None
         mfu = throughput.mfu if throughput else None
         calibration = throughput.calibration if throughput else "nothing fits"
-    return Placement(job.machines, job.global_batch_size, row, why, mfu, calibration)
+    return GPUPlacement(job.machines, job.global_batch_size, row, why, mfu, calibration)
 
 
 def usual_mfu(shape: GPTShape, gpus: GPUs) -> float:

@@ -12,7 +12,7 @@ from llmscale.planning.compute_optimal import optimal_point
 from llmscale.planning.cost import DEFAULT_PUE, energy_kwh, price_usd
 from llmscale.planning.disk_usage import DiskSpace, estimate_disk
 from llmscale.planning.flops import PF_DAY_FLOPS, affordable_tokens, inference_flops, training_flops
-from llmscale.planning.placement import GPUs, Placement, place, usual_mfu
+from llmscale.planning.placement import GPUPlacement, GPUs, place, usual_mfu
 from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
 from llmscale.planning.shape_for_size import nearest_preset, suggest_shape
 
@@ -75,7 +75,7 @@ class Plan:
     loss: Interval | float
     """Of shape and tokens under the law."""
     disk: DiskSpace
-    placement: Placement | None
+    placement: GPUPlacement | None
     gpu_hours: float | None
     energy_kwh: float | None
     """None: the time or the GPU's power is not known."""
@@ -173,7 +173,7 @@ def _choose_batch(request: PlanRequest, shape: GPTShape) -> tuple[str, int]:
     return preset, request.global_batch_size or max(1, PRESETS[preset].global_batch_tokens // shape.seq_len)
 
 
-def _place(request: PlanRequest, shape: GPTShape, batch: int) -> Placement | None:
+def _place(request: PlanRequest, shape: GPTShape, batch: int) -> GPUPlacement | None:
     if request.gpus is None:
         return None
     return place(shape, batch, is_batch_given=request.global_batch_size is not None, gpus=request.gpus)
@@ -209,7 +209,7 @@ def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
     return optimal_point(request.law, "flops", flops, served, weight)
 
 
-def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: Placement | None) -> float:
+def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: GPUPlacement | None) -> float:
     goal = request.goal
     if goal.kind == "gpu_hours" and placement is not None and request.gpus is not None:
         speed = placement.tokens_per_second(shape, request.gpus.gpu)
@@ -241,7 +241,7 @@ def _loss(law: ParametricLaw, shape: GPTShape, tokens: float) -> Interval | floa
     )
 
 
-def _gpu_hours(request: PlanRequest, shape: GPTShape, placement: Placement | None, tokens: float) -> float | None:
+def _gpu_hours(request: PlanRequest, shape: GPTShape, placement: GPUPlacement | None, tokens: float) -> float | None:
     if placement is None or request.gpus is None:
         return None
     speed = placement.tokens_per_second(shape, request.gpus.gpu)
@@ -253,7 +253,7 @@ def _inference_weight(request: PlanRequest, mfu: float | None) -> float:
     return 1.0 if request.inference_mfu is None or mfu is None else mfu / request.inference_mfu
 
 
-def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: Placement | None) -> Lifetime | None:
+def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: GPUPlacement | None) -> Lifetime | None:
     """Beside the compute-optimal model that is as good as shape and tokens."""
     if not request.inference_tokens:
         return None

@@ -8,7 +8,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.errors import ConfigError
-from llmscale.planning.placement import GPUs, Placement, place, usual_mfu
+from llmscale.planning.placement import GPUPlacement, GPUs, place, usual_mfu
 
 SMALL = GPTShape(12, 12, 768, 50257, 1024)
 LARGE = GPTShape(40, 40, 5120, 50257, 2048)
@@ -18,7 +18,7 @@ def gpus(name: str = "a100-80gb", *, per_node: int = 8, num_nodes: int | None = 
     return GPUs(get_gpu(name), per_node, num_nodes, get_interconnect("ib-200g"), mfu)
 
 
-def put(shape: GPTShape, machines: GPUs, batch: int = 512, *, is_batch_given: bool = False) -> Placement:
+def put(shape: GPTShape, machines: GPUs, batch: int = 512, *, is_batch_given: bool = False) -> GPUPlacement:
     return place(shape, batch, is_batch_given=is_batch_given, gpus=machines)
 
 

@@ -17,7 +17,7 @@ from llmscale.config.presets import PRESETS
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
 from llmscale.planning.law_table import LawRow, central, law_rows
-from llmscale.planning.placement import Placement
+from llmscale.planning.placement import GPUPlacement
 from llmscale.planning.run_plan import Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
 
@@ -110,7 +110,7 @@ def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     )
 
 
-def _placement_lines(request: PlanRequest, plan: Plan, placement: Placement, is_pue_given: bool) -> Iterator[str]:
+def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, is_pue_given: bool) -> Iterator[str]:
     if request.gpus is None:
         return
     gpu, machines = request.gpus.gpu, placement.machines

@@ -39,6 +39,17 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str
     return call
 
 
+@pytest.fixture
+def read_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, dict]]:
+    """`read_json(*words)` with --json in this process: status and values."""
+
+    def call(*words: str) -> tuple[int, dict]:
+        status, output, _ = run(*words, "--json")
+        return status, json.loads(output)
+
+    return call
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -83,8 +94,8 @@ def test_the_table_has_a_row_for_every_strategy_and_fits_a_wide_terminal(
     assert len([line for line in lines if line.startswith("* ZeRO stage ")]) == 1
 
 
-def test_the_numbers_of_a_row_add_up(run: Callable[..., tuple[int, str, str]]) -> None:
-    values = json.loads(run(*COMMAND, "--json")[1])
+def test_the_numbers_of_a_row_add_up(read_json: Callable[..., tuple[int, dict]]) -> None:
+    _, values = read_json(*COMMAND)
     assert len(values["rows"]) == 27
     for row in values["rows"]:
         estimate = row["estimate"]
@@ -102,10 +113,16 @@ def test_the_numbers_of_a_row_add_up(run: Callable[..., tuple[int, str, str]]) -
     assert chosen["throughput"]["tokens_per_second"] >= 0.97 * max(rates)
 
 
-def test_rows_that_do_not_fit_say_by_how_much(run: Callable[..., tuple[int, str, str]]) -> None:
-    status, output, _ = run("estimate", "--model", "gpt3-6.7b", *MACHINES)
+def test_rows_that_do_not_fit_say_by_how_much(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--model", "gpt3-6.7b", *MACHINES)
+    status, values = read_json(*words)
     assert status == 0
-    assert re.search(r" no, [\d.]+ over  ", output)
+    over = [-row["spare_bytes"] / 2**30 for row in values["rows"] if not row["fits"]]
+    assert 0 < len(over) < len(values["rows"])
+    written = re.findall(r" no, ([\d.,]+) over  ", run(*words)[1])
+    assert written == [f"{gib:,.1f}" for gib in over]
 
 
 def test_nothing_fits_is_status_1_with_the_cheapest_change(run: Callable[..., tuple[int, str, str]]) -> None:
@@ -129,35 +146,43 @@ def test_a_ds_config_that_does_not_fit_gets_the_smallest_change(run: Callable[..
     assert " instead of 128" in output
 
 
-def test_several_ds_configs_stand_side_by_side_and_are_explained(run: Callable[..., tuple[int, str, str]]) -> None:
+def test_several_ds_configs_stand_side_by_side_and_are_explained(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
     files = [str(ROOT / f"ds_configs/{name}.json") for name in ("zero1", "zero2_offload", "zero3_ckpt")]
-    status, output, _ = run(*COMMAND, "--ds", *files)
+    status, values = read_json(*COMMAND, "--ds", *files)
     assert status == 0
-    lines = output.splitlines()
-    for name in ("zero1.json", "zero2_offload.json", "zero3_ckpt.json"):
-        assert len([line for line in lines if line.split()[:1] == [name] or line.split()[:2] == ["*", name]]) == 1
-        assert any(line.startswith(f"{name}: ZeRO stage ") for line in lines)
-    assert len([line for line in lines if line.lstrip("* ").startswith("end of backward")]) == 3
+    names = ["zero1.json", "zero2_offload.json", "zero3_ckpt.json"]
+    assert [row["ds_config"] for row in values["rows"]] == names
+    assert [row["strategy"]["zero_stage"] for row in values["rows"]] == [1, 2, 3]
+    assert [row["strategy"]["offload_optimizer"] for row in values["rows"]] == ["none", "cpu", "none"]
+    assert [row["strategy"]["activation_checkpointing"] for row in values["rows"]] == ["none", "none", "full"]
+    assert all("end of backward" in row["estimate"]["moments"] for row in values["rows"])
+    output = run(*COMMAND, "--ds", *files)[1]
+    for name in names:
+        assert any(line.startswith(f"{name}: ZeRO stage ") for line in output.splitlines())
     assert "deepspeed --num_gpus 8 llmscale/train.py --ds " in output
 
 
-def test_the_micro_batch_of_a_ds_config_is_kept(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_the_micro_batch_of_a_ds_config_is_kept(read_json: Callable[..., tuple[int, dict]], tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(
         json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2})
     )
-    values = json.loads(run(*COMMAND, "--ds", str(path), "--json")[1])
+    _, values = read_json(*COMMAND, "--ds", str(path))
     assert [(row["ds_config"], row["micro_batch_size"]) for row in values["rows"]] == [("mine.json", 2)]
 
 
 def test_emit_writes_what_train_py_takes(
-    run: Callable[..., tuple[int, str, str]], tmp_path: Path, tiny_set: Path
+    run: Callable[..., tuple[int, str, str]],
+    read_json: Callable[..., tuple[int, dict]],
+    tmp_path: Path,
+    tiny_set: Path,
 ) -> None:
     path = tmp_path / "chosen.json"
-    status, output, _ = run(
-        *("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--num-gpus", "2", "--seq-len", "32"),
-        *("--vocab-size", "257", "--dropout", "0.1", "--emit", str(path)),
-    )
+    words = ("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--num-gpus", "2", "--seq-len", "32")
+    words += ("--vocab-size", "257", "--dropout", "0.1")
+    status, output, _ = run(*words, "--emit", str(path))
     assert status == 0
     ds = read_ds_config(path)
     assert ds.warnings == ()
@@ -165,12 +190,13 @@ def test_emit_writes_what_train_py_takes(
     command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
     flags = command.split("llmscale/train.py ")[1].split()
     prepared = prepare_run(parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")]), 2)
-    marked = next(line for line in output.splitlines() if line.startswith("*"))
-    assert (
-        f" {prepared.resolved.plan.micro_batch_size} x {prepared.resolved.plan.gradient_accumulation_steps} " in marked
-    )
-    assert prepared.resolved.shape.dropout == 0.1
-    assert prepared.resolved.zero_stage == int(marked.split()[1])
+    _, values = read_json(*words)
+    row, resolved = values["rows"][values["recommended"]["row"]], prepared.resolved
+    assert resolved.plan.micro_batch_size == row["micro_batch_size"]
+    assert resolved.plan.gradient_accumulation_steps == row["gradient_accumulation_steps"]
+    assert resolved.shape.dropout == 0.1
+    assert resolved.zero_stage == row["strategy"]["zero_stage"]
+    assert resolved.checkpointing == row["strategy"]["activation_checkpointing"]
 
 
 def test_emit_does_not_overwrite(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -223,15 +249,18 @@ def test_nothing_is_emitted_when_nothing_fits(run: Callable[..., tuple[int, str,
     assert not path.exists()
 
 
-def test_the_largest_model_of_each_strategy(run: Callable[..., tuple[int, str, str]]) -> None:
-    status, output, _ = run("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full")
+def test_the_largest_model_of_each_strategy(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full")
+    status, values = read_json(*words)
+    models = values["largest_models"]
     assert status == 0
-    rows = [line.split() for line in output.splitlines() if " full " in line]
-    assert len(rows) == 9
-    assert any(row[0] == "*" for row in rows)
-    words = ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full", "--json")
-    models = json.loads(run(*words)[1])["largest_models"]
     assert len(models) == 9
+    assert {model["strategy"]["activation_checkpointing"] for model in models} == {"full"}
+    largest = max(model["num_parameters"] for model in models)
+    marked = [line for line in run(*words)[1].splitlines() if line.startswith("*")]
+    assert len(marked) == [model["num_parameters"] for model in models].count(largest)
     assert all(model["total_bytes"] <= 39.25 * 2**30 for model in models)
 
 
@@ -241,32 +270,40 @@ def test_gpu_list_has_sources(run: Callable[..., tuple[int, str, str]]) -> None:
     assert any(line.startswith("h100-80gb ") and "datasheet" in line for line in output.splitlines())
 
 
-def test_a_card_that_is_not_in_the_table(run: Callable[..., tuple[int, str, str]]) -> None:
-    values = json.loads(
-        run("estimate", "--model", "gpt2-124m", "--gpu-memory-gib", "48", "--bf16-tflops", "200", "--json")[1]
-    )
+def test_a_gpu_that_is_not_in_the_table(read_json: Callable[..., tuple[int, dict]]) -> None:
+    _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu-memory-gib", "48", "--bf16-tflops", "200")
     assert values["machines"]["gpu_bytes"] == 48 * 2**30
     assert values["gpu"]["dense_16bit_flops"] == 200e12
 
 
-def test_host_memory_rules_rows_out(run: Callable[..., tuple[int, str, str]]) -> None:
-    zero2 = str(ROOT / "ds_configs/zero2_offload.json")
-    assert run(*COMMAND, "--ds", zero2, "--host-memory-gib", "512")[0] == 0
-    status, output, _ = run(*COMMAND, "--ds", zero2, "--host-memory-gib", "8")
-    assert status == 1
-    assert "no, host " in output
+def test_host_memory_rules_rows_out(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = (*COMMAND, "--ds", str(ROOT / "ds_configs/zero2_offload.json"), "--host-memory-gib")
+    assert read_json(*words, "512")[0] == 0
+    status, values = read_json(*words, "8")
+    (row,) = values["rows"]
+    assert (status, row["fits"], values["recommended"]) == (1, False, None)
+    assert row["spare_bytes"] >= 0
+    assert row["host_bytes_per_node"] > 8 * 2**30
+    assert "no, host " in run(*words, "8")[1]
 
 
-def test_a_transformers_model(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+def test_a_transformers_model(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    status, output, _ = run("estimate", "--hf", str(tmp_path), *MACHINES)
+    status, values = read_json("estimate", "--hf", str(tmp_path), *MACHINES)
     assert status == 0
-    assert "8,030,261,248 parameters (llama), model states only" in output
-    assert "Activations are not estimated" in output
-    assert "rows fit; ZeRO stage 3 without offload leaves most room for activations" in output
-    values = json.loads(run("estimate", "--hf", str(tmp_path), *MACHINES, "--json")[1])
-    assert values["model"]["num_parameters"] == 8_030_261_248
+    assert (values["model"]["num_parameters"], values["model"]["family"]) == (8_030_261_248, "llama")
+    assert "activations are not estimated" in values["unknown"]
     assert len(values["rows"]) == 9
+    on_gpu = [row for row in values["rows"] if row["strategy"]["offload_optimizer"] == "none" and row["fits"]]
+    roomiest = max(on_gpu, key=lambda row: row["room_for_activations_bytes"])
+    assert roomiest["strategy"]["zero_stage"] == 3
+    output = run("estimate", "--hf", str(tmp_path), *MACHINES)[1]
+    assert "8,030,261,248 parameters (llama), model states only" in output
+    assert "rows fit; ZeRO stage 3 without offload leaves most room for activations" in output
 
 
 def test_a_transformers_model_that_is_too_large_is_status_1(
@@ -370,7 +407,7 @@ def test_bf16_in_a_file_on_a_card_without_it(run: Callable[..., tuple[int, str, 
     assert run(*words, str(ROOT / "ds_configs/zero2_fp16.json"))[0] == 0
 
 
-def test_without_a_precision_the_card_decides(run: Callable[..., tuple[int, str, str]]) -> None:
-    values = json.loads(run("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--json")[1])
+def test_without_a_precision_the_gpu_decides(read_json: Callable[..., tuple[int, dict]]) -> None:
+    _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu", "t4")
     assert {row["precision"] for row in values["rows"]} == {"fp16"}
     assert {row["strategy"]["zero_stage"] for row in values["rows"]} == {1, 2, 3}

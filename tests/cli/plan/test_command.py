@@ -30,23 +30,33 @@ def plan_json(capsys: pytest.CaptureFixture[str], words: str) -> dict:
 
 
 def test_chinchillas_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--flops 5.76e23")
+    assert found["pf_days"] == pytest.approx(6667, abs=0.5)
+    assert found["law"] == "Besiroglu 2024"
+    laws = {row["name"]: row for row in found["laws"]}
+    sizes, tokens = laws["Besiroglu 2024"]["num_parameters"], laws["Besiroglu 2024"]["tokens"]
+    assert [sizes[key] for key in ("value", "low", "high")] == pytest.approx([72.2e9, 55.4e9, 94.2e9], rel=0.001)
+    assert [tokens[key] for key in ("value", "low", "high")] == pytest.approx([1.33e12, 1.02e12, 1.73e12], rel=0.005)
+    assert laws["Hoffmann 2022"]["num_parameters"] == pytest.approx(40.3e9, rel=0.002)
+    assert laws["Hoffmann 2022"]["tokens"] == pytest.approx(2.38e12, rel=0.003)
+    assert laws["Kaplan 2020"]["num_parameters"] == pytest.approx(804e9, rel=0.001)
+    assert (found["shape"]["n_embd"], found["shape"]["n_embd"] // found["shape"]["n_head"]) == (9216, 128)
+    assert found["nearest_preset"] == "gpt3-175b"
     out = plan(capsys, "--flops 5.76e23")
-    assert "6,667 PF-days" in out
     assert re.search(r"\* +Besiroglu 2024 +72\.2B \(55\.4B-94\.2B\) +1\.33T \(1\.02T-1\.73T\)", out)
-    assert re.search(r"Hoffmann 2022 +40\.3B +2\.38T", out)
-    assert re.search(r"Kaplan 2020 +804B", out)
     assert "differs because it leaves the embeddings" in out
-    assert "heads of 128, width 9216" in out
-    assert "nearest preset: gpt3-175b" in out
     assert "this is an extrapolation" in out
     assert "--gpu NAME adds hours" in out
 
 
 def test_petaflop_days_are_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan(capsys, "--pf-days 100") == plan(capsys, "--flops 8.64e21")
+    assert plan_json(capsys, "--pf-days 100") == plan_json(capsys, "--flops 8.64e21")
 
 
 def test_gpt2_on_10b_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--model gpt2-124m --tokens 10B")
+    assert (found["steps"], found["tokens_per_step"], found["global_batch_size"]) == (19_073, 524_288, 512)
+    assert (found["shape"]["seq_len"], found["nearest_preset"]) == (1024, "gpt2-124m")
     out = plan(capsys, "--model gpt2-124m --tokens 10B")
     assert "10B tokens = 19,073 steps of 524,288 tokens (512 sequences of 1,024)" in out
     assert "that is the preset gpt2-124m" in out
@@ -60,13 +70,22 @@ def test_1024_a100s_for_33_days_at_1_10(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "--budget-usd 10000 --price-per-gpu-hour 2.5 --gpu h100-80gb --num-nodes 1")
+    words = "--budget-usd 10000 --price-per-gpu-hour 2.5 --gpu h100-80gb --num-nodes 1"
+    run = plan_json(capsys, words)["run"]
+    assert (run["gpu"], run["gpus_per_node"], run["num_nodes"], run["precision"]) == ("h100-80gb", 8, 1, "bf16")
+    assert run["strategy"]["zero_stage"] in (0, 1, 2, 3)
+    assert run["micro_batch_size"] * run["gradient_accumulation_steps"] > 1
+    assert run["grad_accum_dtype"] == "fp32"
+    assert re.search(r"rows? ", run["why"])
+    assert re.match(r"(calibrated:|extrapolated beyond the) H100 rows of llm-foundry \(8-512 GPUs", run["calibration"])
+    assert (run["hours"], run["gpu_hours"]) == pytest.approx((500, 4000), rel=0.001)
+    assert (run["energy_kwh"], run["pue"], run["cost_usd"]) == pytest.approx((3360, 1.2, 10_000), rel=0.001)
+    out = plan(capsys, words)
     assert "GPUs       8 x h100-80gb, bf16" in out
-    words = " ".join(out.split()).replace("- ", "-")
+    said = " ".join(out.split()).replace("- ", "-")
     assert re.search(
-        r"ZeRO ZeRO stage \d.*micro-batch \d+ x \d+ accumulation \(gradients summed in fp32\): .*rows? ", words
+        r"ZeRO ZeRO stage \d.*micro-batch \d+ x \d+ accumulation \(gradients summed in fp32\): .*rows? ", said
     )
-    assert re.search(r"MFU \((calibrated:|extrapolated beyond the) H100 rows of llm-foundry \(8-512 GPUs", words)
     assert "time       20.8 days; 4,000 GPU-hours" in out
     assert "energy     3.36 MWh: boards at their limit of 700 W, PUE 1.2 (assumed)" in out
     assert "cost       $10,000 at $2.5 per GPU-hour" in out
@@ -95,22 +114,32 @@ def test_the_commands_that_come_next_are_right(
 
 
 def test_a_card_that_was_not_calibrated_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "(not calibrated: assumes A100's efficiency)" in plan(capsys, "--model gpt2-124m --gpu l4 --num-gpus 1")
+    run = plan_json(capsys, "--model gpt2-124m --gpu l4 --num-gpus 1")["run"]
+    assert run["calibration"] == "not calibrated: assumes A100's efficiency"
 
 
 def test_a_card_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "--model gpt2-124m --gpu-memory-gib 48 --bf16-tflops 150 --num-gpus 1")
-    assert "1 x custom" in out
-    assert "energy" not in out
+    words = "--model gpt2-124m --gpu-memory-gib 48 --bf16-tflops 150 --num-gpus 1"
+    run = plan_json(capsys, words)["run"]
+    assert (run["gpu"], run["gpus_per_node"], run["energy_kwh"]) == ("custom", 1, None)
+    assert run["gpu_hours"] > 0
+    assert "energy" not in plan(capsys, words)
 
 
 def test_a_large_model_takes_as_many_nodes_as_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_json(capsys, "--params 70B --gpu h100-80gb")["run"]["num_nodes"] > 1
     out = plan(capsys, "--params 70B --gpu h100-80gb")
     assert re.search(r"GPUs +\d+ nodes x 8 x h100-80gb, bf16 \(the fewest nodes that hold it\)", out)
 
 
 def test_total_cost_of_ownership(capsys: pytest.CaptureFixture[str]) -> None:
-    out = plan(capsys, "--loss 2.2 --inference-tokens 1T --gpu a100-80gb --num-nodes 1 --price-per-gpu-hour 1.1")
+    words = "--loss 2.2 --inference-tokens 1T --gpu a100-80gb --num-nodes 1 --price-per-gpu-hour 1.1"
+    found = plan_json(capsys, words)
+    lifetime = found["lifetime"]
+    assert lifetime["inference_flops"] == pytest.approx(2 * found["shape"]["num_parameters"] * 1e12)
+    assert lifetime["total_flops"] == pytest.approx(found["flops"] + lifetime["inference_flops"])
+    assert lifetime["total_flops"] < lifetime["training_optimal_total_flops"]
+    out = plan(capsys, words)
     assert re.search(r"inference +1T tokens: \S+ FLOPs", out)
     assert re.search(r"lifetime +\S+ FLOPs = \$[\d,]+ for training and inference together \d+% less than", out)
     assert "--inference-mfu" in out
@@ -138,9 +167,14 @@ def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
 
 
 def test_what_fits_in_no_way_is_status_1_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--model", "gpt3-175b", "--seq-len", "8192", "--gpu", "t4", "--num-nodes", "1"]) == 1
+    words = ["plan", "--model", "gpt3-175b", "--seq-len", "8192", "--gpu", "t4", "--num-nodes", "1"]
+    assert main([*words, "--json"]) == 1
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert re.search(r" needs [\d.,]+ GiB more per GPU. More GPUs alone", run["why"])
+    assert (run["strategy"], run["tokens_per_second"]) == (None, None)
+    assert main(words) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"nothing fits these GPUs: .* needs [\d.,]+ GiB more per GPU. More GPUs alone", out)
+    assert "nothing fits these GPUs: the row that misses least" in out
     assert "speed not known" in out
 
 
