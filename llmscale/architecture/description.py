@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmscale.architecture.layers import Layer, Parameter, Work, sum_of_work
+from llmscale.architecture.layers import Layer, Parameter, ParameterKind, Work, sum_of_work
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,15 @@ class Architecture:
         """Elements of all parameters, those of a tied head once."""
         return _elements(self.before_blocks) + self.n_layer * self.block_parameters + _elements(self.after_blocks)
 
+    @cached_property
+    def elements_by_kind(self) -> dict[ParameterKind, int]:
+        """Elements of the parameters of each kind, those of a tied head once."""
+        found: dict[ParameterKind, int] = {}
+        for layers, times in ((self.before_blocks, 1), (self.block, self.n_layer), (self.after_blocks, 1)):
+            for parameter in (parameter for layer in layers for parameter in layer.parameters):
+                found[parameter.kind] = found.get(parameter.kind, 0) + times * parameter.elements
+        return found
+
     @property
     def head_gradients(self) -> int:
         """Elements that have gradients when the backward pass comes to the last block. Of a tied embedding the part
@@ -73,7 +82,7 @@ class Architecture:
         output head and not for its look-up, and biases and norms like everything else; 12 L h s is attention's share
         without the causal half (PaLM, Chowdhery et al. 2022, appendix B).
         """
-        vectors = sum(p.elements for _, layer in self.all_layers() for p in layer.parameters if not p.decays)
+        vectors = self.elements_by_kind.get("vector", 0)
         return 3 * (self.work.flops(seq_len) + 2 * vectors)
 
     def all_layers(self) -> Iterator[tuple[int | None, Layer]]:

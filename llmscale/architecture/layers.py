@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 T = TypeVar("T")
+
+#: What optimizers tell apart: rows that are looked up (and the output head, which shares or mirrors them), the matrices
+#: of linear layers, and what has one dimension: biases and norms.
+ParameterKind = Literal["embedding", "matrix", "vector"]
 
 
 @dataclass(frozen=True)
@@ -18,15 +22,11 @@ class Parameter:
     name: str
     """Within its layer, as in a state dict."""
     shape: tuple[int, ...]
+    kind: ParameterKind
 
     @cached_property
     def elements(self) -> int:
         return math.prod(self.shape)
-
-    @property
-    def decays(self) -> bool:
-        """A matrix or an embedding, in the group with weight decay; else a bias or a norm (GPT-2/GPT-3 practice)."""
-        return len(self.shape) > 1
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class Layer:
 
 def embedding(name: str, rows: int, width: int) -> Layer:
     """A look-up of one row per token."""
-    return Layer(name, (Parameter("weight", (rows, width)),))
+    return Layer(name, (Parameter("weight", (rows, width), "embedding"),))
 
 
 def layer_norm(name: str, width: int, *, bias: bool = True, affine: bool = True) -> Layer:
     """Over the last dimension; `affine`: with a weight."""
     shapes = {"weight": affine, "bias": affine and bias}
-    parameters = tuple(Parameter(kind, (width,)) for kind, is_there in shapes.items() if is_there)
+    parameters = tuple(Parameter(own, (width,), "vector") for own, is_there in shapes.items() if is_there)
     return Layer(name, parameters, work=Work(elementwise=width))
 
 
@@ -90,7 +90,7 @@ def rms_norm(name: str, width: int) -> Layer:
 
 def linear(name: str, inputs: int, outputs: int, *, bias: bool) -> Layer:
     """[..., inputs] -> [..., outputs]."""
-    parameters = (Parameter("weight", (outputs, inputs)), Parameter("bias", (outputs,)))
+    parameters = (Parameter("weight", (outputs, inputs), "matrix"), Parameter("bias", (outputs,), "vector"))
     return Layer(name, parameters if bias else parameters[:1], work=Work(matmul_flops=2 * inputs * outputs))
 
 
@@ -106,13 +106,13 @@ def elementwise(width: int) -> Layer:
 
 def head(name: str, rows: int, width: int, *, tied_to: str = "") -> Layer:
     """Logits over the vocabulary, and their loss; `tied_to` names the embedding whose rows it shares."""
-    parameters = () if tied_to else (Parameter("weight", (rows, width)),)
+    parameters = () if tied_to else (Parameter("weight", (rows, width), "embedding"),)
     return Layer(name, parameters, tied_to, Work(matmul_flops=2 * rows * width, elementwise=rows))
 
 
 def together(name: str, *layers: Layer) -> Layer:
     """Several modules that are gathered, and get their gradients, as one."""
-    parameters = tuple(Parameter(f"{layer.name}.{p.name}", p.shape) for layer in layers for p in layer.parameters)
+    parameters = tuple(replace(p, name=f"{layer.name}.{p.name}") for layer in layers for p in layer.parameters)
     return Layer(name, parameters, work=sum_of_work(layers))
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmscale.architecture.description import Architecture
-from llmscale.architecture.layers import Layer, Parameter
+from llmscale.architecture.layers import Layer, Parameter, ParameterKind
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,7 @@ class ParameterTensor:
     """None outside of the blocks."""
     parameter: Parameter
     elements: int
-    decays: bool
-    """In the group with weight decay."""
+    kind: ParameterKind
 
     @property
     def name(self) -> str:
@@ -50,16 +49,14 @@ class ParameterTensors:
         places += [(None, layer) for layer in model.after_blocks]
         found = [(layer.name, block, parameter) for block, layer in places for parameter in layer.parameters]
         return tuple(
-            ParameterTensor(index, layer, block, parameter, parameter.elements, parameter.decays)
+            ParameterTensor(index, layer, block, parameter, parameter.elements, parameter.kind)
             for index, (layer, block, parameter) in enumerate(found)
         )
 
-    @cached_property
-    def groups(self) -> tuple[tuple[ParameterTensor, ...], ...]:
-        """The optimizer's groups (`llmscale.engine.optimizer`): with weight decay, without; none that is empty."""
-        decay = tuple(tensor for tensor in self.all if tensor.decays)
-        no_decay = tuple(tensor for tensor in self.all if not tensor.decays)
-        return tuple(group for group in (decay, no_decay) if group)
+    @property
+    def kinds(self) -> dict[str, ParameterKind]:
+        """By name in a state dict."""
+        return {tensor.name: tensor.kind for tensor in self.all}
 
     @cached_property
     def of_layer(self) -> dict[tuple[int | None, str], tuple[ParameterTensor, ...]]:

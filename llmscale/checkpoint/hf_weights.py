@@ -168,7 +168,7 @@ def _pairs(shape: GPTShape) -> list[_Pair]:
             tensor.name,
             name_in_gpt2(tensor.block, tensor.layer, tensor.parameter.name),
             tensor.parameter.shape,
-            is_linear=tensor.decays and tensor.block is not None,
+            is_linear=tensor.kind == "matrix",
         )
         for tensor in ParameterTensors(shape.architecture).all
     ]

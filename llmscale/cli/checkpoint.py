@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `checkpoint` and its own subcommands."""
-    parser = subparsers.add_parser("checkpoint", help="list, show, verify and compare checkpoints")
+    parser = subparsers.add_parser("checkpoint")
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, handler, text in (
         ("list", _list, "one line per checkpoint of a run"),

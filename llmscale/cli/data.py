@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `data` with its own subcommands."""
-    parser = subparsers.add_parser("data", help="turn text into shards that stream and resume; look at and check them")
+    parser = subparsers.add_parser("data")
     commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     _add_prepare(commands)
     _add_train_tokenizer(commands)

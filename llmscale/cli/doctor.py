@@ -32,7 +32,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `doctor`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check hosts, network, disks and configuration before a launch",
         description="Looks at this machine, or at every host of a hostfile at once through ssh, and prints one table "
         "with the fix for whatever is wrong. Exit status: 0 nothing is red, 1 something is, 2 it could not be asked.",
     )

@@ -30,7 +30,6 @@ _KEY_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subcommands.add_parser(
         "launch",
-        help="train on many hosts, and go on when one of them fails",
         description="Start train.py on every host, watch it, and start it again from its last checkpoint when a rank, "
         "a host or the network fails: on the hosts that are left, with the same global batch and the same samples.",
         epilog="Everything after -- is for train.py: llmscale launch --hostfile hosts -- --ds ds_configs/zero2.json "

@@ -10,15 +10,26 @@ from llmscale import __version__
 from llmscale.config.flag_parser import FlagParser
 from llmscale.last_words import guarded
 
-#: In the order of the questions that they answer; each is a module of this folder, or a package with a `command`.
-COMMANDS = ("plan", "estimate", "data", "doctor", "train", "launch", "report", "sample", "checkpoint")
+#: What each is for, in the order of the questions that they answer; each is a module of this folder, or a package with
+#: a `command`.
+COMMANDS = {
+    "plan": "what a budget trains, or what a model costs: size, tokens, steps, hours, money, disk",
+    "estimate": "which ZeRO stage, offload and micro-batch fit your GPUs, and how fast they are",
+    "data": "turn text into shards that stream and resume; look at and check them",
+    "doctor": "check hosts, network, disks and configuration before a launch",
+    "train": "train on this machine, on all of its GPUs",
+    "launch": "train on many hosts, and go on when one of them fails",
+    "report": "a run's loss curve and results, in the terminal",
+    "sample": "generate text from a run's newest weights",
+    "checkpoint": "list, show, verify and compare checkpoints",
+}
 PACKAGES = ("plan", "estimate")
 
 
 def build_parser(argv: Sequence[str]) -> FlagParser:
-    """The subcommand that `argv` names, or all; each sets `handler`, from parsed arguments to the exit status.
+    """The subcommand that `argv` names, which sets `handler`, from parsed arguments to the exit status; else all names.
 
-    Only what is needed is imported: an estimate must not wait for the supervisor's modules.
+    Only what is needed is imported: an estimate must not wait for the supervisor's modules, nor --help for any.
     """
     parser = FlagParser(
         prog="llmscale",
@@ -27,9 +38,13 @@ def build_parser(argv: Sequence[str]) -> FlagParser:
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in argv[:1] if argv and argv[0] in COMMANDS else COMMANDS:
+    name = next((word for word in argv if not word.startswith("-")), "")
+    if name in COMMANDS:
         module = f"{name}.command" if name in PACKAGES else name
         importlib.import_module(f"llmscale.cli.{module}").add_parser(subcommands)
+    else:
+        for command, purpose in COMMANDS.items():
+            subcommands.add_parser(command, help=purpose)
     return parser
 
 

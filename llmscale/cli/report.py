@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `report`."""
-    parser = subparsers.add_parser("report", help="a run's loss curve and results, in the terminal")
+    parser = subparsers.add_parser("report")
     parser.add_argument("run", type=flag_type.path, metavar="RUN", help="run folder of train.py")
     parser.set_defaults(handler=_run)
 

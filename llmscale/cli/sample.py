@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `sample`."""
-    parser = subparsers.add_parser("sample", help="generate text from a run's newest weights")
+    parser = subparsers.add_parser("sample")
     parser.add_argument(
         "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
     )

@@ -36,7 +36,7 @@ _num_processes = flag_type.whole(1, MAX_GPUS_PER_NODE)
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subcommands.add_parser("train", help="train on this machine, on all of its GPUs", add_help=False)
+    parser = subcommands.add_parser("train", add_help=False)
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(handler=_train)
 

@@ -4,8 +4,12 @@ guess. No torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from llmscale.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from llmscale.config.deepspeed.sections import Precision
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,19 @@ def get_gpu(name: str) -> GPU:
         f"GPU '{name}' is not in the table.{hint} GPUs: {', '.join(names)}. "
         "For any other card give --gpu-memory-gib and --bf16-tflops."
     )
+
+
+def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Precision:
+    """`wanted`, by default bf16, or fp16 on a GPU without it. Raises ConfigError, prefixed with `where`, for what the
+    GPU has no arithmetic for."""
+    if wanted is None:
+        return "bf16" if gpu.has_bf16 else "fp16"
+    if wanted in ("bf16", "autocast") and not gpu.has_bf16:
+        raise ConfigError(
+            f"{where}a {gpu.name} has no bf16 arithmetic. Use fp16: --precision fp16, or a ds_config such as "
+            "ds_configs/zero2_fp16.json."
+        )
+    return wanted
 
 
 def custom_gpu(memory_gib: float, bf16_tflops: float, *, has_bf16: bool = True) -> GPU:

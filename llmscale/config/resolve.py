@@ -10,6 +10,7 @@ from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.run_config import RunConfig
@@ -40,6 +41,7 @@ class ResolvedStep:
     ds_config: Mapping[str, object]
     """What `deepspeed.initialize` gets: nothing in it is open."""
     checkpointing: CheckpointingMode
+    optimizer: OptimizerSpec
 
     @property
     def precision(self) -> Precision:
@@ -79,8 +81,8 @@ class ResolvedRun(ResolvedStep):
 
 
 def resolve_step(ds: DsConfig, shape: GPTShape, plan: BatchPlan, checkpointing: CheckpointingMode) -> ResolvedStep:
-    """Fill what the ds_config leaves open. Raises ConfigError when it contradicts the plan."""
-    return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing)
+    """With AdamW; fill what the ds_config leaves open. Raises ConfigError when it contradicts the plan."""
+    return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing, ADAMW)
 
 
 def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
@@ -90,7 +92,8 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     schedule = resolve_schedule(config, plan, facts.num_train_samples)
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
-    return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, schedule)
+    optimizer = get_optimizer(config.optimizer)
+    return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, schedule)
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:

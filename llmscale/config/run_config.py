@@ -12,6 +12,7 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from llmscale.architecture.shape import Activation
 from llmscale.config import limits
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.optimizers import OptimizerName
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
@@ -98,7 +99,7 @@ class RunConfig(BaseSettings):
     """The same in tokens, rounded up to whole steps."""
 
     # optimizer and schedule
-    optimizer: Literal["adamw", "adafactor"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Adafactor works at ZeRO stage 0 only."""
     lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
     """Peak learning rate; default: the preset's."""

@@ -41,7 +41,7 @@ def validation_batches(
 ) -> Iterator[ValidationBatch]:
     """This rank's micro-batches, equally many on every rank; a filler of weight 0 stands in at the end.
 
-    Micro-batches are dealt round the ranks. Raises ConfigError for an empty choice, DataError while reading.
+    Micro-batches go round the ranks. Raises ConfigError for an empty choice, DataError while reading.
     """
     ids = validation_sample_ids(len(shards), max_samples)
     per_round = micro_batch_size * layout.data_parallel_size

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
@@ -52,8 +54,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep) -> DeepSpeedEngine:
     model = build_model(resolved, seed=config.seed)
     optimizer = build_optimizer(
         model,
-        name=config.optimizer,
-        zero_stage=resolved.zero_stage,
+        ParameterTensors(resolved.shape.architecture).kinds,
+        resolved.optimizer,
         # DeepSpeed steps some optimizers once at start-up to create their state; at 0 no weight decays in that step.
         lr=0.0,
         weight_decay=config.weight_decay,
@@ -107,10 +109,11 @@ def check_precision(precision: Precision) -> None:
         )
 
 
-def set_learning_rate(engine: DeepSpeedEngine, lr: float) -> None:
-    """The learning rate of the next optimizer step, in every group."""
+def set_learning_rate(engine: DeepSpeedEngine, optimizer: OptimizerSpec, lr: float) -> None:
+    """The learning rate of the next optimizer step, times each group's own factor."""
+    factors = {group.name: group.learning_rate_factor for group in optimizer.groups}
     for group in engine.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * factors[group["name"]]
 
 
 def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:

@@ -1,14 +1,15 @@
-"""The optimizer that DeepSpeed wraps: decay groups, fused AdamW, and Adafactor where it can work."""
+"""The optimizer that DeepSpeed wraps, built from its description in `llmscale.config.optimizers`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Literal, TypedDict
+from collections.abc import Iterable, Mapping
+from typing import TypedDict
 
 import torch
 from torch import nn
 
-from llmscale.engine.adafactor import check_adafactor_stage
+from llmscale.architecture.layers import ParameterKind
+from llmscale.config.optimizers import OptimizerSpec
 
 
 class ParameterGroup(TypedDict):
@@ -19,45 +20,42 @@ class ParameterGroup(TypedDict):
     weight_decay: float
 
 
-def build_parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[ParameterGroup]:
-    """Matrices and embeddings decay; biases and norms, of one dimension, do not (GPT-2/GPT-3 practice).
+def build_parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]],
+    kinds: Mapping[str, ParameterKind],
+    spec: OptimizerSpec,
+    weight_decay: float,
+) -> list[ParameterGroup]:
+    """The optimizer's groups; `kinds` says what each parameter is, which ZeRO-3 has flattened.
 
     Groups without parameters are left out: DeepSpeed would drop them and shift the numbers of the others.
     """
-    decay: list[nn.Parameter] = []
-    no_decay: list[nn.Parameter] = []
-    for _, parameter in named:
+    groups: dict[str, ParameterGroup] = {
+        group.name: {"name": group.name, "params": [], "weight_decay": weight_decay if group.decays else 0.0}
+        for group in spec.groups
+    }
+    for name, parameter in named:
         if parameter.requires_grad:
-            (decay if _num_dimensions(parameter) >= 2 else no_decay).append(parameter)
-    groups: list[ParameterGroup] = [
-        {"name": "decay", "params": decay, "weight_decay": weight_decay},
-        {"name": "no_decay", "params": no_decay, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+            groups[spec.group_of(kinds[name]).name]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
 
 
 def build_optimizer(
     model: nn.Module,
+    kinds: Mapping[str, ParameterKind],
+    spec: OptimizerSpec,
     *,
-    name: Literal["adamw", "adafactor"],
-    zero_stage: int,
     lr: float,
     weight_decay: float,
     betas: tuple[float, float],
     eps: float,
 ) -> torch.optim.Optimizer:
-    """A torch optimizer over the model's parameters; ConfigError for Adafactor under ZeRO.
+    """A torch optimizer over the model's parameters.
 
     AdamW is torch's own fused kernel on every device: on a CPU, where offloaded states live, it needs no extension to
     be compiled, which DeepSpeed's CPUAdam does.
     """
-    groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), weight_decay)]
-    if name == "adafactor":
-        check_adafactor_stage(zero_stage)
+    groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), kinds, spec, weight_decay)]
+    if spec.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr, weight_decay=weight_decay)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-
-
-def _num_dimensions(parameter: nn.Parameter) -> int:
-    """Dimensions before ZeRO-3 flattened the parameter (its own shape is then [0])."""
-    return len(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,8 +1,9 @@
 """Where ZeRO keeps a parameter's master weights and optimizer states. The only file that knows DeepSpeed's internals.
 
 Stage 0: whole tensors on every rank. Stages 1 and 2: the parameters of an optimizer group are laid end to end and each
-rank owns one stretch, so a rank holds a (possibly empty) run of each parameter. Stage 3: every parameter is cut into
-equal pieces, the last one padded. Here all of them become views of flat tensors named after the parameter.
+of the ranks that ZeRO divides states over (ParallelLayout.shard_ranks) owns one contiguous partition, so it holds a
+(possibly empty) run of each parameter. Stage 3: every parameter is cut into equal pieces, the last one padded. Here all
+of them become views of flat tensors named after the parameter.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from llmscale.errors import CheckpointError
@@ -290,15 +290,19 @@ def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
 
 def _stage3_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
     zero, optimizer = engine.optimizer, inner_optimizer(engine)
-    rank = dist.get_rank()
     for name, param in _trainable(engine):
         sub_group, offset, _ = zero.grad_position[zero.get_param_id(param)]
         group = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]]
-        piece, total = param.ds_tensor, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
-        size = piece.ds_numel
-        start = min(rank * size, total)
+        start, length, total = _piece(param)
         flat = zero.fp32_partitioned_groups_flat[sub_group]
-        yield Placement(name, group["name"], flat, offset, start, min(size, total - start), total)
+        yield Placement(name, group["name"], flat, offset, start, length, total)
+
+
+def _piece(param: torch.nn.Parameter) -> tuple[int, int, int]:
+    """(first element, elements, elements of the whole) of the piece that this rank has of a parameter at stage 3."""
+    size, total = param.ds_tensor.ds_numel, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
+    start = min(param.ds_zero_partition_rank * size, total)  # type: ignore[attr-defined]
+    return start, min(size, total - start), total
 
 
 def _trainable(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -311,11 +315,8 @@ def _frozen_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
         if param.requires_grad:
             continue
         if hasattr(param, "ds_id"):
-            size, total = param.ds_tensor.ds_numel, param.ds_numel
-            start = min(dist.get_rank() * size, total)
-            views[f"frozen/{name}"] = ShardView(
-                param.ds_tensor.detach().view(-1).narrow(0, 0, min(size, total - start)), start, total
-            )
+            start, length, total = _piece(param)
+            views[f"frozen/{name}"] = ShardView(param.ds_tensor.detach().view(-1).narrow(0, 0, length), start, total)
         else:
             views[f"frozen/{name}"] = ShardView(param.detach().view(-1), 0, param.numel())
     return views

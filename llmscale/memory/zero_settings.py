@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llmscale.config.deepspeed.sections import Bf16, DsFile, Dtype, OffloadDevice, Precision, ZeroOptimization
+from llmscale.config.optimizers import ADAMW, OptimizerGroup, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
-from llmscale.memory.breakdown import allocated_bytes
+from llmscale.memory.breakdown import ALLOCATION_BYTES, allocated_bytes
 
 BYTES_PER_ELEMENT: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -16,6 +17,11 @@ BYTES_PER_ELEMENT: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 def tensor_bytes(elements: int, dtype: Dtype) -> int:
     """What a tensor takes on the GPU."""
     return allocated_bytes(elements, BYTES_PER_ELEMENT[dtype])
+
+
+def state_tensor_bytes(group: OptimizerGroup, elements: int) -> int:
+    """What the optimizer's own states of one tensor take on the GPU, without the fp32 master weights."""
+    return len(group.states) * tensor_bytes(elements, "fp32") + len(group.scalars) * ALLOCATION_BYTES
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class EngineLayout:
 
     zero_stage: int
     ranks: ParallelLayout
+    optimizer: OptimizerSpec
     precision: Precision
     grad_accum_dtype: Dtype
     """What gradients are summed in over micro-batches."""
@@ -94,7 +101,9 @@ class EngineLayout:
         return BYTES_PER_ELEMENT[self.grad_accum_dtype]
 
 
-def build_layout(ds_config: Mapping[str, object], ranks: ParallelLayout) -> EngineLayout:
+def build_layout(
+    ds_config: Mapping[str, object], ranks: ParallelLayout, optimizer: OptimizerSpec = ADAMW
+) -> EngineLayout:
     """The layout of what `config.deepspeed.resolve` returns; ConfigError when it is not resolved."""
     keys = DsFile.model_validate(dict(ds_config))
     zero = keys.zero
@@ -105,6 +114,7 @@ def build_layout(ds_config: Mapping[str, object], ranks: ParallelLayout) -> Engi
     return EngineLayout(
         zero_stage=zero.stage,
         ranks=ranks,
+        optimizer=optimizer,
         precision=keys.precision,
         grad_accum_dtype=keys.data_types.grad_accum_dtype,
         communication_dtype=keys.communication_data_type,

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
 from llmscale.model.block import Block
-from llmscale.model.layers import Embedding, TiedHead
+from llmscale.model.head import TiedHead
+from llmscale.model.layers import Embedding
 
 #: Runs one block on [batch, t, n_embd] and recomputes it in the backward pass, to keep fewer activations.
 BlockCheckpoint = Callable[[nn.Module, Tensor], Tensor]
@@ -32,7 +33,7 @@ class GPT(nn.Module):
         self.wpe = Embedding(shape.seq_len, shape.n_embd, generator)
         self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.n_layer))
         self.ln_f = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.head = TiedHead(self.wte)
+        self.head = TiedHead(self.wte, shape.vocab_size)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits, or the loss where `targets` are given.
@@ -52,8 +53,5 @@ class GPT(nn.Module):
         checkpoint = self.checkpoint if torch.is_grad_enabled() else None
         for block in self.blocks:
             x = block(x) if checkpoint is None else checkpoint(block, x)
-        logits = self.head(self.ln_f(x))[..., : self.shape.vocab_size]
-        if targets is None:
-            return logits
-        # The slice is a view; in 16 bit, float() is the one copy that cross-entropy in fp32 needs anyway.
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        result: Tensor = self.head(self.ln_f(x), targets)
+        return result

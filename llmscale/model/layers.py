@@ -42,25 +42,3 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Skips `nn.Embedding`'s own draw, as `Linear` does."""
-
-
-class TiedHead(nn.Module):
-    """The output head: a product with the token table, which stays the embedding's parameter.
-
-    A module of its own, because ZeRO-3 gathers a sharded parameter when a module that owns it runs.
-    It stays out of state dicts: the table is there under the embedding's name.
-    """
-
-    def __init__(self, embedding: Embedding) -> None:
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., n_embd] -> [..., rows of the table]."""
-        return F.linear(x, self.weight)
-
-    def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
-        """Nothing to save."""
-
-    def _load_from_state_dict(self, *_: object) -> None:
-        """Nothing to load."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.optimizers import ADAMW
 
-#: What llmscale.checkpoint.save writes per parameter at every stage: fp32 master weights and AdamW's two moments, once
-#: over all ranks. Names and headers add about 1 KB per tensor.
-CHECKPOINT_BYTES = 12
 #: Of a weight in 16 bits.
 _EXPORT_BYTES = 2
 #: MDS keeps an offset of four bytes per sample.
@@ -20,7 +18,8 @@ class DiskSpace:
     """Bytes on the disk that all nodes share."""
 
     checkpoint_bytes: int
-    """One checkpoint."""
+    """One checkpoint, at any stage: master weights and states once over all ranks. Names and headers add about 1 KB
+    per tensor."""
     kept_checkpoints: int
     """--keep-last, and one for ever per multiple of --keep-every."""
     data_bytes: int
@@ -44,7 +43,7 @@ def estimate_disk(shape: GPTShape, steps: int, tokens: float, *, keep_last: int 
     sample_bytes = (shape.seq_len + 1) * token_bytes + _SAMPLE_OVERHEAD_BYTES
     forever = steps // keep_every if keep_every else 0
     return DiskSpace(
-        checkpoint_bytes=CHECKPOINT_BYTES * shape.num_parameters,
+        checkpoint_bytes=ADAMW.state_bytes(shape.architecture),
         kept_checkpoints=keep_last + forever,
         data_bytes=round(tokens / shape.seq_len * sample_bytes),
         weights_bytes=_EXPORT_BYTES * shape.num_parameters,

@@ -10,6 +10,8 @@ from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.hardware import GPU
+from llmscale.config.interconnect import Interconnect
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
 from llmscale.memory.zero_settings import EngineLayout, build_layout
@@ -17,8 +19,7 @@ from llmscale.planning.strategy import (
     CHECKPOINTING,
     DEFAULT_NVME_PATH,
     Strategy,
-    all_strategies,
-    build_strategy,
+    legal_strategies,
     strategy_of,
 )
 
@@ -59,6 +60,21 @@ class Job:
     machines: Machines
     micro_batch_size: int | None = None
     """Fixed by the user; None: the largest that fits."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """All that the rows of `llmscale estimate` depend on."""
+
+    job: Job
+    gpu: GPU
+    interconnect: Interconnect
+    precision: Precision
+    modes: Sequence[CheckpointingMode] = CHECKPOINTING
+    """Activation checkpointing that is tried."""
+    nvme_path: str = DEFAULT_NVME_PATH
+    files: Sequence[tuple[DsConfig, CheckpointingMode]] = ()
+    """The user's ds_configs, which alone are tried; empty: every strategy, in `precision`."""
 
 
 @dataclass(frozen=True)
@@ -126,21 +142,10 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     return _bisect(ds, job, checkpointing, sizes[:-1], layout)
 
 
-def find_fits(
-    job: Job,
-    precision: Precision,
-    nvme_path: str = DEFAULT_NVME_PATH,
-    modes: Sequence[CheckpointingMode] = CHECKPOINTING,
-) -> list[Fit]:
-    """Every strategy that DeepSpeed can train, each at its largest micro-batch."""
-    fits = []
-    for strategy in all_strategies():
-        if strategy.checkpointing not in modes:
-            continue
-        ds = build_strategy(strategy, precision, nvme_path)
-        if ds is not None:
-            fits.append(find_largest_fit(ds, job, strategy.checkpointing))
-    return fits
+def find_fits(search: Search) -> list[Fit]:
+    """The user's ds_configs, else every strategy that DeepSpeed can train, each at its largest micro-batch."""
+    configs = search.files or legal_strategies(search.precision, search.nvme_path, search.modes)
+    return [find_largest_fit(ds, search.job, mode) for ds, mode in configs]
 
 
 def legal_micro_batches(job: Job) -> list[int]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.config.presets import PRESETS
-from llmscale.planning.largest_micro_batch import Fit, Job, fit_at
-from llmscale.planning.strategy import CHECKPOINTING, DEFAULT_NVME_PATH, Strategy, all_strategies, build_strategy
+from llmscale.planning.largest_micro_batch import Fit, Job, Search, fit_at
+from llmscale.planning.strategy import Strategy, legal_strategies, strategy_of
 
 #: Widths are multiples of this, so that heads of 64 and 128 fit and the matrix products are even.
 WIDTH_MULTIPLE = 128
@@ -48,25 +48,19 @@ def interpolated_shape(n_embd: int, like: GPTShape) -> GPTShape:
     return replace(like, n_layer=n_layer, n_head=max(1, n_embd // head_dim), n_embd=n_embd)
 
 
-def find_largest_models(
-    job: Job,
-    precision: Precision,
-    nvme_path: str = DEFAULT_NVME_PATH,
-    modes: Sequence[CheckpointingMode] = CHECKPOINTING,
-) -> list[LargestModel]:
-    """For every strategy that DeepSpeed can train, at the job's micro-batch or 1; `job.shape` gives what is not
-    scaled."""
+def find_largest_models(search: Search) -> list[LargestModel]:
+    """For every strategy that DeepSpeed can train, at the job's micro-batch or 1; what is not scaled is its shape's."""
+    job = search.job
     found: list[LargestModel] = []
     width = WIDTH_MULTIPLE
-    for strategy in all_strategies():
-        ds = build_strategy(strategy, precision, nvme_path) if strategy.checkpointing in modes else None
-        if ds is None:
-            continue
-        best = _find_largest(ds, job, strategy.checkpointing, width)
+    for ds, mode in legal_strategies(search.precision, search.nvme_path, search.modes):
+        best = _find_largest(ds, job, mode, width)
         shape = None if best is None else interpolated_shape(best[0], job.shape)
         # Neighbouring rows are alike: the next search begins where this one ended.
         width = WIDTH_MULTIPLE if best is None else best[0]
-        found.append(LargestModel(strategy, None if best is None else best[1], shape, _preset_below(shape)))
+        found.append(
+            LargestModel(strategy_of(ds, mode), None if best is None else best[1], shape, _preset_below(shape))
+        )
     return found
 
 

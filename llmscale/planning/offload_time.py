@@ -13,19 +13,14 @@ from llmscale.config.hardware import GPU
 from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
 from llmscale.planning.communication_time import Traffic
 
-#: fp32 parameter and two moments, read and written, and the gradient, read.
-_HOST_ADAM_BYTES = 28
-#: fp32 parameter and two moments, read from the disk and written back.
-_NVME_STATE_BYTES = 24
-
 
 @dataclass(frozen=True)
 class HostRates:
     """A node's memory and disk. The defaults are assumptions, not measurements."""
 
     memory_bytes_per_s: float = 100e9
-    """What Adam on the host reaches, and copies to and from GPUs at most, all ranks of a node together: the order of a
-    server of two sockets."""
+    """What an optimizer step on the host reaches, and copies to and from GPUs at most, all ranks of a node together:
+    the order of a server of two sockets."""
     nvme_bytes_per_s: float = 6e9
     """Reading and writing, all ranks of a node together: one PCIe 4.0 drive."""
 
@@ -39,7 +34,7 @@ def estimate_offload_s(
     ranks_per_node: int,
     host: HostRates,
 ) -> float:
-    """Seconds of one optimizer step that a rank waits for its host: copies, Adam on the CPU, the disk."""
+    """Seconds of one optimizer step that a rank waits for its host: copies, the optimizer step on the CPU, the disk."""
     share = shape.num_parameters / layout.ranks.shard_ranks
     micro_steps = layout.gradient_accumulation_steps
     link_bytes = 0.0
@@ -48,9 +43,10 @@ def estimate_offload_s(
     if layout.offload_optimizer.device != "none":
         copies = micro_steps if layout.zero_stage >= 2 else 1
         link_bytes += share * (copies * BYTES_PER_ELEMENT[layout.communication_dtype] + layout.parameter_width)
-        seconds += share * ranks_per_node * _HOST_ADAM_BYTES / host.memory_bytes_per_s
+        step_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture)
+        seconds += share * ranks_per_node * step_bytes / host.memory_bytes_per_s
         if layout.offload_optimizer.device == "nvme":
-            nvme_bytes += share * _NVME_STATE_BYTES
+            nvme_bytes += share * 2 * layout.optimizer.state_bytes_per_weight(shape.architecture)
     if layout.offload_param.device != "none":
         shards = traffic.gathered_bytes / layout.ranks.shard_ranks
         link_bytes += shards

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import Precision
-from llmscale.config.hardware import GPU
+from llmscale.config.hardware import GPU, usable_precision
 from llmscale.config.interconnect import Interconnect
 from llmscale.planning.compute_time import estimate_compute_s
-from llmscale.planning.largest_micro_batch import Fit, Job, Machines, find_fits, fit_at
-from llmscale.planning.ranked_configs import Row, build_rows
+from llmscale.planning.largest_micro_batch import Fit, Job, Machines, Search, fit_at
+from llmscale.planning.ranked_configs import RankedConfig, rank_configs
 from llmscale.planning.recommend import nearest_fit
 from llmscale.planning.strategy import Strategy, build_strategy
 
@@ -36,7 +36,7 @@ class GPUs:
 
     @property
     def precision(self) -> Precision:
-        return "bf16" if self.gpu.has_bf16 else "fp16"
+        return usable_precision(None, self.gpu)
 
     def machines(self, num_nodes: int) -> Machines:
         return Machines(num_nodes, self.gpus_per_node, int(self.gpu.memory_gib * _GIB))
@@ -49,7 +49,7 @@ class Placement:
     machines: Machines
     global_batch_size: int
     """Sequences."""
-    row: Row | None
+    row: RankedConfig | None
     """The row of `llmscale estimate` to run; None: nothing fits these machines."""
     why: str
     """Why this row; or by how much the nearest misses, and how many nodes it takes."""
@@ -72,13 +72,14 @@ def place(shape: GPTShape, batch: int, *, is_batch_given: bool, gpus: GPUs) -> P
     """
     num_nodes = gpus.num_nodes or _fewest_nodes(shape, batch, is_batch_given, gpus, 1) or 1
     job = _job(shape, batch, is_batch_given, gpus, num_nodes)
-    fits = find_fits(job, gpus.precision)
-    rows = build_rows(fits, job, gpus.gpu, gpus.interconnect)
-    row = rows.recommended
-    if row is not None and rows.recommendation is not None:
-        why = rows.recommendation.why
+    ranking = rank_configs(Search(job, gpus.gpu, gpus.interconnect, gpus.precision))
+    row = ranking.recommended
+    if row is not None and ranking.recommendation is not None:
+        why = ranking.recommendation.why
     else:
-        why = _what_is_missing(nearest_fit(fits), _fewest_nodes(shape, batch, is_batch_given, gpus, num_nodes + 1))
+        why = _what_is_missing(
+            nearest_fit(ranking.fits), _fewest_nodes(shape, batch, is_batch_given, gpus, num_nodes + 1)
+        )
     mfu, calibration = gpus.mfu, "given by --mfu"
     if mfu is None:
         throughput = row.throughput if row else None

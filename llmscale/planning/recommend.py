@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.largest_micro_batch import Fit, Job, Machines, fit_at, legal_micro_batches
+from llmscale.planning.largest_micro_batch import Fit, Job, Machines, Search, fit_at, legal_micro_batches
 from llmscale.planning.strategy import CHECKPOINTING, OFFLOADS, STAGES, Strategy, change_strategy, strategy_of
 
 #: Rates closer than this are the same rate: the throughput model is not better than that.
@@ -110,6 +110,27 @@ def find_smallest_change(
         if fit.fits:
             return Change(fit, tuple(_words(fit, now, micro_batch_size)))
     return None
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """What a search lacks in which nothing fits."""
+
+    nearest: Fit
+    """The row that misses least."""
+    change: Change | None
+    """The cheapest one that makes a row fit, among what the user fixed."""
+    more_nodes: tuple[Machines, Fit] | None
+    """Without such a change: the fewest nodes, and what fits there; None when no number of them helps."""
+
+
+def find_shortfall(search: Search, fits: Sequence[Fit]) -> Shortfall:
+    """By how much the `fits` of a search miss, and what helps."""
+    job, change = search.job, None
+    # Where the user fixed something, giving that up may be enough; with all strategies tried, only GPUs are left.
+    if search.files or job.micro_batch_size is not None or tuple(search.modes) != CHECKPOINTING:
+        change = find_cheapest_change(job, fits)
+    return Shortfall(nearest_fit(fits), change, find_enough_nodes(job, fits) if change is None else None)
 
 
 def find_cheapest_change(job: Job, fits: Sequence[Fit]) -> Change | None:

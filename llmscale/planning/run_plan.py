@@ -9,8 +9,9 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.planning.compute_optimal import optimal_point
+from llmscale.planning.cost import DEFAULT_PUE, energy_kwh, price_usd
 from llmscale.planning.disk_usage import DiskSpace, estimate_disk
-from llmscale.planning.flops import affordable_tokens, inference_flops, training_flops
+from llmscale.planning.flops import PF_DAY_FLOPS, affordable_tokens, inference_flops, training_flops
 from llmscale.planning.placement import GPUs, Placement, place, usual_mfu
 from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
 from llmscale.planning.shape_for_size import nearest_preset, suggest_shape
@@ -28,9 +29,18 @@ class Goal:
     kind: Literal["flops", "gpu_hours", "parameters", "tokens", "loss"]
     value: float
 
+    @classmethod
+    def from_budget(cls, usd: float, usd_per_gpu_hour: float) -> Goal:
+        """The GPU-hours that money buys."""
+        return cls("gpu_hours", usd / usd_per_gpu_hour)
+
+    @classmethod
+    def from_pf_days(cls, pf_days: float) -> Goal:
+        return cls("flops", pf_days * PF_DAY_FLOPS)
+
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """All that a plan depends on."""
 
     goal: Goal
@@ -47,6 +57,8 @@ class Question:
     """None: that of training."""
     keep_last: int = 2
     keep_every: int = 0
+    usd_per_gpu_hour: float | None = None
+    pue: float = DEFAULT_PUE
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,10 @@ class Plan:
     disk: DiskSpace
     placement: Placement | None
     gpu_hours: float | None
+    energy_kwh: float | None
+    """None: the time or the GPU's power is not known."""
+    cost_usd: float | None
+    """Of training; None: the time or the price is not known."""
     lifetime: Lifetime | None
 
     @property
@@ -80,6 +96,11 @@ class Plan:
     def flops(self) -> float:
         """6 N D."""
         return training_flops(self.shape.num_parameters, self.tokens)
+
+    @property
+    def usd_per_flop(self) -> float | None:
+        """Of 6 N D, at this plan's speed."""
+        return None if self.cost_usd is None else self.cost_usd / self.flops
 
     @property
     def hours(self) -> float | None:
@@ -100,20 +121,20 @@ class Lifetime:
     training_optimal_total_flops: float
 
 
-def make_plan(question: Question) -> Plan:
+def make_plan(request: PlanRequest) -> Plan:
     """Raises ConfigError when the goal cannot be reached or is less than one step."""
-    optimum, shape = _find_model(question, None)
-    preset, batch = _choose_batch(question, shape)
-    placement = _place(question, shape, batch)
-    if placement is not None and placement.mfu is not None and _depends_on_speed(question):
+    optimum, shape = _find_model(request, None)
+    preset, batch = _choose_batch(request, shape)
+    placement = _place(request, shape, batch)
+    if placement is not None and placement.mfu is not None and _depends_on_speed(request):
         # Now that the layout's speed is known, the model changes a little, and the speed with it hardly.
-        optimum, changed = _find_model(question, placement.mfu)
+        optimum, changed = _find_model(request, placement.mfu)
         if changed != shape:
             shape = changed
-            preset, batch = _choose_batch(question, shape)
-            placement = _place(question, shape, batch)
+            preset, batch = _choose_batch(request, shape)
+            placement = _place(request, shape, batch)
     batch = placement.global_batch_size if placement else batch
-    wanted = _tokens(question, shape, optimum, placement)
+    wanted = _tokens(request, shape, optimum, placement)
     steps = int(wanted // (batch * shape.seq_len))
     if steps < 1:
         raise ConfigError(
@@ -121,77 +142,81 @@ def make_plan(question: Question) -> Plan:
             "or give a smaller --global-batch-size."
         )
     tokens = steps * batch * shape.seq_len
+    hours = _gpu_hours(request, shape, placement, tokens)
+    price, power_w = request.usd_per_gpu_hour, request.gpus.gpu.power_w if request.gpus else None
     return Plan(
         shape=shape,
         preset=preset,
         optimum=optimum,
         global_batch_size=batch,
         steps=steps,
-        loss=_loss(question.law, shape, tokens),
-        disk=estimate_disk(shape, steps, tokens, keep_last=question.keep_last, keep_every=question.keep_every),
+        loss=_loss(request.law, shape, tokens),
+        disk=estimate_disk(shape, steps, tokens, keep_last=request.keep_last, keep_every=request.keep_every),
         placement=placement,
-        gpu_hours=_gpu_hours(question, shape, placement, tokens),
-        lifetime=_lifetime(question, shape, tokens, placement),
+        gpu_hours=hours,
+        energy_kwh=None if hours is None or power_w is None else energy_kwh(hours, power_w, request.pue),
+        cost_usd=None if hours is None or price is None else price_usd(hours, price),
+        lifetime=_lifetime(request, shape, tokens, placement),
     )
 
 
-def _find_model(question: Question, mfu: float | None) -> tuple[Point, GPTShape]:
+def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShape]:
     """The law's best model, and what can be built of it."""
-    optimum = _find_optimum(question, mfu)
-    shape = question.shape or suggest_shape(optimum.num_parameters, question.vocab_size, question.seq_len)
+    optimum = _find_optimum(request, mfu)
+    shape = request.shape or suggest_shape(optimum.num_parameters, request.vocab_size, request.seq_len)
     return optimum, shape
 
 
-def _choose_batch(question: Question, shape: GPTShape) -> tuple[str, int]:
+def _choose_batch(request: PlanRequest, shape: GPTShape) -> tuple[str, int]:
     """The nearest preset, and sequences per step: the user's, or the preset's tokens."""
-    preset = nearest_preset(shape.num_parameters, question.vocab_size)
-    return preset, question.global_batch_size or max(1, PRESETS[preset].global_batch_tokens // shape.seq_len)
+    preset = nearest_preset(shape.num_parameters, request.vocab_size)
+    return preset, request.global_batch_size or max(1, PRESETS[preset].global_batch_tokens // shape.seq_len)
 
 
-def _place(question: Question, shape: GPTShape, batch: int) -> Placement | None:
-    if question.gpus is None:
+def _place(request: PlanRequest, shape: GPTShape, batch: int) -> Placement | None:
+    if request.gpus is None:
         return None
-    return place(shape, batch, is_batch_given=question.global_batch_size is not None, gpus=question.gpus)
+    return place(shape, batch, is_batch_given=request.global_batch_size is not None, gpus=request.gpus)
 
 
-def _depends_on_speed(question: Question) -> bool:
+def _depends_on_speed(request: PlanRequest) -> bool:
     """Whether the best model is another on faster GPUs."""
-    return question.goal.kind == "gpu_hours" or question.inference_mfu is not None
+    return request.goal.kind == "gpu_hours" or request.inference_mfu is not None
 
 
-def _find_optimum(question: Question, mfu: float | None) -> Point:
+def _find_optimum(request: PlanRequest, mfu: float | None) -> Point:
     """`mfu` None: not yet known, and taken to be that of the arithmetic alone."""
-    if question.gpus is None or not _depends_on_speed(question):
-        return _optimum_at(question, 1.0, 1.0)
-    point = _optimum_at(question, mfu or _FIRST_MFU, 1.0)
+    if request.gpus is None or not _depends_on_speed(request):
+        return _optimum_at(request, 1.0, 1.0)
+    point = _optimum_at(request, mfu or _FIRST_MFU, 1.0)
     for _ in range(_ROUNDS):
-        shape = question.shape or suggest_shape(point.num_parameters, question.vocab_size, question.seq_len)
+        shape = request.shape or suggest_shape(point.num_parameters, request.vocab_size, request.seq_len)
         # MFU counts attention and leaves out positions; 6 N D does neither.
         share = 6 * shape.num_parameters / shape.flops_per_token
-        point = _optimum_at(question, mfu or usual_mfu(shape, question.gpus), share)
+        point = _optimum_at(request, mfu or usual_mfu(shape, request.gpus), share)
     return point
 
 
-def _optimum_at(question: Question, mfu: float, share: float) -> Point:
+def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
     """`share`: of the FLOPs that MFU counts, those of 6 N D."""
-    goal, served = question.goal, question.inference_tokens
-    weight = _inference_weight(question, mfu)
+    goal, served = request.goal, request.inference_tokens
+    weight = _inference_weight(request, mfu)
     if goal.kind != "gpu_hours":
-        return optimal_point(question.law, goal.kind, goal.value, served, weight)
-    if question.gpus is None:
+        return optimal_point(request.law, goal.kind, goal.value, served, weight)
+    if request.gpus is None:
         raise ConfigError("GPU-hours of which GPU? Give --gpu NAME.")
-    flops = goal.value * 3600 * question.gpus.gpu.dense_16bit_flops * mfu * share
-    return optimal_point(question.law, "flops", flops, served, weight)
+    flops = goal.value * 3600 * request.gpus.gpu.dense_16bit_flops * mfu * share
+    return optimal_point(request.law, "flops", flops, served, weight)
 
 
-def _tokens(question: Question, shape: GPTShape, optimum: Point, placement: Placement | None) -> float:
-    goal = question.goal
-    if goal.kind == "gpu_hours" and placement is not None and question.gpus is not None:
-        speed = placement.tokens_per_second(shape, question.gpus.gpu)
+def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: Placement | None) -> float:
+    goal = request.goal
+    if goal.kind == "gpu_hours" and placement is not None and request.gpus is not None:
+        speed = placement.tokens_per_second(shape, request.gpus.gpu)
         if speed is None:
             raise ConfigError(
                 f"the {shape.num_parameters:,} parameters that this budget trains best do not fit "
-                f"{placement.machines.world_size} x {question.gpus.gpu.name}, so their speed is not known: "
+                f"{placement.machines.world_size} x {request.gpus.gpu.name}, so their speed is not known: "
                 f"{placement.why} --mfu plans with an assumption."
             )
         return goal.value * 3600 / placement.machines.world_size * speed
@@ -200,11 +225,11 @@ def _tokens(question: Question, shape: GPTShape, optimum: Point, placement: Plac
     if goal.kind == "tokens":
         return goal.value
     if goal.kind == "loss":
-        tokens = question.law.tokens_for_loss(shape.num_parameters, goal.value)
+        tokens = request.law.tokens_for_loss(shape.num_parameters, goal.value)
         if tokens is None:
             raise ConfigError(
                 f"a model of {shape.num_parameters:,} parameters does not reach a loss of {goal.value:g} on any number "
-                f"of tokens ({question.law.name}). Leave the model out, or choose a higher loss."
+                f"of tokens ({request.law.name}). Leave the model out, or choose a higher loss."
             )
         return tokens
     return optimum.tokens
@@ -216,24 +241,24 @@ def _loss(law: ParametricLaw, shape: GPTShape, tokens: float) -> Interval | floa
     )
 
 
-def _gpu_hours(question: Question, shape: GPTShape, placement: Placement | None, tokens: float) -> float | None:
-    if placement is None or question.gpus is None:
+def _gpu_hours(request: PlanRequest, shape: GPTShape, placement: Placement | None, tokens: float) -> float | None:
+    if placement is None or request.gpus is None:
         return None
-    speed = placement.tokens_per_second(shape, question.gpus.gpu)
+    speed = placement.tokens_per_second(shape, request.gpus.gpu)
     return None if speed is None else tokens / speed / 3600 * placement.machines.world_size
 
 
-def _inference_weight(question: Question, mfu: float | None) -> float:
+def _inference_weight(request: PlanRequest, mfu: float | None) -> float:
     """What a FLOP of inference costs in FLOPs of training."""
-    return 1.0 if question.inference_mfu is None or mfu is None else mfu / question.inference_mfu
+    return 1.0 if request.inference_mfu is None or mfu is None else mfu / request.inference_mfu
 
 
-def _lifetime(question: Question, shape: GPTShape, tokens: float, placement: Placement | None) -> Lifetime | None:
+def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: Placement | None) -> Lifetime | None:
     """Beside the compute-optimal model that is as good as shape and tokens."""
-    if not question.inference_tokens:
+    if not request.inference_tokens:
         return None
-    weight = _inference_weight(question, placement.mfu if placement else None)
-    law, served = question.law, question.inference_tokens
+    weight = _inference_weight(request, placement.mfu if placement else None)
+    law, served = request.law, request.inference_tokens
     used = inference_flops(shape.num_parameters, served)
     other = optimal_point(law, "loss", law.loss(shape.num_parameters, tokens))
     return Lifetime(

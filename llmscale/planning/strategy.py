@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -80,6 +81,16 @@ def strategy_ds_config(
 def build_strategy(strategy: Strategy, precision: Precision, nvme_path: str = DEFAULT_NVME_PATH) -> DsConfig | None:
     """The strategy's ds_config, checked; None when DeepSpeed cannot train it (llmscale.config.deepspeed.rules)."""
     return _checked(strategy_ds_config(strategy, precision, nvme_path), f"stage {strategy.zero_stage}")
+
+
+def legal_strategies(
+    precision: Precision, nvme_path: str, modes: Sequence[CheckpointingMode]
+) -> Iterator[tuple[DsConfig, CheckpointingMode]]:
+    """The ds_config of every strategy with one of these checkpointing modes that DeepSpeed can train."""
+    for strategy in all_strategies():
+        ds = build_strategy(strategy, precision, nvme_path) if strategy.checkpointing in modes else None
+        if ds is not None:
+            yield ds, strategy.checkpointing
 
 
 def change_strategy(ds: DsConfig, strategy: Strategy, nvme_path: str = DEFAULT_NVME_PATH) -> DsConfig | None:

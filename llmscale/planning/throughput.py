@@ -28,9 +28,8 @@ from llmscale.planning.communication_time import count_traffic, estimate_communi
 from llmscale.planning.compute_time import estimate_compute_s, kernel_efficiency, memory_bytes_per_s
 from llmscale.planning.offload_time import HostRates, estimate_offload_s, optimizer_on_gpu
 
-#: AdamW on the GPU, per parameter of a rank's share: fp32 parameter and two moments read and written, the gradient
-#: read, the 16-bit parameter written.
-_ADAM_BYTES = 30
+#: Of a parameter that an optimizer step writes for the next forward pass, in 16 bits.
+_WRITTEN_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,9 @@ def estimate_throughput(
     )
     optimizer_s = 0.0
     if optimizer_on_gpu(layout):
+        moved_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
         share = shape.num_parameters / (layout.ranks.shard_ranks if layout.zero_stage else 1)
-        optimizer_s = share * _ADAM_BYTES / memory_bytes_per_s(gpu)
+        optimizer_s = share * moved_bytes / memory_bytes_per_s(gpu)
     rows = fitted_rows(gpu)
     step_s = compute_s + communication_s + optimizer_s + offload_s
     tokens_per_second = plan.tokens_per_step / step_s

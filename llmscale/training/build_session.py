@@ -71,10 +71,10 @@ def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
 
 def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunFolderClaim) -> Session:
     clock = StartupClock({"checks and imports": time.perf_counter() - began})
-    run = run if is_gpu() else run.on_cpu()
     with clock.phase("ranks"):
         world = join_world()
         report = report_on_main(world)
+        run = run if is_gpu() else run.on_cpu()
         _begin_alike(run, world, claim)
     with clock.phase("checkpoint check"):
         point = _choose_checkpoint(run, world, report)
@@ -139,8 +139,7 @@ def _announce(live: LiveRun) -> None:
     describe_run(run, live.world, live.feed.order.num_samples, report)
     report(estimate_line(live.estimate, device_memory_bytes()))
     if live.state:
-        now = hyperparameters(run)
-        for line in (*change_lines(live.state, run, now), *finished_lines(live.state, run)):
+        for line in (*change_lines(live.state, run, hyperparameters(run)), *finished_lines(live.state, run)):
             report(line)
 
 

@@ -34,10 +34,10 @@ class OutOfMemory(TrainingError):
 
 def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
     """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled."""
-    if run.config.optimizer != "adamw":
-        return None
     resolved, plan = run.resolved, run.resolved.plan
-    layout = build_layout(resolved.ds_config, plan.ranks)
+    if not resolved.optimizer.steps_shards:
+        return None
+    layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer)
     return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
 
 

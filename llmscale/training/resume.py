@@ -49,6 +49,17 @@ def find_resume_point(
     )
     if folder is None:
         return None
+    # The main rank's reading counts here too; that the others see the same files is compared by what they hash to.
+    return on_main_rank(group, lambda: _check_point(folder, config, identity, report))
+
+
+def _check_point(
+    folder: Path,
+    config: RunConfig,
+    identity: Callable[[Mapping[str, object]], Mapping[str, object]],
+    report: Callable[[str], None],
+) -> ResumePoint:
+    """The checkpoint in `folder`, when it belongs to this run. Raises CheckpointError."""
     state = parse_run_state(read_state(folder))
     if state.step != load_manifest(folder).step:
         raise CheckpointError(

@@ -13,11 +13,11 @@ from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.data.shards.dataset_source import SetLocation, open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
-from llmscale.engine.adafactor import check_adafactor_stage
 from llmscale.errors import ConfigError, DataError
 
 
@@ -52,8 +52,7 @@ class PreparedRun:
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError or DataError; writes nothing."""
     ds = read_ds_config(config.ds)
-    if config.optimizer == "adafactor":
-        check_adafactor_stage(ds.zero_stage)
+    get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     location = open_set(config.data, config.data_cache)
     manifest = location.manifest
     if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:

@@ -86,7 +86,8 @@ class Session:
         """One optimizer step."""
         live, engine = self.live, self.live.engine
         seed_step(live.run.config.seed, step, live.world.rank)
-        set_learning_rate(engine, live.run.resolved.schedule.learning_rate(step))
+        resolved = live.run.resolved
+        set_learning_rate(engine, resolved.optimizer, resolved.schedule.learning_rate(step))
         skipped_before = engine.skipped_steps
         with explain_smallest_scale(step):
             loss = train_step(engine, [batch.tokens for batch in batches], live.world.device, live.meter.phases)

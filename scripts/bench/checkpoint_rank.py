@@ -24,6 +24,7 @@ from llmscale.checkpoint.load import find_damage_together, load_engine
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.config.optimizers import ADAMW
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
 from llmscale.engine.loss_scaling import set_scaler_state
@@ -82,7 +83,7 @@ class CheckpointRank:
         generator = torch.Generator().manual_seed(self._world.rank)
         size = (plan.micro_batch_size, shape.seq_len + 1)
         tokens = torch.randint(shape.vocab_size, size, generator=generator)
-        set_learning_rate(engine, 1e-3)
+        set_learning_rate(engine, ADAMW, 1e-3)
         train_step(engine, [tokens], self._world.device, PhaseTimer(self._world.device))
         sums = self._sums(engine)
         if self._world.is_main:

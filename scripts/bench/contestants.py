@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from paced_ranks import Orders
 
+from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.config.arguments import parse_run_config
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
@@ -174,10 +175,10 @@ CONTESTANT_LOOPS: dict[str, Callable[[Contest], float]] = {
 def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
     from llmscale.engine.optimizer import build_optimizer
 
-    config = run.config
+    config, kinds = run.config, ParameterTensors(run.resolved.shape.architecture).kinds
     betas = (config.beta1, config.beta2)
     return build_optimizer(
-        model, name="adamw", zero_stage=0, lr=lr, weight_decay=config.weight_decay, betas=betas, eps=config.eps
+        model, kinds, run.resolved.optimizer, lr=lr, weight_decay=config.weight_decay, betas=betas, eps=config.eps
     )
 
 

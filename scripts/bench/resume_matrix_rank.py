@@ -44,7 +44,7 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
     losses, timer = [], PhaseTimer(world.device)
     for step in range(first_step, run.resolved.total_steps):
         seed_step(run.config.seed, step, world.rank)
-        set_learning_rate(engine, run.resolved.schedule.learning_rate(step))
+        set_learning_rate(engine, run.resolved.optimizer, run.resolved.schedule.learning_rate(step))
         micro_batches = [next(feed).tokens for _ in range(run.resolved.plan.gradient_accumulation_steps)]
         loss = train_step(engine, micro_batches, world.device, timer) / world.world_size
         dist.all_reduce(loss)

@@ -13,12 +13,14 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
+from llmscale.architecture.layers import ParameterKind
 from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner, engine_fragments
 from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
 from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.config.optimizers import ADAMW
 from llmscale.engine.optimizer import build_parameter_groups
 from llmscale.engine.process_group import World, join_world, leave_world
 from llmscale.engine.zero_shards import group_scalars, reset_step_counts
@@ -54,7 +56,10 @@ def build(stage: int, precision: str, offload: bool, optimizer: str) -> deepspee
     context = deepspeed.zero.Init(config_dict_or_path=config, enabled=stage == 3)
     with context:
         model = Small()
-    groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), 0.1)]
+    kinds: dict[str, ParameterKind] = {
+        name: "matrix" if len(getattr(p, "ds_shape", p.shape)) > 1 else "vector" for name, p in model.named_parameters()
+    }
+    groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), kinds, ADAMW, 0.1)]
     made = (
         torch.optim.AdamW(groups, lr=0.0, amsgrad=True)
         if optimizer == "amsgrad"

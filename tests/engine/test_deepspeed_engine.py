@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from llmscale.config.optimizers import ADAMW
 from llmscale.config.schedule import Schedule
 from llmscale.engine.deepspeed_engine import check_precision, gradient_norm, set_learning_rate
 from llmscale.errors import ConfigError
@@ -36,10 +38,14 @@ def test_bf16_is_refused_where_there_is_none_and_fp16_named(monkeypatch: pytest.
     check_precision("fp16")
 
 
-def test_the_learning_rate_reaches_every_group() -> None:
-    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[{"lr": 0.0}, {"lr": 0.0}]))
-    set_learning_rate(engine, 0.25)
-    assert [group["lr"] for group in engine.optimizer.param_groups] == [0.25, 0.25]
+def test_the_learning_rate_reaches_every_group_times_its_factor() -> None:
+    groups = [{"name": group.name, "lr": 0.0} for group in ADAMW.groups]
+    engine = SimpleNamespace(optimizer=SimpleNamespace(param_groups=groups))
+    set_learning_rate(engine, ADAMW, 0.25)
+    assert [group["lr"] for group in groups] == [0.25, 0.25]
+    slower = replace(ADAMW, groups=(ADAMW.groups[0], replace(ADAMW.groups[1], learning_rate_factor=0.5)))
+    set_learning_rate(engine, slower, 0.25)
+    assert [group["lr"] for group in groups] == [0.25, 0.125]
 
 
 def test_a_norm_that_was_not_computed_is_none() -> None:

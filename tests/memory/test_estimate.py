@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.cli.estimate.simulation import simulate
 from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.dry_run.comparison import compare_with_dry_run
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_least
@@ -44,7 +44,7 @@ def fit(
 
 
 def peak_of_dry_run(fit: Fit, shape: GPTShape) -> dict[str, Breakdown]:
-    result = simulate(fit, shape).dry_run
+    result = compare_with_dry_run(fit, shape).dry_run
     return {"forward": result.forward, "backward": result.backward, "step": result.step}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmscale.model.layers import Embedding, Linear, TiedHead
+from llmscale.model.layers import Linear
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -15,13 +15,3 @@ def test_linear_is_a_product_over_the_last_dimension(dims: tuple[int, ...], bias
         torch.nn.init.normal_(layer.bias)
     x = torch.randn(dims)
     assert torch.allclose(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-6)
-
-
-def test_head_follows_the_table_and_is_not_saved() -> None:
-    table = Embedding(10, 4, torch.Generator().manual_seed(0))
-    head = TiedHead(table)
-    with torch.no_grad():
-        table.weight.copy_(torch.randn(10, 4))
-    x = torch.randn(3, 4)
-    assert torch.equal(head(x), x @ table.weight.t())
-    assert head.state_dict() == {}

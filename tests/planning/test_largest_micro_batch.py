@@ -21,6 +21,7 @@ from llmscale.planning.largest_micro_batch import (
     fit_at,
     legal_micro_batches,
 )
+from tests.planning.conftest import search
 
 GIB = 2**30
 SHAPE = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, seq_len=1024)
@@ -112,7 +113,7 @@ def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
 
 
 def test_every_legal_strategy_is_a_row_once() -> None:
-    fits = find_fits(Job(SHAPE, 64, MACHINES), "bf16")
+    fits = find_fits(search(Job(SHAPE, 64, MACHINES)))
     strategies = [fit.strategy for fit in fits]
     assert len(set(strategies)) == len(strategies) == 27
     assert {s.zero_stage for s in strategies if s.offload_param != "none"} == {3}
@@ -121,7 +122,7 @@ def test_every_legal_strategy_is_a_row_once() -> None:
 
 
 def test_fp16_has_no_row_at_stage_0() -> None:
-    fits = find_fits(Job(SHAPE, 64, MACHINES), "fp16")
+    fits = find_fits(search(Job(SHAPE, 64, MACHINES), "fp16"))
     assert {fit.strategy.zero_stage for fit in fits} == {1, 2, 3}
     assert {fit.layout.precision for fit in fits} == {"fp16"}
 

@@ -11,6 +11,7 @@ from llmscale.config.presets import PRESETS
 from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
 from llmscale.planning.largest_model import WIDTH_MULTIPLE, find_largest_models, interpolated_shape
 from llmscale.planning.strategy import Strategy, build_strategy
+from tests.planning.conftest import search
 
 GIB = 2**30
 LIKE = GPTShape(n_layer=1, n_head=1, n_embd=64, vocab_size=50257, seq_len=2048, dropout=0.1)
@@ -38,7 +39,7 @@ def job() -> Job:
 
 
 def test_the_next_width_does_not_fit(job: Job) -> None:
-    models = find_largest_models(job, "bf16", modes=("full",))
+    models = find_largest_models(search(job, modes=("full",)))
     assert len(models) == 9
     for model in models:
         assert model.shape is not None
@@ -51,7 +52,7 @@ def test_the_next_width_does_not_fit(job: Job) -> None:
 
 
 def test_sharding_and_offload_make_room_for_more(job: Job) -> None:
-    models = {model.strategy: model.shape for model in find_largest_models(job, "bf16", modes=("full",))}
+    models = {model.strategy: model.shape for model in find_largest_models(search(job, modes=("full",)))}
     order = [
         *(Strategy(stage, "none", "none", "full") for stage in (0, 1, 2, 3)),
         Strategy(3, "cpu", "none", "full"),
@@ -63,7 +64,7 @@ def test_sharding_and_offload_make_room_for_more(job: Job) -> None:
 
 
 def test_the_preset_named_is_not_larger(job: Job) -> None:
-    for model in find_largest_models(job, "bf16", modes=("full",)):
+    for model in find_largest_models(search(job, modes=("full",))):
         assert model.shape is not None
         assert model.preset is not None
         preset = PRESETS[model.preset]
@@ -73,4 +74,4 @@ def test_the_preset_named_is_not_larger(job: Job) -> None:
 
 def test_nothing_fits_a_card_that_is_too_small(job: Job) -> None:
     tiny = replace(job, machines=replace(job.machines, gpu_bytes=GIB))
-    assert all(model.shape is None and model.fit is None for model in find_largest_models(tiny, "bf16"))
+    assert all(model.shape is None and model.fit is None for model in find_largest_models(search(tiny)))

@@ -11,6 +11,7 @@ from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
 from llmscale.planning.largest_micro_batch import Fit, Job, Machines, find_fits, fit_at
 from llmscale.planning.recommend import find_enough_nodes, find_smallest_change, nearest_fit, recommend
 from llmscale.planning.strategy import Strategy
+from tests.planning.conftest import search
 
 GIB = 2**30
 SHAPE = GPTShape(n_layer=24, n_head=16, n_embd=1024, vocab_size=50257, seq_len=1024)
@@ -24,7 +25,7 @@ def config(stage: int, **zero: object) -> DsConfig:
 
 @pytest.fixture(scope="module")
 def fits() -> list[Fit]:
-    return find_fits(JOB, "bf16")
+    return find_fits(search(JOB))
 
 
 def test_the_fastest_row_is_taken(fits: list[Fit]) -> None:
@@ -141,7 +142,7 @@ def test_what_the_user_wrote_is_kept_in_a_change() -> None:
 def test_more_nodes_when_nothing_fits() -> None:
     shape = GPTShape(n_layer=40, n_head=40, n_embd=5120, vocab_size=50257, seq_len=2048)
     job = Job(shape, 1024, Machines(1, 1, 24 * GIB))
-    fits = [fit for fit in find_fits(job, "bf16") if fit.strategy.offload == "-"]
+    fits = [fit for fit in find_fits(search(job)) if fit.strategy.offload == "-"]
     assert not any(fit.fits for fit in fits)
     enough = find_enough_nodes(job, fits)
     assert enough is not None
@@ -155,7 +156,7 @@ def test_more_nodes_when_nothing_fits() -> None:
 def test_no_number_of_nodes_helps_against_one_sequence() -> None:
     shape = GPTShape(n_layer=2, n_head=16, n_embd=2048, vocab_size=50257, seq_len=2**20)
     job = Job(shape, 1024, Machines(1, 8, 24 * GIB))
-    fits = find_fits(job, "bf16")
+    fits = find_fits(search(job))
     assert not any(fit.fits for fit in fits)
     assert find_enough_nodes(job, fits) is None
     assert nearest_fit(fits).strategy.checkpointing == "full"

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from llmscale.cli.estimate.request import Request
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
-from llmscale.planning.largest_micro_batch import Fit
+from llmscale.planning.largest_micro_batch import Fit, Search
 from llmscale.planning.largest_model import LargestModel
-from llmscale.planning.ranked_configs import Row, Rows
+from llmscale.planning.ranked_configs import RankedConfig, Ranking
 from llmscale.planning.strategy import Strategy
 
+if TYPE_CHECKING:
+    from llmscale.dry_run.comparison import Comparison
 
-def request_as_dict(request: Request) -> dict[str, object]:
+
+def search_as_dict(search: Search) -> dict[str, object]:
     """Model, machines and what was assumed."""
-    machines = request.job.machines
+    job, machines = search.job, search.job.machines
     return {
-        "shape": {**asdict(request.job.shape), "num_parameters": request.job.shape.num_parameters},
-        "global_batch_size": request.job.global_batch_size,
-        "gpu": asdict(request.gpu),
-        "interconnect": request.interconnect.name,
+        "shape": {**asdict(job.shape), "num_parameters": job.shape.num_parameters},
+        "global_batch_size": job.global_batch_size,
+        "gpu": asdict(search.gpu),
+        "interconnect": search.interconnect.name,
         "machines": {**asdict(machines), "world_size": machines.world_size},
         "assumed": {"reserved_per_allocated": RESERVED_PER_ALLOCATED},
     }
 
 
-def rows_as_dict(rows: Rows, names: list[str] | None) -> dict[str, object]:
+def ranking_as_dict(ranking: Ranking, names: list[str] | None) -> dict[str, object]:
     """Every row, and the one to take."""
-    chosen = rows.recommendation
+    chosen = ranking.recommendation
     return {
         "rows": [
             {"ds_config": name, **_row_as_dict(row)}
-            for row, name in zip(rows.rows, names or itertools.repeat(None, len(rows.rows)), strict=True)
+            for row, name in zip(ranking.configs, names or itertools.repeat(None, len(ranking.configs)), strict=True)
         ],
         "recommended": None if chosen is None else {"row": chosen.index, "why": chosen.why},
     }
@@ -67,7 +70,7 @@ def estimate_as_dict(estimate: MemoryEstimate) -> dict[str, object]:
     }
 
 
-def _row_as_dict(row: Row) -> dict[str, object]:
+def _row_as_dict(row: RankedConfig) -> dict[str, object]:
     fit = row.fit
     return {
         "strategy": strategy_as_dict(fit.strategy),
@@ -87,6 +90,20 @@ def _fit_as_dict(fit: Fit) -> dict[str, object]:
         "spare_bytes": fit.spare_bytes,
         "host_bytes_per_node": fit.host_bytes_per_node,
         "nvme_bytes_per_node": fit.nvme_bytes_per_node,
+    }
+
+
+def comparison_as_dict(comparison: Comparison) -> dict[str, object]:
+    """Dry run and closed form, phase by phase."""
+    return {
+        "zero_stage": comparison.fit.strategy.zero_stage,
+        "seconds": comparison.dry_run.seconds,
+        "resident": comparison.dry_run.resident.as_dict(),
+        "least_gpu_bytes": comparison.dry_run.least_gpu_bytes,
+        "phases": {
+            phase: {"dry_run": counted.as_dict(), "closed_form": calculated.as_dict()}
+            for phase, (counted, calculated) in comparison.phases.items()
+        },
     }
 
 

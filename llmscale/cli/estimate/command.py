@@ -18,7 +18,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `estimate`."""
     parser = subparsers.add_parser(
         "estimate",
-        help="which ZeRO stage, offload and micro-batch fit your GPUs, and how fast they are",
         description="Every ZeRO stage, offload and activation checkpointing at the largest micro-batch that fits, from "
         "closed formulas, at once. Exit status: 0 something fits, 1 nothing does, 2 the question was wrong.",
     )

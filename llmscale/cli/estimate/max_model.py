@@ -5,26 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 
-from llmscale.cli.estimate.as_json import largest_models_as_list, request_as_dict
+from llmscale.cli.estimate.as_json import largest_models_as_list, search_as_dict
 from llmscale.cli.estimate.request import read_request
 from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
 from llmscale.cli.estimate.table import largest_model_lines
 from llmscale.planning.largest_model import find_largest_models
-from llmscale.planning.strategy import CHECKPOINTING
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when something fits, 1 when nothing does."""
     request = read_request(args)
-    job, mode = request.job, request.config.activation_checkpointing
-    models = find_largest_models(job, request.precision, args.nvme_path, (mode,) if mode else CHECKPOINTING)
+    search, job = request.search, request.search.job
+    models = find_largest_models(search)
     if args.json:
-        values = request_as_dict(request) | {"largest_models": largest_models_as_list(models)}
+        values = search_as_dict(search) | {"largest_models": largest_models_as_list(models)}
         del values["shape"]
         print(json.dumps(values, indent=1))
     else:
         print(
-            f"The largest GPT that fits {request.machines_in_words}, {request.precision}: sequences of "
+            f"The largest GPT that fits {request.machines_in_words}, {search.precision}: sequences of "
             f"{job.shape.seq_len:,}, vocabulary {job.shape.vocab_size:,}, micro-batch {job.micro_batch_size or 1}"
         )
         print()

@@ -1,25 +1,29 @@
-"""From the arguments of `llmscale estimate` to a job, through the functions that resolve a training run. No torch."""
+"""From the arguments of `llmscale estimate` to a search, by the functions that resolve a training run. No torch."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
-from llmscale.config.hardware import GPU, custom_gpu, get_gpu
-from llmscale.config.interconnect import Interconnect, get_interconnect
+from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
+from llmscale.config.interconnect import get_interconnect
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_shape
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.planning.largest_micro_batch import Job, Machines
+from llmscale.planning.largest_micro_batch import Job, Machines, Search
+from llmscale.planning.strategy import CHECKPOINTING
 
 GIB = 2**30
+#: Of --max-model and --hf: what a preset decides is set below or not used.
+_ANY_MODEL = "gpt3-125m"
 #: Keys of a RunConfig that are flags here too.
-RUN_KEYS = (
+_RUN_KEYS = (
     *("model", "n_layer", "n_head", "n_embd", "activation", "dropout", "bias", "global_batch_size"),
     *("micro_batch_size", "precision", "activation_checkpointing"),
 )
@@ -28,40 +32,56 @@ _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
 
 
 @dataclass(frozen=True)
-class Request:
-    """What was asked, resolved as train.py would."""
+class EstimateRequest:
+    """What was asked."""
 
-    config: RunConfig
-    job: Job
-    gpu: GPU
-    interconnect: Interconnect
-    precision: Precision
-    """The flag's; else bf16, or fp16 on a card without it. A ds_config's own is only overridden by the flag."""
+    given: Mapping[str, object]
+    """What the user said of the run, in the keys of train.py."""
+    search: Search
 
     @property
     def machines_in_words(self) -> str:
-        return self.job.machines.in_words(f"{self.gpu.name} ({self.gpu.memory_gib:g} GiB)")
+        gpu = self.search.gpu
+        return self.search.job.machines.in_words(f"{gpu.name} ({gpu.memory_gib:g} GiB)")
 
 
-def read_request(args: argparse.Namespace) -> Request:
+def read_request(args: argparse.Namespace) -> EstimateRequest:
     """Raises ConfigError for whatever cannot be."""
     gpu = read_gpu(args)
     machines = read_machines(args, gpu)
-    given = {key: getattr(args, key) for key in RUN_KEYS if getattr(args, key) is not None}
-    if "model" not in given:
-        given["model"] = "gpt3-125m"  # of --max-model and --hf: what a preset decides is set below or not used
-    config = build_run_config(dict(given))
+    given = {key: getattr(args, key) for key in _RUN_KEYS if getattr(args, key) is not None}
+    config = build_run_config({"model": _ANY_MODEL, **given})
+    mode = config.activation_checkpointing
+    search = Search(
+        _read_job(args, config, machines),
+        gpu,
+        get_interconnect(args.interconnect),
+        usable_precision(config.precision, gpu),
+        (mode,) if mode else CHECKPOINTING,
+        args.nvme_path,
+        [_read_ds_file(path, config, gpu) for path in args.ds or ()],
+    )
+    return EstimateRequest({key: getattr(config, key) for key in given}, search)
+
+
+def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -> Job:
+    """Shape and global batch, as train.py would resolve them."""
     seq_len = _read_seq_len(args)
     if args.model is None and config.global_batch_size is None:
         world_size = machines.world_size
         batch = -(-_MAX_MODEL_BATCH // world_size) * world_size
         config = config.model_copy(update={"global_batch_size": batch})
     # Of the data set only these matter; its size would decide the number of steps.
-    facts = SetFacts(vocab_size=args.vocab_size, seq_len=seq_len, num_train_samples=1)
-    shape = resolve_shape(config, facts)
+    shape = resolve_shape(config, SetFacts(vocab_size=args.vocab_size, seq_len=seq_len, num_train_samples=1))
     plan = resolve_batch(config, seq_len, machines.world_size)
-    job = Job(shape, plan.global_batch_size, machines, config.micro_batch_size)
-    return Request(config, job, gpu, get_interconnect(args.interconnect), _read_precision(config, gpu))
+    return Job(shape, plan.global_batch_size, machines, config.micro_batch_size)
+
+
+def _read_ds_file(path: Path, config: RunConfig, gpu: GPU) -> tuple[DsConfig, CheckpointingMode]:
+    """A ds_config with its checkpointing mode, overridden by the flags as train.py does. Raises ConfigError."""
+    ds = read_ds_config(path).with_flags(config.precision, config.gradient_clipping)
+    usable_precision(ds.precision, gpu, f"{path}: ")
+    return ds, config.activation_checkpointing or ds.checkpointing
 
 
 def read_gpu(args: argparse.Namespace) -> GPU:
@@ -81,19 +101,6 @@ def read_gpu(args: argparse.Namespace) -> GPU:
     return custom_gpu(args.gpu_memory_gib, args.bf16_tflops)
 
 
-def read_ds_files(paths: list[Path], request: Request) -> list[tuple[DsConfig, CheckpointingMode]]:
-    """Each ds_config with its checkpointing mode, overridden by the flags as train.py does. Raises ConfigError."""
-    configs = []
-    for path in paths:
-        ds = read_ds_config(path)
-        if request.config.precision is not None:
-            ds = ds.with_precision(request.config.precision)
-        _check_bf16(ds.precision, request.gpu, f"{path}: ")
-        mode = request.config.activation_checkpointing or ds.checkpointing
-        configs.append((ds, mode))
-    return configs
-
-
 def read_machines(args: argparse.Namespace, gpu: GPU) -> Machines:
     """Raises ConfigError for sizes that cannot be."""
     for flag, value in (("--num-gpus", args.num_gpus), ("--num-nodes", args.num_nodes)):
@@ -109,7 +116,7 @@ def read_machines(args: argparse.Namespace, gpu: GPU) -> Machines:
 def read_hf_precision(args: argparse.Namespace, gpu: GPU) -> Precision:
     """As for our own model."""
     given = {} if args.precision is None else {"precision": args.precision}
-    return _read_precision(build_run_config(dict(given)), gpu)
+    return usable_precision(build_run_config(dict(given)).precision, gpu)
 
 
 def _read_seq_len(args: argparse.Namespace) -> int:
@@ -118,18 +125,3 @@ def _read_seq_len(args: argparse.Namespace) -> int:
             raise ConfigError(f"--seq-len must be at least 1, not {args.seq_len}.")
         return int(args.seq_len)
     return get_preset(args.model).seq_len if args.model is not None else _MAX_MODEL_SEQ_LEN
-
-
-def _read_precision(config: RunConfig, gpu: GPU) -> Precision:
-    if config.precision is None:
-        return "bf16" if gpu.has_bf16 else "fp16"
-    _check_bf16(config.precision, gpu, "")
-    return config.precision
-
-
-def _check_bf16(precision: Precision, gpu: GPU, where: str) -> None:
-    if precision in ("bf16", "autocast") and not gpu.has_bf16:
-        raise ConfigError(
-            f"{where}a {gpu.name} has no bf16 arithmetic. Use fp16: --precision fp16, or a ds_config such as "
-            "ds_configs/zero2_fp16.json."
-        )

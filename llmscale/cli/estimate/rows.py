@@ -7,19 +7,21 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmscale.cli.estimate.as_json import request_as_dict, rows_as_dict
-from llmscale.cli.estimate.emit import emit_ds_config
-from llmscale.cli.estimate.request import Request, read_ds_files, read_request
-from llmscale.cli.estimate.simulation import Simulation, simulate, simulation_lines
-from llmscale.cli.estimate.table import legend_lines, moment_lines, row_lines
+from llmscale.cli.estimate.as_json import comparison_as_dict, ranking_as_dict, search_as_dict
+from llmscale.cli.estimate.request import EstimateRequest, read_request
+from llmscale.cli.estimate.table import comparison_lines, legend_lines, moment_lines, row_lines
 from llmscale.cli.train_command import data_words, train_command
 from llmscale.config.choices import preset_words
+from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.user_paths import check_output_file
+from llmscale.dry_run.comparison import Comparison, compare_with_dry_run
+from llmscale.errors import ConfigError
+from llmscale.files.whole import write_output
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.largest_micro_batch import Fit, find_fits, find_largest_fit
-from llmscale.planning.ranked_configs import Row, Rows, build_rows
-from llmscale.planning.recommend import find_cheapest_change, find_enough_nodes, nearest_fit
-from llmscale.planning.strategy import CHECKPOINTING
+from llmscale.planning.largest_micro_batch import Fit, Search
+from llmscale.planning.ranked_configs import Ranking, rank_configs
+from llmscale.planning.recommend import Shortfall, find_shortfall, nearest_fit
+from llmscale.planning.strategy import strategy_ds_config
 
 EXIT_NOTHING_FITS = 1
 #: What train.py must be told again of what the user said here.
@@ -33,51 +35,54 @@ def run(args: argparse.Namespace) -> int:
         check_output_file("--emit", args.emit, overwrite=args.force)
     if args.plot is not None:
         check_output_file("--plot", args.plot, overwrite=True)
-    rows, names = _build(args, request)
-    simulations = _simulate(request, rows, names) if args.dry_run else []
+    ranking = rank_configs(request.search)
+    names = _names([ds.source for ds, _ in request.search.files])
+    dry_runs = _dry_runs(request.search, ranking) if args.dry_run else []
     if args.json:
-        simulated = [simulation.as_dict() for simulation in simulations]
-        print(json.dumps(request_as_dict(request) | rows_as_dict(rows, names) | {"dry_runs": simulated}, indent=1))
+        values = search_as_dict(request.search) | ranking_as_dict(ranking, names)
+        print(json.dumps(values | {"dry_runs": [comparison_as_dict(dry_run) for dry_run in dry_runs]}, indent=1))
     else:
-        for line in _lines(request, rows, names, simulations):
+        for line in _lines(request, ranking, names, dry_runs):
             print(line)
     if args.plot is not None:
-        _plot(args.plot, request, rows, names)
-    if args.emit is not None and rows.recommended is not None:
-        emit_ds_config(args.emit, rows.recommended.fit, args.nvme_path)
+        _plot(args.plot, request, ranking, names)
+    if args.emit is not None and ranking.recommended is not None:
+        _emit(args.emit, ranking.recommended.fit, request.search.nvme_path)
     if not args.json:
-        for line in _last_lines(args, request, rows):
+        for line in _last_lines(request, ranking, args.emit):
             print(line)
-    return 0 if rows.recommendation else EXIT_NOTHING_FITS
+    return 0 if ranking.recommendation else EXIT_NOTHING_FITS
 
 
-def _build(args: argparse.Namespace, request: Request) -> tuple[Rows, list[str] | None]:
-    """The rows; and the files' names where --ds gives them."""
-    job, mode = request.job, request.config.activation_checkpointing
-    if args.ds is None:
-        fits = find_fits(job, request.precision, args.nvme_path, (mode,) if mode else CHECKPOINTING)
-    else:
-        fits = [find_largest_fit(ds, job, mode) for ds, mode in read_ds_files(args.ds, request)]
-    names = None if args.ds is None else [_short(path, args.ds) for path in args.ds]
-    return build_rows(fits, job, request.gpu, request.interconnect), names
+def _names(paths: list[str]) -> list[str] | None:
+    """The files' names, with their folders where two are called alike; None where there are no files."""
+    names = [Path(path).name for path in paths]
+    return [name if names.count(name) == 1 else path for name, path in zip(names, paths, strict=True)] or None
 
 
-def _short(path: Path, paths: list[Path]) -> str:
-    """The file's name, with its folder where two are called alike."""
-    return path.name if [other.name for other in paths].count(path.name) == 1 else str(path)
-
-
-def _simulate(request: Request, rows: Rows, names: list[str] | None) -> list[Simulation]:
+def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     """Of every file, else of the recommended row, else of the one that misses least."""
-    fits = [row.fit for row in rows.rows]
-    if names is None:
-        fits = [rows.recommended.fit if rows.recommended else nearest_fit(fits)]
-    return [simulate(fit, request.job.shape) for fit in fits]
+    fits = ranking.fits
+    if not search.files:
+        fits = [ranking.recommended.fit if ranking.recommended else nearest_fit(fits)]
+    return [compare_with_dry_run(fit, search.job.shape) for fit in fits]
 
 
-def _lines(request: Request, rows: Rows, names: list[str] | None, simulations: list[Simulation]) -> Iterator[str]:
-    shape, job = request.job.shape, request.job
-    model = request.config.model if "model" in request.config.model_fields_set else "model"
+def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
+    """Write the row's ds_config, all of it or nothing. Raises ConfigError."""
+    config = strategy_ds_config(fit.strategy, fit.layout.precision, nvme_path)
+    parse_ds_config(config, str(path))
+    try:
+        write_output(path, json.dumps(config, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--emit {path} cannot be written: {error.strerror or error}.") from None
+
+
+def _lines(
+    request: EstimateRequest, ranking: Ranking, names: list[str] | None, dry_runs: list[Comparison]
+) -> Iterator[str]:
+    job = request.search.job
+    shape, model = job.shape, str(request.given.get("model", "model"))
     yield (
         f"{model}: {shape.num_parameters:,} parameters ({shape.n_layer} layers, {shape.n_head} heads, width "
         f"{shape.n_embd}, vocabulary {shape.vocab_size:,}), sequences of {shape.seq_len:,}"
@@ -85,28 +90,27 @@ def _lines(request: Request, rows: Rows, names: list[str] | None, simulations: l
     reshaped = preset_words(model, shape, "a") if model != "model" else None
     if reshaped:
         yield f"  {reshaped}"
-    precisions = " and ".join(sorted({row.fit.layout.precision for row in rows.rows}))
+    precisions = " and ".join(sorted({fit.layout.precision for fit in ranking.fits}))
     yield (
         f"on {request.machines_in_words}, {precisions}, global batch {job.global_batch_size:,} sequences = "
         f"{job.global_batch_size * shape.seq_len:,} tokens"
     )
     yield ""
-    chosen = rows.recommendation.index if rows.recommendation else None
-    yield from row_lines(rows.rows, chosen, names)
+    chosen = ranking.recommendation.index if ranking.recommendation else None
+    yield from row_lines(ranking.configs, chosen, names)
     yield ""
-    yield from legend_lines(rows.rows)
+    yield from legend_lines(ranking.configs)
     if names is not None:
-        for row, name in zip(rows.rows, names, strict=True):
-            yield from _explain(row, name)
-    for simulation in simulations:
+        for fit, name in zip(ranking.fits, names, strict=True):
+            yield from _explain(fit, name)
+    for dry_run in dry_runs:
         yield ""
-        yield from simulation_lines(simulation)
+        yield from comparison_lines(dry_run)
     yield ""
 
 
-def _explain(row: Row, name: str) -> Iterator[str]:
+def _explain(fit: Fit, name: str) -> Iterator[str]:
     """One ds_config moment by moment."""
-    fit = row.fit
     yield ""
     yield (
         f"{name}: {fit.strategy.describe()}, {fit.layout.precision}, "
@@ -117,70 +121,66 @@ def _explain(row: Row, name: str) -> Iterator[str]:
     yield from moment_lines(fit.estimate.moments, fit.estimate.peak_moment)
 
 
-def _last_lines(args: argparse.Namespace, request: Request, rows: Rows) -> Iterator[str]:
+def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None) -> Iterator[str]:
     """What to take, or what is missing."""
-    if rows.recommendation is None or rows.recommended is None:
-        yield from _nothing_fits(args, request, [row.fit for row in rows.rows])
+    search = request.search
+    if ranking.recommendation is None or ranking.recommended is None:
+        yield from _shortfall_lines(find_shortfall(search, ranking.fits))
         return
-    fit = rows.recommended.fit
-    name = args.ds[rows.recommendation.index].name if args.ds else fit.strategy.describe()
-    yield f"* {name}, micro-batch {fit.plan.micro_batch_size}: {rows.recommendation.why}"
-    ds_path = args.ds[rows.recommendation.index] if args.ds else args.emit
-    if args.emit is not None:
-        yield f"  written: {args.emit}"
+    fit = ranking.recommended.fit
+    ds_path = Path(fit.ds.source) if search.files else emitted
+    name = Path(fit.ds.source).name if search.files else fit.strategy.describe()
+    yield f"* {name}, micro-batch {fit.plan.micro_batch_size}: {ranking.recommendation.why}"
+    if emitted is not None:
+        yield f"  written: {emitted}"
     if ds_path is not None:
-        given = {key: getattr(request.config, key) for key in _GIVEN_KEYS if key in request.config.model_fields_set}
+        given = {key: request.given[key] for key in _GIVEN_KEYS if key in request.given}
         yield f"  {train_command(str(ds_path), fit, given)}"
-        yield f"  {data_words(request.job.shape.seq_len, request.job.shape.vocab_size)}"
+        yield f"  {data_words(search.job.shape.seq_len, search.job.shape.vocab_size)}"
     else:
         yield "  --emit FILE writes its ds_config and prints the train.py command."
 
 
-def _nothing_fits(args: argparse.Namespace, request: Request, fits: list[Fit]) -> Iterator[str]:
+def _shortfall_lines(shortfall: Shortfall) -> Iterator[str]:
     """By how much, and the cheapest change."""
-    nearest, job = nearest_fit(fits), request.job
+    nearest, change = shortfall.nearest, shortfall.change
     if nearest.spare_bytes < 0:
         missing = f"{format_size(-nearest.spare_bytes)} more per GPU"
     else:
         missing = f"{format_size(-(nearest.host_spare_bytes or 0))} more host memory per node"
     where = f"{nearest.strategy.describe()}, micro-batch {nearest.plan.micro_batch_size}"
     yield f"Nothing fits. The row that misses least needs {missing}: {where}."
-    # Where the user fixed something, giving that up may be enough; with all strategies tried, only GPUs are left.
-    change = None
-    if args.ds is not None or job.micro_batch_size is not None or request.config.activation_checkpointing is not None:
-        change = find_cheapest_change(job, fits)
     if change is not None:
         yield f"The smallest change that fits: {change.describe()}: {change.fit.strategy.describe()}."
-        return
-    enough = find_enough_nodes(job, fits)
-    if enough is None:
+    elif shortfall.more_nodes is None:
         yield "More GPUs do not help: a shorter --seq-len or a smaller model does (--max-model finds the largest)."
-        return
-    machines, fit = enough
-    yield (
-        f"The cheapest change: {machines.world_size} GPUs (--num-nodes {machines.num_nodes}), "
-        f"{fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size} ({format_size(fit.spare_bytes)} to spare)."
-    )
+    else:
+        machines, fit = shortfall.more_nodes
+        yield (
+            f"The cheapest change: {machines.world_size} GPUs (--num-nodes {machines.num_nodes}), "
+            f"{fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size} "
+            f"({format_size(fit.spare_bytes)} to spare)."
+        )
 
 
-def _plot(path: Path, request: Request, rows: Rows, names: list[str] | None) -> None:
+def _plot(path: Path, request: EstimateRequest, ranking: Ranking, names: list[str] | None) -> None:
     from llmscale.report.memory_plot import MemoryBar, plot_memory
 
-    chosen = rows.recommendation.index if rows.recommendation else None
+    chosen = ranking.recommendation.index if ranking.recommendation else None
     bars = [
         MemoryBar(
-            label=_label(row.fit, names[index] if names else None),
-            peak=row.fit.estimate.peak,
-            reserve_bytes=row.fit.estimate.reserve_bytes,
-            context_bytes=row.fit.estimate.context_bytes,
-            fits=row.fit.fits,
+            label=_label(fit, names[index] if names else None),
+            peak=fit.estimate.peak,
+            reserve_bytes=fit.estimate.reserve_bytes,
+            context_bytes=fit.estimate.context_bytes,
+            fits=fit.fits,
             recommended=index == chosen,
         )
-        for index, row in enumerate(rows.rows)
+        for index, fit in enumerate(ranking.fits)
     ]
-    model = request.config.model if "model" in request.config.model_fields_set else ""
-    title = f"{model} on {request.machines_in_words}, sequences of {request.job.shape.seq_len:,}"
-    plot_memory(path, bars, request.job.machines.gpu_bytes, title)
+    job, model = request.search.job, request.given.get("model", "")
+    title = f"{model} on {request.machines_in_words}, sequences of {job.shape.seq_len:,}"
+    plot_memory(path, bars, job.machines.gpu_bytes, title)
 
 
 def _label(fit: Fit, name: str | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from llmscale.config.hardware import GPU_TABLE_HEAD, gpu_table_rows
 from llmscale.memory.breakdown import Breakdown
@@ -10,8 +11,11 @@ from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
 from llmscale.memory.format_bytes import GIB, format_size
 from llmscale.planning.largest_micro_batch import Fit
 from llmscale.planning.largest_model import LargestModel
-from llmscale.planning.ranked_configs import Row
+from llmscale.planning.ranked_configs import RankedConfig
 from llmscale.planning.throughput import Throughput
+
+if TYPE_CHECKING:
+    from llmscale.dry_run.comparison import Comparison
 
 #: Heads of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
@@ -30,7 +34,9 @@ def align(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield " ".join(cells).rstrip()
 
 
-def row_lines(rows: Sequence[Row], recommended: int | None, names: Sequence[str] | None = None) -> Iterator[str]:
+def row_lines(
+    rows: Sequence[RankedConfig], recommended: int | None, names: Sequence[str] | None = None
+) -> Iterator[str]:
     """One line a row, GiB; `names` are ds_configs' files, else stages are set apart. `*` marks the recommended one."""
     some_host = any(row.fit.host_bytes_per_node for row in rows)
     some_nvme = any(row.fit.nvme_bytes_per_node for row in rows)
@@ -48,7 +54,7 @@ def row_lines(rows: Sequence[Row], recommended: int | None, names: Sequence[str]
     yield from align(head, table)
 
 
-def _row_cells(row: Row) -> list[str]:
+def _row_cells(row: RankedConfig) -> list[str]:
     fit, estimate = row.fit, row.fit.estimate
     mode = fit.strategy.checkpointing
     return [
@@ -60,7 +66,7 @@ def _row_cells(row: Row) -> list[str]:
     ]
 
 
-def _rate_cells(row: Row) -> list[str]:
+def _rate_cells(row: RankedConfig) -> list[str]:
     if row.throughput is None or not row.fit.fits:
         return ["-", "-"]
     mfu = row.throughput.mfu
@@ -78,7 +84,7 @@ def verdict(fit: Fit) -> str:
     return f"{fit.spare_bytes / GIB:.1f} free"
 
 
-def legend_lines(rows: Sequence[Row]) -> Iterator[str]:
+def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
     """What the columns mean, and what in them is assumed."""
     yield "GiB per GPU at the peak; host and NVMe in GiB per node; batch: micro-batch x accumulation."
     reserve = f"{RESERVED_PER_ALLOCATED - 1:.0%}"
@@ -130,6 +136,29 @@ def moment_lines(moments: Mapping[str, Breakdown], peak: str) -> Iterator[str]:
         for name, moment in moments.items()
     ]
     yield from align(head, table)
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[str]:
+    """Both breakdowns of each phase, GiB."""
+    fit = comparison.fit
+    yield (
+        f"dry run: {fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size}; the real DeepSpeed engine on "
+        f"fake tensors as rank 0 of {fit.plan.ranks.world_size}, {comparison.dry_run.seconds:.0f} s"
+    )
+    head = ["", "phase", "by", *CATEGORIES, "allocated", "difference"]
+    table: list[list[str]] = []
+    phases = comparison.phases
+    for phase, (counted, calculated) in phases.items():
+        difference = calculated.total_bytes / counted.total_bytes - 1
+        table.append(["", phase, "dry run", *breakdown_cells(counted), gib(counted.total_bytes), ""])
+        numbers = [*breakdown_cells(calculated), gib(calculated.total_bytes), f"{difference:+.1%}"]
+        table.append(["", "", "closed form", *numbers])
+    yield from align(head, table)
+    least, peak = comparison.dry_run.least_gpu_bytes, max(counted.total_bytes for counted, _ in phases.values())
+    yield (
+        f"  least that the caching allocator can do with: {gib(least)} GiB, {least / peak - 1:+.1%} "
+        f"(assumed above: {RESERVED_PER_ALLOCATED - 1:+.0%})"
+    )
 
 
 def largest_model_lines(models: Sequence[LargestModel]) -> Iterator[str]:

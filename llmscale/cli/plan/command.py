@@ -18,7 +18,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `plan`."""
     parser = subparsers.add_parser(
         "plan",
-        help="what a budget trains, or what a model costs: size, tokens, steps, hours, money, disk",
         description="From one goal, or a model and one goal, to a whole plan, by published scaling laws. Numbers may "
         "have a suffix: 124M, 70B, 1.4T, 300e9. Exit status: 0 planned, 1 the model fits the GPUs in no way, 2 the "
         "question was wrong.",
@@ -157,16 +156,16 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.cli.plan import request as plan_request
     from llmscale.planning.run_plan import make_plan
 
-    question, terms = plan_request.read_question(args)
+    request = plan_request.read_request(args)
     if args.plot is not None:
         check_output_file("--plot", args.plot, overwrite=True)
-    plan = make_plan(question)
+    plan = make_plan(request)
     if args.json:
-        print(plan_output.to_json(question, plan, terms))
+        print(plan_output.to_json(request, plan))
     else:
-        for line in plan_output.plan_lines(question, plan, terms):
+        for line in plan_output.plan_lines(request, plan, is_pue_given=args.pue is not None):
             print(line)
     if args.plot is not None:
-        plan_output.draw(args.plot, question, plan)
+        plan_output.draw(args.plot, request, plan)
     nothing_fits = plan.placement is not None and plan.placement.row is None
     return 1 if nothing_fits else 0

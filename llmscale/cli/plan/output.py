@@ -9,18 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmscale.cli.estimate.table import align
-from llmscale.cli.plan.request import Terms
 from llmscale.cli.train_command import data_words, train_command
 from llmscale.config.choices import preset_words
 from llmscale.config.hardware import GPUS
 from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.cost import energy_kwh, price_usd
 from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
 from llmscale.planning.law_table import LawRow, central, law_rows
 from llmscale.planning.placement import Placement
-from llmscale.planning.run_plan import Lifetime, Plan, Question
+from llmscale.planning.run_plan import Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
 
 _TIB = 2**40
@@ -30,18 +28,18 @@ _SIZES = ("n_layer", "n_head", "n_embd")
 _WIDTH = 112
 
 
-def plan_lines(question: Question, plan: Plan, terms: Terms) -> Iterator[str]:
+def plan_lines(request: PlanRequest, plan: Plan, *, is_pue_given: bool) -> Iterator[str]:
     """The whole answer."""
-    yield from _law_lines(question, plan)
+    yield from _law_lines(request, plan)
     yield ""
-    yield from _run_lines(question, plan)
+    yield from _run_lines(request, plan)
     if plan.placement is not None:
-        yield from _placement_lines(question, plan, plan.placement, terms)
-    elif question.gpus is None:
+        yield from _placement_lines(request, plan, plan.placement, is_pue_given)
+    elif request.gpus is None:
         yield _line("GPUs", "--gpu NAME adds hours, energy, the ZeRO row, and with --price-per-gpu-hour the cost")
     if plan.lifetime is not None:
-        yield from _lifetime_lines(question, plan, plan.lifetime, terms)
-    yield from _hint_lines(question, plan)
+        yield from _lifetime_lines(request, plan, plan.lifetime)
+    yield from _hint_lines(request, plan)
 
 
 def _line(name: str, text: str) -> str:
@@ -49,12 +47,12 @@ def _line(name: str, text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
 
 
-def _law_lines(question: Question, plan: Plan) -> Iterator[str]:
+def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     yield f"Optimal for {plan.flops:.3g} FLOPs = {plan.flops / PF_DAY_FLOPS:,.4g} PF-days (C = 6 N D) of training:"
     rows = law_rows(plan.flops)
     cells = [
         [
-            "*" if row.name == question.law.name else "",
+            "*" if row.name == request.law.name else "",
             row.name,
             _with_range(row.num_parameters),
             _with_range(row.tokens),
@@ -84,7 +82,7 @@ def _with_range(value: Interval | float) -> str:
     return format_quantity(value)
 
 
-def _run_lines(question: Question, plan: Plan) -> Iterator[str]:
+def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     shape, preset = plan.shape, PRESETS[plan.preset]
     yield _line(
         "model",
@@ -103,7 +101,7 @@ def _run_lines(question: Question, plan: Plan) -> Iterator[str]:
     loss = f"{central(plan.loss):.3f}"
     if isinstance(plan.loss, Interval):
         loss += f" ({plan.loss.low:.3f}-{plan.loss.high:.3f})"
-    yield _line("loss", f"{loss} nats per token by {question.law.name}, on text and a tokenizer like theirs")
+    yield _line("loss", f"{loss} nats per token by {request.law.name}, on text and a tokenizer like theirs")
     disk = plan.disk
     yield _line(
         "disk",
@@ -112,12 +110,12 @@ def _run_lines(question: Question, plan: Plan) -> Iterator[str]:
     )
 
 
-def _placement_lines(question: Question, plan: Plan, placement: Placement, terms: Terms) -> Iterator[str]:
-    if question.gpus is None:
+def _placement_lines(request: PlanRequest, plan: Plan, placement: Placement, is_pue_given: bool) -> Iterator[str]:
+    if request.gpus is None:
         return
-    gpu, machines = question.gpus.gpu, placement.machines
-    found = " (the fewest nodes that hold it)" if question.gpus.num_nodes is None and machines.num_nodes > 1 else ""
-    yield _line("GPUs", f"{machines.in_words(gpu.name)}, {question.gpus.precision}{found}")
+    gpu, machines = request.gpus.gpu, placement.machines
+    found = " (the fewest nodes that hold it)" if request.gpus.num_nodes is None and machines.num_nodes > 1 else ""
+    yield _line("GPUs", f"{machines.in_words(gpu.name)}, {request.gpus.precision}{found}")
     if placement.row is None:
         yield _line("ZeRO", f"nothing fits these GPUs: {placement.why}")
     else:
@@ -137,52 +135,43 @@ def _placement_lines(question: Question, plan: Plan, placement: Placement, terms
         return
     yield _line("speed", f"{speed:,.0f} tokens/s at {placement.mfu:.0%} MFU ({placement.calibration})")
     yield _line("time", f"{_duration(plan.hours)}; {plan.gpu_hours:,.0f} GPU-hours")
-    if gpu.power_w is not None:
-        assumed = "" if terms.is_pue_given else " (assumed)"
+    if plan.energy_kwh is not None:
+        assumed = "" if is_pue_given else " (assumed)"
         yield _line(
             "energy",
-            f"{_energy(energy_kwh(plan.gpu_hours, gpu.power_w, terms.pue))}: boards at their limit of "
-            f"{gpu.power_w:g} W, PUE {terms.pue:g}{assumed}; hosts and network not counted",
+            f"{_energy(plan.energy_kwh)}: boards at their limit of "
+            f"{gpu.power_w:g} W, PUE {request.pue:g}{assumed}; hosts and network not counted",
         )
-    if terms.price_per_gpu_hour is not None:
-        cost = price_usd(plan.gpu_hours, terms.price_per_gpu_hour)
-        yield _line("cost", f"${cost:,.0f} at ${terms.price_per_gpu_hour:g} per GPU-hour")
+    if plan.cost_usd is not None:
+        yield _line("cost", f"${plan.cost_usd:,.0f} at ${request.usd_per_gpu_hour:g} per GPU-hour")
 
 
-def _lifetime_lines(question: Question, plan: Plan, lifetime: Lifetime, terms: Terms) -> Iterator[str]:
+def _lifetime_lines(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Iterator[str]:
     other = lifetime.training_optimal
-    served = format_quantity(question.inference_tokens)
+    served = format_quantity(request.inference_tokens)
     yield _line("inference", f"{served} tokens: {lifetime.inference_flops:.3g} FLOPs (2 N D, attention not counted)")
     unit = "FLOPs"
-    if question.inference_mfu is not None and plan.placement is not None and plan.placement.mfu is not None:
-        unit = f"FLOPs of training (serving at {question.inference_mfu:.0%} MFU, training at {plan.placement.mfu:.0%})"
+    if request.inference_mfu is not None and plan.placement is not None and plan.placement.mfu is not None:
+        unit = f"FLOPs of training (serving at {request.inference_mfu:.0%} MFU, training at {plan.placement.mfu:.0%})"
     total = f"{lifetime.total_flops:.3g} {unit}"
-    price = _price_per_flop(question, plan, terms)
-    if price is not None:
-        total += f" = ${lifetime.total_flops * price:,.0f}"
+    if plan.usd_per_flop is not None:
+        total += f" = ${lifetime.total_flops * plan.usd_per_flop:,.0f}"
     yield _line("lifetime", f"{total} for training and inference together")
     saved = 1 - lifetime.total_flops / lifetime.training_optimal_total_flops
     more = f"{saved:.0%} less" if saved >= 0 else f"{-saved:.0%} more"
     yield _line(
         "",
         f"{more} than the model of the same loss that is cheapest to train, {_describe(other)}: "
-        f"{other.flops:.3g} + {inference_flops(other.num_parameters, question.inference_tokens):.3g} FLOPs",
+        f"{other.flops:.3g} + {inference_flops(other.num_parameters, request.inference_tokens):.3g} FLOPs",
     )
-    if question.inference_mfu is None:
+    if request.inference_mfu is None:
         yield _line(
             "",
             "served at the MFU of training; producing one token at a time is slower by far: --inference-mfu",
         )
 
 
-def _price_per_flop(question: Question, plan: Plan, terms: Terms) -> float | None:
-    """Dollars per 6 N D FLOP of training, at this plan's speed."""
-    if terms.price_per_gpu_hour is None or plan.gpu_hours is None:
-        return None
-    return price_usd(plan.gpu_hours, terms.price_per_gpu_hour) / plan.flops
-
-
-def _hint_lines(question: Question, plan: Plan) -> Iterator[str]:
+def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """The words of the commands that come next."""
     shape, preset = plan.shape, PRESETS[plan.preset]
     keys: dict[str, object] = {"model": plan.preset}
@@ -190,12 +179,12 @@ def _hint_lines(question: Question, plan: Plan) -> Iterator[str]:
     asked = keys | {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
     asked |= {"global_batch_size": plan.global_batch_size}
     yield ""
-    if plan.placement is None or question.gpus is None:
+    if plan.placement is None or request.gpus is None:
         trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
         yield f"llmscale estimate {_flags(asked)} --gpu NAME --emit ds.json"
         yield f"deepspeed llmscale/train.py --ds ds.json {_flags(trained)}"
         return
-    machines, gpu = plan.placement.machines, question.gpus.gpu
+    machines, gpu = plan.placement.machines, request.gpus.gpu
     if gpu in GPUS:
         asked["gpu"] = gpu.name
     else:
@@ -229,15 +218,15 @@ def _duration(hours: float) -> str:
     return f"{hours:.3g} hours" if hours < 48 else f"{hours / 24:,.1f} days"
 
 
-def to_json(question: Question, plan: Plan, terms: Terms) -> str:
+def to_json(request: PlanRequest, plan: Plan) -> str:
     """Everything, unrounded."""
     return json.dumps(
         {
-            "goal": asdict(question.goal),
+            "goal": asdict(request.goal),
             "flops": plan.flops,
             "pf_days": plan.flops / PF_DAY_FLOPS,
             "laws": [_law_as_dict(row) for row in law_rows(plan.flops)],
-            "law": question.law.name,
+            "law": request.law.name,
             "optimum": {**asdict(plan.optimum), "flops": plan.optimum.flops},
             "shape": {**asdict(plan.shape), "num_parameters": plan.shape.num_parameters},
             "nearest_preset": plan.preset,
@@ -251,7 +240,7 @@ def to_json(question: Question, plan: Plan, terms: Terms) -> str:
                 "checkpoints_bytes": plan.disk.checkpoints_bytes,
                 "total_bytes": plan.disk.total_bytes,
             },
-            "run": _run_as_dict(question, plan, terms),
+            "run": _run_as_dict(request, plan),
             "lifetime": asdict(plan.lifetime) if plan.lifetime else None,
         },
         indent=1,
@@ -264,17 +253,16 @@ def _law_as_dict(row: LawRow) -> dict[str, object]:
     return {"name": row.name, **plain, "source": row.source}
 
 
-def _run_as_dict(question: Question, plan: Plan, terms: Terms) -> dict[str, object] | None:
-    placement, hours = plan.placement, plan.gpu_hours
-    if placement is None or question.gpus is None:
+def _run_as_dict(request: PlanRequest, plan: Plan) -> dict[str, object] | None:
+    placement = plan.placement
+    if placement is None or request.gpus is None:
         return None
-    gpu, fit = question.gpus.gpu, placement.row.fit if placement.row else None
-    power, price = gpu.power_w, terms.price_per_gpu_hour
+    gpu, fit = request.gpus.gpu, placement.row.fit if placement.row else None
     return {
         "gpu": gpu.name,
         "gpus_per_node": placement.machines.gpus_per_node,
         "num_nodes": placement.machines.num_nodes,
-        "precision": question.gpus.precision,
+        "precision": request.gpus.precision,
         "strategy": asdict(fit.strategy) if fit else None,
         "micro_batch_size": fit.plan.micro_batch_size if fit else None,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps if fit else None,
@@ -284,19 +272,19 @@ def _run_as_dict(question: Question, plan: Plan, terms: Terms) -> dict[str, obje
         "calibration": placement.calibration,
         "tokens_per_second": placement.tokens_per_second(plan.shape, gpu),
         "hours": plan.hours,
-        "gpu_hours": hours,
-        "energy_kwh": None if power is None or hours is None else energy_kwh(hours, power, terms.pue),
-        "pue": terms.pue,
-        "cost_usd": None if price is None or hours is None else price_usd(hours, price),
+        "gpu_hours": plan.gpu_hours,
+        "energy_kwh": plan.energy_kwh,
+        "pue": request.pue,
+        "cost_usd": plan.cost_usd,
     }
 
 
-def draw(path: Path, question: Question, plan: Plan) -> None:
+def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
     """Iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
     from llmscale.report.isoflop_plot import plot_isoflops
 
     chosen = Point(plan.shape.num_parameters, plan.tokens, central(plan.loss))
-    law = question.law
+    law = request.law
     interval = law.interval(lambda moved: moved.optimal_parameters(plan.flops))
     plot_isoflops(
         path, law, chosen, interval or law.optimal_parameters(plan.flops), f"{law.name}: loss at equal training FLOPs"

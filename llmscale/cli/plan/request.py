@@ -1,9 +1,8 @@
-"""From the arguments of `llmscale plan` to a question. No torch."""
+"""From the arguments of `llmscale plan` to a request. No torch."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.estimate.request import read_gpu
@@ -11,9 +10,8 @@ from llmscale.config.interconnect import get_interconnect
 from llmscale.config.presets import get_preset
 from llmscale.errors import ConfigError
 from llmscale.planning.cost import DEFAULT_PUE
-from llmscale.planning.flops import PF_DAY_FLOPS
 from llmscale.planning.placement import GPUs
-from llmscale.planning.run_plan import Goal, Question
+from llmscale.planning.run_plan import Goal, PlanRequest
 from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN
 from llmscale.planning.shape_for_size import preset_shape, suggest_shape
 
@@ -25,21 +23,12 @@ _OF_GPUS = ("--budget-usd", "--gpu-hours", "--price-per-gpu-hour", "--mfu", "--i
 _DEFAULT_SEQ_LEN = 2048
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What turns hours into money and energy."""
-
-    price_per_gpu_hour: float | None
-    pue: float
-    is_pue_given: bool
-
-
-def read_question(args: argparse.Namespace) -> tuple[Question, Terms]:
+def read_request(args: argparse.Namespace) -> PlanRequest:
     """Raises ConfigError for whatever cannot be."""
     _check_goals(args)
     _check_machines(args)
     shape = _read_shape(args)
-    question = Question(
+    return PlanRequest(
         goal=_read_goal(args, shape),
         shape=shape,
         law=_LAWS[args.law],
@@ -51,8 +40,9 @@ def read_question(args: argparse.Namespace) -> tuple[Question, Terms]:
         inference_mfu=args.inference_mfu,
         keep_last=args.keep_last,
         keep_every=args.keep_every,
+        usd_per_gpu_hour=args.price_per_gpu_hour,
+        pue=args.pue or DEFAULT_PUE,
     )
-    return question, Terms(args.price_per_gpu_hour, args.pue or DEFAULT_PUE, args.pue is not None)
 
 
 def _given(args: argparse.Namespace, flags: tuple[str, ...]) -> list[str]:
@@ -103,11 +93,11 @@ def _read_shape(args: argparse.Namespace) -> GPTShape | None:
 
 def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:
     if args.budget_usd is not None:
-        return Goal("gpu_hours", args.budget_usd / args.price_per_gpu_hour)
+        return Goal.from_budget(args.budget_usd, args.price_per_gpu_hour)
     if args.gpu_hours is not None:
         return Goal("gpu_hours", args.gpu_hours)
     if args.pf_days is not None:
-        return Goal("flops", args.pf_days * PF_DAY_FLOPS)
+        return Goal.from_pf_days(args.pf_days)
     if args.flops is not None:
         return Goal("flops", args.flops)
     if args.tokens is not None:

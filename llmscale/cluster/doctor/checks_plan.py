@@ -11,13 +11,12 @@ from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import CheckRow, green, red, split_error
 from llmscale.cluster.hostfile import Host
 from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_schedule, resolve_shape
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 
-#: A checkpoint holds the fp32 weights and AdamW's two moments.
-CHECKPOINT_BYTES_PER_PARAMETER = 12
 #: What else a save asks for (llmscale.checkpoint.save.SPARE_BYTES), and the run's logs and samples.
 SPARE_BYTES = 128 * 2**20
 
@@ -38,26 +37,26 @@ def check_plan(
         yield red("batch", *split_error(str(error)))
         return
     yield green("batch", plan.describe())
-    yield from check_disk(facts, hosts[0].name, config, shape.num_parameters, total_steps)
+    checkpoint_bytes = get_optimizer(config.optimizer).state_bytes(shape.architecture)
+    yield from check_disk(facts, hosts[0].name, config, checkpoint_bytes, total_steps)
     if ds is not None:
         yield from check_memory(hosts, facts, config, ds, known)
 
 
 def check_disk(
-    facts: Mapping[str, HostFacts], first_host: str, config: RunConfig, num_parameters: int, total_steps: int
+    facts: Mapping[str, HostFacts], first_host: str, config: RunConfig, checkpoint_bytes: int, total_steps: int
 ) -> Iterator[CheckRow]:
     """Free space where the run folder is, against all checkpoints that will lie there at once."""
     folders = folders_of(facts)
     if first_host not in folders:
         return
     folder = folders[first_host]
-    one_bytes = CHECKPOINT_BYTES_PER_PARAMETER * num_parameters
     count = checkpoints_at_once(config, total_steps)
-    needed_bytes = one_bytes * count + SPARE_BYTES
+    needed_bytes = checkpoint_bytes * count + SPARE_BYTES
     free_bytes = folder.free_bytes + folder.checkpoints_bytes
     found = (
-        f"{format_size(free_bytes)} free for {count} checkpoint{'s' if count > 1 else ''} of {format_size(one_bytes)} "
-        f"each ({format_size(needed_bytes)} with logs) at {folder.exists_at}"
+        f"{format_size(free_bytes)} free for {count} checkpoint{'s' if count > 1 else ''} of "
+        f"{format_size(checkpoint_bytes)} each ({format_size(needed_bytes)} with logs) at {folder.exists_at}"
     )
     if free_bytes < needed_bytes:
         yield red(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 from llmscale.memory.activations.backward_timeline import follow_backward
-from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
+from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.flat_groups import build_flat_groups
 from llmscale.memory.states.stage0 import reduce_in_buckets
@@ -29,7 +29,6 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, layout: EngineLayout) -> 
     """The sums of all gradients in fp32 stay between steps. A gradient in bf16 is added to them at the end of the
     backward pass, or at once with immediate_grad_update."""
     groups = build_flat_groups(tensors, layout)
-    states = sum(3 * tensor_bytes(group.partition, "fp32") + ALLOCATION_BYTES for group in groups)
     tally = Tally()
     low = sum(tensor_bytes(tensor.elements, "bf16") for tensor in tensors.all)
     kept = layout.gradient_accumulation_steps > 1 and not layout.immediate_grad_update
@@ -56,7 +55,7 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, layout: EngineLayout) -> 
         resident=Breakdown(
             parameters_bytes=sum(tensor_bytes(group.elements, "bf16") for group in groups),
             gradients_bytes=sum(tensor_bytes(group.elements, "fp32") for group in groups),
-            optimizer_bytes=states,
+            optimizer_bytes=sum(group.state_bytes for group in groups),
         ),
         forward_course=(forward,) * (tensors.architecture.n_layer + 2),
         backward_course=course,

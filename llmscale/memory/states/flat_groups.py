@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
-from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
+from llmscale.config.optimizers import OptimizerGroup
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout, state_tensor_bytes, tensor_bytes
 
 #: DeepSpeedZeroOptimizer.nccl_start_alignment_factor, in elements.
 _START_ALIGNMENT = 2
@@ -16,8 +17,9 @@ _START_ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """One optimizer group (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__)."""
+    """One of the optimizer's groups (deepspeed/runtime/zero/stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__)."""
 
+    optimizer: OptimizerGroup
     tensors: tuple[ParameterTensor, ...]
     """In the order in which they lie in the flat tensor."""
     offsets: tuple[int, ...]
@@ -30,6 +32,11 @@ class FlatGroup:
     def partition(self) -> int:
         """Elements that one rank owns."""
         return self.elements // self.shard_ranks
+
+    @property
+    def state_bytes(self) -> int:
+        """On one rank's GPU: an fp32 copy of its partition, even of fp32, and the optimizer's states."""
+        return tensor_bytes(self.partition, "fp32") + state_tensor_bytes(self.optimizer, self.partition)
 
     @cached_property
     def local(self) -> dict[int, int]:
@@ -56,14 +63,15 @@ class FlatGroup:
 
 
 def build_flat_groups(tensors: ParameterTensors, layout: EngineLayout) -> tuple[FlatGroup, ...]:
-    """Both groups. With `round_robin_gradients` every shard_ranks-th tensor is next to the other; with
+    """All groups. With `round_robin_gradients` every shard_ranks-th tensor is next to the other; with
     `parameter_alignment` each begins at a multiple of 16 bytes."""
-    return tuple(_build_flat_group(group, layout) for group in tensors.groups)
+    groups = layout.optimizer.group_tensors(tensors.all)
+    return tuple(_build_flat_group(group, members, layout) for group, members in groups)
 
 
-def _build_flat_group(group: Sequence[ParameterTensor], layout: EngineLayout) -> FlatGroup:
+def _build_flat_group(group: OptimizerGroup, members: Sequence[ParameterTensor], layout: EngineLayout) -> FlatGroup:
     ranks = layout.ranks.shard_ranks
-    order = list(group)
+    order = list(members)
     if layout.round_robin_gradients:
         order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]
     alignment = 16 // BYTES_PER_ELEMENT[layout.model_dtype] if layout.parameter_alignment else 1
@@ -72,4 +80,4 @@ def _build_flat_group(group: Sequence[ParameterTensor], layout: EngineLayout) ->
         offsets.append(math.ceil(end / alignment) * alignment if alignment > 1 else end)
         end = offsets[-1] + tensor.elements
     multiple = _START_ALIGNMENT * ranks
-    return FlatGroup(tuple(order), tuple(offsets), -(-end // multiple) * multiple, ranks)
+    return FlatGroup(group, tuple(order), tuple(offsets), -(-end // multiple) * multiple, ranks)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.sections import Dtype
 from llmscale.memory.activations.backward_timeline import follow_backward
-from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
+from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.state_memory import StateMemory
-from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+from llmscale.memory.zero_settings import EngineLayout, state_tensor_bytes, tensor_bytes
 
 #: Elements at which the engine closes a bucket of gradients (deepspeed/runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE).
 ALLREDUCE_ELEMENTS = 500_000_000
@@ -23,8 +23,8 @@ def estimate_stage0(tensors: ParameterTensors, layout: EngineLayout) -> StateMem
     low = sum(tensor_bytes(tensor.elements, dtype) for tensor in tensors.all)
     full = sum(tensor_bytes(tensor.elements, "fp32") for tensor in tensors.all)
     master = full if dtype != "fp32" else 0
-    # Adam: two moments and, as the fused kernel wants it, the step count, of every tensor.
-    moments = 2 * full + ALLOCATION_BYTES * len(tensors.all)
+    group_of = layout.optimizer.group_of
+    states = sum(state_tensor_bytes(group_of(tensor.kind), tensor.elements) for tensor in tensors.all)
     accumulates = layout.gradient_accumulation_steps > 1
     # llmscale.engine.gradient_sums: sums in fp32 until the last micro-step, handed over in the parameters' type.
     in_fp32 = accumulates and layout.grad_accum_dtype == "fp32" and dtype != "fp32"
@@ -49,7 +49,7 @@ def estimate_stage0(tensors: ParameterTensors, layout: EngineLayout) -> StateMem
     # FP16_UnfusedOptimizer.step: gradients in fp32 beside those in 16 bit, until the step is over.
     tally.hold("temporaries", master)
     return StateMemory(
-        resident=Breakdown(parameters_bytes=low, optimizer_bytes=moments + master),
+        resident=Breakdown(parameters_bytes=low, optimizer_bytes=states + master),
         forward_course=(forward,) * (tensors.architecture.n_layer + 2),
         backward_course=course,
         step=tally.take_peak(),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.sections import Dtype
 from llmscale.memory.activations.backward_timeline import follow_backward
-from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
+from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.flat_groups import FlatGroup, build_flat_groups
 from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
@@ -52,18 +52,17 @@ def _extra_bytes(moment: BackwardMoment) -> int:
 
 
 def _resident(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], layout: EngineLayout) -> Breakdown:
-    """The flat parameters; of each group's partition an fp32 copy, even of fp32, and Adam's states and step count."""
+    """The flat parameters; of each group's partition an fp32 copy, even of fp32, and the optimizer's states."""
     parameters = sum(tensor_bytes(group.elements, layout.model_dtype) for group in groups)
     if layout.offload_optimizer.device != "none":
         # temp_grad_buffer_for_gpu_offload: as large as the largest parameter.
         largest = max(tensor.elements for tensor in tensors.all)
         return Breakdown(parameters_bytes=parameters, buckets_bytes=tensor_bytes(largest, layout.model_dtype))
-    states = sum(3 * tensor_bytes(group.partition, "fp32") + ALLOCATION_BYTES for group in groups)
-    return Breakdown(parameters_bytes=parameters, optimizer_bytes=states)
+    return Breakdown(parameters_bytes=parameters, optimizer_bytes=sum(group.state_bytes for group in groups))
 
 
 def _host(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], layout: EngineLayout) -> HostMemory:
-    """With offload: master weights, their gradients and a buffer for the new parameters (pinned), Adam's states (not),
+    """With offload: master weights, their gradients and a buffer for the new parameters (pinned), its states (not),
     a buffer of the largest parameter and, for stage 2 to accumulate in, each parameter that this rank has a part of."""
     host = HostMemory(layout.offload_optimizer.pin_memory)
     if layout.offload_optimizer.device == "none":
@@ -72,7 +71,7 @@ def _host(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], layout: Engi
         host.pinned(group.partition, "fp32")
         host.pinned(group.partition, "fp32")
         host.pinned(group.partition, layout.model_dtype)
-        host.pageable(2 * group.partition, "fp32")
+        host.pageable(len(group.optimizer.states) * group.partition, "fp32")
     host.pinned(max(tensor.elements for tensor in tensors.all), layout.model_dtype)
     if layout.zero_stage == 2 and layout.gradient_accumulation_steps > 1 and not _is_compact(layout):
         for group in groups:
@@ -283,8 +282,8 @@ class _Walk:
             if not self.boundary:
                 return
             if not self.layout.overlap_comm:
-                for group in self.tensors.groups:
-                    for tensor in group:
+                for _, members in self.layout.optimizer.group_tensors(self.tensors.all):
+                    for tensor in members:
                         self._reduce(tensor)
         self._flush()
         if not self.compact and not self.offload:

@@ -9,21 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
-from llmscale.memory.breakdown import ALLOCATION_BYTES, Breakdown
+from llmscale.config.optimizers import OptimizerGroup
+from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.stage3_parameters import Stage3Parameters, persistent_parameters, shard_elements
 from llmscale.memory.states.stage3_trace import Stage3Trace
 from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
-from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout, tensor_bytes
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout, state_tensor_bytes, tensor_bytes
 
 #: Elements of one piece of a gradient's norm under offload (_constant_buffered_norm2).
 _NORM_ELEMENTS = 250_000_000
 
 #: Smaller optimizer sub-groups stay in host memory (swap_tensor/utils.py, MIN_AIO_BYTES).
 _SMALLEST_SWAP_BYTES = 2**20
-
-#: fp32 numbers an element that AdamW's step needs at once: master weight, gradient and two moments.
-_STEP_TENSORS = 4
 
 
 def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> StateMemory:
@@ -44,9 +42,11 @@ def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes:
 
 @dataclass(frozen=True)
 class _SubGroup:
-    """Parameters of one optimizer group that are stepped together."""
+    """Parameters of one group that are stepped together."""
 
-    group: int
+    index: int
+    """Of its group."""
+    group: OptimizerGroup
     shards: tuple[int, ...]
     """Elements that a rank has of each parameter."""
 
@@ -58,22 +58,22 @@ class _SubGroup:
 def _build_sub_groups(tensors: ParameterTensors, layout: EngineLayout) -> list[_SubGroup]:
     """A sub-group is closed when a rank's part of it has reached `sub_group_size` (_create_fp16_sub_groups)."""
     found: list[_SubGroup] = []
-    for index, group in enumerate(tensors.groups):
+    for index, (group, members) in enumerate(layout.optimizer.group_tensors(tensors.all)):
         current: list[int] = []
         elements = 0
-        for position, tensor in enumerate(group):
+        for position, tensor in enumerate(members):
             shard = shard_elements(tensor, layout.ranks.shard_ranks)
             current.append(shard)
             elements += shard
-            if elements >= layout.sub_group_size or position == len(group) - 1:
-                found.append(_SubGroup(index, tuple(current)))
+            if elements >= layout.sub_group_size or position == len(members) - 1:
+                found.append(_SubGroup(index, group, tuple(current)))
                 current, elements = [], 0
     return found
 
 
 def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> Breakdown:
     """The shards in one flat tensor, persistent parameters whole, the sums of gradients in one flat tensor, the bucket;
-    an fp32 copy of each sub-group, in fp32 as well, and Adam's states with one step count."""
+    an fp32 copy of each sub-group, in fp32 as well, and the optimizer's states."""
     ranks, dtype = layout.ranks.shard_ranks, layout.model_dtype
     sizes = [sub_group.elements for sub_group in sub_groups]
     parameters = optimizer = gradients = 0
@@ -83,7 +83,10 @@ def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout
         persistent = persistent_parameters(tensors.all, layout).values()
         parameters += sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, dtype) for tensor in persistent)
     if layout.offload_optimizer.device == "none":
-        optimizer = sum(3 * tensor_bytes(size, "fp32") + ALLOCATION_BYTES for size in sizes)
+        optimizer = sum(
+            tensor_bytes(sub_group.elements, "fp32") + state_tensor_bytes(sub_group.group, sub_group.elements)
+            for sub_group in sub_groups
+        )
         gradients = tensor_bytes(sum(sizes), layout.grad_accum_dtype)
     bucket = (
         tensor_bytes(layout.reduce_bucket_size, layout.zero_communication_dtype) if layout.contiguous_gradients else 0
@@ -124,8 +127,8 @@ def _host_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
     host = HostMemory(pin_memory=True)
     if parameters.device != "none":
         # _create_param_groups_fp16_flat_cpu_memory: page-locked, whatever the config says.
-        for group in sorted({sub_group.group for sub_group in sub_groups}):
-            host.pinned(_elements_in_host(group, sub_groups, layout), layout.model_dtype)
+        for index in sorted({sub_group.index for sub_group in sub_groups}):
+            host.pinned(_elements_in_host(index, sub_groups, layout), layout.model_dtype)
     if parameters.device == "nvme":
         # AsyncPartitionedParameterSwapper: its buffers, and a swap space for the largest sub-group not in memory.
         host.pageable(parameters.buffer_count * parameters.buffer_size, layout.model_dtype)
@@ -141,7 +144,7 @@ def _host_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
     for sub_group in sub_groups:
         # _create_fp32_partitions and initialize_optimizer_states.
         if states.device == "cpu" or (states.device == "nvme" and not _is_swapped(sub_group)):
-            host.pageable(3 * sub_group.elements, "fp32")
+            host.pageable((1 + len(sub_group.group.states)) * sub_group.elements, "fp32")
             host.pinned(sub_group.elements, "fp32")
     return host.num_bytes
 
@@ -151,7 +154,8 @@ def _nvme_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
     num_bytes = 0
     for sub_group in sub_groups:
         if layout.offload_optimizer.device == "nvme" and _is_swapped(sub_group):
-            num_bytes += _STEP_TENSORS * BYTES_PER_ELEMENT["fp32"] * sub_group.elements
+            # With the gradient, which the step reads too.
+            num_bytes += (sub_group.group.state_bytes + BYTES_PER_ELEMENT["fp32"]) * sub_group.elements
         if layout.offload_param.device == "nvme" and not _is_in_host(sub_group, sub_groups, layout):
             num_bytes += BYTES_PER_ELEMENT[layout.model_dtype] * sub_group.elements
     return num_bytes
@@ -162,12 +166,12 @@ def _is_swapped(sub_group: _SubGroup) -> bool:
     return sub_group.elements * BYTES_PER_ELEMENT["fp32"] >= _SMALLEST_SWAP_BYTES
 
 
-def _elements_in_host(group: int, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
+def _elements_in_host(index: int, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
     """Room for a group's parameters: all of them, or what `max_in_cpu` leaves after the groups before."""
-    own = sum(sub_group.elements for sub_group in sub_groups if sub_group.group == group)
+    own = sum(sub_group.elements for sub_group in sub_groups if sub_group.index == index)
     if layout.offload_param.device == "cpu":
         return own
-    before = sum(sub_group.elements for sub_group in sub_groups if sub_group.group < group)
+    before = sum(sub_group.elements for sub_group in sub_groups if sub_group.index < index)
     return max(0, min(own, layout.offload_param.max_in_cpu - before))
 
 
@@ -175,11 +179,11 @@ def _is_in_host(sub_group: _SubGroup, sub_groups: Sequence[_SubGroup], layout: E
     """Whether a sub-group's parameters lie within their group's room (_create_fp16_partitions_with_defragmentation)."""
     end = 0
     for other in sub_groups:
-        if other.group == sub_group.group:
+        if other.index == sub_group.index:
             end += other.elements
         if other is sub_group:
             break
-    return end <= _elements_in_host(sub_group.group, sub_groups, layout)
+    return end <= _elements_in_host(sub_group.index, sub_groups, layout)
 
 
 @dataclass

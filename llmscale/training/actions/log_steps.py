@@ -48,7 +48,7 @@ class LogSteps(StepAction):
         live, resolved = self._live, self._live.run.resolved
         rate = resolved.plan.tokens_per_step / interval.step_s
         per_device = rate / live.world.world_size
-        is_16bit = live.run.resolved.precision != "fp32"
+        is_16bit = resolved.precision != "fp32"
         return StepMetrics(
             step=step,
             tokens_seen=live.tokens_seen(step),

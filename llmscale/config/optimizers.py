@@ -1,0 +1,103 @@
+"""Every optimizer that a run can have: its groups, states, the bytes of a step, and where it works. No torch.
+
+`llmscale.engine.optimizer` builds them; memory, disk space and speed derive from what is said here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from llmscale.architecture.description import Architecture
+from llmscale.architecture.layers import ParameterKind
+from llmscale.architecture.parameter_list import ParameterTensor
+from llmscale.errors import ConfigError
+
+OptimizerName = Literal["adamw", "adafactor"]
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """Parameters that are stepped alike."""
+
+    name: str
+    """How a checkpoint finds its hyperparameters again."""
+    kinds: frozenset[ParameterKind]
+    decays: bool
+    """Whether the run's weight decay is for them."""
+    states: tuple[str, ...]
+    """Tensors in fp32 with an element per weight, by torch's names; the fp32 master weight is not among them."""
+    scalars: tuple[str, ...]
+    """One-element tensors, of every tensor that is stepped."""
+    learning_rate_factor: float = 1.0
+
+    @property
+    def state_bytes(self) -> int:
+        """Of one weight: its fp32 master and its states."""
+        return _FP32_BYTES * (1 + len(self.states))
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """What must be known of an optimizer without running it."""
+
+    name: OptimizerName
+    groups: tuple[OptimizerGroup, ...]
+    """In torch's order."""
+    steps_shards: bool = True
+    """Whether it can step a flat piece of a tensor, as ZeRO hands it."""
+
+    def group_of(self, kind: ParameterKind) -> OptimizerGroup:
+        """The group of a parameter."""
+        return next(group for group in self.groups if kind in group.kinds)
+
+    def group_tensors(
+        self, tensors: Iterable[ParameterTensor]
+    ) -> tuple[tuple[OptimizerGroup, tuple[ParameterTensor, ...]], ...]:
+        """Each group with its parameters, in their order; none that is empty, as torch and DeepSpeed have it."""
+        found: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
+        for tensor in tensors:
+            found[self.group_of(tensor.kind).name].append(tensor)
+        return tuple((group, tuple(found[group.name])) for group in self.groups if found[group.name])
+
+    def state_bytes(self, model: Architecture) -> int:
+        """fp32 master weights and states of all parameters, once over all ranks: what a checkpoint holds."""
+        return sum(self.group_of(kind).state_bytes * count for kind, count in model.elements_by_kind.items())
+
+    def state_bytes_per_weight(self, model: Architecture) -> float:
+        """The same of one weight, on average."""
+        return self.state_bytes(model) / model.num_parameters
+
+    def step_bytes_per_weight(self, model: Architecture) -> float:
+        """What a step moves through the memory that holds the states: they are read and written, the fp32 gradient is
+        read."""
+        return 2 * self.state_bytes_per_weight(model) + _FP32_BYTES
+
+    def check_stage(self, zero_stage: int) -> None:
+        """Raise ConfigError where ZeRO would give it flat one-dimensional shards that it cannot step."""
+        if zero_stage and not self.steps_shards:
+            raise ConfigError(
+                f"optimizer '{self.name}' cannot run at ZeRO stage {zero_stage}: ZeRO hands it flat shards, which have "
+                "no rows and columns to factor. Use --optimizer adamw (ZeRO already divides its states among the "
+                "ranks), or --ds ds_configs/zero0.json."
+            )
+
+
+#: Matrices and embeddings decay; biases and norms do not (GPT-2/GPT-3 practice).
+ADAMW = OptimizerSpec(
+    "adamw",
+    (
+        OptimizerGroup("decay", frozenset({"embedding", "matrix"}), True, ("exp_avg", "exp_avg_sq"), ("step",)),
+        OptimizerGroup("no_decay", frozenset({"vector"}), False, ("exp_avg", "exp_avg_sq"), ("step",)),
+    ),
+)
+#: With AdamW's states as a bound: its sums over rows and columns are smaller, and not modelled.
+ADAFACTOR = OptimizerSpec("adafactor", ADAMW.groups, steps_shards=False)
+
+
+def get_optimizer(name: OptimizerName) -> OptimizerSpec:
+    """What a run's `optimizer` key names."""
+    return {spec.name: spec for spec in (ADAMW, ADAFACTOR)}[name]

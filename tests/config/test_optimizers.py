@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.optimizers import ADAFACTOR, ADAMW, OptimizerGroup, OptimizerSpec
+from llmscale.errors import ConfigError
+
+MODEL = GPTShape(2, 2, 8, 100, 4).architecture
+
+
+def test_adamw_holds_three_fp32_numbers_of_every_weight() -> None:
+    """The K = 12 of Rajbhandari et al. 2020."""
+    assert ADAMW.state_bytes(MODEL) == 12 * MODEL.num_parameters
+    assert ADAMW.state_bytes_per_weight(MODEL) == 12
+    assert ADAMW.step_bytes_per_weight(MODEL) == 12 + 12 + 4
+
+
+def test_what_has_one_dimension_does_not_decay() -> None:
+    groups = dict(ADAMW.group_tensors(ParameterTensors(MODEL).all))
+    assert {group.name: group.decays for group in groups} == {"decay": True, "no_decay": False}
+    for group, tensors in groups.items():
+        assert all((len(tensor.parameter.shape) > 1) == group.decays for tensor in tensors)
+    assert sum(map(len, groups.values())) == len(ParameterTensors(MODEL).all)
+
+
+def test_an_optimizer_may_keep_less_of_some_parameters() -> None:
+    """As Muon does of matrices: momentum alone."""
+    momentum = OptimizerGroup("momentum", frozenset({"matrix"}), True, ("momentum_buffer",), ())
+    adam = OptimizerGroup("adam", frozenset({"embedding", "vector"}), False, ("exp_avg", "exp_avg_sq"), ("step",))
+    mixed = OptimizerSpec("adamw", (momentum, adam))
+    in_blocks = [t for t in ParameterTensors(MODEL).all if t.block is not None and len(t.parameter.shape) > 1]
+    matrices = sum(tensor.elements for tensor in in_blocks)
+    assert mixed.state_bytes(MODEL) == 12 * MODEL.num_parameters - 4 * matrices
+    assert (
+        sum(tensor.elements for tensor in dict(mixed.group_tensors(ParameterTensors(MODEL).all))[momentum]) == matrices
+    )
+
+
+def test_a_group_without_parameters_is_left_out() -> None:
+    vectors = [tensor for tensor in ParameterTensors(MODEL).all if tensor.kind == "vector"]
+    assert [group.name for group, _ in ADAMW.group_tensors(vectors)] == ["no_decay"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_adafactor_is_refused_under_zero_and_told_what_to_use(stage: int) -> None:
+    ADAMW.check_stage(stage)
+    with pytest.raises(ConfigError) as raised:
+        ADAFACTOR.check_stage(stage)
+    text = str(raised.value)
+    assert f"'adafactor' cannot run at ZeRO stage {stage}" in text
+    assert "--optimizer adamw" in text
+    assert "ds_configs/zero0.json" in text
+
+
+def test_adafactor_runs_at_stage_0() -> None:
+    ADAFACTOR.check_stage(0)
