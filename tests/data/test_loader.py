@@ -92,7 +92,7 @@ def _run_ranks(
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 def test_any_history_of_restarts_gives_the_single_process_sequence(
     location: SetLocation, seed: int, shuffle: bool
 ) -> None:

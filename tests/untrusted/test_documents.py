@@ -117,7 +117,7 @@ def test_files_that_never_end_or_never_begin(tmp_path: Path) -> None:
             load_json(path, Rules(ConfigError, max_bytes=100))
     with pytest.raises(ConfigError, match="is a symbolic link"):
         load_json(tmp_path / "link", Rules(ConfigError, follow_links=False))
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 100, "a pipe that nobody writes to is never read to its end"
 
 
 def test_damaged_lines_of_a_log_are_passed_over(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class ImportFacts:
     problem: str | None
     """The exception's last line."""
     cuda_available: bool
+    device_count: int
     seconds: float
 
 
@@ -113,6 +114,8 @@ class NetworkFacts:
     """Names, addresses and interfaces, as this host sees them."""
 
     hostname: str
+    hostname_address: str | None
+    """What the host's own name resolves to: where gloo listens."""
     first_address: str | None
     """First of `hostname -I`: what DeepSpeed's launcher tells all others, when this is the first host."""
     interfaces: tuple[Interface, ...]
@@ -144,6 +147,7 @@ class SystemFacts:
     shm_free_bytes: int
     memory_bytes: int
     """All of the host's; the container's limit where there is a lower one."""
+    cpus: int
     tools: dict[str, str | None]
     """Path by tool: c++, ninja."""
     libaio: bool
@@ -151,6 +155,8 @@ class SystemFacts:
     built_ops: tuple[str, ...]
     """DeepSpeed ops whose library lies in the extension cache, or came with DeepSpeed."""
     locks: tuple[ExtensionLock, ...]
+    extensions: str
+    """The cache's folder."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +181,7 @@ class FolderFacts:
     free_bytes: int
     checkpoints_bytes: int
     """What the finished checkpoints of this run's current history take already, and give back as they expire."""
+    num_checkpoints: int
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from llmscale.engine.silence_libraries import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
 import llmscale.training.build_session
-print("facts", json.dumps(torch.cuda.is_available()), flush=True)
+print("facts", json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]), flush=True)
 os._exit(0)
 """
 
@@ -89,10 +89,11 @@ def gather_imports(timeout_s: float) -> ImportFacts:
             [sys.executable, "-c", _IMPORT_CODE], capture_output=True, text=True, timeout=timeout_s, errors="replace"
         )
     except subprocess.TimeoutExpired:
-        return ImportFacts(f"not done within {timeout_s:.0f} s", False, timeout_s)
+        return ImportFacts(f"not done within {timeout_s:.0f} s", False, 0, timeout_s)
     seconds = time.monotonic() - began
     answers = [line for line in done.stdout.splitlines() if line.startswith("facts ")]
     if done.returncode or not answers:
         words = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-        return ImportFacts(words[-1], False, seconds)
-    return ImportFacts(None, json.loads(answers[-1].removeprefix("facts ")), seconds)
+        return ImportFacts(words[-1], False, 0, seconds)
+    available, count = json.loads(answers[-1].removeprefix("facts "))
+    return ImportFacts(None, available, count, seconds)

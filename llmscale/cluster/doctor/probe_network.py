@@ -30,6 +30,7 @@ def gather_network(request: ProbeRequest) -> NetworkFacts:
     outside = (found.address for found in interfaces if found.address and not found.address.startswith("127."))
     return NetworkFacts(
         hostname=hostname,
+        hostname_address=_resolve(hostname),
         first_address=next(outside, None),
         interfaces=interfaces,
         routes={peer: _find_route(peer) for peer in request.peers},

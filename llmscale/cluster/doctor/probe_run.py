@@ -88,6 +88,7 @@ def describe_folder(run: Path) -> FolderFacts:
         writable=os.path.isdir(exists_at) and os.access(exists_at, os.W_OK | os.X_OK),
         free_bytes=shutil.disk_usage(exists_at).free,
         checkpoints_bytes=sum(checkpoint.manifest.num_bytes for checkpoint in checkpoints),
+        num_checkpoints=len(checkpoints),
     )
 
 

@@ -29,10 +29,12 @@ def gather_system() -> SystemFacts:
         shm_bytes=shm.total if shm else 0,
         shm_free_bytes=shm.free if shm else 0,
         memory_bytes=_memory(),
+        cpus=len(os.sched_getaffinity(0)),
         tools={"c++": shutil.which(os.environ.get("CXX", "c++")), "ninja": _ninja()},
         libaio=any(os.path.exists(header) for header in _LIBAIO_HEADERS),
         built_ops=tuple(sorted(name for name in NVME_OPS if _is_built(folder, name))),
         locks=tuple(find_locks(folder)),
+        extensions=str(folder),
     )
 
 

@@ -60,7 +60,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "import fails": (
         lambda pair: {
             **pair,
-            "node-1": replace(pair["node-1"], imports=ImportFacts("OSError: libcudart.so.12", False, 1.0)),
+            "node-1": replace(pair["node-1"], imports=ImportFacts("OSError: libcudart.so.12", False, 0, 1.0)),
         },
         "imports",
         "libcudart.so.12 on node-1",
@@ -191,13 +191,13 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     ),
     "another data set": (change_data(fingerprint="9" * 64), "data", "999999999999 on node-1", "rsync -a --delete"),
     "run folder not writable": (
-        change_run(folder=FolderFacts("/shared/run", "/shared", False, 2000 * GIB, 0)),
+        change_run(folder=FolderFacts("/shared/run", "/shared", False, 2000 * GIB, 0, 0)),
         "run folder",
         "/shared may not be written to on node-1",
         "chown",
     ),
     "disk too small": (
-        lambda pair: break_host(pair, "node-0", "run", folder=FolderFacts("/shared/run", "/shared", True, GIB, 0)),
+        lambda pair: break_host(pair, "node-0", "run", folder=FolderFacts("/shared/run", "/shared", True, GIB, 0, 0)),
         "disk",
         "1.00 GiB free for 3 checkpoints of 1.39 GiB each",
         "--keep-last",

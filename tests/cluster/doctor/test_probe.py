@@ -239,7 +239,7 @@ def test_a_run_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert facts.exists_at == str(tmp_path)
     assert facts.writable
     assert facts.free_bytes > 0
-    assert facts.checkpoints_bytes == 0
+    assert (facts.num_checkpoints, facts.checkpoints_bytes) == (0, 0)
     assert not (tmp_path / "a").exists()
 
 
@@ -249,10 +249,10 @@ def test_the_checkpoints_in_a_run_folder_are_counted(tmp_path: Path) -> None:
     manifest = CheckpointManifest(10, 0, 1, 0, "fp32", "now", (StoredFile("__0_0.distcp", 1000, ""),))
     save_manifest(folder, manifest)
     facts = describe_folder(tmp_path)
-    assert facts.checkpoints_bytes == 1000
+    assert (facts.num_checkpoints, facts.checkpoints_bytes) == (1, 1000)
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "checkpoints").write_text("")
-    assert describe_folder(tmp_path).checkpoints_bytes == 0
+    assert describe_folder(tmp_path).num_checkpoints == 0
 
 
 def test_a_ds_config_by_the_closed_schema(tmp_path: Path) -> None:

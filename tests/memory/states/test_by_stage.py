@@ -226,9 +226,9 @@ def test_gpt3_175b_is_instant_at_every_stage() -> None:
     preset = get_preset("gpt3-175b")
     shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 50257, 2048)
     layouts = [layout_of(shape, stage, ranks=1024) for stage in range(4)]
-    begin = time.perf_counter()
+    begin = time.process_time()
     residents = [estimate_states(shape, layout, "full").resident.total_bytes for layout in layouts]
-    assert time.perf_counter() - begin < 2
+    assert time.process_time() - begin < 2
     assert residents == sorted(residents, reverse=True)
 
 
