@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import sys
-import tempfile
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,6 +109,8 @@ def say_unexpected(error: BaseException, run_folder: Path | None = None) -> None
         _discard_output()
         _say_lost_output(error)
         return
+    import traceback  # only where it is needed, as below: every command would wait for it
+
     rank = os.environ.get("RANK", "")
     who = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") else ""
     what = " ".join(str(error).split())
@@ -130,6 +129,9 @@ def say_unexpected(error: BaseException, run_folder: Path | None = None) -> None
 
 def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) -> tuple[Path | None, bool]:
     """Where it was written, None for nowhere; and whether no other rank of this start had written it before."""
+    import hashlib
+    import tempfile
+
     folders = [run_folder / "logs"] if run_folder is not None else []
     # One name for all ranks that one launcher started here and that say the same.
     digest = hashlib.blake2b(what.encode(errors="replace"), digest_size=4).hexdigest()

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning.largest_micro_batch import Fit, Search
-from llmscale.planning.largest_model import LargestModel
 from llmscale.planning.ranked_configs import RankedConfig, Ranking
 from llmscale.planning.strategy import Strategy
 
 if TYPE_CHECKING:
     from llmscale.dry_run.comparison import Comparison
+    from llmscale.planning.largest_model import LargestModel
 
 
 def search_as_dict(search: Search) -> dict[str, object]:

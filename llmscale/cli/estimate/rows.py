@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from llmscale.cli.estimate.as_json import comparison_as_dict, ranking_as_dict, search_as_dict
 from llmscale.cli.estimate.request import EstimateRequest, read_request
@@ -14,14 +15,15 @@ from llmscale.cli.train_command import data_words, train_command
 from llmscale.config.choices import preset_words
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.user_paths import check_output_file
-from llmscale.dry_run.comparison import Comparison, compare_with_dry_run
 from llmscale.errors import ConfigError
-from llmscale.files.whole import write_output
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.largest_micro_batch import Fit, Search
 from llmscale.planning.ranked_configs import Ranking, rank_configs
 from llmscale.planning.recommend import Shortfall, find_shortfall, nearest_fit
 from llmscale.planning.strategy import strategy_ds_config
+
+if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and --emit need
+    from llmscale.dry_run.comparison import Comparison
 
 EXIT_NOTHING_FITS = 1
 #: What train.py must be told again of what the user said here.
@@ -62,6 +64,8 @@ def _names(paths: list[str]) -> list[str] | None:
 
 def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     """Of every file, else of the recommended row, else of the one that misses least."""
+    from llmscale.dry_run.comparison import compare_with_dry_run
+
     fits = ranking.fits
     if not search.files:
         fits = [ranking.recommended.fit if ranking.recommended else nearest_fit(fits)]
@@ -70,6 +74,8 @@ def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
 
 def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
     """Write the row's ds_config, all of it or nothing. Raises ConfigError."""
+    from llmscale.files.whole import write_output
+
     config = strategy_ds_config(fit.strategy, fit.layout.precision, nvme_path)
     parse_ds_config(config, str(path))
     try:

@@ -10,12 +10,12 @@ from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
 from llmscale.memory.format_bytes import GIB, format_size
 from llmscale.planning.largest_micro_batch import Fit
-from llmscale.planning.largest_model import LargestModel
 from llmscale.planning.ranked_configs import RankedConfig
 from llmscale.planning.throughput import Throughput
 
 if TYPE_CHECKING:
     from llmscale.dry_run.comparison import Comparison
+    from llmscale.planning.largest_model import LargestModel
 
 #: Heads of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
