@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -40,18 +41,18 @@ def factor_traces(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[st
 def pack_branches(
     blocks: Mapping[str, Mapping[str, RecordedSegment]], ends: Mapping[str, Mapping[str, RecordedSegment]]
 ) -> dict[str, object]:
-    """Recordings by branch as plain values for JSON, equal segments stored once
-    (llmscale.memory.activations.recorded.RecordedTable)."""
+    """Recordings by branch as plain values for JSON, equal segments stored once, each as JSON text: a reader takes only
+    those that it needs apart (llmscale.memory.activations.recorded.RecordedTable)."""
     formulas: dict[str, int] = {}
     segments: dict[str, int] = {}
-    stored: list[list[list[int]]] = []
+    stored: list[str] = []
 
     def index_of(recorded: RecordedSegment) -> int:
         counts = [recorded.net, recorded.per_block, *recorded.moments]
         digest = repr([sorted(one.items()) for one in counts])
         if digest not in segments:
             segments[digest] = len(stored)
-            stored.append([_pairs(one, formulas) for one in counts])
+            stored.append(json.dumps([_pairs(one, formulas) for one in counts], separators=(",", ":")))
         return segments[digest]
 
     def indices(branches: Mapping[str, Mapping[str, RecordedSegment]], of_block: bool) -> dict[str, dict[str, int]]:

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
-from llmscale.memory.activations.recorded import MicroStep, Moment, evaluate_segments, gpt_table, moments_that_matter
+from llmscale.memory.activations.recorded import (
+    MicroStep,
+    Moment,
+    evaluate_segments,
+    moments_that_matter,
+    recorded_segments,
+)
 from llmscale.memory.activations.symbols import block_branch, ends_branch, shape_symbols
 from llmscale.memory.breakdown import allocated_bytes
 
@@ -118,7 +124,7 @@ def estimate_activations(
     `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has its own linear layers, which matter under
     autocast: they save inputs in fp32 and no copies of weights. Raises ConfigError for a branch that was not recorded.
     """
-    segments = gpt_table().segments(
+    segments = recorded_segments(
         block_branch(shape, precision, checkpointing, zero_stage),
         ends_branch(shape, micro_batch_size, precision, zero_stage),
     )

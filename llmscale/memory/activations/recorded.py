@@ -196,7 +196,7 @@ class RecordedTable:
     def _segment(self, index: int) -> RecordedSegment:
         segments = self._stored["segments"]
         assert isinstance(segments, list)
-        net, per_block, *moments = segments[index]
+        net, per_block, *moments = json.loads(segments[index])
         return RecordedSegment(self._counts(net), self._counts(per_block), tuple(map(self._counts, moments)))
 
     def _counts(self, pairs: Sequence[int]) -> dict[str, int]:
@@ -209,6 +209,12 @@ class RecordedTable:
 def gpt_table() -> RecordedTable:
     """Of llmscale.model.gpt."""
     return RecordedTable(json.loads(TABLE_PATH.read_text()))
+
+
+@cache
+def recorded_segments(block: BlockBranch, ends: EndsBranch) -> Mapping[str, RecordedSegment]:
+    """Of llmscale.model.gpt: its branches, which the micro-batches of a search share."""
+    return gpt_table().segments(block, ends)
 
 
 def _size(formula: str, symbols: Mapping[str, int]) -> int:
