@@ -59,8 +59,9 @@ class OptimizerSpec:
     ) -> tuple[tuple[OptimizerGroup, tuple[ParameterTensor, ...]], ...]:
         """Each group with its parameters, in their order; none that is empty, as torch and DeepSpeed have it."""
         found: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
+        members = {kind: found[group.name] for group in reversed(self.groups) for kind in group.kinds}
         for tensor in tensors:
-            found[self.group_of(tensor.kind).name].append(tensor)
+            members[tensor.kind].append(tensor)
         return tuple((group, tuple(found[group.name])) for group in self.groups if found[group.name])
 
     def state_bytes(self, model: Architecture) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Breakdown:
     temporaries_bytes: int = 0
     """Everything short-lived besides: casts, the copy of a gradient for its norm, work space of a backward kernel."""
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         # Spelt out, as in __add__: estimates of large models do this thousands of times.
         memory = self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes + self.activations_bytes

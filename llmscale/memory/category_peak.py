@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 from llmscale.memory.breakdown import Breakdown
@@ -22,7 +23,7 @@ class Tally:
         self._live[kind] += num_bytes
         self._bytes += num_bytes
         if self._bytes > self._peak_bytes:
-            self._peak, self._peak_bytes = dict(self._live), self._bytes
+            self._peak, self._peak_bytes = self._live.copy(), self._bytes
 
     def drop(self, kind: Kind, num_bytes: int) -> None:
         self._live[kind] -= num_bytes
@@ -35,14 +36,22 @@ class Tally:
 
     @property
     def now(self) -> Breakdown:
-        return _breakdown(self._live)
+        return _breakdown(*self._live.values())
 
     def take_peak(self) -> Breakdown:
         """The peak since the last call; what is alive now is where the next one starts."""
-        peak = _breakdown(self._peak)
-        self._peak, self._peak_bytes = dict(self._live), self._bytes
+        peak = _breakdown(*self._peak.values())
+        self._peak, self._peak_bytes = self._live.copy(), self._bytes
         return peak
 
 
-def _breakdown(live: dict[Kind, int]) -> Breakdown:
-    return Breakdown(**{f"{kind}_bytes": num_bytes for kind, num_bytes in live.items()})
+@lru_cache(maxsize=4096)
+def _breakdown(parameters: int, gradients: int, optimizer: int, buckets: int, temporaries: int) -> Breakdown:
+    """In the order of `Kind`. Equal blocks of a model have equal peaks, one object for all of them."""
+    return Breakdown(
+        parameters_bytes=parameters,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        buckets_bytes=buckets,
+        temporaries_bytes=temporaries,
+    )

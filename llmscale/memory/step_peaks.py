@@ -60,8 +60,8 @@ class _Course:
         return self._extras[place]
 
     @property
-    def last(self) -> Breakdown:
-        return self._extras[-1]
+    def last_place(self) -> int:
+        return len(self._extras) - 1
 
 
 def _blocks_forward(states: StateMemory, activations: ActivationMemory) -> Breakdown:
@@ -135,11 +135,12 @@ class _InBlock:
 def _end_of_backward(model: Architecture, course: _Course, activations: ActivationMemory) -> Breakdown:
     """The embeddings' gradients, and what DeepSpeed does at the end. The table's gradient from the head is in both
     closed forms, the one from the look-up in the activations' until it is complete."""
-    found = [course.last + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
+    found = [course.extra(course.last_place) + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
     for moment in activations.embedding_backward:
-        extra = course.extra(course.place(model.n_layer, moment.gradient_parameters))
-        if extra is course.last:
+        place = course.place(model.n_layer, moment.gradient_parameters)
+        if place == course.last_place:
             continue  # with both gradients of the table, as above
+        extra = course.extra(place)
         table = min(activations.head_gradient_bytes, extra.gradients_bytes, moment.temporaries_bytes)
         found.append(
             extra

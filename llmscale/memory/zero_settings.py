@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from llmscale.config.deepspeed.sections import Bf16, DsFile, Dtype, OffloadDevice, Precision, ZeroOptimization
 from llmscale.config.optimizers import ADAMW, OptimizerGroup, OptimizerSpec
@@ -14,6 +15,7 @@ from llmscale.memory.breakdown import ALLOCATION_BYTES, allocated_bytes
 BYTES_PER_ELEMENT: dict[Dtype, int] = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
+@lru_cache(maxsize=4096)
 def tensor_bytes(elements: int, dtype: Dtype) -> int:
     """What a tensor takes on the GPU."""
     return allocated_bytes(elements, BYTES_PER_ELEMENT[dtype])
@@ -94,11 +96,6 @@ class EngineLayout:
     def parameter_width(self) -> int:
         """Bytes of one stored parameter."""
         return BYTES_PER_ELEMENT[self.model_dtype]
-
-    @property
-    def gradient_width(self) -> int:
-        """Bytes of one accumulated gradient."""
-        return BYTES_PER_ELEMENT[self.grad_accum_dtype]
 
 
 def build_layout(

@@ -213,9 +213,10 @@ class _Walk:
     def _allreduce(self, slices: list[tuple[int, int, bool]]) -> None:
         """allreduce_and_scatter and allreduce_bucket."""
         chunk: list[tuple[int, int, bool]] = []
+        elements = 0
         for position, piece in enumerate(slices):
             chunk.append(piece)
-            elements = sum(length for _, length, _ in chunk)
+            elements += piece[1]
             if elements <= self.layout.reduce_bucket_size and position < len(slices) - 1:
                 continue
             flat = tensor_bytes(elements, self.reduced_dtype) if len(chunk) > 1 else 0
@@ -227,7 +228,7 @@ class _Walk:
             self._make_compact()
             self._add_to_compact(chunk)
             self.tally.drop("buckets", cast if other else flat)
-            chunk = []
+            chunk, elements = [], 0
 
     def _make_compact(self) -> None:
         """_build_compact_grad_partition_buffer: at the first gradient of a group of which this rank owns a part."""

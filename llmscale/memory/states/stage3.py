@@ -6,8 +6,8 @@ Follows deepspeed/runtime/zero/stage3.py, DeepSpeedZeroOptimizer_Stage3, on rank
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 from llmscale.config.optimizers import OptimizerGroup
@@ -16,7 +16,13 @@ from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.stage3_parameters import Stage3Parameters, persistent_parameters, shard_elements
 from llmscale.memory.states.stage3_trace import Stage3Trace
 from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
-from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout, state_tensor_bytes, tensor_bytes
+from llmscale.memory.zero_settings import (
+    BYTES_PER_ELEMENT,
+    EngineLayout,
+    OffloadLayout,
+    state_tensor_bytes,
+    tensor_bytes,
+)
 
 #: Elements of one piece of a gradient's norm under offload (_constant_buffered_norm2).
 _NORM_ELEMENTS = 250_000_000
@@ -27,9 +33,7 @@ _SMALLEST_SWAP_BYTES = 2**20
 
 def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> StateMemory:
     """`recomputes`: blocks run forward again in the backward pass, and so are gathered again."""
-    walk = _Walk(tensors, layout, recomputes)
-    forward = walk.forward()
-    backward = walk.backward()
+    forward, backward = _follow(tensors, _as_the_gpu_sees_it(layout), recomputes)
     sub_groups = _build_sub_groups(tensors, layout)
     return StateMemory(
         resident=_resident(tensors, sub_groups, layout),
@@ -39,6 +43,22 @@ def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes:
         host_bytes=_host_bytes(sub_groups, layout),
         nvme_bytes=_nvme_bytes(sub_groups, layout),
     )
+
+
+def _as_the_gpu_sees_it(layout: EngineLayout) -> EngineLayout:
+    """The same for all layouts whose micro-steps are alike: only whether something is offloaded matters, not where."""
+    sections = (layout.offload_optimizer, layout.offload_param)
+    optimizer, parameters = (OffloadLayout("none" if section.device == "none" else "cpu") for section in sections)
+    return replace(layout, offload_optimizer=optimizer, offload_param=parameters, gradient_accumulation_steps=1)
+
+
+@lru_cache(maxsize=16)
+def _follow(
+    tensors: ParameterTensors, layout: EngineLayout, recomputes: bool
+) -> tuple[tuple[Breakdown, ...], tuple[BackwardMoment, ...]]:
+    """The courses of the forward and of the backward pass, which the rows of one table share."""
+    walk = _Walk(tensors, layout, recomputes)
+    return walk.forward(), walk.backward()
 
 
 @dataclass(frozen=True)
