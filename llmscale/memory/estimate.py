@@ -83,9 +83,11 @@ def estimate_memory(
     shape: GPTShape, micro_batch_size: int, layout: EngineLayout, checkpointing: CheckpointingMode
 ) -> MemoryEstimate:
     """Every moment of a step on one rank, at its own peak."""
-    # Of the accumulation, only whether there is any matters to the states; of checkpointing, only stage 3 knows.
-    steps = min(2, layout.gradient_accumulation_steps)
-    mode = checkpointing if layout.zero_stage == 3 else "none"
+    # Of the accumulation, only whether there is any matters to the states, and not even that at stage 3; of
+    # checkpointing, only stage 3 knows, and only whether blocks run twice.
+    sharded = layout.zero_stage == 3
+    steps = 1 if sharded else min(2, layout.gradient_accumulation_steps)
+    mode: CheckpointingMode = "full" if sharded and checkpointing != "none" else "none"
     states = _states(shape, replace(layout, gradient_accumulation_steps=steps), mode)
     activations = _activations(
         shape, micro_batch_size, layout.precision, checkpointing, layout.cpu_checkpointing, layout.zero_stage
@@ -98,10 +100,11 @@ def estimate_memory(
 
 
 def estimate_least(shape: GPTShape, micro_batch_size: int, ds: DsConfig, checkpointing: CheckpointingMode) -> int:
-    """Bytes that are needed whatever DeepSpeed does: activations alone."""
-    return _activations(
+    """Bytes that are needed whatever DeepSpeed does: activations, and below stage 3 every parameter in 16 bit."""
+    activations = _activations(
         shape, micro_batch_size, ds.precision, checkpointing, ds.cpu_checkpointing, ds.zero_stage
-    ).peak_bytes
+    )
+    return activations.peak_bytes + (0 if ds.zero_stage == 3 else 2 * shape.num_parameters)
 
 
 @lru_cache(maxsize=256)

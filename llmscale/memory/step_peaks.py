@@ -42,9 +42,7 @@ class _Course:
     """The states in the backward pass, by the number of parameters that have gradients."""
 
     def __init__(self, model: Architecture, states: StateMemory) -> None:
-        self._extras = [moment.extra for moment in states.backward_course]
-        self._totals = [extra.total_bytes for extra in self._extras]
-        self._done = [moment.parameters_done for moment in states.backward_course]
+        self._course, self._totals, self._done = states.backward_course, states.backward_bytes, states.parameters_done
         self._head_gradients = model.head_gradients
         self._block_parameters = model.block_parameters
 
@@ -57,11 +55,11 @@ class _Course:
         return self._totals[place]
 
     def extra(self, place: int) -> Breakdown:
-        return self._extras[place]
+        return self._course[place].extra
 
     @property
     def last_place(self) -> int:
-        return len(self._extras) - 1
+        return len(self._course) - 1
 
 
 def _blocks_forward(states: StateMemory, activations: ActivationMemory) -> Breakdown:

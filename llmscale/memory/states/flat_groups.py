@@ -28,7 +28,7 @@ class FlatGroup:
     """Of the flat tensor, padded so that every rank's partition begins aligned."""
     shard_ranks: int
 
-    @property
+    @cached_property
     def partition(self) -> int:
         """Elements that one rank owns."""
         return self.elements // self.shard_ranks

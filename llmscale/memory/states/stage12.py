@@ -110,6 +110,8 @@ class _Walk:
         self.partition_bytes = 0
         self.micro_step = -1
         self.compact_groups: set[int] = set()
+        self.pieces: dict[int, list[tuple[int, int, bool]]] = {}
+        """Of each parameter, from the first micro-step on."""
         self.own: dict[int, int] = {}
         """Bytes of gradients in storages of their own."""
         self.accumulated_bytes = 0
@@ -190,9 +192,11 @@ class _Walk:
 
     def _pieces(self, tensor: ParameterTensor) -> list[tuple[int, int, bool]]:
         """(owner, elements, whether they are added to rank 0's fp32 sums)."""
-        return [
-            (rank, length, self.compact and rank == 0) for rank, length in self.group_of[tensor.index].pieces(tensor)
-        ]
+        found = self.pieces.get(tensor.index)
+        if found is None:
+            pieces = self.group_of[tensor.index].pieces(tensor)
+            found = self.pieces[tensor.index] = [(rank, length, self.compact and rank == 0) for rank, length in pieces]
+        return found
 
     def _average(self) -> None:
         """average_tensor: neighbouring pieces of one owner are one slice; all slices, or all of one owner without

@@ -49,7 +49,7 @@ def _as_the_gpu_sees_it(layout: EngineLayout) -> EngineLayout:
     """The same for all layouts whose micro-steps are alike: only whether something is offloaded matters, not where."""
     sections = (layout.offload_optimizer, layout.offload_param)
     optimizer, parameters = (OffloadLayout("none" if section.device == "none" else "cpu") for section in sections)
-    return replace(layout, offload_optimizer=optimizer, offload_param=parameters, gradient_accumulation_steps=1)
+    return replace(layout, offload_optimizer=optimizer, offload_param=parameters)
 
 
 @lru_cache(maxsize=16)
@@ -59,6 +59,12 @@ def _follow(
     """The courses of the forward and of the backward pass, which the rows of one table share."""
     walk = _Walk(tensors, layout, recomputes)
     return walk.forward(), walk.backward()
+
+
+@lru_cache(maxsize=4)
+def _trace(tensors: ParameterTensors, recomputes: bool) -> Stage3Trace:
+    """The same whatever is offloaded."""
+    return Stage3Trace(tensors, recomputes)
 
 
 @dataclass(frozen=True)
@@ -217,7 +223,7 @@ class _Walk:
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
-        self.trace = Stage3Trace(self.tensors, self.recomputes)
+        self.trace = _trace(self.tensors, self.recomputes)
         self.parameters = Stage3Parameters(self.trace, self.layout, self.tally)
         self.dtype = self.layout.model_dtype
         self.communication = self.layout.zero_communication_dtype
@@ -229,7 +235,7 @@ class _Walk:
     def forward(self) -> tuple[Breakdown, ...]:
         course: list[Breakdown] = []
         self.parameters.begin()
-        for event in self.trace.forward():
+        for event in self.trace.forward:
             if event.action == "fetch":
                 self.parameters.fetch(event.module)
             elif event.action == "release":
@@ -242,7 +248,7 @@ class _Walk:
     def backward(self) -> tuple[BackwardMoment, ...]:
         course: list[BackwardMoment] = []
         done = 0
-        for event in self.trace.backward():
+        for event in self.trace.backward:
             if event.action == "fetch":
                 self.parameters.fetch(event.module)
             elif event.action == "release":

@@ -33,19 +33,6 @@ class Stage3Parameters:
 
     def __init__(self, trace: Stage3Trace, layout: EngineLayout, tally: Tally) -> None:
         self._trace, self._layout, self._tally = trace, layout, tally
-        order = [
-            event.module
-            for events in (trace.forward(), trace.backward())
-            for event in events
-            if event.action == "fetch"
-        ]
-        self._queue_order = [(tensor, step) for step, module in enumerate(order) for tensor in trace.parameters[module]]
-        self._uses: dict[int, list[int]] = {}
-        for tensor, step in self._queue_order:
-            self._uses.setdefault(tensor.index, []).append(step)
-        self._before = [0]
-        for module in order:
-            self._before.append(self._before[-1] + sum(tensor.elements for tensor in trace.parameters[module]))
         used = [tensor for tensors in trace.parameters for tensor in tensors]
         self._elements = {tensor.index: tensor.elements for tensor in used}
         self._persistent = persistent_parameters(used, layout)
@@ -56,7 +43,7 @@ class Stage3Parameters:
 
     def begin(self) -> None:
         """reset_step, at the start of a forward pass."""
-        self._queue = deque(self._queue_order)
+        self._queue = deque(self._trace.queue)
         self._step = 0
         self._available = 0
         self._marked: dict[int, int] = {}
@@ -65,7 +52,9 @@ class Stage3Parameters:
         """fetch_sub_module: gather what the module needs, then prefetch in the order of the trace."""
         needed = self._trace.parameters[module]
         if needed:
-            self._gather([tensor for tensor in needed if self._is_away(tensor)])
+            away = [tensor for tensor in needed if self._is_away(tensor)]
+            if away:
+                self._gather(away)
             for tensor in needed:
                 self._users.setdefault(tensor.index, set()).add(module)
                 self._wait(tensor)
@@ -84,17 +73,18 @@ class Stage3Parameters:
             discarded.add(tensor.index)
 
     def _prefetch(self) -> None:
-        layout = self._layout
+        layout, queue, marked = self._layout, self._queue, self._marked
         most = min(layout.stage3_max_live_parameters - self._available, layout.stage3_prefetch_bucket_size)
         chosen: dict[int, ParameterTensor] = {}
         elements = 0
-        while layout.stage3_prefetch_bucket_size > 0 and self._queue and elements < most:
-            tensor, step = self._queue.popleft()
-            self._marked[tensor.index] = max(self._marked.get(tensor.index, _NEVER), step)
+        while queue and elements < most:
+            tensor, step = queue.popleft()
+            marked[tensor.index] = max(marked.get(tensor.index, _NEVER), step)
             if self._is_away(tensor) and tensor.index not in chosen:
                 chosen[tensor.index] = tensor
                 elements += tensor.elements
-        self._gather(list(chosen.values()))
+        if chosen:
+            self._gather(list(chosen.values()))
 
     def release(self, module: int) -> None:
         """release_sub_module: what is not used again within the reuse distance nor passed over by a prefetch."""
@@ -109,11 +99,11 @@ class Stage3Parameters:
 
     def _is_used_soon(self, tensor: ParameterTensor) -> bool:
         """__params_to_release: the next use, if the modules before it have fewer parameters than the reuse distance."""
-        uses = self._uses[tensor.index]
+        uses, before = self._trace.uses[tensor.index], self._trace.elements_before
         position = bisect_left(uses, self._step)
         if position == len(uses):
             return False
-        return self._before[uses[position]] - self._before[self._step] < self._layout.stage3_max_reuse_distance
+        return before[uses[position]] - before[self._step] < self._layout.stage3_max_reuse_distance
 
     def _is_away(self, tensor: ParameterTensor) -> bool:
         index = tensor.index
@@ -122,18 +112,16 @@ class Stage3Parameters:
     def _gather(self, tensors: list[ParameterTensor]) -> None:
         """One parameter is gathered into its own storage; several into a flat tensor, out of which they are copied.
         With one rank there is nothing to gather, and a copy only where the shards lie on the host."""
-        if not tensors:
-            return
         self._available += sum(tensor.elements for tensor in tensors)
         dtype, ranks = self._layout.model_dtype, self._layout.ranks.shard_ranks
         from_host = self._layout.offload_param.device != "none"
-        shards = [shard_elements(tensor, ranks) for tensor in tensors]
         if ranks == 1:
             for tensor in tensors:
                 num_bytes = tensor_bytes(tensor.elements, dtype) if from_host else 0
                 self._tally.hold("parameters", num_bytes)
                 self._live[tensor.index] = num_bytes
             return
+        shards = [shard_elements(tensor, ranks) for tensor in tensors]
         staged = sum(tensor_bytes(shard, dtype) for shard in shards) if from_host else 0
         flat = tensor_bytes(sum(shards) * ranks, dtype)
         self._tally.hold("parameters", flat)

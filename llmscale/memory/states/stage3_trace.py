@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from llmscale.architecture.layers import Layer
@@ -40,21 +42,39 @@ class Stage3Trace:
         backs = list(_visits(_names(model.block)[::-1], "gradients"))
         paths = [path for action, path in runs if action == "fetch"]
         blocks = [{path: self._add(tensors, block, path) for path in paths} for block in range(model.n_layer)]
-        self._forward = list(_forward(before, [_numbered(runs, numbers) for numbers in blocks], after))
+        self.forward: Sequence[Event] = list(_forward(before, [_numbered(runs, numbers) for numbers in blocks], after))
         again = runs if recomputes else []
         backwards = [_numbered([*again, *backs], numbers) for numbers in reversed(blocks)]
-        self._backward = list(_backward(before[::-1], backwards, after[::-1]))
+        self.backward: Sequence[Event] = list(_backward(before[::-1], backwards, after[::-1]))
 
     def _add(self, tensors: ParameterTensors, block: int | None, path: str) -> int:
         """The number of a new module."""
         self.parameters.append(tensors.of_layer.get((block, path), ()))
         return len(self.parameters) - 1
 
-    def forward(self) -> Sequence[Event]:
-        return self._forward
+    @cached_property
+    def order(self) -> list[int]:
+        """The module that each fetch is for: DeepSpeed's steps."""
+        return [event.module for event in (*self.forward, *self.backward) if event.action == "fetch"]
 
-    def backward(self) -> Sequence[Event]:
-        return self._backward
+    @cached_property
+    def queue(self) -> list[tuple[ParameterTensor, int]]:
+        """Every use of a parameter with its step, in the order of time."""
+        return [(tensor, step) for step, module in enumerate(self.order) for tensor in self.parameters[module]]
+
+    @cached_property
+    def uses(self) -> dict[int, list[int]]:
+        """Index of a parameter -> steps."""
+        found: dict[int, list[int]] = {}
+        for tensor, step in self.queue:
+            found.setdefault(tensor.index, []).append(step)
+        return found
+
+    @cached_property
+    def elements_before(self) -> list[int]:
+        """Step -> elements of all modules before it."""
+        sizes = (sum(tensor.elements for tensor in self.parameters[module]) for module in self.order)
+        return list(accumulate(sizes, initial=0))
 
 
 def _names(layers: Iterable[Layer]) -> list[str]:

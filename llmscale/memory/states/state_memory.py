@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,13 +48,15 @@ class StateMemory:
         """Most that the backward pass adds."""
         return max((moment.extra for moment in self.backward_course), key=lambda extra: extra.total_bytes)
 
-    def backward_after(self, parameters_done: int) -> Breakdown:
-        """What is live beyond the resident memory once so many parameters have gradients."""
-        return self.backward_course[max(0, bisect_right(self._done, parameters_done) - 1)].extra
+    @cached_property
+    def parameters_done(self) -> list[int]:
+        """Of each moment of the backward pass."""
+        return [moment.parameters_done for moment in self.backward_course]
 
     @cached_property
-    def _done(self) -> list[int]:
-        return [moment.parameters_done for moment in self.backward_course]
+    def backward_bytes(self) -> list[int]:
+        """What each of those moments adds."""
+        return [moment.extra.total_bytes for moment in self.backward_course]
 
 
 @dataclass
