@@ -10,6 +10,8 @@ from llmscale.errors import ConfigError
 #: Without a micro-batch from the user, the largest one of at most this many tokens per forward is taken: enough to
 #: fill a data-centre GPU for models up to about 1B parameters. `--micro-batch-size` overrides it.
 DEFAULT_MICRO_BATCH_TOKENS = 16_384
+#: Of the numbers that an error names.
+_MOST_LISTED = 24
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,9 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def _listed(numbers: list[int], most: int = 24) -> str:
-    shown = ", ".join(map(str, numbers[:most]))
-    return f"{shown}, ... {numbers[-1]}" if len(numbers) > most else shown
+def _listed(numbers: list[int]) -> str:
+    shown = ", ".join(map(str, numbers[:_MOST_LISTED]))
+    return f"{shown}, ... {numbers[-1]}" if len(numbers) > _MOST_LISTED else shown
 
 
 def _nearest_multiples(number: int, factor: int) -> str:

@@ -167,7 +167,7 @@ def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Pre
     return wanted
 
 
-def custom_gpu(memory_gib: float, bf16_tflops: float, *, has_bf16: bool = True) -> GPU:
+def custom_gpu(memory_gib: float, bf16_tflops: float) -> GPU:
     """A card that is not in the table. Its memory bandwidth and power stay unknown; its link is taken to be PCIe 4.0
     x16, the least that a card of today has. Raises ConfigError when a number is not positive."""
     for flag, value in (("--gpu-memory-gib", memory_gib), ("--bf16-tflops", bf16_tflops)):
@@ -179,7 +179,7 @@ def custom_gpu(memory_gib: float, bf16_tflops: float, *, has_bf16: bool = True) 
         memory_gib=memory_gib,
         dense_16bit_flops=bf16_tflops * 1e12,
         fp32_flops=None,
-        has_bf16=has_bf16,
+        has_bf16=True,
         memory_bytes_per_s=None,
         link_bytes_per_s=_PCIE4,
         host_link_bytes_per_s=_PCIE4,

@@ -1,7 +1,7 @@
 """What the throughput model was fitted to, and whether a run lies within it. No torch.
 
 The fit is llmscale.planning.compute_time'. Within the rows its error is known; beyond them the formulas go on, and the
-only runs to compare with are those of PUBLISHED, which were slower than it says.
+only runs to compare with (tests/planning/test_calibration.py, PUBLISHED) were slower than it says.
 """
 
 from __future__ import annotations
@@ -44,34 +44,7 @@ FITTED = (
 )
 #: Relative error of tokens/s on the rows.
 ERROR_WITHIN = "error within them 3 % in the median, 8 % for 9 of 10"
-
-
-@dataclass(frozen=True)
-class PublishedRun:
-    """ZeRO-3 of 2021, fp16, full recomputation, contexts of 2,048, on A100 80 GB with 8 x 200 Gbit/s per node."""
-
-    n_layer: int
-    n_head: int
-    n_embd: int
-    gpus: int
-    micro_batch_size: int
-    global_batch_size: int
-    tflops_per_gpu: float
-    """Hardware FLOPs by the paper's formula (3), recomputation included."""
-
-
-#: Narayanan et al. 2021 (SC '21, arXiv 2104.04473), table 2, "ZeRO-3 without Model Parallelism"; vocabulary 51,200.
-#: None of it was used for the fit. OPT-175B (Zhang et al. 2022) reached 147 TFLOP/s per GPU on 992 A100s, with tensor
-#: parallelism beside FSDP.
-PUBLISHED = (
-    PublishedRun(96, 96, 12288, 384, 4, 1536, 144),
-    PublishedRun(96, 96, 12288, 768, 2, 1536, 88),
-    PublishedRun(96, 96, 12288, 1536, 1, 1536, 44),
-    PublishedRun(105, 128, 20480, 640, 4, 2560, 138),
-    PublishedRun(105, 128, 20480, 1120, 2, 2240, 98),
-    PublishedRun(105, 128, 20480, 2240, 1, 2240, 48),
-)
-#: What the model says of them over what they reached: tests/planning/test_calibration.py.
+#: What the model says over what the runs of PUBLISHED in tests/planning/test_calibration.py reached.
 _LARGER_SCALE = "published runs at larger scale were 1.2 to 3.8 times slower than estimated"
 
 

@@ -93,10 +93,10 @@ def legal_strategies(
             yield ds, strategy.checkpointing
 
 
-def change_strategy(ds: DsConfig, strategy: Strategy, nvme_path: str = DEFAULT_NVME_PATH) -> DsConfig | None:
+def change_strategy(ds: DsConfig, strategy: Strategy) -> DsConfig | None:
     """A user's ds_config with another strategy and everything else kept; None when it cannot train."""
     keys = cast("dict[str, object]", ds.keys.model_dump(mode="json", exclude_unset=True, exclude_none=True))
-    return _checked(_with_strategy(keys, strategy, nvme_path), ds.source)
+    return _checked(_with_strategy(keys, strategy, DEFAULT_NVME_PATH), ds.source)
 
 
 def _with_strategy(keys: dict[str, object], strategy: Strategy, nvme_path: str) -> dict[str, object]:

@@ -64,7 +64,6 @@ def estimate_throughput(
     *,
     gpus_per_node: int,
     interconnect: Interconnect,
-    host: HostRates | None = None,
 ) -> Throughput | None:
     """The step of `plan` under `layout`; `gpus_per_node` must divide its world size, or be no smaller.
 
@@ -78,9 +77,7 @@ def estimate_throughput(
     traffic = count_traffic(shape, layout, checkpointing)
     compute_s = micro_step_s * plan.gradient_accumulation_steps
     communication_s = estimate_communication_s(traffic, gpu, ranks_per_node, num_nodes, interconnect)
-    offload_s = estimate_offload_s(
-        shape, plan.micro_batch_size, layout, traffic, gpu, ranks_per_node, host or HostRates()
-    )
+    offload_s = estimate_offload_s(shape, plan.micro_batch_size, layout, traffic, gpu, ranks_per_node, HostRates())
     optimizer_s = 0.0
     if optimizer_on_gpu(layout):
         moved_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES

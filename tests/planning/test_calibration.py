@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +13,39 @@ from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.parallel_layout import ParallelLayout
-from llmscale.planning.calibration import FITTED, PUBLISHED, PublishedRun
+from llmscale.planning.calibration import FITTED
 from llmscale.planning.throughput import Throughput, estimate_throughput
 from tests.planning.test_throughput import MPT
 
 SEVEN_B = GPTShape(32, 32, 4096, 50368, 2048)
 STAGE_3: dict[str, object] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """ZeRO-3 of 2021, fp16, full recomputation, contexts of 2,048, on A100 80 GB with 8 x 200 Gbit/s per node."""
+
+    n_layer: int
+    n_head: int
+    n_embd: int
+    gpus: int
+    micro_batch_size: int
+    global_batch_size: int
+    tflops_per_gpu: float
+    """Hardware FLOPs by the paper's formula (3), recomputation included."""
+
+
+#: Narayanan et al. 2021 (SC '21, arXiv 2104.04473), table 2, "ZeRO-3 without Model Parallelism"; vocabulary 51,200.
+#: None of it was used for the fit. OPT-175B (Zhang et al. 2022) reached 147 TFLOP/s per GPU on 992 A100s, with tensor
+#: parallelism beside FSDP.
+PUBLISHED = (
+    PublishedRun(96, 96, 12288, 384, 4, 1536, 144),
+    PublishedRun(96, 96, 12288, 768, 2, 1536, 88),
+    PublishedRun(96, 96, 12288, 1536, 1, 1536, 44),
+    PublishedRun(105, 128, 20480, 640, 4, 2560, 138),
+    PublishedRun(105, 128, 20480, 1120, 2, 2240, 98),
+    PublishedRun(105, 128, 20480, 2240, 1, 2240, 48),
+)
 
 
 def estimate(
