@@ -43,7 +43,7 @@ class GPU:
 
 
 #: CUDA sees less than the nominal memory: ECC and the driver keep some, more or less of it by driver version. These
-#: are the lowest totals found in users' out-of-memory messages for the card.
+#: are the lowest totals found in users' out-of-memory messages for the GPU.
 _REPORTED = "as CUDA reports it (lowest total found in torch's out-of-memory messages)"
 #: PCIe x16 in one direction, bytes/s.
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
@@ -126,13 +126,13 @@ GPUS = (
     ),
 )  # fmt: skip
 
-#: Words that make another card of a known name: a part of it, a slower or a smaller one.
+#: Words that make another GPU of a known name: a part of it, a slower or a smaller one.
 _OTHER_CARD = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
     """The GPU that the driver calls `device_name`, or None when the table does not have it (an L40 is not an L4, nor a
-    MIG slice the whole card)."""
+    MIG slice the whole GPU)."""
     words = set(device_name.lower().replace("-", " ").split())
     if words & _OTHER_CARD:
         return None
@@ -150,7 +150,7 @@ def get_gpu(name: str) -> GPU:
     hint = f" Did you mean '{meant.name}'?" if meant else did_you_mean(name, names)
     raise ConfigError(
         f"GPU '{name}' is not in the table.{hint} GPUs: {', '.join(names)}. "
-        "For any other card give --gpu-memory-gib and --bf16-tflops."
+        "For any other GPU give --gpu-memory-gib and --bf16-tflops."
     )
 
 
@@ -168,8 +168,8 @@ def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Pre
 
 
 def custom_gpu(memory_gib: float, bf16_tflops: float) -> GPU:
-    """A card that is not in the table. Its memory bandwidth and power stay unknown; its link is taken to be PCIe 4.0
-    x16, the least that a card of today has. Raises ConfigError when a number is not positive."""
+    """A GPU that is not in the table. Its memory bandwidth and power stay unknown; its link is taken to be PCIe 4.0
+    x16, the least that a GPU of today has. Raises ConfigError when a number is not positive."""
     for flag, value in (("--gpu-memory-gib", memory_gib), ("--bf16-tflops", bf16_tflops)):
         if not 0 < value < float("inf"):
             raise ConfigError(f"{flag} must be above 0, not {value:g}.")

@@ -1,6 +1,6 @@
 """States and activations put together, moment by moment: what one GPU holds when it holds most. No torch.
 
-What PyTorch allocates is exact arithmetic on shapes and on DeepSpeed's code. What lies between that and the card's
+What PyTorch allocates is exact arithmetic on shapes and on DeepSpeed's code. What lies between that and the GPU's
 whole memory is not: it is assumed, named here, and kept apart.
 """
 

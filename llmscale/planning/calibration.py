@@ -20,9 +20,9 @@ _NEAR = 1.1
 
 @dataclass(frozen=True)
 class FittedRows:
-    """Extremes of MosaicML's llm-foundry rows for one kind of card: PyTorch's FSDP in bf16, which is ZeRO stage 3."""
+    """Extremes of MosaicML's llm-foundry rows for one kind of GPU: PyTorch's FSDP in bf16, which is ZeRO stage 3."""
 
-    cards: tuple[str, ...]
+    gpu_names: tuple[str, ...]
     name: str
     gpus: tuple[int, int]
     parameters: tuple[float, float]
@@ -49,8 +49,8 @@ _LARGER_SCALE = "published runs at larger scale were 1.2 to 3.8 times slower tha
 
 
 def fitted_rows(gpu: GPU) -> FittedRows | None:
-    """None for a card without rows."""
-    return next((rows for rows in FITTED if gpu.name in rows.cards), None)
+    """None for a GPU without rows."""
+    return next((rows for rows in FITTED if gpu.name in rows.gpu_names), None)
 
 
 def beyond_rows(rows: FittedRows, shape: GPTShape, layout: EngineLayout) -> Iterator[str]:
@@ -70,7 +70,7 @@ def beyond_rows(rows: FittedRows, shape: GPTShape, layout: EngineLayout) -> Iter
 
 
 def calibration_words(rows: FittedRows, shape: GPTShape, layout: EngineLayout) -> str:
-    """What an estimate for a card with rows rests on."""
+    """What an estimate for a GPU with rows rests on."""
     beyond = list(beyond_rows(rows, shape, layout))
     if not beyond:
         return f"calibrated: {rows.describe()}; {ERROR_WITHIN}"

@@ -29,7 +29,7 @@ LOGIT_BYTES = 35
 _PASSES = 3
 #: A forward pass is a third of forward and backward: full recomputation repeats it.
 _RECOMPUTED = 4 / 3
-#: FLOPs per byte of an A100 80 GB; a card of unknown memory bandwidth is taken to be as balanced.
+#: FLOPs per byte of an A100 80 GB; a GPU of unknown memory bandwidth is taken to be as balanced.
 _A100_BALANCE = 312e12 / 2.039e12
 
 
@@ -51,7 +51,7 @@ _LIKE_H100 = {"h100-80gb-pcie", "h200", "b200"}
 
 
 def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
-    """The fit for this card, or the nearest card's, and it says so."""
+    """The fit for this GPU, or the nearest GPU's, and it says so."""
     if gpu.name in _CALIBRATED:
         return _CALIBRATED[gpu.name]
     like, name = (_H100, "H100") if gpu.name in _LIKE_H100 else (_A100, "A100")
@@ -62,12 +62,12 @@ def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
 
 
 def memory_bytes_per_s(gpu: GPU) -> float:
-    """The card's memory bandwidth, or an A100's share of its arithmetic rate where it is not known."""
+    """The GPU's memory bandwidth, or an A100's share of its arithmetic rate where it is not known."""
     return gpu.memory_bytes_per_s or gpu.dense_16bit_flops / _A100_BALANCE
 
 
 def peak_flops(gpu: GPU, precision: Precision) -> float | None:
-    """FLOP/s that a run in this precision is measured against; None: the card's fp32 rate is not in the table."""
+    """FLOP/s that a run in this precision is measured against; None: the GPU's fp32 rate is not in the table."""
     return gpu.fp32_flops if precision == "fp32" else gpu.dense_16bit_flops
 
 
@@ -76,7 +76,7 @@ def estimate_compute_s(
 ) -> float | None:
     """Seconds of one forward and backward pass of a micro-batch on one GPU, recomputation included.
 
-    None when the card's rate in this precision is not known.
+    None when the GPU's rate in this precision is not known.
     """
     peak = peak_flops(gpu, precision)
     if peak is None:

@@ -42,12 +42,12 @@ class Machines:
     def world_size(self) -> int:
         return self.num_nodes * self.gpus_per_node
 
-    def in_words(self, card: str) -> str:
+    def in_words(self, gpu: str) -> str:
         """`2 nodes x 8 x h100-80gb`. What is rare for one node may have been meant for several: it says so."""
         if self.num_nodes > 1:
-            return f"{self.num_nodes} nodes x {self.gpus_per_node} x {card}"
+            return f"{self.num_nodes} nodes x {self.gpus_per_node} x {gpu}"
         one = " in one node (of several nodes: --num-nodes)" if self.gpus_per_node > _MANY_IN_A_NODE else ""
-        return f"{self.gpus_per_node} x {card}{one}"
+        return f"{self.gpus_per_node} x {gpu}{one}"
 
 
 @dataclass(frozen=True)

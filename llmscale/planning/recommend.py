@@ -14,7 +14,7 @@ from llmscale.planning.strategy import CHECKPOINTING, OFFLOADS, STAGES, Strategy
 
 #: Rates closer than this are the same rate: the throughput model is not better than that.
 _SAME_RATE = 0.03
-#: A row that leaves less of the card than this is tight: the estimate may be off by as much.
+#: A row that leaves less of the GPU than this is tight: the estimate may be off by as much.
 _TIGHT = 0.05
 #: Smaller micro-batches may leave a GPU waiting for its next kernel, which estimated rates know nothing of.
 _SMALL_MICRO_BATCH_TOKENS = 4096

@@ -7,7 +7,7 @@ on a GPU. On the 209 published rows that the constants were fitted to (`llmscale
 error of tokens/s has a median of 3 %, a 90th percentile of 8 % and a maximum of 31 %; on a model size that was left
 out of the fit, 4 % and 12 %. Beyond the rows (`llmscale.planning.calibration`) it is an extrapolation, and says so:
 ZeRO-3 at 175B and 530B parameters on 384 to 2,240 A100s was published as 1.6 to 3.8 times slower. Had the H100 not
-been among the rows and been given the A100's efficiency, it would have been called 17 % too fast: so much for cards
+been among the rows and been given the A100's efficiency, it would have been called 17 % too fast: so much for GPUs
 that are "not calibrated". The estimate is for runs that keep the GPU busy: it knows nothing of data loading, of
 launch overhead in micro-batches below 4,096 tokens, nor of what DeepSpeed does slower than FSDP, whose runs the rows
 are.
@@ -67,7 +67,7 @@ def estimate_throughput(
 ) -> Throughput | None:
     """The step of `plan` under `layout`; `gpus_per_node` must divide its world size, or be no smaller.
 
-    None when the card's rate in the run's precision is not known.
+    None when the GPU's rate in the run's precision is not known.
     """
     micro_step_s = estimate_compute_s(shape, plan.micro_batch_size, layout.precision, checkpointing, gpu)
     if micro_step_s is None:

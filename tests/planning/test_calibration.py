@@ -104,7 +104,7 @@ def test_the_ranges_are_those_of_the_rows() -> None:
     lines = (Path(__file__).parent / "llm_foundry_rows.csv").read_text().splitlines()
     rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     for fitted in FITTED:
-        mine = [row for row in rows if row["gpu"] in fitted.cards]
+        mine = [row for row in rows if row["gpu"] in fitted.gpu_names]
         gpus, lengths = [int(row["gpus"]) for row in mine], [int(row["seq_len"]) for row in mine]
         sizes = [GPTShape(*MPT[row["model"]], 50368, 2048).num_parameters for row in mine]
         assert fitted.gpus == (min(gpus), max(gpus))

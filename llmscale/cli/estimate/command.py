@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from llmscale.cli.machine_flags import add_machine_flags
 from llmscale.config import flag_type, limits
 from llmscale.errors import ConfigError
 
@@ -66,33 +67,7 @@ def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_machine_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--gpu", type=flag_type.name, metavar="NAME", help="a card of the table; `list` shows it")
-    group.add_argument(
-        "--gpu-memory-gib",
-        type=flag_type.number(0.01, limits.MAX_GPU_GIB),
-        metavar="GIB",
-        help="of a card that is not in the table",
-    )
-    group.add_argument(
-        "--bf16-tflops", type=flag_type.number(0.001, limits.MAX_TFLOPS), metavar="X", help="its dense 16-bit rate"
-    )
-    group.add_argument(
-        "--num-gpus",
-        type=flag_type.whole(1, limits.MAX_GPUS_PER_NODE),
-        default=1,
-        metavar="N",
-        help="GPUs per node (default: 1)",
-    )
-    group.add_argument(
-        "--num-nodes", type=flag_type.whole(1, limits.MAX_NODES), default=1, metavar="N", help="nodes (default: 1)"
-    )
-    group.add_argument(
-        "--interconnect",
-        type=flag_type.name,
-        default="ib-400g",
-        metavar="NAME",
-        help="between nodes (default: ib-400g)",
-    )
+    add_machine_flags(group, num_gpus=1, num_nodes=1, num_nodes_default="1")
     group.add_argument(
         "--host-memory-gib",
         type=flag_type.number(0.01, limits.MAX_HOST_GIB),
@@ -116,7 +91,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--precision", metavar="NAME", help="bf16, fp16, fp32 or autocast (default: the ds_config's, else bf16; "
-        "fp16 on a card without it)",
+        "fp16 on a GPU without it)",
     )  # fmt: skip
     group.add_argument(
         "--activation-checkpointing", metavar="MODE", help="none, selective or full only (default: all of them)"

@@ -72,7 +72,7 @@ def _summary(rows: list[HFConfig]) -> str:
     if not best.fits:
         return (
             f"Nothing fits, not even without activations: {stage} misses least, by {room} per GPU. More GPUs, or "
-            "another card."
+            "another GPU."
         )
     offload = "without offload" if best.strategy.offload == "-" else f"with offload ({best.strategy.offload})"
     return f"{num_fitting} of {len(rows)} rows fit; {stage} {offload} leaves most room for activations: {room}."

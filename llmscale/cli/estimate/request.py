@@ -85,17 +85,17 @@ def _read_ds_file(path: Path, config: RunConfig, gpu: GPU) -> tuple[DsConfig, Ch
 
 
 def read_gpu(args: argparse.Namespace) -> GPU:
-    """The card: from the table, or described. Raises ConfigError."""
+    """The GPU: from the table, or described. Raises ConfigError."""
     described = [args.gpu_memory_gib, args.bf16_tflops]
     if args.gpu is not None:
         if any(value is not None for value in described):
             raise ConfigError(
-                "--gpu names a card of the table, --gpu-memory-gib and --bf16-tflops one that is not in it."
+                "--gpu names a GPU of the table, --gpu-memory-gib and --bf16-tflops one that is not in it."
             )
         return get_gpu(args.gpu)
     if None in described:
         raise ConfigError(
-            "which GPU? Give --gpu NAME (--gpu list shows the table), or --gpu-memory-gib and --bf16-tflops for a card "
+            "which GPU? Give --gpu NAME (--gpu list shows the table), or --gpu-memory-gib and --bf16-tflops for a GPU "
             "that is not in it."
         )
     return custom_gpu(args.gpu_memory_gib, args.bf16_tflops)

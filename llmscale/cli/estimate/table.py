@@ -207,8 +207,8 @@ def gpu_lines() -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for row in rows:
         names.setdefault(row[-1].partition(". Memory ")[2], []).append(row[0])
-    for source, cards in sorted(names.items(), key=lambda item: -len(item[1])):
-        yield f"  {source}{': ' + ', '.join(cards) if len(cards) < len(rows) / 2 else ''}"
+    for source, gpus in sorted(names.items(), key=lambda item: -len(item[1])):
+        yield f"  {source}{': ' + ', '.join(gpus) if len(gpus) < len(rows) / 2 else ''}"
 
 
 def breakdown_cells(breakdown: Breakdown) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from llmscale.cli.machine_flags import add_machine_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.user_paths import check_output_file
 
@@ -59,38 +60,7 @@ def _add_goal_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--gpu", type=flag_type.name, metavar="NAME", help="a card of the table (`llmscale estimate --gpu list`)"
-    )
-    group.add_argument(
-        "--gpu-memory-gib",
-        type=flag_type.quantity(0.01, limits.MAX_GPU_GIB),
-        metavar="GIB",
-        help="of a card that is not in the table",
-    )
-    group.add_argument(
-        "--bf16-tflops", type=flag_type.quantity(0.001, limits.MAX_TFLOPS), metavar="X", help="its dense 16-bit rate"
-    )
-    group.add_argument(
-        "--num-gpus",
-        type=flag_type.whole(1, limits.MAX_GPUS_PER_NODE),
-        default=8,
-        metavar="N",
-        help="GPUs per node (default: 8)",
-    )
-    group.add_argument(
-        "--num-nodes",
-        type=flag_type.whole(1, limits.MAX_NODES),
-        metavar="N",
-        help="nodes (default: as few as hold the model without offload)",
-    )
-    group.add_argument(
-        "--interconnect",
-        type=flag_type.name,
-        default="ib-400g",
-        metavar="NAME",
-        help="between nodes (default: ib-400g)",
-    )
+    add_machine_flags(group, num_gpus=8, num_nodes=None, num_nodes_default="as few as hold the model without offload")
     group.add_argument(
         "--mfu", type=flag_type.number(1e-4, 1), metavar="F", help="fraction of the peak rate (default: estimated)"
     )

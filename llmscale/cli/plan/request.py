@@ -18,7 +18,7 @@ from llmscale.planning.shape_for_size import preset_shape, suggest_shape
 _LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
 _MODELS = ("--model", "--params")
 _OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
-#: What means nothing without a card.
+#: What means nothing without a GPU.
 _OF_GPUS = ("--budget-usd", "--gpu-hours", "--price-per-gpu-hour", "--mfu", "--inference-mfu", "--num-nodes", "--pue")
 _DEFAULT_SEQ_LEN = 2048
 
@@ -64,7 +64,7 @@ def _check_machines(args: argparse.Namespace) -> None:
     has_gpu = _has_gpu(args)
     for flag in _OF_GPUS:
         if _given(args, (flag,)) and not has_gpu:
-            raise ConfigError(f"{flag} needs --gpu NAME: what an hour is worth depends on the card.")
+            raise ConfigError(f"{flag} needs --gpu NAME: what an hour is worth depends on the GPU.")
     if args.budget_usd is not None and args.price_per_gpu_hour is None:
         raise ConfigError("--budget-usd needs --price-per-gpu-hour.")
     if args.inference_mfu is not None and args.inference_tokens is None:

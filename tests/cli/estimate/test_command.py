@@ -348,7 +348,7 @@ def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
         (("--model", "gpt2-1.5b"), "which GPU?"),
         (MACHINES, "which model?"),
         (("--model", "gpt2-1.5b", "--gpu-memory-gib", "24"), "--bf16-tflops"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--gpu-memory-gib", "24"), "--gpu names a card of the table"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--gpu-memory-gib", "24"), "--gpu names a GPU of the table"),
         (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
         (
             ("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"),
