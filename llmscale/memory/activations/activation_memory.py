@@ -33,7 +33,7 @@ class ActivationMemory:
     - before block i of the forward pass: `before_block_bytes(i, forward=True)`; within it at most
       `block_forward_peak_bytes` more;
     - output head and loss: `before_block_bytes(L, forward=True)` and at most `logits_forward_peak_bytes` more;
-    - end of the forward pass: `saved_bytes`;
+    - end of the forward pass: `before_block_bytes(L)`, the final norm's, the logits' and the head's cast;
     - head and loss backwards: `before_block_bytes(L)` and one of the moments `head_backward`;
     - block i backwards: `before_block_bytes(i)`, `head_gradient_bytes` and one of `block_backward`;
     - embeddings backwards: one of `embedding_backward`, which has everything in it.
@@ -86,12 +86,6 @@ class ActivationMemory:
         casts = self.forward_casts_per_block_bytes if forward else self.saved_casts_per_block_bytes
         saved = blocks * self.saved_per_block_bytes + kept * self.input_bytes
         return self.saved_embedding_bytes + saved + blocks * casts
-
-    @property
-    def saved_bytes(self) -> int:
-        """At the end of the forward pass."""
-        outside = self.saved_final_norm_bytes + self.logits_saved_bytes + self.head_cast_bytes
-        return self.before_block_bytes(self.n_layer) + outside
 
     @property
     def forward_peak_bytes(self) -> int:

@@ -109,11 +109,6 @@ class MicroStep:
         return found
 
     @property
-    def saved_bytes(self) -> int:
-        """At the end of the forward pass."""
-        return self.starts["head_backward"].total_bytes
-
-    @property
     def forward_peak_bytes(self) -> int:
         return self._peak_bytes("forward")
 
