@@ -33,13 +33,25 @@ TORCH_FREE = (
     *("cluster", "cli", "train"),
     *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
     *("checkpoint.manifest", "checkpoint.locate", "checkpoint.retention", "checkpoint.run_state"),
-    *("checkpoint.history", "checkpoint.commit"),
+    *("checkpoint.history", "checkpoint.commit", "checkpoint.hf_folder"),
     *("training.run_inputs", "training.stop_request", "training.launcher_chain"),
     *("training.run_folder", "training.run_claim"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
-    *("plan", "estimate", "data", "data prepare", "data verify", "doctor", "train", "launch", "sample", "report"),
+    *(
+        "plan",
+        "estimate",
+        "data",
+        "data prepare",
+        "data verify",
+        "doctor",
+        "train",
+        "launch",
+        "sample",
+        "export",
+        "report",
+    ),
     *("checkpoint", "checkpoint list"),
 )
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "launch": "train on many hosts, and go on when one of them fails",
     "report": "a run's loss curve and results, in the terminal",
     "sample": "generate text from a run's newest weights",
+    "export": "a run's newest weights and tokenizer for Hugging Face transformers",
     "checkpoint": "list, show, verify and compare checkpoints",
 }
 PACKAGES = ("plan", "estimate")

@@ -22,6 +22,9 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 class TiktokenTokenizer(Tokenizer):
     """BPE ranks 0..n-1 with GPT-2's pattern; end-of-text is id n."""
 
+    ranks: dict[bytes, int]
+    """Token id by the bytes that it stands for."""
+
     def __init__(self, spec: str, ranks: dict[bytes, int]) -> None:
         import tiktoken
 
@@ -29,6 +32,7 @@ class TiktokenTokenizer(Tokenizer):
         self.vocab_size = len(ranks) + 1
         self.eot_token = len(ranks)
         self.newline_is_a_border = True
+        self.ranks = ranks
         self._ranks_text = _format_ranks(ranks)
         self.sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{self._ranks_text}".encode()).hexdigest()
         self._encoding = tiktoken.Encoding(

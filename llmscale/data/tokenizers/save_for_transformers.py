@@ -1,0 +1,70 @@
+"""Any of our tokenizers as the files that `transformers.AutoTokenizer` loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from llmscale.data.tokenizers.hf_tokenizer import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
+from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+
+
+def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json to `folder`, which exists. Raises OSError.
+
+    Ids are the same for all text but the one case that transformers treats in its own way: end-of-text written out in
+    a text becomes the token.
+    """
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        tokenizer.save(folder)
+    elif isinstance(tokenizer, TiktokenTokenizer):
+        _save_ranks(tokenizer.ranks, folder)
+    else:
+        _save_ranks({bytes([value]): value for value in range(256)}, folder)
+
+
+def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
+    """Byte-level BPE with GPT-2's pattern from token ids by bytes; end-of-text gets the id behind them."""
+    from tokenizers import Tokenizer as FastTokenizer
+    from tokenizers import decoders, models, pre_tokenizers
+
+    letters = _letters_of_bytes()
+    written = {token: "".join(letters[value] for value in token) for token in ranks}
+    parts = (_last_merge(token, ranks) for token in sorted(ranks, key=ranks.__getitem__))
+    merges = [(written[pair[0]], written[pair[1]]) for pair in parts if len(pair) == 2]
+    vocab = {written[token]: rank for token, rank in ranks.items()} | {END_OF_TEXT: len(ranks)}
+    # tiktoken too takes a piece that is a token as a whole, whether merges lead there or not.
+    fast = FastTokenizer(models.BPE(vocab, merges, ignore_merges=True))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast.decoder = decoders.ByteLevel()
+    fast.add_special_tokens([END_OF_TEXT])
+    (folder / JSON_NAME).write_text(fast.to_str(), encoding="utf-8")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": END_OF_TEXT,
+        "eos_token": END_OF_TEXT,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+
+
+def _letters_of_bytes() -> dict[int, str]:
+    """The character that stands for each byte: itself where it prints, else the next from U+0100 on (Radford et al.
+    2019, encoder.py, bytes_to_unicode)."""
+    letters = {value: chr(value) for value in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    others = (value for value in range(256) if value not in letters)
+    return letters | {value: chr(256 + place) for place, value in enumerate(others)}
+
+
+def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The parts that a token's bytes are merged into by the merges of lower rank: the two of its own merge; one for a
+    single byte; more where no merge leads to the token."""
+    parts = [token[i : i + 1] for i in range(len(token))]
+    while len(parts) > 1:
+        found = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]
+        rank, place = min(found)
+        if rank >= ranks[token]:
+            break
+        parts[place : place + 2] = [parts[place] + parts[place + 1]]
+    return parts

@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmscale.cli.main import main
+from llmscale.evaluate.load_model import load_trained_model
+
+pytest.importorskip("transformers")
+FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+TEXT = "the quick brown fox\n\n  été <日本>"
+
+
+def test_transformers_loads_the_model_and_the_tokenizer(trained_run: Path, tmp_path: Path, llmscale: Callable) -> None:
+    out = tmp_path / "made" / "exported"
+    done = llmscale("export", str(trained_run), "--out", str(out))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"Wrote {out}: ")
+    assert " weights in fp32 of step 3, and the tokenizer." in done.stdout
+    assert {path.name for path in out.iterdir()} == FILES
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    ours = load_trained_model(trained_run / "checkpoints/step-00000003")
+    theirs, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    ids = tokenizer(TEXT).input_ids
+    assert ids == ours.tokenizer.encode(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.eos_token_id == theirs.config.eos_token_id == ours.tokenizer.eot_token
+    tokens = torch.tensor([ids[:32]])
+    with torch.no_grad():
+        logits = theirs(tokens).logits
+        assert (logits - ours.model(tokens)).abs().max() < 1e-5
+    assert logits.shape[-1] == theirs.transformer.wte.weight.shape[0] == 257, "no padding rows"
+
+
+@pytest.mark.parametrize(("dtype", "loaded"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_the_weights_are_rounded_to_the_dtype(
+    dtype: str, loaded: torch.dtype, trained_run: Path, tmp_path: Path
+) -> None:
+    checkpoint = trained_run / "checkpoints/step-00000002"
+    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
+    ours = load_trained_model(checkpoint).model
+    assert theirs.dtype == loaded
+    assert torch.equal(theirs.transformer.wte.weight, ours.wte.weight[:257].to(loaded))
+    assert torch.equal(theirs.transformer.h[0].mlp.c_fc.weight, ours.blocks[0].mlp.up.weight.t().to(loaded))
+
+
+def test_an_earlier_export_is_replaced_only_when_that_is_asked_for(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    command = ["export", str(trained_run), "--out", str(out)]
+    assert main(command) == 0
+    assert main([*command, "--dtype", "bf16"]) == 2
+    said = f"error: --out {out} exists already. Name another folder, or replace it with --overwrite.\n"
+    assert capsys.readouterr().err == said
+    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert main([*command, "--dtype", "bf16", "--overwrite"]) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_folders_that_hold_something_else_are_refused(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home, file, link = tmp_path / "home", tmp_path / "file", tmp_path / "link"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    file.write_text("")
+    link.symlink_to(home)
+    checkpoints = trained_run / "checkpoints"
+    for out, said in (
+        (home, "holds 'thesis.tex', which no export wrote"),
+        (trained_run, "holds '.lock', which no export wrote"),
+        (file, "is no folder"),
+        (link, "is a link"),
+        (checkpoints / "hf", f"lies in {checkpoints}, where only training writes"),
+        (checkpoints / "step-00000003" / "hf", f"lies in {checkpoints}, where only training writes"),
+    ):
+        assert main(["export", str(trained_run), "--out", str(out), "--overwrite"]) == 2
+        stdout, err = capsys.readouterr()
+        assert stdout == ""
+        assert err.startswith(f"error: --out {out} {said}")
+        assert len(err.splitlines()) == 1
+    assert (home / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_wrong_folder_is_answered_without_torch(trained_run: Path, tmp_path: Path, llmscale: Callable) -> None:
+    for run, out, said in (
+        (tmp_path / "none", tmp_path / "out", f"{tmp_path}/none does not exist. Name a run folder"),
+        (trained_run, trained_run, "--out "),
+    ):
+        done = llmscale("export", str(run), "--out", str(out), torch_free=True)
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {said}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_damage_and_a_full_disk_leave_nothing(
+    trained_run: Path, tmp_path: Path, small_disk: Callable[[int], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    shard = next((run / "checkpoints/step-00000003").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    disk = small_disk(64 << 10)
+    for source, out, said in ((run, tmp_path / "out", str(shard)), (trained_run, disk / "out", "Cannot write")):
+        assert main(["export", str(source), "--out", str(out)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {said}")
+        assert len(err.splitlines()) == 1
+        assert not list(out.parent.glob("*out*"))
+    assert "No space left on device" in err

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
+from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
+from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
+from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+
+#: The last is a token that no merge leads to; " the" has two ways, and one of them is the merges'.
+TOKENS = (b"th", b"he", b"the", b" t", b" the", b"\n\n", b"  ", b"12", "é".encode(), b"\xe6\x97", b"quick")
+
+
+@pytest.fixture(params=["bytes", "tiktoken"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    if request.param == "bytes":
+        return ByteTokenizer()
+    ranks = {bytes([255 - value]): value for value in range(256)}
+    return TiktokenTokenizer("made", ranks | {token: 256 + place for place, token in enumerate(TOKENS)})
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["once", "saved, loaded and saved"])
+def test_ids_and_end_of_text_are_the_same(tokenizer: Tokenizer, again: bool, tmp_path: Path) -> None:
+    save_for_transformers(tokenizer, tmp_path)
+    if again:
+        save_for_transformers(load_huggingface(tmp_path), tmp_path)
+    saved = load_huggingface(tmp_path)
+    assert (saved.vocab_size, saved.eot_token) == (tokenizer.vocab_size, tokenizer.eot_token)
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.text() | st.text(alphabet="the quick\n12é日\t'sT", max_size=60))
+    def same(text: str) -> None:
+        assert saved.encode(text) == tokenizer.encode(text)
+        assert saved.decode(saved.encode(text)) == text
+
+    same()
+    for text in ("then the  other\n\nthe 1212 quick\n quickest", "it's   \n \n  été 日本", " the" * 5):
+        assert saved.encode(text) == tokenizer.encode(text)
+
+
+def test_transformers_loads_the_files(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
+    save_for_transformers(tokenizer, tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "the quick  fox , isn't it ?\n\n été"
+    assert theirs(text).input_ids == tokenizer.encode(text)
+    assert theirs.decode(theirs(text).input_ids) == text
+    assert theirs.eos_token_id == tokenizer.eot_token
