@@ -305,6 +305,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "diagnose": ("doctor",),
     "generate": ("sample",),
     "infer": ("sample",),
+    "convert": ("export",),
+    "zero_to_fp32": ("export",),
     "plot": ("report",),
     "status": ("report",),
     "train": ("launch",),

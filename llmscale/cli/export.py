@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
     quiet_libraries()
     import_transformers()
     trained = load_trained_model(checkpoint)
-    num_weights = export_model(trained, args.out, args.dtype)
+    num_weights = export_model(trained, args.out, args.dtype, overwrite=args.overwrite)
     out = make_visible_line(str(args.out))
     print(f"Wrote {out}: {num_weights:,} weights in {args.dtype} of step {trained.step}, and the tokenizer.")
     return 0

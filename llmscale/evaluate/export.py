@@ -17,16 +17,16 @@ from llmscale.evaluate.load_model import TrainedModel
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def export_model(trained: TrainedModel, out: Path, dtype: str) -> int:
-    """Write config.json, model.safetensors and the tokenizer to `out`, all of it or nothing; what an earlier export
-    left there is replaced. Returns the number of weights.
+def export_model(trained: TrainedModel, out: Path, dtype: str, *, overwrite: bool) -> int:
+    """Write config.json, model.safetensors and the tokenizer to `out`, all of it or nothing. Returns the number
+    of weights. `overwrite` replaces the folder, which was checked (checkpoint/hf_folder.py).
 
     Every tensor is read back and compared. Raises ConfigError for weights that `dtype`, a key of DTYPES, cannot hold,
     DataError when `out` cannot be written, MachineError when the disk returns something else than was written.
     """
     config = hf_config(trained.model.shape, trained.tokenizer.eot_token, DTYPES[dtype])
     state = {name: _converted(name, tensor, dtype) for name, tensor in to_hf_state_dict(trained.model).items()}
-    with new_folder(out, replace=True) as folder:
+    with new_folder(out, replace=overwrite) as folder:
         config.save_pretrained(folder)
         save_for_transformers(trained.tokenizer, folder)
         _save_weights(state, folder / WEIGHTS_NAME)

@@ -21,7 +21,7 @@ def trained() -> TrainedModel:
 
 
 def test_every_weight_is_in_the_file(trained: TrainedModel, tmp_path: Path) -> None:
-    num_weights = export_model(trained, tmp_path / "out", "fp32")
+    num_weights = export_model(trained, tmp_path / "out", "fp32", overwrite=False)
     assert num_weights == trained.model.shape.num_parameters - (384 - 257) * 16
     assert (tmp_path / "out/model.safetensors").stat().st_size > 4 * num_weights
 
@@ -30,9 +30,9 @@ def test_weights_that_fp16_cannot_hold_are_refused(trained: TrainedModel, tmp_pa
     with torch.no_grad():
         trained.model.blocks[0].mlp.up.weight[3, 4] = -7e4
     with pytest.raises(ConfigError, match=r"fp16 cannot hold the 70000 in 'transformer.h.0.mlp.c_fc.weight'"):
-        export_model(trained, tmp_path / "out", "fp16")
+        export_model(trained, tmp_path / "out", "fp16", overwrite=False)
     assert not list(tmp_path.iterdir())
-    export_model(trained, tmp_path / "out", "bf16")
+    export_model(trained, tmp_path / "out", "bf16", overwrite=False)
 
 
 def test_nothing_is_left_of_a_write_that_fails_midway(
@@ -42,7 +42,7 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
     import safetensors.torch
 
     out = tmp_path / "out"
-    export_model(trained, out, "fp32")
+    export_model(trained, out, "fp32", overwrite=False)
     before = {path.name: path.read_bytes() for path in out.iterdir()}
 
     def fails(state: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
@@ -51,7 +51,7 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
 
     monkeypatch.setattr(safetensors.torch, "save_file", fails)
     with pytest.raises(DataError, match=f"Cannot write {out}: I/O error: the disk is gone"):
-        export_model(trained, out, "bf16")
+        export_model(trained, out, "bf16", overwrite=True)
     assert list(tmp_path.iterdir()) == [out]
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
@@ -71,5 +71,13 @@ def test_a_disk_that_returns_other_bytes_is_noticed(
 
     monkeypatch.setattr(safetensors.torch, "save_file", flips)
     with pytest.raises(MachineError, match="was read back with another 'transformer"):
-        export_model(trained, tmp_path / "out", "fp32")
+        export_model(trained, tmp_path / "out", "fp32", overwrite=False)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_appeared_meanwhile_is_not_replaced(trained: TrainedModel, tmp_path: Path) -> None:
+    """Between the check of the folder and the end of the export; an empty folder is no loss."""
+    (tmp_path / "out").mkdir()
+    export_model(trained, tmp_path / "out", "fp32", overwrite=False)
+    with pytest.raises(DataError, match="Cannot write"):
+        export_model(trained, tmp_path / "out", "fp32", overwrite=False)

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmscale.checkpoint.hf_folder import check_hf_folder
+from llmscale.errors import ConfigError
+
+
+@pytest.mark.parametrize("checkpoint", ["run/checkpoints/step-00000003", "copied/step-00000003"])
+def test_nothing_is_written_where_checkpoints_lie(checkpoint: str, tmp_path: Path) -> None:
+    folder = tmp_path / checkpoint
+    folder.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    for out in (folder, folder / "hf", tmp_path / "link" / "hf", tmp_path / "none" / ".." / checkpoint / "hf"):
+        with pytest.raises(ConfigError, match="where only training writes"):
+            check_hf_folder(out, folder, overwrite=True)
+    check_hf_folder(tmp_path / "run" / "hf", folder, overwrite=False)
+
+
+def test_an_empty_folder_is_as_good_as_none_and_a_stranger_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    check_hf_folder(out, tmp_path / "checkpoint", overwrite=False)
+    (out / "config.json").write_text("{}")
+    check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
+    with pytest.raises(ConfigError, match="exists already"):
+        check_hf_folder(out, tmp_path / "checkpoint", overwrite=False)
+    (out / "pytorch_model.bin").write_text("")
+    with pytest.raises(ConfigError, match=r"holds 'pytorch_model.bin', which no export wrote"):
+        check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
