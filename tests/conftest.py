@@ -25,6 +25,10 @@ TRAIN = REPOSITORY / "llmscale" / "train.py"
 # takes more than a quarter of a rank's start.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
+# Under nohup or in a shell's background these are ignored, which every process started here would inherit.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 #: By then whatever does not hang has ended, on the slowest machine: no promise about speed. Without our own checks,
 #: ranks that wait for each other do so for half an hour.
