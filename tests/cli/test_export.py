@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from llmscale.checkpoint.hf_weights import import_transformers
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
 
@@ -23,20 +24,22 @@ def test_transformers_loads_the_model_and_the_tokenizer(trained_run: Path, tmp_p
     assert done.stdout.startswith(f"Wrote {out}: ")
     assert " weights in fp32 of step 3, and the tokenizer." in done.stdout
     assert {path.name for path in out.iterdir()} == FILES
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    transformers = import_transformers()
 
     ours = load_trained_model(trained_run / "checkpoints/step-00000003")
-    theirs, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     ids = tokenizer(TEXT).input_ids
     assert ids == ours.tokenizer.encode(TEXT)
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.eos_token_id == theirs.config.eos_token_id == ours.tokenizer.eot_token
     tokens = torch.tensor([ids[:32]])
     with torch.no_grad():
-        logits = theirs(tokens).logits
+        # As users call it: whatever the tokenizer gives goes into the model.
+        given = tokenizer(TEXT, return_tensors="pt")
+        logits = theirs(**{name: value[:, :32] for name, value in given.items()}).logits
         assert (logits - ours.model(tokens)).abs().max() < 1e-5
     assert logits.shape[-1] == theirs.transformer.wte.weight.shape[0] == 257, "no padding rows"
 
@@ -47,9 +50,9 @@ def test_the_weights_are_rounded_to_the_dtype(
 ) -> None:
     checkpoint = trained_run / "checkpoints/step-00000002"
     assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
-    from transformers import AutoModelForCausalLM
+    transformers = import_transformers()
 
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
     ours = load_trained_model(checkpoint).model
     assert theirs.dtype == loaded
     assert torch.equal(theirs.transformer.wte.weight, ours.wte.weight[:257].to(loaded))

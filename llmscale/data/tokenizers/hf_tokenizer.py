@@ -81,9 +81,21 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def save(self, folder: Path) -> str:
         (folder / JSON_NAME).write_bytes(self._contents)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._eot_text}
-        (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+        write_config(folder, self._eot_text)
         return JSON_NAME
+
+
+def write_config(folder: Path, end_of_text: str) -> None:
+    """The tokenizer_config.json with which transformers gives the same ids and the same text. Raises OSError."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": end_of_text,
+        "eos_token": end_of_text,
+        "clean_up_tokenization_spaces": False,
+        # Left out, it gives token_type_ids too, and `model(**tokenizer(text))` adds their embeddings to GPT-2's input.
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def load_huggingface(path: Path) -> HuggingFaceTokenizer:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from llmscale.data.tokenizers.hf_tokenizer import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
+from llmscale.data.tokenizers.hf_tokenizer import JSON_NAME, HuggingFaceTokenizer, write_config
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -40,13 +39,7 @@ def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([END_OF_TEXT])
     (folder / JSON_NAME).write_text(fast.to_str(), encoding="utf-8")
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": END_OF_TEXT,
-        "eos_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    write_config(folder, END_OF_TEXT)
 
 
 def _letters_of_bytes() -> dict[int, str]:
