@@ -106,8 +106,9 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         meter=StepMeter(world.device),
         report=report,
     )
-    _announce(live)
-    return _begin(live, stop)
+    with live.meter.pause():
+        _announce(live)
+        return _begin(live, stop)
 
 
 def _begin_alike(run: PreparedRun, world: World, claim: RunFolderClaim) -> None:

@@ -13,12 +13,15 @@ class ReportStartup(StepAction):
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
-        self._built_at = time.perf_counter()
+        self._began = 0.0
+
+    def begin(self, step: int) -> None:
+        self._began = time.perf_counter()
 
     def due(self, step: int) -> bool:
         return step == self._live.first_step + 1
 
     def act(self, done: DoneStep) -> None:
-        seconds = {**self._live.startup_s, "first step": time.perf_counter() - self._built_at}
+        seconds = {**self._live.startup_s, "first step": time.perf_counter() - self._began}
         phases = " + ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
         self._live.report(f"start-up: {phases} = {sum(seconds.values()):.1f} s")

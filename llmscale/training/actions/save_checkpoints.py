@@ -36,6 +36,8 @@ class SaveCheckpoints(StepAction):
             history=live.history,
             check_run_folder=live.claim.check,
         )
+        self._identity = run_identity(live.run, live.state.saved_order if live.state else None)
+        self._hyperparameters = hyperparameters(live.run)
         self._saved_step: int | None = live.first_step or None
         self._last_save_s = time.monotonic()
 
@@ -103,11 +105,11 @@ class SaveCheckpoints(StepAction):
             samples_seen=live.samples_seen(step),
             tokens_seen=live.tokens_seen(step),
             skipped_steps=live.skipped_steps,
-            identity=run_identity(run, live.state.saved_order if live.state else None),
+            identity=self._identity,
             precision=run.resolved.precision,
             optimizer_scalars=group_scalars(live.engine),
             loss_scaler=get_scaler_state(live.engine),
             wandb_run_id=live.wandb_run_id,
             config=as_plain(run.config),
-            hyperparameters=hyperparameters(run),
+            hyperparameters=self._hyperparameters,
         )
