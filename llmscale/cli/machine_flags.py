@@ -16,12 +16,12 @@ def add_machine_flags(
     )
     group.add_argument(
         "--gpu-memory-gib",
-        type=flag_type.number(0.01, limits.MAX_GPU_GIB),
+        type=flag_type.quantity(0.01, limits.MAX_GPU_GIB),
         metavar="GIB",
         help="of a GPU that is not in the table",
     )
     group.add_argument(
-        "--bf16-tflops", type=flag_type.number(0.001, limits.MAX_TFLOPS), metavar="X", help="its dense 16-bit rate"
+        "--bf16-tflops", type=flag_type.quantity(0.001, limits.MAX_TFLOPS), metavar="X", help="its dense 16-bit rate"
     )
     group.add_argument(
         "--num-gpus",

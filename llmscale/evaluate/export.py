@@ -34,6 +34,10 @@ def export_model(trained: TrainedModel, out: Path, dtype: str, *, overwrite: boo
 
 
 def _converted(name: str, tensor: Tensor, dtype: str) -> Tensor:
+    if not tensor.isfinite().all():
+        raise ConfigError(
+            f"'{name}' holds NaN or infinity: training diverged before this checkpoint. Name another one."
+        )
     converted = tensor.to("cpu", DTYPES[dtype])
     if not converted.isfinite().all():
         largest = tensor.abs().max().item()
@@ -51,6 +55,8 @@ def _save_weights(state: dict[str, Tensor], path: Path) -> None:
         save_file(state, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
+    # safetensors lets nobody else read what it writes.
+    path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
     with safe_open(path, framework="pt") as file:
         for name, tensor in state.items():
             if not torch.equal(file.get_tensor(name), tensor):

@@ -30,3 +30,18 @@ def test_an_empty_folder_is_as_good_as_none_and_a_stranger_is_kept(tmp_path: Pat
     (out / "pytorch_model.bin").write_text("")
     with pytest.raises(ConfigError, match=r"holds 'pytorch_model.bin', which no export wrote"):
         check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
+
+
+def test_links_that_lead_to_each_other_and_the_current_folder_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(ConfigError, match="is a link"):
+        check_hf_folder(tmp_path / "loop", tmp_path / "checkpoint", overwrite=True)
+    with pytest.raises(ConfigError, match="Name another folder"):
+        check_hf_folder(tmp_path / "loop" / "out", tmp_path / "checkpoint", overwrite=True)
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    for out in (Path("."), Path("..")):
+        with pytest.raises(ConfigError, match=r"where only training writes|the folder that this runs in|holds 'below'"):
+            check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)

@@ -81,3 +81,16 @@ def test_what_appeared_meanwhile_is_not_replaced(trained: TrainedModel, tmp_path
     export_model(trained, tmp_path / "out", "fp32", overwrite=False)
     with pytest.raises(DataError, match="Cannot write"):
         export_model(trained, tmp_path / "out", "fp32", overwrite=False)
+
+
+def test_weights_that_diverged_are_refused_whatever_the_dtype(trained: TrainedModel, tmp_path: Path) -> None:
+    with torch.no_grad():
+        trained.model.blocks[0].mlp.up.weight[3, 4] = torch.nan
+    with pytest.raises(ConfigError, match=r"'transformer.h.0.mlp.c_fc.weight' holds NaN"):
+        export_model(trained, tmp_path / "out", "fp32", overwrite=False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_who_may_read_one_file_may_read_all(trained: TrainedModel, tmp_path: Path) -> None:
+    export_model(trained, tmp_path / "out", "bf16", overwrite=False)
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1

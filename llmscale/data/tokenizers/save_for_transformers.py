@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from llmscale.data.tokenizers.hf_tokenizer import JSON_NAME, HuggingFaceTokenizer, write_config
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+
+_LONGEST_MERGED_BYTES = 512
 
 
 def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
@@ -16,7 +19,11 @@ def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
     a text becomes the token.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokenizer.save(folder)
+        path = folder / tokenizer.save(folder)
+        record = json.loads(path.read_bytes())
+        # Data is prepared without the tokens that a template puts around a text.
+        record["post_processor"] = None
+        path.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
     elif isinstance(tokenizer, TiktokenTokenizer):
         _save_ranks(tokenizer.ranks, folder)
     else:
@@ -54,7 +61,8 @@ def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The parts that a token's bytes are merged into by the merges of lower rank: the two of its own merge; one for a
     single byte; more where no merge leads to the token."""
     parts = [token[i : i + 1] for i in range(len(token))]
-    while len(parts) > 1:
+    # Finding the merges of a long token takes the square of its length; it is encoded without them too.
+    while 1 < len(parts) <= _LONGEST_MERGED_BYTES:
         found = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]
         rank, place = min(found)
         if rank >= ranks[token]:

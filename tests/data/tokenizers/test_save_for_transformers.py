@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.processors import TemplateProcessing
 
 from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
 from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
@@ -52,3 +54,21 @@ def test_transformers_loads_the_files(tokenizer: Tokenizer, tmp_path: Path) -> N
     assert theirs(text).input_ids == tokenizer.encode(text)
     assert theirs.decode(theirs(text).input_ids) == text
     assert theirs.eos_token_id == tokenizer.eot_token
+
+
+def test_what_a_template_puts_around_a_text_is_left_out(tmp_path: Path) -> None:
+    save_for_transformers(ByteTokenizer(), tmp_path)
+    path = tmp_path / "tokenizer.json"
+    fast = FastTokenizer.from_file(str(path))
+    fast.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
+    fast.save(str(path))
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    save_for_transformers(load_huggingface(tmp_path), exported)
+    assert FastTokenizer.from_file(str(exported / "tokenizer.json")).encode("hi").ids == [104, 105]
+
+
+def test_a_token_of_any_length_takes_no_time(tmp_path: Path) -> None:
+    ranks = {bytes([value]): value for value in range(256)} | {b"ab" * 10_000: 256}
+    save_for_transformers(TiktokenTokenizer("made", ranks), tmp_path)
+    assert load_huggingface(tmp_path).encode("ab" * 10_000) == [256]
