@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llmscale.data.loader import Feed, FeedPlan, FeedSettings, build_feed, build_order
 from llmscale.data.order.rank_sharding import RankLayout
-from llmscale.data.order.sample_order import Order
+from llmscale.data.order.sample_order import SampleOrder
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.process_group import World, is_gpu
 from llmscale.training.run_inputs import PreparedRun
@@ -30,7 +30,7 @@ def feed_settings(run: PreparedRun, saved_order: SavedOrder = None) -> FeedSetti
     )
 
 
-def run_order(run: PreparedRun, saved_order: SavedOrder = None) -> Order:
+def run_order(run: PreparedRun, saved_order: SavedOrder = None) -> SampleOrder:
     """The order in which the run sees the training split."""
     return build_order(run.location, feed_settings(run, saved_order))
 
