@@ -152,6 +152,8 @@ def load_manifest(folder: Path) -> CheckpointManifest:
 
 def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str, object]:
     """The JSON object `name` beside its hash. Raises CheckpointError when they do not match."""
+    if name not in stored:
+        raise CheckpointError(f"{where} belongs to no checkpoint, or is damaged: it has no '{name}'.")
     body = stored.get(name)
     if not isinstance(body, dict) or hash_json(body) != stored.get("xxh3_128"):
         raise CheckpointError(f"{where} is damaged: its content does not match its hash.")

@@ -215,7 +215,7 @@ PATHS = [
     ("llmscale export adir --to ''", r"--to: must not be empty"),
     ("llmscale export '' --to out", r"RUN: must not be empty"),
     ("llmscale export adir --to out", r"adir has no checkpoints yet"),
-    ("llmscale export set --to out", r"set has no checkpoints yet"),
+    ("llmscale export set --to out", r"set/manifest\.json belongs to no checkpoint, or is damaged"),
     ("llmscale export loop --to out", r"loop/checkpoints cannot be listed: Too many levels of symbolic links"),
     ("llmscale export no/such/checkpoints/step-00000001 --to out", r"does not exist: never saved, expired, or renamed"),
     *[
