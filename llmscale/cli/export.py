@@ -58,7 +58,7 @@ def _run(args: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr), step=args.step)
     check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
     # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.architecture.families.registry import family_of_shape
+    from llmscale.architecture.families.registry import family_of
     from llmscale.data.prepare.progress import show_progress
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.evaluate.export import ExportedModel, export_model
@@ -67,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
 
     with show_progress("Verifying the checkpoint", "B") as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add)
-    model = ExportedModel(trained.shape, family_of_shape(trained.shape), args.dtype, args.shard_size)
+    model = ExportedModel(trained.shape, family_of(trained.shape), args.dtype, args.shard_size)
     facts = CardFacts(
         model_type=model.family.model_type,
         architecture=model.family.architecture,

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -49,9 +49,9 @@ class ExportedModel:
     shard_bytes: int
     """No file of weights is larger, unless one tensor is."""
 
-    @property
+    @cached_property
     def tensors(self) -> tuple[HFTensor, ...]:
-        return self.family.tensors(self.shape)
+        return tuple(self.family.tensors(self.shape))
 
     @property
     def num_parameters(self) -> int:
@@ -99,10 +99,8 @@ def export_model(
 
 
 def _config(model: ExportedModel) -> dict[str, object]:
-    keys = model.family.write(model.shape)
-    assert keys is not None, "the family was chosen because it has this shape"
     return {
-        **keys,
+        **model.family.write(model.shape),
         "model_type": model.family.model_type,
         "architectures": [model.family.architecture],
         "torch_dtype": _TORCH_NAMES[model.dtype],
@@ -132,13 +130,13 @@ def _check_same_model(stored: StoredWeights, shape: GPTShape, checkpoint: Path) 
 def _parts(stored: StoredWeights, dtype: ExportDtype, tensor: HFTensor) -> Iterator[Tensor]:
     """A tensor of theirs in consecutive flat parts in `dtype`."""
     rows, columns = _as_matrix(tensor)
-    skipped = tensor.skipped_rows * columns
-    if skipped:
-        yield torch.zeros(skipped, dtype=TORCH_DTYPES[dtype])
+    zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
+    for done in range(0, zeros, _PART_ELEMENTS):
+        yield torch.zeros(min(_PART_ELEMENTS, zeros - done), dtype=TORCH_DTYPES[dtype])
     if tensor.transposed:
         yield _transposed(stored, dtype, tensor)
         return
-    first, count = tensor.first_row * columns, rows * columns - skipped
+    first, count = tensor.first_row * columns, rows * columns - zeros
     for done in range(0, count, _PART_ELEMENTS):
         part = stored.read(tensor.parameter, first + done, min(_PART_ELEMENTS, count - done))
         yield _converted(part, dtype, tensor.name)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.architecture.families.registry import family_of_shape
+from llmscale.architecture.families.registry import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint import safetensors_files
 from llmscale.checkpoint.hf_weights import import_transformers
@@ -69,7 +69,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         overwrite: bool = False,
     ) -> Path:
         checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"), world_size, state)
-        exported = ExportedModel(model.shape, family_of_shape(model.shape), dtype, shard_bytes)
+        exported = ExportedModel(model.shape, family_of(model.shape), dtype, shard_bytes)
         export_model(checkpoint, exported, ByteTokenizer(), out, card="# card\n", overwrite=overwrite)
         return out
 
@@ -162,7 +162,7 @@ def test_tensors_of_another_model_are_refused(change: Callable, said: str, model
     tensors = {f"master/{name}": parameter.detach() for name, parameter in model.named_parameters()}
     change(tensors)
     checkpoint = write_tensors(tmp_path / "checkpoint", tensors)
-    exported = ExportedModel(model.shape, family_of_shape(model.shape), "fp32", 10**9)
+    exported = ExportedModel(model.shape, family_of(model.shape), "fp32", 10**9)
     with pytest.raises(CheckpointError, match=said):
         export_model(checkpoint, exported, ByteTokenizer(), tmp_path / "out", card="", overwrite=False)
     assert not (tmp_path / "out").exists()
@@ -192,7 +192,7 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from llmscale.architecture.families.registry import family_of_shape
+from llmscale.architecture.families.registry import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.evaluate.export import ExportedModel, export_model
@@ -204,7 +204,7 @@ def progress(num_bytes):
         print(*[name for name in ("torch", "deepspeed", "transformers", "streaming") if name in sys.modules])
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-exported = ExportedModel(shape, family_of_shape(shape), "fp32", 10_000)
+exported = ExportedModel(shape, family_of(shape), "fp32", 10_000)
 export_model(Path(sys.argv[1]), exported, ByteTokenizer(), Path("out"), card="", overwrite=False, progress=progress)
 """
 
