@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import DsConfig
@@ -104,16 +104,14 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
             f"seq_len {config.seq_len} does not match the data set in {config.data}, whose samples have "
             f"{facts.seq_len} tokens. Drop --seq-len, or prepare the data with --seq-len {config.seq_len}."
         )
-    return GPTShape(
-        n_layer=config.n_layer or preset.n_layer,
-        n_head=config.n_head or preset.n_head,
-        n_embd=config.n_embd or preset.n_embd,
-        vocab_size=facts.vocab_size,
-        seq_len=facts.seq_len,
-        activation=config.activation or preset.activation,
-        dropout=config.dropout,
-        bias=config.bias,
-    )
+    vocab_size = config.vocab_size or facts.vocab_size
+    if vocab_size < facts.vocab_size:
+        raise ConfigError(
+            f"vocab_size {vocab_size} is smaller than the data set's: {config.data} has token ids up to "
+            f"{facts.vocab_size - 1}. Drop --vocab-size, or give at least {facts.vocab_size}."
+        )
+    given = {key: value for key in SHAPE_KEYS if (value := getattr(config, key)) is not None}
+    return preset.shape(vocab_size, facts.seq_len).changed(given)
 
 
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:
