@@ -154,7 +154,7 @@ class _Recorder:
         """Runs a block, and marks where it begins and ends, forwards and backwards."""
         numbers = itertools.count()
 
-        def run(block: nn.Module, x: Tensor) -> Tensor:
+        def run(block: nn.Module, x: Tensor, *context: object) -> Tensor:
             index = next(numbers)
             if index == 0:
                 self.mark("block_forward", 0)
@@ -162,7 +162,7 @@ class _Recorder:
             if checkpoint is not None:
                 block.register_forward_pre_hook(lambda *_: self._recompute(1))
                 block.register_forward_hook(lambda *_: self._recompute(-1))
-            y = block(x) if checkpoint is None else checkpoint(block, x)
+            y = block(x, *context) if checkpoint is None else checkpoint(block, x, *context)
             y.register_hook(lambda _: self.mark("block_backward", index))
             if index + 1 < self._n_layer:
                 self.mark("block_forward", index + 1)

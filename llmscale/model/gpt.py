@@ -1,8 +1,8 @@
-"""GPT-2/GPT-3. Knows nothing of ranks, ZeRO or precision: those are applied from outside."""
+"""The GPT that every shape describes. Knows nothing of ranks, ZeRO or precision: those are applied from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +10,22 @@ from torch import Tensor, nn
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
+from llmscale.model.attention_context import build_context, compute_dtype
 from llmscale.model.block import Block
-from llmscale.model.head import TiedHead
-from llmscale.model.layers import Embedding
+from llmscale.model.head import OutputHead, TiedHead
+from llmscale.model.layers import Embedding, build_norm
 from llmscale.model.loss import next_token_loss
 
-#: Runs one block on [batch, t, n_embd] and recomputes it in the backward pass, to keep fewer activations.
-BlockCheckpoint = Callable[[nn.Module, Tensor], Tensor]
+
+class BlockCheckpoint(Protocol):
+    """Runs one block on [batch, t, n_embd] and recomputes it in the backward pass, to keep fewer activations."""
+
+    def __call__(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        """`context`: further arguments of the block, without gradients."""
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions and an output head tied to the token table.
+    """A decoder: token embedding, equal blocks, final norm, output head.
 
     The weights are a function of (shape, seed) alone; the global random state is neither read nor moved.
     `checkpoint` runs the blocks wherever gradients are wanted; without it every activation is kept.
@@ -31,10 +36,11 @@ class GPT(nn.Module):
         self.shape, self.checkpoint = shape, checkpoint
         generator = torch.Generator().manual_seed(seed)
         self.wte = Embedding(shape.padded_vocab_size, shape.n_embd, generator)
-        self.wpe = Embedding(shape.seq_len, shape.n_embd, generator)
+        if shape.positions == "learned":
+            self.wpe = Embedding(shape.seq_len, shape.n_embd, generator)
         self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.n_layer))
-        self.ln_f = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.head = TiedHead(self.wte, shape.vocab_size)
+        self.ln_f = build_norm(shape)
+        self.head = TiedHead(self.wte, shape.vocab_size) if shape.tied else OutputHead(shape, generator)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits, or the loss where `targets` are given.
@@ -50,10 +56,14 @@ class GPT(nn.Module):
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
         positions = torch.arange(t, device=tokens.device)
-        x = F.dropout(self.wte(tokens) + self.wpe(positions), self.shape.dropout, self.training)
+        x = self.wte(tokens)
+        if self.shape.positions == "learned":
+            x = x + self.wpe(positions)
+        x = F.dropout(x, self.shape.dropout, self.training)
+        context = build_context(self.shape, positions, compute_dtype(x))
         checkpoint = self.checkpoint if torch.is_grad_enabled() else None
         for block in self.blocks:
-            x = block(x) if checkpoint is None else checkpoint(block, x)
+            x = block(x, context) if checkpoint is None else checkpoint(block, x, context)
         if targets is not None:
             return next_token_loss(self.ln_f, self.head, x, targets)
         logits: Tensor = self.head(self.ln_f(x))

@@ -13,7 +13,7 @@ from llmscale.planning.cost import DEFAULT_PUE
 from llmscale.planning.placement import GPUs
 from llmscale.planning.run_plan import Goal, PlanRequest
 from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN
-from llmscale.planning.shape_for_size import preset_shape, suggest_shape
+from llmscale.planning.shape_for_size import suggest_shape
 
 _LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
 _MODELS = ("--model", "--params")
@@ -84,8 +84,7 @@ def _read_gpus(args: argparse.Namespace) -> GPUs | None:
 
 def _read_shape(args: argparse.Namespace) -> GPTShape | None:
     if args.model is not None:
-        get_preset(args.model)  # says which there are
-        return preset_shape(args.model, args.vocab_size, args.seq_len)
+        return get_preset(args.model).shape(args.vocab_size, args.seq_len)
     if args.params is not None:
         return suggest_shape(args.params, args.vocab_size, args.seq_len or _DEFAULT_SEQ_LEN)
     return None
