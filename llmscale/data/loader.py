@@ -103,6 +103,7 @@ class Feed(Iterator[MicroBatch]):
         self.order = order
         self.plan = plan
         self._pin_memory = pin_memory
+        can_fork = "fork" in multiprocessing.get_all_start_methods()
         loader = DataLoader(
             _WindowDataset(shards),
             batch_sampler=_MicroBatchIds(order, plan, start_sample),
@@ -112,7 +113,7 @@ class Feed(Iterator[MicroBatch]):
             prefetch_factor=max(2, 2 * plan.gradient_accumulation_steps // num_workers) if num_workers else None,
             # Forked workers start in milliseconds where spawned ones import torch and the main module again.
             # They read files and copy memory: no CUDA, no collective, one thread.
-            multiprocessing_context="fork" if num_workers and _can_fork() else None,
+            multiprocessing_context="fork" if num_workers and can_fork else None,
             worker_init_fn=functools.partial(_start_worker, os.getpid()),
         )
         self._waits = False
@@ -247,10 +248,6 @@ class _MicroBatchIds(Sampler[list[int]]):
 def _as_is(batch: _T) -> _T:
     """In place of the default collation: `__getitems__` has made the micro-batch already."""
     return batch
-
-
-def _can_fork() -> bool:
-    return "fork" in multiprocessing.get_all_start_methods()
 
 
 @contextlib.contextmanager
