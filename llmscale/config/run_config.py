@@ -47,7 +47,8 @@ class RunConfig(BaseModel):
 
     # model
     model: NonBlank = "tiny-10m"
-    """Preset (`tiny-1m` ... `gpt3-175b`, `llama3-8b`, `qwen3-4b`, ...); the keys below override it."""
+    """Preset (`tiny-1m` ... `gpt3-175b`, `llama3-8b`, `qwen3-4b`, ...), or hf:FOLDER or hf:NAME for a
+    published model's shape; the keys below override it."""
     n_layer: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
     """Transformer blocks."""
     n_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
@@ -191,8 +192,8 @@ class RunConfig(BaseModel):
     """Run folder: config, metrics, checkpoints, samples."""
     resume: PathOrUrl = "auto"
     """auto: continue when the run folder has a checkpoint; none: start anew in a new folder; or a checkpoint folder."""
-    init_from: UserPath | None = None
-    """Start at step 0 with the weights of this run or checkpoint."""
+    init_from: PathOrUrl | None = None
+    """Start at step 0 with the weights of this run or checkpoint, or of hf:FOLDER or hf:NAME, which set the model."""
     allow_changed: list[str] = Field(default_factory=list)
     """On resume, accept a change of: global_batch_size, seq_len, data, seed, order. The log says what it breaks."""
     check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)

@@ -23,6 +23,7 @@ from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.process_group import World
 from llmscale.files.source_hashes import hash_or_reason, source_hashes
+from llmscale.training.published_weights import FoundWeights, fingerprint_weights
 from llmscale.training.rank_differences import (
     DATA_SECTION,
     SOURCES_SECTION,
@@ -72,6 +73,11 @@ def check_same_checkpoint(folder: Path | None, world: World) -> None:
     compare_ranks({"checkpoint": chosen}, world.control)
 
 
+def check_same_weights(weights: FoundWeights, world: World) -> None:
+    """The same for published weights that this rank begins with. Collective."""
+    compare_ranks({"weights": together(world.control, lambda: fingerprint_weights(weights))}, world.control)
+
+
 def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
     """Have the main rank claim the run folder. Raise on every rank unless it can and all see it. Collective."""
     owner = on_main_rank(world.control, claim.take)
@@ -99,9 +105,9 @@ def _configuration(run: PreparedRun) -> dict[str, str]:
     """Every key with the value that it has come to."""
     config, resolved = as_plain(run.config), run.resolved.as_dict()
     kept = {key: value for key, value in config.items() if key not in MAY_DIFFER and key not in _RESOLVED_KEYS}
-    # Which checkpoint a path means is compared by the checkpoint itself.
+    # Which checkpoint or weights a path means is compared by what lies there.
     kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
-    kept["init_from"] = None if run.config.init_from is None else "a checkpoint"
+    kept["init_from"] = None if run.config.init_from is None else "weights"
     kept |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
     values = {key: _text(value) for key, value in kept.items()}
     for path, text in flatten(resolved).items():
