@@ -169,6 +169,7 @@ class DataFacts:
     vocab_size: int = 0
     seq_len: int = 0
     num_train_samples: int = 0
+    eot_token: int = 0
 
 
 @dataclass(frozen=True)
