@@ -27,7 +27,7 @@ def generate_text(
     A token may end in the middle of a character, so a piece is held back until what it decodes to is whole. An empty
     prompt begins a new document.
     """
-    prompt_ids = torch.tensor(tokenizer.encode(prompt) or [tokenizer.eot_token])
+    prompt_ids = torch.tensor([*tokenizer.bos_tokens, *tokenizer.encode(prompt)] or [tokenizer.eot_token])
     pending: list[int] = []
     tokens = sample(
         model,
