@@ -91,11 +91,8 @@ data permits.
 
 
 def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
-    shape, train = facts.shape, facts.data.splits["train"]
-    yield (
-        "model",
-        f"{_code(_last_part(facts.config.model))}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads",
-    )
+    shape, train, model = facts.shape, facts.data.splits["train"], _last_part(facts.config.model)
+    yield "model", f"{_code(model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
     yield "parameters", f"{facts.num_parameters:,}, in {facts.dtype}"
     yield "context", f"{shape.seq_len:,} tokens"
     yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(_last_part(facts.data.tokenizer))}"
