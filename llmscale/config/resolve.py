@@ -29,6 +29,8 @@ class SetFacts:
     """Tokens per sample, targets not counted."""
     num_train_samples: int
     """Samples of the training split."""
+    eot_token: int
+    """Token that ends every document."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
-    """The model's shape: preset, overridden by flags; vocabulary and context length from the data set."""
+    """The model's shape: preset, overridden by flags; vocabulary, context length and the end of a document from the
+    data set."""
     preset = get_preset(default_preset(config))
     if config.seq_len is not None and config.seq_len != facts.seq_len:
         raise ConfigError(
@@ -112,7 +115,8 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
             f"{facts.vocab_size - 1}. Drop --vocab-size, or give at least {facts.vocab_size}."
         )
     given = {key: value for key in SHAPE_KEYS if (value := getattr(config, key)) is not None}
-    return preset.shape(vocab_size, facts.seq_len).changed(given)
+    document_end = facts.eot_token if config.document_mask else None
+    return preset.shape(vocab_size, facts.seq_len).changed({**given, "document_end": document_end})
 
 
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:

@@ -94,6 +94,9 @@ class RunConfig(BaseModel):
     """The output head is the token embedding; default: the preset's."""
     sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
     """Positions that attention sees, its own included; 0: all before it; default: the preset's."""
+    document_mask: bool = False
+    """Keep the documents of a sequence from seeing each other: attention and positions begin anew at each. Attention
+    takes longer."""
     vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
     """Token ids of the model, at least those of the data set, which are the default."""
 

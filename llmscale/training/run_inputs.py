@@ -67,7 +67,7 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     manifest = location.manifest
     if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:
         raise DataError(f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction.")
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples, manifest.eot_token)
     _check_nvme_paths(ds)
     _check_run_folder(config)
     config, model = with_published_model(config)
