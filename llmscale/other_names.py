@@ -101,6 +101,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "vocab": ("vocab_size",),
     "n_vocab": ("vocab_size",),
     "hidden_dropout": ("dropout",),
+    "reset_attention_mask": ("document_mask",),
+    "reset_position_ids": ("document_mask",),
     "num_params": ("params",),
     "n_params": ("params",),
     "parameters": ("params",),
