@@ -99,7 +99,6 @@ class GPTShape:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name} must be at least 0, not {value}.")
-        parse_rope_scaling(self.rope_scaling)
 
     def _fill_in(self) -> None:
         if self.head_dim == 0 and self.n_embd % self.n_head:
@@ -114,6 +113,7 @@ class GPTShape:
             "mlp_width": self.mlp_width or 4 * self.n_embd,
             "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
             "mlp_bias": self.bias if self.mlp_bias is None else self.mlp_bias,
+            "rope_scaling": str(parse_rope_scaling(self.rope_scaling) or "none"),
         }
         for name, value in follows.items():
             object.__setattr__(self, name, value)

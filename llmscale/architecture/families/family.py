@@ -45,6 +45,10 @@ class Family:
     adds_biases: bool = False
     """The family has biases everywhere; those that a shape lacks are zeros in its files."""
 
+    def adds_to(self, shape: GPTShape) -> bool:
+        """Whether its files of this shape hold biases that the shape lacks."""
+        return self.adds_biases and shape != shape.changed({"bias": True})
+
     def expresses(self, shape: GPTShape) -> bool:
         """Whether what is written for this shape reads as this shape again."""
         return not self.lost(shape)

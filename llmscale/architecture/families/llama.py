@@ -56,11 +56,11 @@ def _read_rotary(keys: Keys) -> tuple[float, str]:
     kind = section.choice(name, _ROPE_TYPES, "default")
     if kind == "none":
         return theta, kind
-    factor = f"{section.number('factor', 1.0):.17g}"
+    factor = section.number("factor", 1.0)
     if kind == "linear":
-        return theta, f"linear:{factor}"
+        return theta, str(LinearScaling(factor))
     low, high = (section.number(f"{which}_freq_factor", 1.0) for which in ("low", "high"))
-    return theta, f"llama3:{factor},{low:.17g},{high:.17g},{section.count('original_max_position_embeddings')}"
+    return theta, str(Llama3Scaling(factor, low, high, section.count("original_max_position_embeddings")))
 
 
 def _write(shape: GPTShape) -> dict[str, object]:
@@ -193,11 +193,18 @@ def _write_qwen3(shape: GPTShape) -> dict[str, object]:
 def _read_olmo2(keys: Keys) -> dict[str, object]:
     attention_bias = "all" if keys.flag("attention_bias", False) else "none"
     shape = _read(keys, positions=2048, eps=1e-5)
+    if str(shape["rope_scaling"]).startswith("llama3:"):
+        raise ConfigError(f"{keys.source}: transformers' OLMo 2 has no llama3 rope_scaling; it has linear alone.")
     return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": attention_bias}
 
 
 def _write_olmo2(shape: GPTShape) -> dict[str, object]:
-    return {**_write(shape), "attention_bias": shape.attention_bias == "all"}
+    scaling = parse_rope_scaling(shape.rope_scaling)
+    written = {**_write(shape), "attention_bias": shape.attention_bias == "all"}
+    if isinstance(scaling, LinearScaling):
+        written["rope_scaling"] = {"type": "linear", "factor": scaling.factor}
+    # By default token 1, whose embedding transformers then leaves untrained.
+    return {**written, "pad_token_id": None}
 
 
 def _family(

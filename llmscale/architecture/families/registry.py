@@ -9,7 +9,7 @@ from llmscale.architecture.families.family import Family
 from llmscale.architecture.families.gpt2 import GPT2
 from llmscale.architecture.families.llama import LLAMA_LIKE
 from llmscale.architecture.families.opt import OPT
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError, did_you_mean
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE)}
@@ -41,15 +41,21 @@ def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
         )
     if config.get("quantization_config") is not None:
         raise ConfigError(f"{source}: the weights are quantised. Give the folder of the unquantised model.")
-    return family.read(Keys(config, source))
+    values = family.read(Keys(config, source))
+    try:
+        build_shape(values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return values
 
 
 def family_of(shape: GPTShape) -> Family:
-    """The first family that can express a shape. Raises ConfigError naming what none of them has."""
+    """The first family that can express a shape, one without added biases before others. Raises ConfigError naming what
+    none of them has."""
     lost = {family: family.lost(shape) for family in FAMILIES.values()}
-    for family, fields in lost.items():
-        if not fields:
-            return family
+    able = [family for family, fields in lost.items() if not fields]
+    if able:
+        return min(able, key=lambda family: family.adds_to(shape))
     nearest = min(lost, key=lambda family: len(lost[family]))
     raise ConfigError(
         f"no family of transformers has this model: {nearest.architecture}, the nearest, lacks "
