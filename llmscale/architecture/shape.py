@@ -95,6 +95,8 @@ class GPTShape:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive number, not {value}.")
+        if self.norm_eps > 1:
+            raise ConfigError(f"norm_eps must be at most 1, not {self.norm_eps}.")
         for name in ("mlp_width", "sliding_window"):
             value = getattr(self, name)
             if value < 0:
@@ -120,7 +122,8 @@ class GPTShape:
 
     def _check_heads(self) -> None:
         if self.head_dim < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            legal = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
+            # Of up to 65,536 heads, the most that a run can have.
+            legal = [n for n in range(1, min(self.n_head, 1 << 16) + 1) if self.n_head % n == 0]
             raise ConfigError(
                 f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}. Legal: {', '.join(map(str, legal))}."
                 if self.head_dim >= 1

@@ -54,15 +54,17 @@ class Family:
         return not self.lost(shape)
 
     def lost(self, shape: GPTShape) -> list[str]:
-        """Fields of the shape that this family's config.json cannot say, `positions learned`."""
+        """Fields of the shape that this family's config.json cannot say, `positions learned`; all of them where it
+        cannot be written at all."""
         wanted = replace(shape, dropout=0.0)
         if self.adds_biases:
             wanted = wanted.changed({"bias": True})
+        said = {key: f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS}
         try:
             read = build_shape(self.read(Keys(self.write(wanted), self.model_type)))
         except ConfigError:
-            return [self.model_type]
-        return [f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS if getattr(read, key) != getattr(wanted, key)]
+            return list(said.values())
+        return [said[key] for key in SHAPE_KEYS if getattr(read, key) != getattr(wanted, key)]
 
 
 def stacked(parts: Mapping[str, int], parameter: str, columns: int, *, bias: bool) -> Iterator[HFTensor]:
