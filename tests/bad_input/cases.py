@@ -349,6 +349,10 @@ SUGGESTIONS = [
     ("llmscale data Prepare", r"Did you mean 'prepare'\?"),
     (f"{PREPARE[:22]} --input texts --out o --tokenizer GPT2", r"Did you mean 'gpt2'\?"),
     (f"{PREPARE[:22]} --input texts --out o --tokenizer byte", r"Did you mean 'bytes'\?"),
+    (
+        f"{PREPARE[:22]} --input texts --out o --tokenizer gpt22",
+        r"neither gpt2, bytes, .* nor a model's name on the Hub",
+    ),
     ("llmscale plan --law HOFFMANN --flops 1e20", r"Did you mean 'hoffmann'\?"),
 ]
 
