@@ -25,6 +25,8 @@ class Architecture:
     made_order: tuple[str, ...] = ()
     """Layers of a block in the order in which its constructor makes them, where that is another one: optimizers and
     flat buffers have the parameters in this order."""
+    sliding_window: int = 0
+    """Positions that attention sees, its own included; 0: all before it."""
 
     @property
     def head(self) -> Layer:
@@ -80,10 +82,15 @@ class Architecture:
 
         Three forward passes. N counts the parameters that take part in a matrix product, a tied embedding once as the
         output head and not for its look-up, and biases and norms like everything else; 12 L h s is attention's share
-        without the causal half (PaLM, Chowdhery et al. 2022, appendix B).
+        without the causal half (PaLM, Chowdhery et al. 2022, appendix B), h the width of all query heads and s the
+        sliding window where that is shorter.
         """
         vectors = self.elements_by_kind.get("vector", 0)
-        return 3 * (self.work.flops(seq_len) + 2 * vectors)
+        return 3 * (self.work.flops(self.context(seq_len)) + 2 * vectors)
+
+    def context(self, seq_len: int) -> int:
+        """Positions that the last token of a sequence attends to."""
+        return min(seq_len, self.sliding_window) if self.sliding_window else seq_len
 
     def all_layers(self) -> Iterator[tuple[int | None, Layer]]:
         """(block, layer) in the order of the forward pass; None outside of the blocks."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from llmscale.architecture.description import Architecture
-from llmscale.architecture.gpt2 import describe_gpt2
+from llmscale.architecture.families.config_keys import Keys
+from llmscale.architecture.families.gpt2 import GPT2
 from llmscale.architecture.layers import (
     Layer,
     attention,
@@ -22,66 +23,16 @@ from llmscale.architecture.layers import (
     rms_norm,
     together,
 )
+from llmscale.architecture.shape import build_shape, describe_gpt
 from llmscale.errors import ConfigError, did_you_mean
 
-#: Widths and vocabularies; layers.
-_MOST, _MOST_LAYERS = 1 << 30, 10_000
 _QKV = ("q_proj", "k_proj", "v_proj")
-
-
-class Keys:
-    """A config.json's entries, typed; ConfigError names the entry that is missing or wrong."""
-
-    def __init__(self, config: Mapping[str, object], source: str) -> None:
-        self._config, self._source = config, source
-
-    def count(self, name: str, default: int | None = None) -> int:
-        """A positive integer. null counts as absent."""
-        value = self._config.get(name)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"is {value!r}"
-            raise ConfigError(f"{self._source}: {name} {found}; a positive integer is needed to count parameters.")
-        if value > _MOST:
-            raise ConfigError(f"{self._source}: {name} is {value}, more than the {_MOST:,} of any model.")
-        return value
-
-    def layers(self, name: str) -> int:
-        """A number of layers: every one of them is looked at."""
-        value = self.count(name)
-        if value > _MOST_LAYERS:
-            raise ConfigError(f"{self._source}: {name} is {value}, more than the {_MOST_LAYERS:,} of any model.")
-        return value
-
-    def flag(self, name: str, default: bool) -> bool:
-        """true or false."""
-        value = self._config.get(name)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self._source}: {name} is {value!r}, not true or false.")
-        return value
-
-    def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
-        """Width of the residual stream and number of query heads, which must divide it unless head_dim is given."""
-        n_embd, n_head = self.count(width), self.count(heads)
-        if self._config.get("head_dim") is None and n_embd % n_head:
-            raise ConfigError(f"{self._source}: {width} {n_embd} is not divisible by {heads} {n_head}.")
-        return n_embd, n_head
 
 
 def _gpt2(keys: Keys) -> Architecture:
     # transformers' Conv1D stores [inputs, outputs]; a transposed matrix is as large.
-    h, n_head = keys.heads("n_embd", "n_head")
-    return describe_gpt2(
-        n_layer=keys.layers("n_layer"),
-        n_head=n_head,
-        n_embd=h,
-        mlp_width=keys.count("n_inner", 4 * h),
-        rows=keys.count("vocab_size"),
-        seq_len=keys.count("n_positions", 1024),
-        bias=True,
-        tied=keys.flag("tie_word_embeddings", True),
-    )
+    shape = build_shape(GPT2.read(keys))
+    return describe_gpt(shape, shape.vocab_size)
 
 
 def _opt(keys: Keys) -> Architecture:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
 from llmscale.architecture.description import Architecture
-from llmscale.architecture.gpt2 import describe_gpt2
+from llmscale.architecture.layers import Layer, attention, elementwise, embedding, head, layer_norm, linear, rms_norm
 from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.rotary import parse_rope_scaling
 from llmscale.errors import ConfigError
 
-Activation = Literal["gelu", "gelu_tanh", "relu"]
+Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
+AttentionBias = Literal["none", "qkv", "all"]
+Norm = Literal["layernorm", "rmsnorm"]
+NormPlacement = Literal["pre", "post"]
+Positions = Literal["learned", "rotary"]
+QKNorm = Literal["none", "head", "width"]
 
 #: The embedding table is padded to a multiple of this many rows, so that the logits' matrix product has an even
 #: shape for tensor cores (Megatron-LM pads to the same multiple).
@@ -20,15 +28,17 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class GPTShape:
-    """A GPT-2/GPT-3 decoder: pre-norm blocks, learned positions, tied embeddings, MLP of width 4 x n_embd.
+    """A decoder of equal blocks; the defaults are GPT-2's: pre-norm, learned positions, tied embeddings, an MLP four
+    times as wide as the residual stream.
 
-    Raises ConfigError when the numbers cannot form a model.
+    Sizes that are 0 and biases that are None follow from the others and are filled in. Raises ConfigError when the
+    numbers cannot form a model.
     """
 
     n_layer: int
     """Transformer blocks."""
     n_head: int
-    """Attention heads per block; must divide n_embd."""
+    """Query heads per block; must divide n_embd unless head_dim is given."""
     n_embd: int
     """Width of the residual stream."""
     vocab_size: int
@@ -36,29 +46,101 @@ class GPTShape:
     seq_len: int
     """Positions: the longest sequence in tokens."""
     activation: Activation = "gelu"
-    """MLP non-linearity: exact GELU, its tanh approximation (GPT-2's) or ReLU (OPT's)."""
+    """MLP non-linearity: exact GELU, its tanh approximation (GPT-2's), ReLU (OPT's) or SiLU (Llama's)."""
     dropout: float = 0.0
     """Probability of dropping an activation: embeddings, attention weights, residual branches."""
     bias: bool = True
     """Biases in linear layers and layer norms, as in GPT-2."""
+    n_kv_head: int = 0
+    """Key-value heads, each shared by n_head / n_kv_head query heads (Ainslie et al. 2023). 0: n_head."""
+    head_dim: int = 0
+    """Width of a head. 0: n_embd / n_head."""
+    mlp_width: int = 0
+    """Hidden width of the MLP. 0: 4 x n_embd."""
+    gated_mlp: bool = False
+    """The MLP's hidden layer is activation(gate) * up (Shazeer 2020): SwiGLU with silu, GeGLU with gelu."""
+    norm: Norm = "layernorm"
+    """Layer norm (Ba et al. 2016) or RMS norm (Zhang and Sennrich 2019)."""
+    norm_eps: float = 1e-5
+    """Added to the variance."""
+    norm_placement: NormPlacement = "pre"
+    """Norms stand before attention and MLP, or between these and the residual stream (OLMo 2)."""
+    positions: Positions = "learned"
+    """A learned vector per position, or rotations of q and k (Su et al. 2021)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotations' wavelengths."""
+    rope_scaling: str = "none"
+    """Longer contexts than the model was first trained on: llmscale.architecture.rotary."""
+    qk_norm: QKNorm = "none"
+    """RMS norm of q and k: within each head (Qwen 3) or over all heads at once (OLMo 2)."""
+    attention_bias: AttentionBias | None = None
+    """Biases of the attention's linear layers: q, k, v (Qwen 2), its output too, or none. None: as `bias`."""
+    mlp_bias: bool | None = None
+    """Biases of the MLP's. None: as `bias`."""
+    tied: bool = True
+    """The output head is the token embedding."""
+    sliding_window: int = 0
+    """A position sees itself and the window - 1 before it (Mistral). 0: all before it."""
+    document_end: int | None = None
+    """Token that ends a document, and is part of it: a position sees its own document alone, and positions count from
+    its beginning. None: documents of a sequence see each other. The data set says which token it is."""
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "seq_len"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}.")
-        if self.n_embd % self.n_head:
+        self._fill_in()
+        self._check_heads()
+        if not 0.0 <= self.dropout < 1.0:
+            raise ConfigError(f"dropout must be in [0, 1), not {self.dropout}.")
+        for name in ("norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError(f"{name} must be a positive number, not {value}.")
+        if self.norm_eps > 1:
+            raise ConfigError(f"norm_eps must be at most 1, not {self.norm_eps}.")
+        for name in ("mlp_width", "sliding_window"):
+            value = getattr(self, name)
+            if value < 0:
+                raise ConfigError(f"{name} must be at least 0, not {value}.")
+        if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
+            raise ConfigError(
+                f"document_end {self.document_end} is no token: the vocabulary is 0 to {self.vocab_size - 1}."
+            )
+
+    def _fill_in(self) -> None:
+        if self.head_dim == 0 and self.n_embd % self.n_head:
             legal = [n for n in range(1, min(self.n_embd, 256) + 1) if self.n_embd % n == 0]
             raise ConfigError(
                 f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}. "
-                f"Legal n_head for this width: {', '.join(map(str, legal))}."
+                f"Legal n_head for this width: {', '.join(map(str, legal))}; or give head_dim."
             )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ConfigError(f"dropout must be in [0, 1), not {self.dropout}.")
+        follows: dict[str, object] = {
+            "n_kv_head": self.n_kv_head or self.n_head,
+            "head_dim": self.head_dim or self.n_embd // self.n_head,
+            "mlp_width": self.mlp_width or 4 * self.n_embd,
+            "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
+            "mlp_bias": self.bias if self.mlp_bias is None else self.mlp_bias,
+            "rope_scaling": str(parse_rope_scaling(self.rope_scaling) or "none"),
+        }
+        for name, value in follows.items():
+            object.__setattr__(self, name, value)
 
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+    def _check_heads(self) -> None:
+        if self.head_dim < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
+            # Of up to 65,536 heads, the most that a run can have.
+            legal = [n for n in range(1, min(self.n_head, 1 << 16) + 1) if self.n_head % n == 0]
+            raise ConfigError(
+                f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}. Legal: {', '.join(map(str, legal))}."
+                if self.head_dim >= 1
+                else f"head_dim must be at least 1, not {self.head_dim}."
+            )
+        if self.positions == "rotary" and self.head_dim % 2:
+            raise ConfigError(
+                f"rotary positions turn pairs of numbers, and a head of {self.head_dim} (head_dim) has one left over. "
+                "Give an even head_dim."
+            )
 
     @property
     def padded_vocab_size(self) -> int:
@@ -66,23 +148,43 @@ class GPTShape:
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
-    def mlp_width(self) -> int:
-        """Hidden width of the MLP."""
-        return 4 * self.n_embd
+    def qkv_heads(self) -> int:
+        """Heads of queries, keys and values together, which one matrix makes."""
+        return self.n_head + 2 * self.n_kv_head
+
+    @property
+    def has_window(self) -> bool:
+        """Whether the sliding window leaves out anything of a whole sequence."""
+        return 0 < self.sliding_window < self.seq_len
+
+    @property
+    def has_document_mask(self) -> bool:
+        """Whether documents of a sequence are kept from seeing each other."""
+        return self.document_end is not None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether attention leaves out anything that came before."""
+        return self.has_window or self.has_document_mask
+
+    def changed(self, given: Mapping[str, object]) -> GPTShape:
+        """The same kind of model with other values of some fields. Where width or heads are given, head_dim follows,
+        and the MLP's width and the number of heads that share a key keep their ratios."""
+        follows: dict[str, object] = {}
+        if {"n_head", "n_embd"} & given.keys():
+            n_head, n_embd = given.get("n_head", self.n_head), given.get("n_embd", self.n_embd)
+            assert isinstance(n_head, int) and isinstance(n_embd, int)
+            shared = math.gcd(self.n_head // self.n_kv_head, n_head)
+            mlp_width = max(1, round(self.mlp_width / self.n_embd * n_embd))
+            follows = {"n_kv_head": n_head // shared, "head_dim": 0, "mlp_width": mlp_width}
+        if "bias" in given:
+            follows |= {"attention_bias": None, "mlp_bias": None}
+        return replace(self, **{**follows, **given})  # type: ignore[arg-type]  # by the fields' names
 
     @cached_property
     def architecture(self) -> Architecture:
         """The model that these numbers make."""
-        return describe_gpt2(
-            n_layer=self.n_layer,
-            n_head=self.n_head,
-            n_embd=self.n_embd,
-            mlp_width=self.mlp_width,
-            rows=self.padded_vocab_size,
-            seq_len=self.seq_len,
-            bias=self.bias,
-            tied=True,
-        )
+        return describe_gpt(self, self.padded_vocab_size)
 
     @cached_property
     def tensors(self) -> ParameterTensors:
@@ -101,5 +203,61 @@ class GPTShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Training FLOPs per token, forward and backward, at the full sequence length."""
+        """Training FLOPs per token, forward and backward, at the full sequence length: what documents that do not see
+        each other leave out is counted, as the causal half is."""
         return self.architecture.flops_per_token(self.seq_len)
+
+
+_OF_THE_DATA = ("vocab_size", "seq_len", "document_end")
+#: What a preset, a run's configuration or a published config.json says of a shape.
+SHAPE_KEYS = tuple(field.name for field in fields(GPTShape) if field.name not in _OF_THE_DATA)
+
+
+def build_shape(values: Mapping[str, object]) -> GPTShape:
+    """A shape from values by the names of its fields, from whoever checked their types. Raises ConfigError."""
+    return GPTShape(**values)  # type: ignore[arg-type]
+
+
+def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
+    """The layers of llmscale.model.gpt; `rows`: of the token embedding, and of an output head of its own."""
+    h = shape.n_embd
+    positions = (embedding("wpe", shape.seq_len, h),) if shape.positions == "learned" else ()
+    before, after = (_norm(shape, "ln_1"),), (_norm(shape, "ln_2"),)
+    attend, mlp = _attention_layers(shape), _mlp_layers(shape)
+    add = elementwise(h)
+    is_pre = shape.norm_placement == "pre"
+    return Architecture(
+        before_blocks=(embedding("wte", rows, h), *positions),
+        block=((*before, *attend, add, *after, *mlp, add) if is_pre else (*attend, *before, add, *mlp, *after, add)),
+        n_layer=shape.n_layer,
+        after_blocks=(_norm(shape, "ln_f"), head("head", rows, h, tied_to="wte" if shape.tied else "")),
+        made_order=tuple(layer.name for layer in (*before, *attend, *after, *mlp) if layer.name),
+        sliding_window=shape.sliding_window,
+    )
+
+
+def _norm(shape: GPTShape, name: str) -> Layer:
+    return rms_norm(name, shape.n_embd) if shape.norm == "rmsnorm" else layer_norm(name, shape.n_embd, bias=shape.bias)
+
+
+def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
+    queries, keys = shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
+    of_norms = {"none": (), "head": (shape.head_dim,) * 2, "width": (queries, keys)}[shape.qk_norm]
+    names = ("attn.q_norm", "attn.k_norm")
+    turned = (elementwise(queries + keys),) if shape.positions == "rotary" else ()
+    return (
+        linear("attn.qkv", shape.n_embd, queries + 2 * keys, bias=shape.attention_bias != "none"),
+        *(rms_norm(name, width) for name, width in zip(names, of_norms, strict=False)),
+        *turned,
+        attention(shape.n_head, shape.head_dim),
+        linear("attn.proj", queries, shape.n_embd, bias=shape.attention_bias == "all"),
+    )
+
+
+def _mlp_layers(shape: GPTShape) -> tuple[Layer, ...]:
+    m, bias = shape.mlp_width, bool(shape.mlp_bias)
+    return (
+        linear("mlp.up", shape.n_embd, 2 * m if shape.gated_mlp else m, bias=bias),
+        elementwise(2 * m if shape.gated_mlp else m),
+        linear("mlp.down", m, shape.n_embd, bias=bias),
+    )

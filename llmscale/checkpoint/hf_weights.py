@@ -1,48 +1,40 @@
-"""Our GPT as `transformers.GPT2LMHeadModel`: its tensors and its configuration.
-
-Hugging Face stores a linear layer as Conv1D, [inputs, outputs], the transpose of ours, and a token embedding without
-our padding rows.
-"""
+"""Our GPT as a model of transformers: its tensors and its configuration."""
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from llmscale.architecture.gpt2 import name_in_gpt2
-from llmscale.architecture.shape import Activation, GPTShape
+from llmscale.architecture.families.family import HFTensor
+from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 
 if TYPE_CHECKING:
-    from transformers import GPT2Config
-
-#: transformers' names of our activations.
-_ACTIVATIONS: dict[Activation, str] = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu"}
+    from transformers import PretrainedConfig
 
 
 def to_hf_state_dict(model: GPT) -> dict[str, Tensor]:
-    """The model's weights under GPT2LMHeadModel's names, without the head: it is tied to the token embedding.
+    """The model's weights under the names of its family, without padding rows; biases that it lacks and the family has
+    are zeros."""
+    state = model.state_dict()
+    return {tensor.name: _converted(tensor, state) for tensor in family_of(model.shape).tensors(model.shape)}
 
-    The padding rows of the token embedding are cut off. A model without biases gets biases of zeros: GPT2LMHeadModel
-    has no switch for them.
-    """
-    shape, state = model.shape, model.state_dict()
-    converted: dict[str, Tensor] = {}
-    for entry in shape.tensors.all:
-        tensor = state[entry.name]
-        if entry.name == "wte.weight":
-            tensor = tensor[: shape.vocab_size]
-        name = name_in_gpt2(entry.block, entry.layer, entry.parameter.name)
-        # An embedding is no matrix.
-        converted[name] = (tensor.t() if entry.kind == "matrix" else tensor).contiguous()
-        if not shape.bias and entry.layer not in ("wte", "wpe"):
-            converted[name.removesuffix("weight") + "bias"] = tensor.new_zeros(tensor.shape[0])
-    return converted
+
+def _converted(tensor: HFTensor, state: Mapping[str, Tensor]) -> Tensor:
+    if not tensor.parameter:
+        return torch.zeros(tensor.shape)
+    rows = tensor.shape[1 if tensor.transposed else 0] - tensor.skipped_rows
+    part = state[tensor.parameter][tensor.first_row : tensor.first_row + rows]
+    if tensor.skipped_rows:
+        part = torch.cat((part.new_zeros(tensor.skipped_rows, *part.shape[1:]), part))
+    return (part.t() if tensor.transposed else part).contiguous()
 
 
 def import_transformers() -> ModuleType:
@@ -64,24 +56,15 @@ def import_transformers() -> ModuleType:
     return transformers
 
 
-def hf_config(shape: GPTShape, eot_token: int, dtype: torch.dtype) -> GPT2Config:
-    """The configuration of the GPT2LMHeadModel that computes what a GPT of this shape computes.
+def hf_config(shape: GPTShape, eot_token: int, dtype: torch.dtype) -> PretrainedConfig:
+    """The configuration of the model that computes what a GPT of this shape computes.
 
     `eot_token`: the id that ends a text. `dtype`: of the stored weights.
     """
-    return import_transformers().GPT2Config(
-        vocab_size=shape.vocab_size,
-        n_positions=shape.seq_len,
-        n_embd=shape.n_embd,
-        n_layer=shape.n_layer,
-        n_head=shape.n_head,
-        activation_function=_ACTIVATIONS[shape.activation],
-        resid_pdrop=shape.dropout,
-        embd_pdrop=shape.dropout,
-        attn_pdrop=shape.dropout,
-        # So that `generate` ends a text where training did; GPT-2's own id (50256) need not exist in this vocabulary.
-        bos_token_id=eot_token,
-        eos_token_id=eot_token,
-        architectures=["GPT2LMHeadModel"],
-        torch_dtype=dtype,
+    family = family_of(shape)
+    # So that `generate` ends a text where training did; the family's own id need not exist in this vocabulary.
+    ends = {"bos_token_id": eot_token, "eos_token_id": eot_token}
+    config: PretrainedConfig = import_transformers().AutoConfig.for_model(
+        family.model_type, **family.write(shape), **ends, architectures=[family.architecture], torch_dtype=dtype
     )
+    return config

@@ -62,7 +62,7 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
         if (
             isinstance(value, bool)
             and key in RunConfig.model_fields
-            and RunConfig.model_fields[key].annotation is not bool
+            and RunConfig.model_fields[key].annotation not in (bool, bool | None)
         ):
             raise ConfigError(f"{key} = {value!r}: input should be {_kind(key)}.")
     try:

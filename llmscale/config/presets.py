@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
 
-from llmscale.architecture.shape import Activation
+from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.human_numbers import parse_quantity
 from llmscale.errors import ConfigError, did_you_mean
+
+_GPT2_VOCAB = 50257
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model size. The vocabulary comes from the data set, so it is not here."""
+    """A published model size. The vocabulary of a run comes from its data set."""
 
     n_layer: int
     n_head: int
@@ -22,33 +27,107 @@ class Preset:
     """Peak learning rate."""
     global_batch_tokens: int
     """Tokens per optimizer step."""
-    activation: Activation
     source: str
     """Where the numbers come from."""
+    block: Mapping[str, object] = field(default_factory=dict)
+    """What else GPTShape should know, by its fields' names; empty for GPT-2's block with its own activation."""
+    vocab_size: int = _GPT2_VOCAB
+    """Rows of the published model's token table."""
+
+    def shape(self, vocab_size: int, seq_len: int | None = None) -> GPTShape:
+        """This model at a vocabulary and, if given, another context."""
+        return build_shape(
+            {
+                **{"activation": "gelu_tanh", **self.block},
+                **{"n_layer": self.n_layer, "n_head": self.n_head, "n_embd": self.n_embd},
+                **{"vocab_size": vocab_size, "seq_len": seq_len or self.seq_len},
+            }
+        )
 
 
 _GPT2 = "Radford et al. 2019, table 2; learning rate and batch of the GPT-3 model of its size"
 _GPT3 = "Brown et al. 2020, table 2.1"
 _TINY = "for CPUs and tests"
+_LLAMA3 = "Grattafiori et al. 2024, table 3"
+_LLAMA32 = "config.json of Llama 3.2 without its scaling to 131,072 tokens; learning rate and batch of Llama 3 8B"
+_QWEN3 = (
+    "Yang et al. 2025, table 1, base of rotations before the long-context stage; learning rate and batch of Llama 3"
+)
+_SMOLLM2 = "config.json of SmolLM2; learning rate and batch of SmolLM (Allal et al. 2024)"
+_MODERN = "GPT-2's depth, width and heads with Llama's norm, rotations and gated MLP, and Qwen 3's query-key norm"
+
+_LLAMA_BLOCK: Mapping[str, object] = {
+    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
+}
+_llama3 = partial(Preset, seq_len=8192, global_batch_tokens=2**22, vocab_size=128_256)
+_qwen3 = partial(Preset, seq_len=4096, global_batch_tokens=2**22, vocab_size=151_936, source=_QWEN3)
+_smollm2 = partial(Preset, seq_len=2048, vocab_size=49_152, source=_SMOLLM2)
+
+
+def _llama3_block(n_kv_head: int, mlp_width: int, *, tied: bool) -> dict[str, object]:
+    sizes = {"n_kv_head": n_kv_head, "mlp_width": mlp_width, "tied": tied}
+    return {**_LLAMA_BLOCK, **sizes, "rope_theta": 500_000.0}
+
+
+def _qwen3_block(mlp_width: int, *, tied: bool) -> dict[str, object]:
+    return {
+        **_LLAMA_BLOCK,
+        **{"n_kv_head": 8, "head_dim": 128, "mlp_width": mlp_width, "tied": tied},
+        **{"qk_norm": "head", "norm_eps": 1e-6, "rope_theta": 10_000.0},
+    }
+
+
+def _smollm2_block(n_kv_head: int, mlp_width: int, rope_theta: float) -> dict[str, object]:
+    return {**_LLAMA_BLOCK, "n_kv_head": n_kv_head, "mlp_width": mlp_width, "rope_theta": rope_theta}
+
+
+def _modern_block(mlp_width: int) -> dict[str, object]:
+    """`mlp_width`: 8/3 of the model's, in multiples of 64, so that the gated MLP has as many weights as GPT-2's."""
+    return {**_LLAMA_BLOCK, "mlp_width": mlp_width, "qk_norm": "head"}
+
 
 #: GPT-3's tables give batch sizes in tokens as 0.5M, 1M, 1.5M (here 2^19, 2^20, 3 x 2^19 ...), sequences of 2048.
 #: GPT-3 13B is printed with 5140 wide and 40 heads of 128; 40 x 128 = 5120 is what can be built.
 PRESETS: dict[str, Preset] = {
-    "tiny-1m": Preset(4, 4, 128, 128, 1e-3, 4096, "gelu_tanh", _TINY),
-    "tiny-3m": Preset(6, 6, 192, 256, 1e-3, 8192, "gelu_tanh", _TINY),
-    "tiny-10m": Preset(6, 6, 384, 256, 1e-3, 16384, "gelu_tanh", _TINY),
-    "gpt2-124m": Preset(12, 12, 768, 1024, 6e-4, 2**19, "gelu_tanh", _GPT2),
-    "gpt2-350m": Preset(24, 16, 1024, 1024, 3e-4, 2**19, "gelu_tanh", _GPT2),
-    "gpt2-774m": Preset(36, 20, 1280, 1024, 2.5e-4, 2**19, "gelu_tanh", _GPT2),
-    "gpt2-1.5b": Preset(48, 25, 1600, 1024, 2e-4, 2**20, "gelu_tanh", _GPT2),
-    "gpt3-125m": Preset(12, 12, 768, 2048, 6e-4, 2**19, "gelu_tanh", _GPT3),
-    "gpt3-350m": Preset(24, 16, 1024, 2048, 3e-4, 2**19, "gelu_tanh", _GPT3),
-    "gpt3-760m": Preset(24, 16, 1536, 2048, 2.5e-4, 2**19, "gelu_tanh", _GPT3),
-    "gpt3-1.3b": Preset(24, 16, 2048, 2048, 2e-4, 2**20, "gelu_tanh", _GPT3),
-    "gpt3-2.7b": Preset(32, 32, 2560, 2048, 1.6e-4, 2**20, "gelu_tanh", _GPT3),
-    "gpt3-6.7b": Preset(32, 32, 4096, 2048, 1.2e-4, 2**21, "gelu_tanh", _GPT3),
-    "gpt3-13b": Preset(40, 40, 5120, 2048, 1e-4, 2**21, "gelu_tanh", _GPT3),
-    "gpt3-175b": Preset(96, 96, 12288, 2048, 0.6e-4, 3 * 2**20 + 2**17, "gelu_tanh", _GPT3),
+    "tiny-1m": Preset(4, 4, 128, 128, 1e-3, 4096, _TINY),
+    "tiny-3m": Preset(6, 6, 192, 256, 1e-3, 8192, _TINY),
+    "tiny-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY),
+    "tiny-modern-10m": Preset(6, 6, 384, 256, 1e-3, 16384, _TINY, _modern_block(1024)),
+    "gpt2-124m": Preset(12, 12, 768, 1024, 6e-4, 2**19, _GPT2),
+    "gpt2-350m": Preset(24, 16, 1024, 1024, 3e-4, 2**19, _GPT2),
+    "gpt2-774m": Preset(36, 20, 1280, 1024, 2.5e-4, 2**19, _GPT2),
+    "gpt2-1.5b": Preset(48, 25, 1600, 1024, 2e-4, 2**20, _GPT2),
+    "gpt3-125m": Preset(12, 12, 768, 2048, 6e-4, 2**19, _GPT3),
+    "gpt3-350m": Preset(24, 16, 1024, 2048, 3e-4, 2**19, _GPT3),
+    "gpt3-760m": Preset(24, 16, 1536, 2048, 2.5e-4, 2**19, _GPT3),
+    "gpt3-1.3b": Preset(24, 16, 2048, 2048, 2e-4, 2**20, _GPT3),
+    "gpt3-2.7b": Preset(32, 32, 2560, 2048, 1.6e-4, 2**20, _GPT3),
+    "gpt3-6.7b": Preset(32, 32, 4096, 2048, 1.2e-4, 2**21, _GPT3),
+    "gpt3-13b": Preset(40, 40, 5120, 2048, 1e-4, 2**21, _GPT3),
+    "gpt3-175b": Preset(96, 96, 12288, 2048, 0.6e-4, 3 * 2**20 + 2**17, _GPT3),
+    "gpt-modern-124m": Preset(12, 12, 768, 1024, 6e-4, 2**19, _MODERN, _modern_block(2048)),
+    "gpt-modern-350m": Preset(24, 16, 1024, 1024, 3e-4, 2**19, _MODERN, _modern_block(2752)),
+    "gpt-modern-1.5b": Preset(48, 25, 1600, 1024, 2e-4, 2**20, _MODERN, _modern_block(4288)),
+    "llama3-1b": _llama3(16, 32, 2048, learning_rate=3e-4, source=_LLAMA32, block=_llama3_block(8, 8192, tied=True)),
+    "llama3-3b": _llama3(28, 24, 3072, learning_rate=3e-4, source=_LLAMA32, block=_llama3_block(8, 8192, tied=True)),
+    "llama3-8b": _llama3(32, 32, 4096, learning_rate=3e-4, source=_LLAMA3, block=_llama3_block(8, 14336, tied=False)),
+    "llama3-70b": _llama3(
+        80, 64, 8192, learning_rate=1.5e-4, source=_LLAMA3, block=_llama3_block(8, 28672, tied=False)
+    ),
+    "qwen3-0.6b": _qwen3(28, 16, 1024, learning_rate=3e-4, block=_qwen3_block(3072, tied=True)),
+    "qwen3-1.7b": _qwen3(28, 16, 2048, learning_rate=3e-4, block=_qwen3_block(6144, tied=True)),
+    "qwen3-4b": _qwen3(36, 32, 2560, learning_rate=3e-4, block=_qwen3_block(9728, tied=True)),
+    "qwen3-8b": _qwen3(36, 32, 4096, learning_rate=3e-4, block=_qwen3_block(12288, tied=False)),
+    "qwen3-32b": _qwen3(64, 64, 5120, learning_rate=1.5e-4, block=_qwen3_block(25600, tied=False)),
+    "smollm2-135m": _smollm2(
+        30, 9, 576, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(3, 1536, 1e5)
+    ),
+    "smollm2-360m": _smollm2(
+        32, 15, 960, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(5, 2560, 1e5)
+    ),
+    "smollm2-1.7b": _smollm2(
+        24, 32, 2048, learning_rate=5e-4, global_batch_tokens=2**21, block=_smollm2_block(32, 8192, 1.3e5)
+    ),
 }
 
 
@@ -63,6 +142,14 @@ def get_preset(name: str) -> Preset:
 
 
 def nominal_parameters(name: str) -> float:
-    """The size that a preset is called by: of a GPT at its own context and GPT-2's vocabulary, of a tiny one about its
-    blocks alone."""
+    """The size that a preset is called by: of a GPT-2 or GPT-3 at its own context and GPT-2's vocabulary, of a tiny one
+    about its blocks alone; of the others, whose names are rounded more, what they have."""
+    preset = PRESETS[name]
+    if preset.vocab_size != _GPT2_VOCAB:
+        return preset.shape(preset.vocab_size).num_parameters
     return parse_quantity(name.rpartition("-")[2])
+
+
+def nearest_preset(num_parameters: int) -> str:
+    """The name of the preset whose size is nearest, as a ratio."""
+    return min(PRESETS, key=lambda name: abs(math.log(nominal_parameters(name) / num_parameters)))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from llmscale.architecture.shape import Activation
+from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
 from llmscale.config import limits
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.optimizers import OptimizerName
@@ -47,11 +47,12 @@ class RunConfig(BaseModel):
 
     # model
     model: NonBlank = "tiny-10m"
-    """Preset (`tiny-1m` ... `gpt3-175b`); n_layer, n_head and n_embd override it."""
+    """Preset (`tiny-1m` ... `gpt3-175b`, `llama3-8b`, `qwen3-4b`, ...), or hf:FOLDER or hf:NAME for a
+    published model's shape; the keys below override it."""
     n_layer: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
     """Transformer blocks."""
     n_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
-    """Attention heads; must divide n_embd."""
+    """Query heads; must divide n_embd unless head_dim is given."""
     n_embd: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
     """Width of the residual stream."""
     seq_len: int | None = Field(None, ge=1, le=limits.MAX_SEQ_LEN)
@@ -60,8 +61,44 @@ class RunConfig(BaseModel):
     """MLP non-linearity; default: the preset's."""
     dropout: float = Field(0.0, ge=0.0, lt=1.0)
     """Dropout probability."""
-    bias: bool = True
-    """Biases in linear layers and layer norms."""
+    bias: bool | None = None
+    """Biases in linear layers and layer norms; default: the preset's."""
+    n_kv_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
+    """Key-value heads, which must divide n_head; default: the preset's."""
+    head_dim: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
+    """Width of a head; default: the preset's, n_embd / n_head."""
+    mlp_width: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
+    """Hidden width of the MLP; default: the preset's, in its ratio to n_embd."""
+    gated_mlp: bool | None = None
+    """The MLP's hidden layer is activation(gate) x up: SwiGLU with silu; default: the preset's."""
+    norm: Norm | None = None
+    """Layer norm or RMS norm; default: the preset's."""
+    norm_eps: float | None = Field(None, gt=0, le=1)
+    """Added to a norm's variance; default: the preset's."""
+    norm_placement: NormPlacement | None = None
+    """Norms before attention and MLP, or behind them (OLMo 2); default: the preset's."""
+    positions: Positions | None = None
+    """Learned vectors, or rotations of queries and keys; default: the preset's."""
+    rope_theta: float | None = Field(None, gt=0, le=1e15)
+    """Base of the rotations' wavelengths; default: the preset's."""
+    rope_scaling: NonBlank | None = None
+    """none, linear:FACTOR, or llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN; default: the preset's."""
+    qk_norm: QKNorm | None = None
+    """RMS norm of queries and keys: none, within each head (Qwen 3), over their whole width (OLMo 2); default: the
+    preset's."""
+    attention_bias: AttentionBias | None = None
+    """Biases in attention alone: none, qkv (Qwen 2), or all; default: the preset's, as `bias`."""
+    mlp_bias: bool | None = None
+    """Biases in the MLP alone; default: the preset's, as `bias`."""
+    tied: bool | None = None
+    """The output head is the token embedding; default: the preset's."""
+    sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
+    """Positions that attention sees, its own included; 0: all before it; default: the preset's."""
+    document_mask: bool = False
+    """Keep the documents of a sequence from seeing each other: attention and positions begin anew at each. Attention
+    takes longer."""
+    vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
+    """Token ids of the model, at least those of the data set, which are the default."""
 
     # data
     data: PathOrUrl = "data/python-stdlib"
@@ -155,8 +192,8 @@ class RunConfig(BaseModel):
     """Run folder: config, metrics, checkpoints, samples."""
     resume: PathOrUrl = "auto"
     """auto: continue when the run folder has a checkpoint; none: start anew in a new folder; or a checkpoint folder."""
-    init_from: UserPath | None = None
-    """Start at step 0 with the weights of this run or checkpoint."""
+    init_from: PathOrUrl | None = None
+    """Start at step 0 with the weights of this run or checkpoint, or of hf:FOLDER or hf:NAME, which set the model."""
     allow_changed: list[str] = Field(default_factory=list)
     """On resume, accept a change of: global_batch_size, seq_len, data, seed, order. The log says what it breaks."""
     check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)

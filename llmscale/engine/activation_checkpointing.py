@@ -73,7 +73,7 @@ def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, obj
     return _run_full
 
 
-def _run_full(block: nn.Module, x: Tensor) -> Tensor:
+def _run_full(block: nn.Module, x: Tensor, *context: object) -> Tensor:
     """Keep the block's input [batch, t, n_embd] alone, on the host with cpu_checkpointing."""
     import deepspeed
 
@@ -83,19 +83,19 @@ def _run_full(block: nn.Module, x: Tensor) -> Tensor:
 
     def run(x: Tensor) -> Tensor:
         with torch.autocast(device, dtype, enabled):
-            return block(x)
+            return block(x, *context)
 
     return deepspeed.checkpointing.checkpoint(run, x)
 
 
-def _run_selective(block: nn.Module, x: Tensor) -> Tensor:
+def _run_selective(block: nn.Module, x: Tensor, *context: object) -> Tensor:
     """Keep the block's input and the results of `_SAVED_OPS`, recompute the rest.
 
     With ZeRO-3 the recomputation holds the block's gathered weights until the block's backward pass is over.
     """
 
     def run(x: Tensor) -> Tensor:
-        return _Anchor.apply(block(x))
+        return _Anchor.apply(block(x, *context))
 
     return checkpoint(
         run,

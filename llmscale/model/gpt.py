@@ -1,8 +1,10 @@
-"""GPT-2/GPT-3. Knows nothing of ranks, ZeRO or precision: those are applied from outside."""
+"""The GPT that every shape describes. Knows nothing of ranks, ZeRO or precision: those are applied from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -10,17 +12,23 @@ from torch import Tensor, nn
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
+from llmscale.model.attention_context import build_context, compute_dtype, positions_in_documents
 from llmscale.model.block import Block
-from llmscale.model.head import TiedHead
-from llmscale.model.layers import Embedding
+from llmscale.model.head import OutputHead, TiedHead
+from llmscale.model.kv_cache import KVCache
+from llmscale.model.layers import Embedding, build_norm
 from llmscale.model.loss import next_token_loss
 
-#: Runs one block on [batch, t, n_embd] and recomputes it in the backward pass, to keep fewer activations.
-BlockCheckpoint = Callable[[nn.Module, Tensor], Tensor]
+
+class BlockCheckpoint(Protocol):
+    """Runs one block on [batch, t, n_embd] and recomputes it in the backward pass, to keep fewer activations."""
+
+    def __call__(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
+        """`context`: further arguments of the block, without gradients."""
 
 
 class GPT(nn.Module):
-    """A decoder with learned positions and an output head tied to the token table.
+    """A decoder: token embedding, equal blocks, final norm, output head.
 
     The weights are a function of (shape, seed) alone; the global random state is neither read nor moved.
     `checkpoint` runs the blocks wherever gradients are wanted; without it every activation is kept.
@@ -31,17 +39,24 @@ class GPT(nn.Module):
         self.shape, self.checkpoint = shape, checkpoint
         generator = torch.Generator().manual_seed(seed)
         self.wte = Embedding(shape.padded_vocab_size, shape.n_embd, generator)
-        self.wpe = Embedding(shape.seq_len, shape.n_embd, generator)
+        if shape.positions == "learned":
+            self.wpe = Embedding(shape.seq_len, shape.n_embd, generator)
         self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.n_layer))
-        self.ln_f = nn.LayerNorm(shape.n_embd, bias=shape.bias)
-        self.head = TiedHead(self.wte, shape.vocab_size)
+        self.ln_f = build_norm(shape)
+        self.head = TiedHead(self.wte, shape.vocab_size) if shape.tied else OutputHead(shape, generator)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None, at: Tensor | None = None
+    ) -> Tensor:
         """Logits, or the loss where `targets` are given.
 
         tokens, targets: integers [batch, t] with t <= seq_len. Returns logits [batch, t, vocab_size] in the
         model's precision, or the mean cross-entropy over all positions in nats, a scalar in fp32. The padding
-        rows of the token table take part in neither. Raises DataError when t exceeds seq_len.
+        rows of the token table take part in neither.
+
+        Tokens continue the sequences in `cache`, which keeps them, at the positions behind each one's end. With `at`,
+        integers [batch], only the logits at that place of each row of `tokens` are computed: [batch, 1, vocab_size].
+        Raises DataError when t, or what the cache holds and t, exceed seq_len.
         """
         t = tokens.shape[1]
         if t > self.shape.seq_len:
@@ -49,12 +64,33 @@ class GPT(nn.Module):
                 f"a sequence of {t} tokens is longer than the model's {self.shape.seq_len} positions "
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
-        positions = torch.arange(t, device=tokens.device)
-        x = F.dropout(self.wte(tokens) + self.wpe(positions), self.shape.dropout, self.training)
+        positions = self._positions(tokens, cache)
+        x = self.wte(tokens)
+        if self.shape.positions == "learned":
+            x = x + self.wpe(positions)
+        x = F.dropout(x, self.shape.dropout, self.training)
+        context = build_context(self.shape, positions, compute_dtype(x))
+        if cache is not None:
+            context = replace(context, mask=cache.mask(positions))
         checkpoint = self.checkpoint if torch.is_grad_enabled() else None
-        for block in self.blocks:
-            x = block(x) if checkpoint is None else checkpoint(block, x)
+        for layer, block in enumerate(self.blocks):
+            if cache is not None:
+                x = block(x, context, partial(cache.append, layer, positions))
+            else:
+                x = block(x, context) if checkpoint is None else checkpoint(block, x, context)
+        if cache is not None:
+            cache.lengths = [length + t for length in cache.lengths]
+        if at is not None:
+            x = x[torch.arange(len(at), device=tokens.device), at][:, None]
         if targets is not None:
             return next_token_loss(self.ln_f, self.head, x, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
+
+    def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        """[t], or [batch, t] where they differ."""
+        if cache is not None:
+            return cache.next_positions(tokens.shape[1], tokens.device)
+        if self.shape.document_end is not None:
+            return positions_in_documents(tokens, self.shape.document_end)
+        return torch.arange(tokens.shape[1], device=tokens.device)

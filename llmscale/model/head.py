@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmscale.architecture.shape import GPTShape
+from llmscale.model.initialization import INIT_STD, fill_normal_
 from llmscale.model.layers import Embedding
+
+
+class OutputHead(nn.Module):
+    """A head with weights of its own, [padded_vocab_size, n_embd] as the token embedding."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.weight, self.vocab_size = (
+            nn.Parameter(torch.empty(shape.padded_vocab_size, shape.n_embd)),
+            shape.vocab_size,
+        )
+        fill_normal_(self.weight, INIT_STD, generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision, without the padding rows: a view."""
+        return F.linear(x, self.weight)[..., : self.vocab_size]
 
 
 class TiedHead(nn.Module):

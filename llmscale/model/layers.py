@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.model.initialization import INIT_STD, fill_normal_
 
 
@@ -42,3 +43,10 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         """Skips `nn.Embedding`'s own draw, as `Linear` does."""
+
+
+def build_norm(shape: GPTShape) -> nn.Module:
+    """A norm of the residual stream."""
+    if shape.norm == "rmsnorm":
+        return nn.RMSNorm(shape.n_embd, shape.norm_eps)
+    return nn.LayerNorm(shape.n_embd, shape.norm_eps, bias=shape.bias)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from llmscale.architecture.shape import GPTShape
@@ -45,7 +44,7 @@ def interpolated_shape(n_embd: int, like: GPTShape) -> GPTShape:
     share = math.log(n_embd / w0) / math.log(w1 / w0)
     n_layer = max(1, round(d0 * (d1 / d0) ** share))
     head_dim = 64 if n_embd <= 2048 else 128
-    return replace(like, n_layer=n_layer, n_head=max(1, n_embd // head_dim), n_embd=n_embd)
+    return like.changed({"n_layer": n_layer, "n_head": max(1, n_embd // head_dim), "n_embd": n_embd})
 
 
 def find_largest_models(search: Search) -> list[LargestModel]:
@@ -105,15 +104,12 @@ def _preset_below(shape: GPTShape | None) -> str | None:
     """The largest preset of the GPTs that has no more parameters than `shape`, at its context and vocabulary."""
     if shape is None:
         return None
-    sizes = {name: _preset_parameters(name, shape) for name in _gpts(PRESETS)}
+    sizes = {name: _preset_parameters(name, shape) for name in PRESETS if name.startswith(("gpt2", "gpt3"))}
     fitting = [name for name, size in sizes.items() if size <= shape.num_parameters]
     return max(fitting, key=lambda name: sizes[name], default=None)
 
 
 def _preset_parameters(name: str, like: GPTShape) -> int:
     preset = PRESETS[name]
-    return replace(like, n_layer=preset.n_layer, n_head=preset.n_head, n_embd=preset.n_embd).num_parameters
-
-
-def _gpts(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith("gpt")]
+    sizes = {"n_layer": preset.n_layer, "n_head": preset.n_head, "n_embd": preset.n_embd}
+    return like.changed(sizes).num_parameters

@@ -21,21 +21,13 @@ _WIDTHS = (
 )
 
 
-def preset_shape(name: str, vocab_size: int, seq_len: int | None = None) -> GPTShape:
-    """A preset at a vocabulary and, if given, another context."""
-    preset = PRESETS[name]
-    return GPTShape(
-        preset.n_layer, preset.n_head, preset.n_embd, vocab_size, seq_len or preset.seq_len, preset.activation
-    )
-
-
 def nearest_preset(num_parameters: float, vocab_size: int) -> str:
-    """The preset whose size is the nearest by ratio."""
+    """The GPT-2 or GPT-3 whose size is the nearest by ratio."""
 
     def distance(name: str) -> float:
-        return abs(math.log(preset_shape(name, vocab_size).num_parameters / num_parameters))
+        return abs(math.log(PRESETS[name].shape(vocab_size).num_parameters / num_parameters))
 
-    return min(PRESETS, key=distance)
+    return min((name for name, preset in PRESETS.items() if not preset.block), key=distance)
 
 
 def suggest_shape(num_parameters: float, vocab_size: int, seq_len: int) -> GPTShape:

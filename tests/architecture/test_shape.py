@@ -64,7 +64,7 @@ def test_gpt2_has_the_published_parameters_plus_the_padding_rows() -> None:
 )
 def test_published_sizes_have_their_number_of_parameters(name: str, billions: float) -> None:
     preset = PRESETS[name]
-    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 50257, preset.seq_len)
+    shape = preset.shape(50257)
     assert shape.num_parameters == pytest.approx(billions * 1e9, rel=0.005)
 
 

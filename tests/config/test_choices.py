@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.architecture.shape import GPTShape
 from llmscale.config.arguments import build_run_config
 from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
 from llmscale.config.deepspeed.schema import parse_ds_config
@@ -19,7 +18,7 @@ def config_of(**keys: object) -> RunConfig:
 
 def resolved(num_samples: int = 1000, **keys: object) -> tuple[RunConfig, ResolvedRun]:
     config = config_of(**{"global_batch_size": 16, **keys})
-    return config, resolve_run(config, parse_ds_config({}, "test"), SetFacts(4096, 256, num_samples), 2)
+    return config, resolve_run(config, parse_ds_config({}, "test"), SetFacts(4096, 256, num_samples, eot_token=4095), 2)
 
 
 def test_a_preset_that_the_data_reshapes() -> None:
@@ -34,7 +33,7 @@ def test_a_preset_that_the_data_reshapes() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("tiny")])
 def test_a_preset_as_published_is_what_its_name_says(name: str) -> None:
     preset = PRESETS[name]
-    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 50257, preset.seq_len)
+    shape = preset.shape(preset.vocab_size)
     assert preset_words(name, shape) is None
     assert nominal_parameters(name) == pytest.approx(shape.num_parameters, rel=0.05)
 

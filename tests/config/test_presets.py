@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS, get_preset
 from llmscale.errors import ConfigError
 
@@ -20,7 +19,7 @@ GPT3_TABLE = {
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_can_be_built_and_its_batch_holds_whole_sequences(name: str) -> None:
     preset = get_preset(name)
-    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 257, preset.seq_len, preset.activation)
+    shape = preset.shape(257)
     assert shape.head_dim >= 32
     assert preset.global_batch_tokens % preset.seq_len == 0
 
@@ -41,3 +40,23 @@ def test_an_unknown_preset_names_the_closest_and_the_way_out() -> None:
     assert "model 'gpt2-125m' is not a preset. Did you mean 'gpt" in text
     assert "gpt3-175b" in text
     assert "give n_layer, n_head and n_embd" in text
+
+
+#: Millions of parameters that the published configurations make, as their model cards count them.
+PUBLISHED_MILLIONS = {
+    **{"llama3-1b": 1235.8, "llama3-3b": 3212.7, "llama3-8b": 8030.3, "llama3-70b": 70553.7},
+    **{"qwen3-0.6b": 596.05, "qwen3-1.7b": 1720.6, "qwen3-4b": 4022.5, "qwen3-8b": 8190.7, "qwen3-32b": 32762.1},
+    **{"smollm2-135m": 134.515, "smollm2-360m": 361.821, "smollm2-1.7b": 1711.4},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_MILLIONS)
+def test_published_models_have_their_number_of_parameters(name: str) -> None:
+    preset = get_preset(name)
+    assert preset.shape(preset.vocab_size).num_parameters == pytest.approx(PUBLISHED_MILLIONS[name] * 1e6, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", ["124m", "350m", "1.5b"])
+def test_a_modern_gpt_is_as_large_as_gpt_2(size: str) -> None:
+    modern, gpt2 = (get_preset(f"{family}-{size}").shape(50257) for family in ("gpt-modern", "gpt2"))
+    assert modern.num_parameters == pytest.approx(gpt2.num_parameters, rel=0.02)

@@ -5,6 +5,7 @@ import math
 import torch
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.model.attention_context import AttentionContext
 from llmscale.model.block import Block, CausalSelfAttention, activate
 
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=32, vocab_size=10, seq_len=16)
@@ -22,7 +23,7 @@ def test_attention_is_softmax_over_the_past_head_by_head() -> None:
         scores = scores.masked_fill(torch.ones(7, 7).triu(1).bool(), -math.inf)
         heads.append(scores.softmax(-1) @ v[..., part])
     expected = torch.cat(heads, -1) @ attention.proj.weight.t() + attention.proj.bias
-    assert torch.allclose(attention(x), expected, atol=1e-5)
+    assert torch.allclose(attention(x, AttentionContext()), expected, atol=1e-5)
 
 
 def test_block_adds_to_the_residual_stream() -> None:
@@ -30,7 +31,7 @@ def test_block_adds_to_the_residual_stream() -> None:
     x = torch.randn(2, 7, 32)
     torch.nn.init.zeros_(block.attn.proj.weight)
     torch.nn.init.zeros_(block.mlp.down.weight)
-    assert torch.equal(block(x), x)
+    assert torch.equal(block(x, AttentionContext()), x)
 
 
 def test_block_without_biases_has_none() -> None:

@@ -23,7 +23,7 @@ def random_batch(shape: GPTShape, batch: int = 4) -> tuple[torch.Tensor, torch.T
 @pytest.mark.parametrize("name", ["tiny-1m", "tiny-3m"])
 def test_loss_starts_at_the_entropy_of_a_uniform_guess(name: str) -> None:
     preset = PRESETS[name]
-    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 50257, preset.seq_len, preset.activation)
+    shape = preset.shape(50257)
     loss = GPT(shape, seed=0)(*random_batch(shape, batch=1))
     assert loss.item() == pytest.approx(math.log(50257), abs=0.1)
 
@@ -43,7 +43,7 @@ def test_overfits_one_batch() -> None:
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS.keys())
 def test_has_the_parameters_that_its_shape_says(preset, bias: bool) -> None:
-    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 50257, preset.seq_len, bias=bias)
+    shape = preset.shape(50257).changed({"bias": bias})
     with torch.device("meta"):
         model = GPT(shape, seed=0)
     assert sum(parameter.numel() for parameter in model.parameters()) == shape.num_parameters
@@ -121,9 +121,9 @@ def test_dropout_works_in_training_only() -> None:
 def test_checkpoint_runs_every_block_where_gradients_are_wanted() -> None:
     seen: list[torch.nn.Module] = []
 
-    def checkpoint(block: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def checkpoint(block: torch.nn.Module, x: torch.Tensor, *context: object) -> torch.Tensor:
         seen.append(block)
-        return block(x)
+        return block(x, *context)
 
     model = GPT(SMALL, seed=0, checkpoint=checkpoint)
     tokens, _ = random_batch(SMALL)

@@ -4,15 +4,15 @@ import pytest
 
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
-from llmscale.planning.shape_for_size import nearest_preset, preset_shape, suggest_shape
+from llmscale.planning.shape_for_size import nearest_preset, suggest_shape
 
 GPTS = [name for name in PRESETS if name.startswith(("gpt2", "gpt3"))]
 
 
 @pytest.mark.parametrize("name", GPTS)
 def test_a_presets_own_size_is_nearest_to_it_or_to_its_twin(name: str) -> None:
-    size = preset_shape(name, 50257).num_parameters
-    found = preset_shape(nearest_preset(size, 50257), 50257).num_parameters
+    size = PRESETS[name].shape(50257).num_parameters
+    found = PRESETS[nearest_preset(size, 50257)].shape(50257).num_parameters
     assert found == pytest.approx(size, rel=0.01)
 
 
@@ -34,7 +34,7 @@ def test_shapes_have_the_size_and_sensible_numbers(size: float) -> None:
 
 
 def test_gpt3_13b_is_found_again() -> None:
-    shape = suggest_shape(preset_shape("gpt3-13b", 50257).num_parameters, 50257, 2048)
+    shape = suggest_shape(PRESETS["gpt3-13b"].shape(50257).num_parameters, 50257, 2048)
     assert (shape.n_layer, shape.n_head, shape.n_embd) == (40, 40, 5120)
 
 
@@ -46,5 +46,5 @@ def test_what_cannot_be_built_is_refused() -> None:
 
 
 def test_a_presets_context_can_be_changed() -> None:
-    assert preset_shape("gpt2-124m", 50257).seq_len == 1024
-    assert preset_shape("gpt2-124m", 50257, 4096).seq_len == 4096
+    assert PRESETS["gpt2-124m"].shape(50257).seq_len == 1024
+    assert PRESETS["gpt2-124m"].shape(50257, 4096).seq_len == 4096

@@ -222,7 +222,7 @@ def test_follows_the_passes_block_by_block() -> None:
 
 def test_gpt3_175b_is_instant_at_every_stage() -> None:
     preset = get_preset("gpt3-175b")
-    shape = GPTShape(preset.n_layer, preset.n_head, preset.n_embd, 50257, 2048)
+    shape = preset.shape(50257, 2048)
     layouts = [layout_of(shape, stage, ranks=1024) for stage in range(4)]
     begin = time.process_time()
     residents = [estimate_states(shape, layout, "full").resident.total_bytes for layout in layouts]

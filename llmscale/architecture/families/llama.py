@@ -1,0 +1,239 @@
+"""Llama and what transformers writes in the same words: Mistral, Qwen 2, Qwen 3, OLMo 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from llmscale.architecture.families.config_keys import Keys
+from llmscale.architecture.families.family import Family, HFTensor, stacked
+from llmscale.architecture.rotary import LinearScaling, Llama3Scaling, parse_rope_scaling
+from llmscale.architecture.shape import GPTShape
+from llmscale.errors import ConfigError
+
+_ACTIVATIONS = {
+    **{"silu": "silu", "swish": "silu", "gelu": "gelu", "relu": "relu"},
+    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
+}
+_THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ROPE_KEYS = (
+    *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor"),
+)
+#: Of layer_types.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
+
+
+def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None = None) -> dict[str, object]:
+    """What all of them share. The arguments are the family's own defaults: `positions` of max_position_embeddings,
+    `eps` of rms_norm_eps, `kv_heads` of num_key_value_heads where it is not all of them."""
+    n_embd, n_head = keys.heads()
+    kv_heads = kv_heads or n_head
+    keys.require("partial_rotary_factor", 1.0)
+    theta, scaling = _read_rotary(keys)
+    return {
+        "n_layer": keys.layers("num_hidden_layers"),
+        "n_head": n_head,
+        "n_embd": n_embd,
+        "vocab_size": keys.count("vocab_size"),
+        "seq_len": keys.count("max_position_embeddings", positions),
+        # null means all of them, and no entry the family's default.
+        "n_kv_head": keys.count("num_key_value_heads", n_head if keys.mentions("num_key_value_heads") else kv_heads),
+        "head_dim": keys.count("head_dim", n_embd // n_head),
+        "mlp_width": keys.count("intermediate_size"),
+        "gated_mlp": True,
+        "activation": keys.choice("hidden_act", _ACTIVATIONS, "silu"),
+        "norm": "rmsnorm",
+        "norm_eps": keys.number("rms_norm_eps", eps),
+        "bias": False,
+        "positions": "rotary",
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "tied": keys.flag("tie_word_embeddings", False),
+    }
+
+
+def _read_rotary(keys: Keys) -> tuple[float, str]:
+    """Base and scaling: entries of the configuration's own up to transformers 4, of `rope_parameters` from 5 on."""
+    section = keys.section("rope_parameters")
+    theta = (section or keys).number("rope_theta", keys.number("rope_theta", 10_000.0))
+    section = section or keys.section("rope_scaling")
+    if section is None:
+        return theta, "none"
+    section.require_known(_ROPE_KEYS)
+    section.require("partial_rotary_factor", 1.0)
+    name = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
+    kind = section.choice(name, _ROPE_TYPES, "default")
+    if kind == "none":
+        return theta, kind
+    factor = section.number("factor", 1.0)
+    if kind == "linear":
+        return theta, str(LinearScaling(factor))
+    low, high = (section.number(f"{which}_freq_factor", 1.0) for which in ("low", "high"))
+    return theta, str(Llama3Scaling(factor, low, high, section.count("original_max_position_embeddings")))
+
+
+def _write(shape: GPTShape) -> dict[str, object]:
+    return {
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.seq_len,
+        "hidden_size": shape.n_embd,
+        "intermediate_size": shape.mlp_width,
+        "num_hidden_layers": shape.n_layer,
+        "num_attention_heads": shape.n_head,
+        "num_key_value_heads": shape.n_kv_head,
+        "head_dim": shape.head_dim,
+        "hidden_act": _THEIR_ACTIVATIONS[shape.activation],
+        "rms_norm_eps": shape.norm_eps,
+        "attention_dropout": shape.dropout,
+        "rope_theta": shape.rope_theta,
+        "rope_scaling": _write_scaling(shape.rope_scaling),
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+def _write_scaling(text: str) -> dict[str, object] | None:
+    scaling = parse_rope_scaling(text)
+    if isinstance(scaling, LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
+    if isinstance(scaling, Llama3Scaling):
+        return {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_seq_len,
+        }
+    return None
+
+
+def _tensors(shape: GPTShape) -> Iterator[HFTensor]:
+    h, m, d = shape.n_embd, shape.mlp_width, shape.head_dim
+    queries, keys = shape.n_head * d, shape.n_kv_head * d
+    after_attention = "input_layernorm" if shape.norm_placement == "pre" else "post_attention_layernorm"
+    after_mlp = "post_attention_layernorm" if shape.norm_placement == "pre" else "post_feedforward_layernorm"
+    of_norms = {"none": (), "head": (d, d), "width": (queries, keys)}[shape.qk_norm]
+    yield HFTensor("model.embed_tokens.weight", "wte.weight", (shape.vocab_size, h))
+    for block in range(shape.n_layer):
+        ours, theirs = f"blocks.{block}", f"model.layers.{block}"
+        yield HFTensor(f"{theirs}.{after_attention}.weight", f"{ours}.ln_1.weight", (h,))
+        parts = dict(zip((f"{theirs}.self_attn.{name}_proj" for name in "qkv"), (queries, keys, keys), strict=True))
+        yield from stacked(parts, f"{ours}.attn.qkv", h, bias=shape.attention_bias != "none")
+        for name, width in zip(("q_norm", "k_norm"), of_norms, strict=False):
+            yield HFTensor(f"{theirs}.self_attn.{name}.weight", f"{ours}.attn.{name}.weight", (width,))
+        output = {f"{theirs}.self_attn.o_proj": h}
+        yield from stacked(output, f"{ours}.attn.proj", queries, bias=shape.attention_bias == "all")
+        yield HFTensor(f"{theirs}.{after_mlp}.weight", f"{ours}.ln_2.weight", (h,))
+        bias = bool(shape.mlp_bias)
+        parts = {f"{theirs}.mlp.{name}_proj": m for name in ("gate", "up")}
+        yield from stacked(parts, f"{ours}.mlp.up", h, bias=bias)
+        yield from stacked({f"{theirs}.mlp.down_proj": h}, f"{ours}.mlp.down", m, bias=bias)
+    yield HFTensor("model.norm.weight", "ln_f.weight", (h,))
+    if not shape.tied:
+        yield HFTensor("lm_head.weight", "head.weight", (shape.vocab_size, h))
+
+
+def _read_llama(keys: Keys) -> dict[str, object]:
+    attention_bias = "all" if keys.flag("attention_bias", False) else "none"
+    return {
+        **_read(keys, positions=2048),
+        **{"attention_bias": attention_bias, "mlp_bias": keys.flag("mlp_bias", False)},
+    }
+
+
+def _write_llama(shape: GPTShape) -> dict[str, object]:
+    return {**_write(shape), "attention_bias": shape.attention_bias == "all", "mlp_bias": bool(shape.mlp_bias)}
+
+
+def _read_mistral(keys: Keys) -> dict[str, object]:
+    # null means none, and no entry the window of Mistral 7B v0.1.
+    is_null = keys.mentions("sliding_window") and not keys.has("sliding_window")
+    window = 0 if is_null else keys.count("sliding_window", 4096)
+    return {**_read(keys, positions=131_072, kv_heads=8), "sliding_window": window}
+
+
+def _write_mistral(shape: GPTShape) -> dict[str, object]:
+    return {**_write(shape), "sliding_window": shape.sliding_window or None}
+
+
+def _read_qwen(keys: Keys) -> dict[str, object]:
+    shape = _read(keys, positions=32_768, kv_heads=32)
+    types = set(keys.texts("layer_types"))
+    for name in types - {_FULL, _SLIDING}:
+        raise ConfigError(f"{keys.source}: layer_types has '{name[:80]}'; llmscale has {_FULL} and {_SLIDING}.")
+    if not keys.flag("use_sliding_window", False):
+        return shape
+    if not types:
+        # The first max_window_layers see everything.
+        first = keys.count("max_window_layers", 28) if keys.number("max_window_layers", 28, least=0) else 0
+        layers = keys.layers("num_hidden_layers")
+        types = {name for name, number in ((_FULL, first), (_SLIDING, layers - first)) if number > 0}
+    if len(types) > 1:
+        raise ConfigError(
+            f"{keys.source}: some layers have a sliding window and some have none; llmscale's layers are equal, all "
+            "with the window or all without."
+        )
+    return {**shape, "sliding_window": keys.count("sliding_window", 4096)} if types == {_SLIDING} else shape
+
+
+def _write_qwen(shape: GPTShape) -> dict[str, object]:
+    written = _write(shape)
+    if shape.sliding_window:
+        types = [_SLIDING] * shape.n_layer
+        windows = {"sliding_window": shape.sliding_window, "max_window_layers": 0, "layer_types": types}
+        return {**written, "use_sliding_window": True, **windows}
+    return {**written, "use_sliding_window": False, "max_window_layers": shape.n_layer}
+
+
+def _read_qwen2(keys: Keys) -> dict[str, object]:
+    return {**_read_qwen(keys), "attention_bias": "qkv"}
+
+
+def _read_qwen3(keys: Keys) -> dict[str, object]:
+    attention_bias = "all" if keys.flag("attention_bias", False) else "none"
+    shape = _read_qwen(keys)
+    # transformers' own default, whatever the width.
+    head_dim = shape["head_dim"] if keys.has("head_dim") else 128
+    return {**shape, "qk_norm": "head", "head_dim": head_dim, "attention_bias": attention_bias}
+
+
+def _write_qwen3(shape: GPTShape) -> dict[str, object]:
+    return {**_write_qwen(shape), "attention_bias": shape.attention_bias == "all"}
+
+
+def _read_olmo2(keys: Keys) -> dict[str, object]:
+    attention_bias = "all" if keys.flag("attention_bias", False) else "none"
+    shape = _read(keys, positions=2048, eps=1e-5)
+    if str(shape["rope_scaling"]).startswith("llama3:"):
+        raise ConfigError(f"{keys.source}: transformers' OLMo 2 has no llama3 rope_scaling; it has linear alone.")
+    return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": attention_bias}
+
+
+def _write_olmo2(shape: GPTShape) -> dict[str, object]:
+    scaling = parse_rope_scaling(shape.rope_scaling)
+    return {
+        **_write(shape),
+        "attention_bias": shape.attention_bias == "all",
+        "rope_scaling": {"type": "linear", "factor": scaling.factor} if isinstance(scaling, LinearScaling) else None,
+        # By default token 1, whose embedding transformers then leaves untrained.
+        "pad_token_id": None,
+    }
+
+
+def _family(
+    model_type: str,
+    architecture: str,
+    read: Callable[[Keys], dict[str, object]],
+    write: Callable[[GPTShape], dict[str, object]],
+) -> Family:
+    return Family(model_type, f"{architecture}ForCausalLM", read, write, _tensors)
+
+
+#: The first that can express a shape writes it.
+LLAMA_LIKE = (
+    _family("llama", "Llama", _read_llama, _write_llama),
+    _family("mistral", "Mistral", _read_mistral, _write_mistral),
+    _family("qwen2", "Qwen2", _read_qwen2, _write_qwen),
+    _family("qwen3", "Qwen3", _read_qwen3, _write_qwen3),
+    _family("olmo2", "Olmo2", _read_olmo2, _write_olmo2),
+)
