@@ -287,6 +287,34 @@ DATA = [
         r"Cannot write empty/x: ",
     ),
     ("llmscale data train-tokenizer --input texts --out '' --vocab-size 260", r"--out: must not be empty"),
+    *[
+        (f"{PREPARE[:22]} --input texts --out o --tokenizer {name}", said)
+        for name, said in (
+            ("models/slow", r"models/slow holds no tokenizer\.json, only vocab\.json\. .*save_pretrained"),
+            ("models/beyond", r"models/beyond/tokenizer\.json has the token id 1099511627776"),
+            ("models/own_code", r"models/own_code/tokenizer_config\.json has an auto_map: .*never run"),
+            ("models/no_end", r"models/no_end has no end-of-text token: .*--eot-token"),
+            (
+                "models/two_ends",
+                r"models/two_ends names several end-of-text tokens: '</s>' .*Choose one with --eot-token",
+            ),
+            (
+                "models/two_ends --eot-token '<s>'",
+                r"--eot-token '<s>' is no token of models/two_ends\. Did you mean '</s>'",
+            ),
+            ("models/deep", r"models/deep/tokenizer\.json nests objects and lists more than"),
+            ("models/nan", r"models/nan/tokenizer\.json: NaN is not a JSON number"),
+            (
+                "bytes --eot-token '<s>'",
+                r"--eot-token <s> cannot be: with --tokenizer bytes documents end with <\|endoftext",
+            ),
+            ("hf:../models/slow", r"Tokenizer 'hf:\.\./models/slow' is neither gpt2, bytes"),
+        )
+    ],
+    (
+        f"HF_HUB_OFFLINE=1 {PREPARE[:22]} --input texts --out o --tokenizer models/none",
+        r"models/none is no file or folder here, not in the Hugging Face cache, .*HF_HUB_OFFLINE is set",
+    ),
 ]
 
 REPEATED = [
@@ -373,6 +401,10 @@ SUGGESTIONS = [
     ("llmscale data Prepare", r"Did you mean 'prepare'\?"),
     (f"{PREPARE[:22]} --input texts --out o --tokenizer GPT2", r"Did you mean 'gpt2'\?"),
     (f"{PREPARE[:22]} --input texts --out o --tokenizer byte", r"Did you mean 'bytes'\?"),
+    (
+        f"{PREPARE[:22]} --input texts --out o --tokenizer gpt22",
+        r"neither gpt2, bytes, .* nor a model's name on the Hub",
+    ),
     ("llmscale plan --law HOFFMANN --flops 1e20", r"Did you mean 'hoffmann'\?"),
 ]
 
