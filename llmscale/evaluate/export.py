@@ -91,11 +91,15 @@ def export_model(
             write_index(folder, files, model.dtype)
         save_for_transformers(tokenizer, folder)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
-        ends = {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
-        ends_and_version = {**ends, "transformers_version": TRANSFORMERS_VERSION}
-        _write_json(folder / GENERATION_NAME, ends_and_version)
+        common = {**_token_ids(tokenizer), "transformers_version": TRANSFORMERS_VERSION}
+        _write_json(folder / GENERATION_NAME, common)
         # The last: a folder without it is no model.
-        _write_json(folder / CONFIG_NAME, {**_config(model), **ends_and_version})
+        _write_json(folder / CONFIG_NAME, {**_config(model), **common})
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, object]:
+    """Every document ends with the end-of-text, which is therefore what stands before the next one."""
+    return {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
 
 
 def _config(model: ExportedModel) -> dict[str, object]:
