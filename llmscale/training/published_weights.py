@@ -59,7 +59,7 @@ def complete_published_weights(found: FoundWeights, location: SetLocation, world
     model, folder = found.model, found.model.folder
     if folder is None:
         folder = download_model(model.name, model.source, world)
-        model = replace(together(world.control, lambda: _reread(model, folder)), source=model.source)
+        model = together(world.control, lambda: _reread(model, folder))
 
     def complete() -> FoundWeights:
         files = find_weights_files(folder)
@@ -90,7 +90,7 @@ def _reread(model: PublishedModel, folder: Path) -> PublishedModel:
         raise ConfigError(
             f"{model.source}: the Hub's files changed while they were fetched, and are of another shape. Start again."
         )
-    return fetched
+    return replace(fetched, source=model.source, name=model.name)
 
 
 def _match(
