@@ -167,8 +167,11 @@ class _Hub(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Hub has own/model, and this machine's cache nothing."""
+    """The Hub has own/model, and this machine's cache no more of it than its config.json."""
     served = Path(shutil.copytree(models["qwen3"], tmp_path / "served"))
+    cached = tmp_path / "home" / "hub" / "models--own--model" / "snapshots" / _Hub.commit
+    cached.mkdir(parents=True)
+    shutil.copy(served / "config.json", cached)
     (served / "modeling.py").write_text("raise SystemExit")
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, directory=str(served)))
     thread = threading.Thread(target=server.serve_forever)
@@ -185,7 +188,7 @@ def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("hub")
-def test_a_name_is_fetched_once_and_then_found_in_the_cache(
+def test_what_the_cache_lacks_of_a_name_is_fetched_once(
     train: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert "weights from hf:own/model" in train(2, "--init-from", "hf:own/model", "--steps", "1")
