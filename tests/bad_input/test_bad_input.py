@@ -9,10 +9,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llmscale.data.shards.manifest import MANIFEST_NAME, load_manifest
 from tests.bad_input.cases import CASES
 from tests.bad_input.run_cases import TORCH_STATUS
 from tests.conftest import REPOSITORY
@@ -51,6 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_set: Path) -> Path:
         (folder / "texts" / f"{number}.txt").write_text("hello world\n" * 50)
     shutil.copytree(tiny_set, folder / "set")
     shutil.copytree(tiny_set, folder / "mixed" / "prepared")
+    for name, eot_token in (("endless", None), ("beyond", 257)):
+        shutil.copytree(tiny_set, folder / name)
+        manifest = replace(load_manifest(folder / name), eot_token=eot_token)  # type: ignore[arg-type]
+        (folder / name / MANIFEST_NAME).write_text(manifest.to_json())
     shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
     os.mkfifo(folder / "fifo")
     (folder / "zero").symlink_to("/dev/zero")
