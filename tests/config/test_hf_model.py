@@ -144,6 +144,11 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
             read_published_model("--init-from", f"hf:{name}")
 
 
+def test_a_folder_may_lie_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert read_published_model("--model", "hf:~/llama").folder == folder
+
+
 def test_only_the_prefix_makes_a_published_model() -> None:
     assert is_published("hf:gpt2")
     assert not is_published("runs/hf")
