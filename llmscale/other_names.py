@@ -63,6 +63,7 @@ _NAMES = (
     ("sliding_window", "window window_size attention_window"),
     ("document_mask", "reset_attention_mask reset_position_ids"),
     ("dropout", "hidden_dropout"),
+    ("document_mask", "reset_attention_mask reset_position_ids"),
     ("params", "num_params n_params parameters num_parameters"),
     ("init_from", "pretrained"),
     ("init_from model hf", "model_name_or_path"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from llmscale.architecture.families.registry import family_of
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
@@ -126,3 +127,10 @@ def test_a_run_folder_names_all_ranks() -> None:
         "world_size": 4,
         "seq_len": FACTS.seq_len,
     }
+
+
+def test_a_document_ends_with_the_data_set_s_token_when_it_is_asked_for() -> None:
+    assert resolve("--model", "gpt2-124m").shape.document_end is None
+    shape = resolve("--model", "llama3-8b", "--document-mask", "--n-head", "16").shape
+    assert (shape.document_end, shape.has_mask) == (50256, True)
+    assert family_of(shape).model_type == "llama", "which documents see each other is not the weights' business"
