@@ -22,6 +22,7 @@ SCRIPTS = (
     "order_memory",
     "order_quality",
     "resume_matrix",
+    "sampling",
 )
 
 

@@ -132,6 +132,9 @@ NUMBERS = [
             ("top-k", "0"),
             ("temperature", "nan"),
             ("max-new-tokens", _TOO_LARGE),
+            ("num-samples", _TOO_LARGE),
+            ("batch-size", "0"),
+            ("batch-size", "1025"),
         )
     ],
     *[
@@ -212,8 +215,36 @@ PATHS = [
     ("llmscale checkpoint diff adir LONG", r"B: must not hold names"),
     ("llmscale sample '' x", r"RUN: must not be empty"),
     ("llmscale sample LONG x", r"RUN: must not hold names"),
-    ("llmscale export adir --out ''", r"--out: must not be empty"),
-    ("llmscale export '' --out out", r"RUN: must not be empty"),
+    ("llmscale sample adir", r"no prompt given"),
+    ("llmscale sample adir --prompts gone", r"--prompts gone cannot be read: No such file"),
+    ("llmscale sample adir --prompts ''", r"--prompts: must not be empty"),
+    ("llmscale sample adir --prompts empty", r"--prompts empty holds no prompt"),
+    ("llmscale sample adir --prompts fifo", r"--prompts fifo cannot be read: is a named pipe"),
+    ("llmscale sample adir --prompts zero", r"--prompts zero cannot be read: is a device"),
+    ("llmscale sample adir --prompts nul.txt", r"--prompts nul\.txt, line 1 holds a NUL character"),
+    ("llmscale sample adir --prompts latin.txt", r"--prompts latin\.txt, line 1 is not UTF-8"),
+    ("llmscale sample adir --prompts deep.jsonl", r"--prompts deep\.jsonl, line 1"),
+    ("llmscale sample adir --prompts bool.yaml --num-samples 1000000 a", r"2 prompts with 1,000,000 samples each"),
+    ("llmscale export adir --to ''", r"--to: must not be empty"),
+    ("llmscale export '' --to out", r"RUN: must not be empty"),
+    ("llmscale export adir --to out", r"adir has no checkpoints yet"),
+    ("llmscale export set --to out", r"set/manifest\.json belongs to no checkpoint, or is damaged"),
+    ("llmscale export loop --to out", r"loop/checkpoints cannot be listed: Too many levels of symbolic links"),
+    ("llmscale export no/such/checkpoints/step-00000001 --to out", r"does not exist: never saved, expired, or renamed"),
+    *[
+        (
+            f"llmscale export adir --to out --shard-size '{value}'",
+            rf"--shard-size: must be a size with its unit .*'{value}'",
+        )
+        for value in ("", "5", "5G", "0GB", "1e3GB", "nanGB", "5 GB each", "0.1KB2", "٣GB")
+    ],
+    *[
+        (f"llmscale export adir --to out --step {value}", rf"--step: must be a whole number .*'{value}'")
+        for value in ("-1", "1.5", "last", _TOO_LARGE)
+    ],
+    ("llmscale export adir --to out --dtype int8", r"'int8' is not known\. Legal: fp32, bf16, fp16"),
+    ("llmscale export adir", r"the following arguments are required: --to"),
+    ("llmscale export adir --to out --shard-size -1GB", r"--shard-size: expected one argument"),
     ("llmscale data inspect ''", r"folder: must not be empty"),
     ("llmscale data verify LONG", r"folder: must not hold names"),
     ("llmscale doctor --hostfile ''", r"--hostfile: must not be empty"),
@@ -344,6 +375,9 @@ SUGGESTIONS = [
     ("llmscale Estimate", r"'Estimate' is not known\. Did you mean 'estimate'\?"),
     ("llmscale generate", r"Did you mean 'sample'\?"),
     ("llmscale convert", r"Did you mean 'export'\?"),
+    ("llmscale export adir --out out", r"Did you mean '--to'\?"),
+    ("llmscale export adir --output-dir out", r"Did you mean '--to'\?"),
+    ("llmscale export adir --to out --max-shard-size 5GB", r"Did you mean '--shard-size'\?"),
     ("llmscale ''", r"'' is not known\. Legal: plan, estimate"),
     ("llmscale data tokenize", r"Did you mean 'prepare'\?"),
     ("llmscale data Prepare", r"Did you mean 'prepare'\?"),

@@ -9,7 +9,7 @@ from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.errors import ConfigError
 
-FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000)
+FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000, eot_token=50256)
 
 
 def resolve(
@@ -27,7 +27,7 @@ def test_a_preset_brings_shape_batch_and_learning_rate() -> None:
 
 
 def test_vocabulary_and_context_are_the_data_set_s() -> None:
-    shape = resolve("--model", "gpt2-124m", facts=SetFacts(257, 64, 100_000)).shape
+    shape = resolve("--model", "gpt2-124m", facts=SetFacts(257, 64, 100_000, 256)).shape
     assert (shape.vocab_size, shape.seq_len) == (257, 64)
 
 
@@ -72,7 +72,7 @@ def test_the_world_size_changes_the_accumulation_and_nothing_else() -> None:
 
 
 def test_a_set_smaller_than_a_batch_still_gives_a_step() -> None:
-    assert resolve("--global-batch-size", "64", facts=SetFacts(257, 8, 10)).total_steps == 1
+    assert resolve("--global-batch-size", "64", facts=SetFacts(257, 8, 10, 256)).total_steps == 1
 
 
 def test_it_can_be_saved_as_json() -> None:
