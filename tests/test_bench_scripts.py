@@ -24,6 +24,7 @@ SCRIPTS = (
     "order_memory",
     "order_quality",
     "resume_matrix",
+    "sampling",
 )
 
 
