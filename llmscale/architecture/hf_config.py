@@ -15,6 +15,8 @@ from llmscale.untrusted.paths import read_regular
 
 CONFIG_NAME = "config.json"
 _TIMEOUT_S = 10.0
+#: A model on the Hub: NAME or OWNER/NAME.
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True)
@@ -48,35 +50,47 @@ class HFModel:
 
 
 def load_hf_model(path_or_name: str) -> HFModel:
-    """From a config.json, a folder that holds one, or a name on the Hugging Face Hub.
+    """From a config.json, a folder that holds one, or a name on the Hugging Face Hub. Raises ConfigError."""
+    config = read_config(path_or_name, f"--hf {path_or_name}")
+    return HFModel(path_or_name, str(config.get("model_type")), describe_hf_model(config, f"--hf {path_or_name}"))
+
+
+def read_config(path_or_name: str, source: str) -> dict[str, object]:
+    """A config.json, the one of a folder, or of a name on the Hugging Face Hub; `source` names it in messages.
 
     A name is looked up in the Hub's cache first, then on the network. Raises ConfigError.
     """
     try:
-        contents = _read(path_or_name)
+        contents = _read(path_or_name, source)
     except OSError as error:
-        raise ConfigError(f"--hf {path_or_name} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"{source} cannot be read: {error.strerror}.") from None
     # Some models on the Hub have Infinity as a limit.
-    rules = Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES, not_finite=True)
-    config = parse_json(contents, rules, f"--hf {path_or_name}")
-    return HFModel(path_or_name, str(config.get("model_type")), describe_hf_model(config, f"--hf {path_or_name}"))
+    return parse_json(contents, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES, not_finite=True), source)
 
 
-def _read(path_or_name: str) -> bytes:
+def find_folder(path_or_name: str) -> Path | None:
+    """The folder of that path, or the newest snapshot of that name in the Hub's cache; None when neither is here."""
+    if Path(path_or_name).is_dir():
+        return Path(path_or_name)
+    cached = _find_in_cache(path_or_name) if _NAME.fullmatch(path_or_name) else None
+    return cached and cached.parent
+
+
+def _read(path_or_name: str, source: str) -> bytes:
     path = Path(path_or_name)
     if path.is_dir():
         path = path / CONFIG_NAME
         if not path.is_file():
-            raise ConfigError(f"--hf {path_or_name}: the folder has no {CONFIG_NAME}.")
+            raise ConfigError(f"{source}: the folder has no {CONFIG_NAME}.")
     if path.is_file():
         return read_regular(path, CONFIG_MAX_BYTES)
     looks_like_a_path = path_or_name.endswith(".json") or path_or_name.startswith((".", "/", "~"))
-    if looks_like_a_path or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path_or_name):
+    if looks_like_a_path or not _NAME.fullmatch(path_or_name):
         raise ConfigError(
-            f"--hf {path_or_name} does not exist. Give a {CONFIG_NAME}, its folder, or a name on the Hub such as gpt2."
+            f"{source} does not exist. Give a {CONFIG_NAME}, its folder, or a name on the Hub such as gpt2."
         )
     cached = _find_in_cache(path_or_name)
-    return _fetch(path_or_name) if cached is None else read_regular(cached, CONFIG_MAX_BYTES)
+    return _fetch(path_or_name, source) if cached is None else read_regular(cached, CONFIG_MAX_BYTES)
 
 
 def _find_in_cache(name: str) -> Path | None:
@@ -87,7 +101,7 @@ def _find_in_cache(name: str) -> Path | None:
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def _fetch(name: str) -> bytes:
+def _fetch(name: str, source: str) -> bytes:
     """From the Hub, in one attempt: huggingface_hub would retry for half a minute, and print each attempt."""
     import urllib.request  # brings the whole of http, ssl and email
 
@@ -103,6 +117,6 @@ def _fetch(name: str) -> bytes:
     except (OSError, ValueError) as error:
         reason = " ".join(str(getattr(error, "reason", None) or error).split())
         raise ConfigError(
-            f"--hf {name} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
+            f"{source} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
             f"({reason}). Download its {CONFIG_NAME} and give the file."
         ) from None

@@ -81,6 +81,9 @@ class GPTShape:
     """The output head is the token embedding."""
     sliding_window: int = 0
     """A position sees itself and the window - 1 before it (Mistral). 0: all before it."""
+    document_end: int | None = None
+    """Token that ends a document, and is part of it: a position sees its own document alone, and positions count from
+    its beginning. None: documents of a sequence see each other. The data set says which token it is."""
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "seq_len"):
@@ -101,6 +104,10 @@ class GPTShape:
             value = getattr(self, name)
             if value < 0:
                 raise ConfigError(f"{name} must be at least 0, not {value}.")
+        if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
+            raise ConfigError(
+                f"document_end {self.document_end} is no token: the vocabulary is 0 to {self.vocab_size - 1}."
+            )
 
     def _fill_in(self) -> None:
         if self.head_dim == 0 and self.n_embd % self.n_head:
@@ -150,6 +157,16 @@ class GPTShape:
         """Whether the sliding window leaves out anything of a whole sequence."""
         return 0 < self.sliding_window < self.seq_len
 
+    @property
+    def has_document_mask(self) -> bool:
+        """Whether documents of a sequence are kept from seeing each other."""
+        return self.document_end is not None
+
+    @property
+    def has_mask(self) -> bool:
+        """Whether attention leaves out anything that came before."""
+        return self.has_window or self.has_document_mask
+
     def changed(self, given: Mapping[str, object]) -> GPTShape:
         """The same kind of model with other values of some fields. Where width or heads are given, head_dim follows,
         and the MLP's width and the number of heads that share a key keep their ratios."""
@@ -186,12 +203,14 @@ class GPTShape:
 
     @property
     def flops_per_token(self) -> int:
-        """Training FLOPs per token, forward and backward, at the full sequence length."""
+        """Training FLOPs per token, forward and backward, at the full sequence length: what documents that do not see
+        each other leave out is counted, as the causal half is."""
         return self.architecture.flops_per_token(self.seq_len)
 
 
+_OF_THE_DATA = ("vocab_size", "seq_len", "document_end")
 #: What a preset, a run's configuration or a published config.json says of a shape.
-SHAPE_KEYS = tuple(field.name for field in fields(GPTShape) if field.name not in ("vocab_size", "seq_len"))
+SHAPE_KEYS = tuple(field.name for field in fields(GPTShape) if field.name not in _OF_THE_DATA)
 
 
 def build_shape(values: Mapping[str, object]) -> GPTShape:

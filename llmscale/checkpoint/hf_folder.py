@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-from llmscale.errors import ConfigError
+from llmscale.data.prepare.atomic_folder import find_writer
+from llmscale.errors import ConfigError, DataError
 
+CONFIG_NAME = "config.json"
+GENERATION_NAME = "generation_config.json"
+CARD_NAME = "README.md"
 WEIGHTS_NAME = "model.safetensors"
+INDEX_NAME = "model.safetensors.index.json"
 #: What `llmscale export` writes, and the only names that --overwrite deletes.
-_NAMES = ("config.json", WEIGHTS_NAME, "tokenizer.json", "tokenizer_config.json")
+_NAMES = re.compile(
+    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|model\.safetensors\.index)\.json"
+    r"|model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors|README\.md"
+)
+#: Space beyond the weights that an export asks for: a large vocabulary's tokenizer.json, and the file system's own.
+_SPARE_BYTES = 32 * 2**20
+
+
+def shard_name(number: int, total: int) -> str:
+    """Of one of several files of weights, numbered from 1."""
+    return f"model-{number:05}-of-{total:05}.safetensors"
 
 
 def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
     """Refuse, before anything is loaded, a folder that may not be written. Raises ConfigError."""
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise ConfigError(f"--out {out} is {'a link' if out.is_symlink() else 'no folder'}. Name a folder.")
+        raise ConfigError(f"--to {out} is {'a link' if out.is_symlink() else 'no folder'}. Name a folder.")
     try:
         place = out.resolve()
         names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []
     except (OSError, RuntimeError) as error:  # RuntimeError: links that lead to each other, before Python 3.13
-        raise ConfigError(f"--out {out} cannot be read: {error}. Name another folder.") from None
+        raise ConfigError(f"--to {out} cannot be read: {error}. Name another folder.") from None
     checkpoint = checkpoint.resolve()
     guarded = checkpoint.parent if checkpoint.parent.name == CHECKPOINTS_NAME else checkpoint
     if place.is_relative_to(guarded):
-        raise ConfigError(f"--out {out} lies in {guarded}, where only training writes. Name a folder outside it.")
+        raise ConfigError(f"--to {out} lies in {guarded}, where only training writes. Name a folder outside it.")
     if Path.cwd().is_relative_to(place):
-        raise ConfigError(f"--out {out} is the folder that this runs in, and cannot be replaced. Name another one.")
-    foreign = [name for name in names if name not in _NAMES]
+        raise ConfigError(f"--to {out} is the folder that this runs in, and cannot be replaced. Name another one.")
+    writer = find_writer(out)
+    if writer is not None:
+        raise ConfigError(
+            f"--to {out} is being written: another process is at {writer}. Wait for it to end, or name another folder."
+        )
+    # Every export has a configuration: a README.md alone is somebody's project.
+    foreign = [name for name in names if not _NAMES.fullmatch(name) or CONFIG_NAME not in names]
     if foreign:
         raise ConfigError(
-            f"--out {out} holds '{foreign[0]}', which no export wrote, so it will not be replaced. Name another folder."
+            f"--to {out} holds '{foreign[0]}', which no export wrote, so it will not be replaced. Name another folder."
         )
     if names and not overwrite:
-        raise ConfigError(f"--out {out} exists already. Name another folder, or replace it with --overwrite.")
+        raise ConfigError(f"--to {out} exists already. Name another folder, or replace it with --overwrite.")
+
+
+def check_space(out: Path, weight_bytes: int) -> None:
+    """Refuse a disk that has no room for weights of so many bytes. Raises DataError."""
+    place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    needed, free = weight_bytes + _SPARE_BYTES, shutil.disk_usage(place).free
+    if free < needed:
+        raise DataError(
+            f"Cannot write {out}: {needed / 2**30:.2f} GiB are needed and {free / 2**30:.2f} GiB are free. Free some "
+            "space, name a folder on another disk, or a smaller --dtype."
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TypeGuard, TypeVar, cast
@@ -152,6 +152,8 @@ def load_manifest(folder: Path) -> CheckpointManifest:
 
 def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str, object]:
     """The JSON object `name` beside its hash. Raises CheckpointError when they do not match."""
+    if name not in stored:
+        raise CheckpointError(f"{where} belongs to no checkpoint, or is damaged: it has no '{name}'.")
     body = stored.get(name)
     if not isinstance(body, dict) or hash_json(body) != stored.get("xxh3_128"):
         raise CheckpointError(f"{where} is damaged: its content does not match its hash.")
@@ -191,10 +193,13 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+def find_damage(
+    folder: Path, part: int = 0, parts: int = 1, progress: Callable[[int], object] = lambda num_bytes: None
+) -> str | None:
     """What is wrong with a checkpoint, or None: the manifest, and every file's presence, size and hash.
 
-    `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file.
+    `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets each file's bytes
+    once they are hashed.
     """
     try:
         manifest = load_manifest(folder)
@@ -204,6 +209,7 @@ def find_damage(folder: Path, part: int = 0, parts: int = 1) -> str | None:
         damage = _file_damage(folder / stored.name, stored)
         if damage:
             return damage
+        progress(stored.num_bytes)
     return None
 
 

@@ -1,4 +1,4 @@
-"""`llmscale export RUN --out FOLDER`: a run's newest weights for Hugging Face transformers."""
+"""`llmscale export RUN --to FOLDER`: a run's weights for Hugging Face transformers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from llmscale.config import flag_type
+from llmscale.config import flag_type, limits
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -21,14 +21,30 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
     )
     parser.add_argument(
-        "--out",
+        "--to",
         type=flag_type.path,
         required=True,
         metavar="FOLDER",
-        help="for AutoModelForCausalLM.from_pretrained: configuration, weights, tokenizer",
+        help="for AutoModelForCausalLM.from_pretrained: configuration, weights, tokenizer, model card",
     )
     parser.add_argument(
-        "--dtype", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the weights (default %(default)s)"
+        "--step",
+        type=flag_type.whole(0, limits.MAX_STEPS),
+        default=None,
+        help="the run's checkpoint of this step (default: its newest)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16", "fp16"],
+        default="fp32",
+        help="of the weights (default %(default)s: the checkpoint's, bit for bit)",
+    )
+    parser.add_argument(
+        "--shard-size",
+        type=flag_type.byte_size,
+        default="5GB",
+        metavar="SIZE",
+        help="most bytes of a file of weights, such as 5GB (5 * 10^9) or 512MiB (default %(default)s)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
     parser.set_defaults(handler=_run)
@@ -39,18 +55,40 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.locate import find_checkpoint
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
-    checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr))
-    check_hf_folder(args.out, checkpoint, overwrite=args.overwrite)
+    checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr), step=args.step)
+    check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
     # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.checkpoint.hf_weights import import_transformers
-    from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.evaluate.export import export_model
-    from llmscale.evaluate.load_model import load_trained_model
+    from llmscale.architecture.families.registry import family_of
+    from llmscale.data.prepare.progress import show_progress
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+    from llmscale.evaluate.export import ExportedModel, export_model
+    from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
+    from llmscale.report.model_card import CardFacts, build_model_card
 
-    quiet_libraries()
-    import_transformers()
-    trained = load_trained_model(checkpoint)
-    num_weights = export_model(trained, args.out, args.dtype, overwrite=args.overwrite)
-    out = make_visible_line(str(args.out))
-    print(f"Wrote {out}: {num_weights:,} weights in {args.dtype} of step {trained.step}, and the tokenizer.")
+    with show_progress("Verifying the checkpoint", "B") as verified:
+        trained = open_trained_checkpoint(checkpoint, verified.add)
+    model = ExportedModel(trained.shape, family_of(trained.shape), args.dtype, args.shard_size)
+    facts = CardFacts(
+        model_type=model.family.model_type,
+        architecture=model.family.architecture,
+        dtype=args.dtype,
+        num_parameters=model.num_parameters,
+        shape=trained.shape,
+        checkpoint=trained.manifest,
+        config=trained.config,
+        data=trained.location.manifest,
+    )
+    with show_progress("Writing weights", "B") as written:
+        export_model(
+            checkpoint,
+            model,
+            load_set_tokenizer(trained.location.folder, trained.location.manifest),
+            args.to,
+            card=build_model_card(facts, checkpoint),
+            overwrite=args.overwrite,
+            progress=written.add,
+        )
+    out = make_visible_line(str(args.to))
+    step = trained.state.step
+    print(f"Wrote {out}: {model.num_parameters:,} weights in {args.dtype} of step {step}, tokenizer and model card.")
     return 0

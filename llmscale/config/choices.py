@@ -7,6 +7,7 @@ from typing import cast
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
+from llmscale.config.hf_model import default_preset, is_published
 from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun
@@ -46,14 +47,14 @@ def gradient_words(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
 def batch_words(config: RunConfig) -> Iterator[str]:
     """Where the sizes are from that were not given."""
     if config.global_batch_size is None and config.global_batch_tokens is None:
-        yield f"the global batch is {config.model}'s"
+        yield f"the global batch is {_default_of(config)}"
     if config.micro_batch_size is None:
         yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens"
 
 
 def optimizer_words(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
     """Optimizer and schedule, with every default written out."""
-    preset = "" if config.lr is not None else f" ({config.model}'s)"
+    preset = "" if config.lr is not None else f" ({_default_of(config)})"
     adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer == "adamw" else ""
     return (
         f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}, {schedule_words(schedule)}, "
@@ -86,3 +87,8 @@ def steps_words(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> s
     if left > 0:
         return f"one pass over the data, of which the last {left:,} samples fill no batch and are not seen"
     return f"the {num_samples:,} samples are less than one batch: {-left:,} are seen again"
+
+
+def _default_of(config: RunConfig) -> str:
+    """Whose values a run has that it was not given."""
+    return f"{default_preset(config)}'s{', the preset nearest in size' if is_published(config.model) else ''}"

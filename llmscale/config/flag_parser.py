@@ -31,17 +31,24 @@ class FlagParser(argparse.ArgumentParser):
     ) -> tuple[NamespaceT, list[str]]:
         """As argparse, but what is unknown is an error here, where the legal flags of the subcommand are known, and so
         is a flag that is given twice: argparse would silently take the last."""
-        self._refuse_repeated(sys.argv[1:] if args is None else args)
+        given = list(itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args))
+        self._refuse_repeated(given)
+        if self._subparsers is None:
+            # Before argparse says that the flag it was mistaken for is missing.
+            self._refuse_unknown([word for word in given if word.startswith("--")])
         known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            flag = unknown[0].split("=")[0]
-            hint = did_you_mean(flag, self._option_string_actions)
-            raise ConfigError(f"unknown argument '{flag}'.{hint} `{self.prog} --help` lists all.")
+        self._refuse_unknown(unknown)
         return known, unknown  # type: ignore[return-value]
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        unknown = [flag for flag in (word.split("=")[0] for word in words) if flag not in self._option_string_actions]
+        if unknown:
+            hint = did_you_mean(unknown[0], self._option_string_actions)
+            raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} --help` lists all.")
 
     def _refuse_repeated(self, args: Sequence[str]) -> None:
         given: dict[str, str] = {}
-        for word in itertools.takewhile(lambda word: word != "--", args):
+        for word in args:
             action = self._option_string_actions.get(word.split("=")[0])
             if action is None or isinstance(action, argparse._AppendAction):
                 continue

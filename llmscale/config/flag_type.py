@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from llmscale.config.human_numbers import parse_quantity
+from llmscale.config.human_numbers import parse_bytes, parse_quantity
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 
 _T = TypeVar("_T")
@@ -63,6 +63,16 @@ def quantity(lowest: float, highest: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def byte_size(text: str) -> int:
+    """A number of bytes with its unit, such as 5GB or 512MiB."""
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a size with its unit such as 5GB (10^9 bytes each) or 512MiB (2^20 bytes each), not '{text}'"
+        ) from None
 
 
 def _is_beyond(text: str, highest: float) -> bool:

@@ -1,4 +1,4 @@
-"""Large numbers as people write them: 70B, 1.4T, 300e9. No torch."""
+"""Large numbers as people write them: 70B, 1.4T, 300e9, 5GB. No torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,19 @@ def parse_quantity(text: str) -> float:
     number = float(match.group(1).replace(",", "").replace("_", ""))
     value = number * _SUFFIXES.get(match.group(2).lower(), 1)
     if not 0 < value < math.inf:
+        raise ValueError(text)
+    return value
+
+
+def parse_bytes(text: str) -> int:
+    """`5GB` (5e9 bytes), `512MiB` (512 * 2**20), `2TB`: whole bytes above 0, the unit named. Raises ValueError as
+    parse_quantity."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text.strip(), flags=re.IGNORECASE)
+    if match is None:
+        raise ValueError(text)
+    power = "KMGT".index(match[2].upper()) + 1
+    value = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    if value < 1:
         raise ValueError(text)
     return value
 

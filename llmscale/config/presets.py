@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -147,3 +148,8 @@ def nominal_parameters(name: str) -> float:
     if preset.vocab_size != _GPT2_VOCAB:
         return preset.shape(preset.vocab_size).num_parameters
     return parse_quantity(name.rpartition("-")[2])
+
+
+def nearest_preset(num_parameters: int) -> str:
+    """The name of the preset whose size is nearest, as a ratio."""
+    return min(PRESETS, key=lambda name: abs(math.log(nominal_parameters(name) / num_parameters)))

@@ -10,6 +10,7 @@ from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.hf_model import default_preset
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
@@ -28,6 +29,8 @@ class SetFacts:
     """Tokens per sample, targets not counted."""
     num_train_samples: int
     """Samples of the training split."""
+    eot_token: int
+    """Token that ends every document."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +100,9 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
-    """The model's shape: preset, overridden by flags; vocabulary and context length from the data set."""
-    preset = get_preset(config.model)
+    """The model's shape: preset, overridden by flags; vocabulary, context length and the end of a document from the
+    data set."""
+    preset = get_preset(default_preset(config))
     if config.seq_len is not None and config.seq_len != facts.seq_len:
         raise ConfigError(
             f"seq_len {config.seq_len} does not match the data set in {config.data}, whose samples have "
@@ -111,13 +115,14 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
             f"{facts.vocab_size - 1}. Drop --vocab-size, or give at least {facts.vocab_size}."
         )
     given = {key: value for key in SHAPE_KEYS if (value := getattr(config, key)) is not None}
-    return preset.shape(vocab_size, facts.seq_len).changed(given)
+    document_end = facts.eot_token if config.document_mask else None
+    return preset.shape(vocab_size, facts.seq_len).changed({**given, "document_end": document_end})
 
 
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:
     """The global batch, the flags' or the preset's, divided over the ranks."""
     return build_batch_plan(
-        global_batch_size=_global_batch_size(config, get_preset(config.model).global_batch_tokens, seq_len),
+        global_batch_size=_global_batch_size(config, get_preset(default_preset(config)).global_batch_tokens, seq_len),
         ranks=ParallelLayout(world_size),
         seq_len=seq_len,
         micro_batch_size=config.micro_batch_size,
@@ -158,5 +163,5 @@ def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int)
     min_lr_frac = config.min_lr_frac
     if min_lr_frac is None:
         min_lr_frac = 0.1 if config.schedule == "cosine" else 0.0
-    peak_lr = config.lr or get_preset(config.model).learning_rate
+    peak_lr = config.lr or get_preset(default_preset(config)).learning_rate
     return Schedule(config.schedule, peak_lr, warmup_steps, total_steps, decay_steps, min_lr_frac)

@@ -47,7 +47,8 @@ class RunConfig(BaseModel):
 
     # model
     model: NonBlank = "tiny-10m"
-    """Preset (`tiny-1m` ... `gpt3-175b`, `llama3-8b`, `qwen3-4b`, ...); the keys below override it."""
+    """Preset (`tiny-1m` ... `gpt3-175b`, `llama3-8b`, `qwen3-4b`, ...), or hf:FOLDER or hf:NAME for a
+    published model's shape; the keys below override it."""
     n_layer: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
     """Transformer blocks."""
     n_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
@@ -93,6 +94,9 @@ class RunConfig(BaseModel):
     """The output head is the token embedding; default: the preset's."""
     sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
     """Positions that attention sees, its own included; 0: all before it; default: the preset's."""
+    document_mask: bool = False
+    """Keep the documents of a sequence from seeing each other: attention and positions begin anew at each. Attention
+    takes longer."""
     vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
     """Token ids of the model, at least those of the data set, which are the default."""
 
@@ -188,8 +192,8 @@ class RunConfig(BaseModel):
     """Run folder: config, metrics, checkpoints, samples."""
     resume: PathOrUrl = "auto"
     """auto: continue when the run folder has a checkpoint; none: start anew in a new folder; or a checkpoint folder."""
-    init_from: UserPath | None = None
-    """Start at step 0 with the weights of this run or checkpoint."""
+    init_from: PathOrUrl | None = None
+    """Start at step 0 with the weights of this run or checkpoint, or of hf:FOLDER or hf:NAME, which set the model."""
     allow_changed: list[str] = Field(default_factory=list)
     """On resume, accept a change of: global_batch_size, seq_len, data, seed, order. The log says what it breaks."""
     check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)

@@ -102,6 +102,15 @@ def write_back(engine: DeepSpeedEngine, views: Mapping[str, ShardView]) -> None:
                     view.local.copy_(views[key].local)
 
 
+def weights_to_fill(engine: DeepSpeedEngine) -> Iterator[dict[str, ShardView]]:
+    """Live views of this rank's weights by parameter, one flat tensor at a time: of what lies on NVMe no more than that
+    is in memory while the caller fills it, and it goes back there when the next one is asked for."""
+    for places in _places_by_flat(engine):
+        with _in_memory(engine, places[0].flat, write=True):
+            yield {place.name: place.view(place.flat) for place in places}
+    yield {key.partition("/")[2]: view for key, view in _frozen_views(engine).items()}
+
+
 def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
     """Per optimizer group, the states that are one number (Adam's `step`)."""
     scalars: dict[str, dict[str, float]] = {}

@@ -1,63 +1,174 @@
-"""A trained model as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads."""
+"""A checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+
+Nothing but the tensor that is being written is in memory, and of most only a part.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from llmscale.checkpoint.hf_folder import WEIGHTS_NAME
-from llmscale.checkpoint.hf_weights import hf_config, to_hf_state_dict
+from llmscale.architecture.families.family import Family, HFTensor
+from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint.hf_folder import CARD_NAME, CONFIG_NAME, GENERATION_NAME, check_space
+from llmscale.checkpoint.safetensors_files import (
+    TORCH_DTYPES,
+    ExportDtype,
+    plan_files,
+    tensor_bytes,
+    write_file,
+    write_index,
+)
+from llmscale.checkpoint.stored_weights import StoredWeights
 from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
-from llmscale.errors import ConfigError, MachineError
-from llmscale.evaluate.load_model import TrainedModel
+from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.errors import CheckpointError, ConfigError
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: The release whose configuration files these are.
+TRANSFORMERS_VERSION = "4.57.6"
+#: Weights in memory at a time, where a tensor can be written in the order in which it lies in the checkpoint.
+_PART_ELEMENTS = 1 << 22
+_TORCH_NAMES: dict[ExportDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def export_model(trained: TrainedModel, out: Path, dtype: str, *, overwrite: bool) -> int:
-    """Write config.json, model.safetensors and the tokenizer to `out`, all of it or nothing. Returns the number
-    of weights. `overwrite` replaces the folder, which was checked (checkpoint/hf_folder.py).
+@dataclass(frozen=True)
+class ExportedModel:
+    """A model as transformers will see it."""
 
-    Every tensor is read back and compared. Raises ConfigError for weights that `dtype`, a key of DTYPES, cannot hold,
+    shape: GPTShape
+    family: Family
+    dtype: ExportDtype
+    shard_bytes: int
+    """No file of weights is larger, unless one tensor is."""
+
+    @cached_property
+    def tensors(self) -> tuple[HFTensor, ...]:
+        return tuple(self.family.tensors(self.shape))
+
+    @property
+    def num_parameters(self) -> int:
+        """Without the padding rows of the token table."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(tensor_bytes(tensor, self.dtype) for tensor in self.tensors)
+
+
+def export_model(
+    checkpoint: Path,
+    model: ExportedModel,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    card: str,
+    overwrite: bool,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+) -> None:
+    """Write configurations, weights, tokenizer and the model card `card` to `out`, all of it or nothing.
+
+    `overwrite` replaces the folder, which was checked (checkpoint/hf_folder.py). Every file of weights is read back and
+    compared. Raises ConfigError for weights that `dtype` cannot hold, CheckpointError for tensors of another model,
     DataError when `out` cannot be written, MachineError when the disk returns something else than was written.
     """
-    config = hf_config(trained.model.shape, trained.tokenizer.eot_token, DTYPES[dtype])
-    state = {name: _converted(name, tensor, dtype) for name, tensor in to_hf_state_dict(trained.model).items()}
+    stored = StoredWeights(checkpoint)
+    _check_same_model(stored, model.shape, checkpoint)
+    files = plan_files(model.tensors, model.dtype, model.shard_bytes)
+    check_space(out, model.weight_bytes)
     with new_folder(out, replace=overwrite) as folder:
-        config.save_pretrained(folder)
-        save_for_transformers(trained.tokenizer, folder)
-        _save_weights(state, folder / WEIGHTS_NAME)
-    return sum(tensor.numel() for tensor in state.values())
+        read = partial(_parts, stored, model.dtype)
+        for name, tensors in files.items():
+            write_file(folder / name, tensors, model.dtype, read, progress)
+        if len(files) > 1:
+            write_index(folder, files, model.dtype)
+        save_for_transformers(tokenizer, folder)
+        (folder / CARD_NAME).write_text(card, encoding="utf-8")
+        ends = {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
+        ends_and_version = {**ends, "transformers_version": TRANSFORMERS_VERSION}
+        _write_json(folder / GENERATION_NAME, ends_and_version)
+        # The last: a folder without it is no model.
+        _write_json(folder / CONFIG_NAME, {**_config(model), **ends_and_version})
 
 
-def _converted(name: str, tensor: Tensor, dtype: str) -> Tensor:
-    if not tensor.isfinite().all():
+def _config(model: ExportedModel) -> dict[str, object]:
+    return {
+        **model.family.write(model.shape),
+        "model_type": model.family.model_type,
+        "architectures": [model.family.architecture],
+        # Some families take a token of theirs for padding where none is named.
+        "pad_token_id": None,
+        "torch_dtype": _TORCH_NAMES[model.dtype],
+    }
+
+
+def _write_json(path: Path, values: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+
+
+def _check_same_model(stored: StoredWeights, shape: GPTShape, checkpoint: Path) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly the shape's parameters."""
+    own = {tensor.name: tensor.elements for tensor in shape.tensors.all}
+    sizes = stored.sizes
+    for name in sorted(own.keys() ^ sizes.keys()):
+        what = "lacks" if name in own else "holds"
+        raise CheckpointError(
+            f"{checkpoint} {what} '{name[:200]}': its tensors and its configuration are of different models."
+        )
+    for name, elements in own.items():
+        if sizes[name] != elements:
+            raise CheckpointError(
+                f"{checkpoint}: '{name}' has {sizes[name]:,} elements, and {elements:,} by the configuration beside it."
+            )
+
+
+def _parts(stored: StoredWeights, dtype: ExportDtype, tensor: HFTensor) -> Iterator[Tensor]:
+    """A tensor of theirs in consecutive flat parts in `dtype`."""
+    rows, columns = _as_matrix(tensor)
+    zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
+    for done in range(0, zeros, _PART_ELEMENTS):
+        yield torch.zeros(min(_PART_ELEMENTS, zeros - done), dtype=TORCH_DTYPES[dtype])
+    if tensor.transposed:
+        yield _transposed(stored, dtype, tensor)
+        return
+    first, count = tensor.first_row * columns, rows * columns - zeros
+    for done in range(0, count, _PART_ELEMENTS):
+        part = stored.read(tensor.parameter, first + done, min(_PART_ELEMENTS, count - done))
+        yield _converted(part, dtype, tensor.name)
+
+
+def _as_matrix(tensor: HFTensor) -> tuple[int, int]:
+    """Rows and elements of a row."""
+    return tensor.shape[0], math.prod(tensor.shape[1:])
+
+
+def _transposed(stored: StoredWeights, dtype: ExportDtype, tensor: HFTensor) -> Tensor:
+    """Flat and whole, filled with some of our rows, [rows, columns], at a time."""
+    columns, rows = _as_matrix(tensor)
+    theirs = torch.empty(columns, rows, dtype=TORCH_DTYPES[dtype])
+    at_once = max(1, _PART_ELEMENTS // columns)
+    for row in range(0, rows, at_once):
+        count = min(at_once, rows - row)
+        ours = stored.read(tensor.parameter, (tensor.first_row + row) * columns, count * columns)
+        theirs[:, row : row + count] = _converted(ours, dtype, tensor.name).view(count, columns).t()
+    return theirs.view(-1)
+
+
+def _converted(weights: Tensor, dtype: ExportDtype, name: str) -> Tensor:
+    if not weights.isfinite().all():
         raise ConfigError(
             f"'{name}' holds NaN or infinity: training diverged before this checkpoint. Name another one."
         )
-    converted = tensor.to("cpu", DTYPES[dtype])
+    converted = weights.to(TORCH_DTYPES[dtype])
     if not converted.isfinite().all():
-        largest = tensor.abs().max().item()
-        raise ConfigError(f"{dtype} cannot hold the {largest:g} in '{name}'. Legal here: --dtype fp32 or bf16.")
+        largest = weights.abs().max().item()
+        legal = "fp32 or bf16" if dtype == "fp16" else "fp32"
+        raise ConfigError(f"{dtype} cannot hold the {largest:g} in '{name}'. Legal here: --dtype {legal}.")
     return converted
-
-
-def _save_weights(state: dict[str, Tensor], path: Path) -> None:
-    """Write the file, and read it back. Raises OSError, MachineError."""
-    from safetensors import SafetensorError, safe_open
-    from safetensors.torch import save_file
-
-    try:
-        # transformers refuses a file that does not say which library's tensors it holds.
-        save_file(state, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-    # safetensors lets nobody else read what it writes.
-    path.chmod((path.parent / "config.json").stat().st_mode & 0o777)
-    with safe_open(path, framework="pt") as file:
-        for name, tensor in state.items():
-            if not torch.equal(file.get_tensor(name), tensor):
-                raise MachineError(f"{path.parent} was read back with another '{name}' than was written. Try again.")

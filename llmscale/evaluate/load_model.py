@@ -49,7 +49,8 @@ def load_trained_model(folder: Path) -> TrainedModel:
             "Put the old set back."
         )
     fetch_tokenizer(location)
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, get_split(manifest, "train", config.data).num_samples)
+    num_samples = get_split(manifest, "train", config.data).num_samples
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, num_samples, manifest.eot_token)
     shape = resolve_shape(config, facts)
     weights = load_full_weights(folder)
     # Before a model is built whose size is the checkpoint's word alone.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
-from llmscale.model.attention_context import build_context, compute_dtype
+from llmscale.model.attention_context import build_context, compute_dtype, positions_in_documents
 from llmscale.model.block import Block
 from llmscale.model.head import OutputHead, TiedHead
 from llmscale.model.layers import Embedding, build_norm
@@ -55,7 +55,8 @@ class GPT(nn.Module):
                 f"a sequence of {t} tokens is longer than the model's {self.shape.seq_len} positions "
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
-        positions = torch.arange(t, device=tokens.device)
+        end = self.shape.document_end
+        positions = torch.arange(t, device=tokens.device) if end is None else positions_in_documents(tokens, end)
         x = self.wte(tokens)
         if self.shape.positions == "learned":
             x = x + self.wpe(positions)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.load import load_engine, load_weights
+from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
+from llmscale.checkpoint.weights_source import CheckpointWeights, PublishedWeights, WeightsSource
+from llmscale.config.hf_model import PREFIX, is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed
 from llmscale.data.shards.token_shards import TokenShards
@@ -26,7 +28,13 @@ from llmscale.training.changes import change_lines, finished_lines, hyperparamet
 from llmscale.training.live_run import LiveRun
 from llmscale.training.memory_report import estimate_line, estimate_run
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.rank_fingerprint import check_ranks_agree, check_same_checkpoint, claim_one_run_folder
+from llmscale.training.published_weights import complete_published_weights
+from llmscale.training.rank_fingerprint import (
+    check_ranks_agree,
+    check_same_checkpoint,
+    check_same_weights,
+    claim_one_run_folder,
+)
 from llmscale.training.resume import ResumePoint, enter_history, find_named_checkpoint, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_data import open_feed, open_validation, run_identity
@@ -55,7 +63,7 @@ class StartupClock:
     def phase(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.seconds[name] = time.perf_counter() - began
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
 def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
@@ -75,6 +83,9 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         world = join_world()
         report = report_on_main(world)
         run = run if is_gpu() else run.on_cpu()
+    with clock.phase("published weights"):
+        run = _complete_weights(run, world)
+    with clock.phase("ranks"):
         _begin_alike(run, world, claim)
     with clock.phase("checkpoint check"):
         point = _choose_checkpoint(run, world, report)
@@ -111,6 +122,13 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         return _begin(live, stop)
 
 
+def _complete_weights(run: PreparedRun, world: World) -> PreparedRun:
+    """With published weights found and checked, where the run begins with such. Collective."""
+    if run.weights is None:
+        return run
+    return replace(run, weights=complete_published_weights(run.weights, run.location, world))
+
+
 def _begin_alike(run: PreparedRun, world: World, claim: RunFolderClaim) -> None:
     """See that all ranks can run this, mean the same, and have one run folder. Collective."""
     together(world.control, lambda: check_precision(run.resolved.precision))
@@ -123,6 +141,8 @@ def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], N
     point = find_resume_point(run.config, lambda saved: run_identity(run, saved), world.control, report)
     source = together(world.control, lambda: _source_of_weights(run.config, point))
     check_same_checkpoint(source, world)
+    if run.weights is not None:
+        check_same_weights(run.weights, world)
     on_main_rank(world.control, lambda: _clean(run.config.run, report))
     return point
 
@@ -173,7 +193,9 @@ def _source_of_weights(config: RunConfig, point: ResumePoint | None) -> Path | N
     """The checkpoint that fills the engine; None for a run that begins from nothing."""
     if point is not None:
         return point.folder
-    return None if config.init_from is None else find_checkpoint(config.init_from)
+    return (
+        None if config.init_from is None or is_published(config.init_from) else find_checkpoint(Path(config.init_from))
+    )
 
 
 def _clean(run_folder: Path, report: Callable[[str], None]) -> None:
@@ -190,10 +212,10 @@ def _load(
 ) -> None:
     """Fill the engine from the checkpoint, or from another run's weights."""
     if point is None:
-        if run.config.init_from is not None:
-            folder = find_named_checkpoint(run.config.init_from, "--init-from", world.control, report)
-            load_weights(engine, folder, world.control)
-            report(f"weights from {folder}; everything else starts at step 0")
+        source = _first_weights(run, world, report)
+        if source is not None:
+            source.load_into(engine, world.control)
+            report(f"weights from {source.name}; everything else starts at step 0")
         return
     load_engine(engine, point.folder, point.state, world.control)
     set_scaler_state(engine, point.state.loss_scaler)
@@ -203,6 +225,18 @@ def _load(
             f"precision changes from {point.state.precision} to {run.resolved.precision}: fp32 master weights and "
             "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
+
+
+def _first_weights(run: PreparedRun, world: World, report: Callable[[str], None]) -> WeightsSource | None:
+    """Where a run that begins has its weights from; None for none. Collective."""
+    if run.weights is not None:
+        for note in run.weights.notes:
+            report(note)
+        assert run.weights.pieces is not None
+        return PublishedWeights(f"{PREFIX}{run.weights.model.name}", run.weights.pieces)
+    if run.config.init_from is None:
+        return None
+    return CheckpointWeights(find_named_checkpoint(run.config.init_from, "--init-from", world.control, report))
 
 
 def _start_wandb(run: PreparedRun, world: World, state: RunState | None) -> Run | None:

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import cast
 
+from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.resolve import resolve_schedule
 from llmscale.config.schedule import Schedule
 from llmscale.training.run_inputs import PreparedRun, as_plain
 
 #: Of the configuration: what decides how steps are made and follows from nothing else.
-_KEYS = ("optimizer", "weight_decay", "beta1", "beta2", "eps", "dropout", "bias")
+_KEYS = ("optimizer", "weight_decay", "beta1", "beta2", "eps")
 #: Of the schedule, in the words of the flags.
 _SCHEDULE = {
     "peak_lr": "lr",
@@ -35,10 +36,10 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
     ds_config, schedule = resolved.ds_config, asdict(resolved.schedule)
     values: dict[str, object] = {flag: schedule[key] for key, flag in _SCHEDULE.items()}
     values |= {key: getattr(config, key) for key in _KEYS}
+    values |= {key: getattr(resolved.shape, key) for key in SHAPE_KEYS}
     types = cast("Mapping[str, object]", ds_config["data_types"])
     return values | {
         "gradient_clipping": ds_config["gradient_clipping"],
-        "activation": resolved.shape.activation,
         "precision": resolved.precision,
         "grad_accum_dtype": types["grad_accum_dtype"],
         "zero_stage": resolved.zero_stage,
@@ -52,9 +53,9 @@ def change_lines(state: RunState, run: PreparedRun, now: Mapping[str, object]) -
     """Every hyperparameter that differs from the checkpoint's, and where the learning rate goes; nothing if none."""
     saved = state.hyperparameters
     if not saved:  # written before they were stored: what the user said is compared
-        saved = {key: state.config[key] for key in now if key in state.config}
         plain = as_plain(run.config)
-        now = {key: plain[key] for key in saved}
+        now = {key: plain[key] for key in now if plain.get(key) is not None}
+        saved = {key: state.config[key] for key in now if key in state.config}
     changed = [f"{key} {_show(saved[key])} -> {_show(value)}" for key, value in now.items()
                if key in saved and saved[key] != value]  # fmt: skip
     if changed:

@@ -23,6 +23,7 @@ from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.process_group import World
 from llmscale.files.source_hashes import hash_or_reason, source_hashes
+from llmscale.training.published_weights import FoundWeights, fingerprint_weights
 from llmscale.training.rank_differences import (
     DATA_SECTION,
     SOURCES_SECTION,
@@ -72,6 +73,11 @@ def check_same_checkpoint(folder: Path | None, world: World) -> None:
     compare_ranks({"checkpoint": chosen}, world.control)
 
 
+def check_same_weights(weights: FoundWeights, world: World) -> None:
+    """The same for published weights that this rank begins with. Collective."""
+    compare_ranks({"weights": together(world.control, lambda: fingerprint_weights(weights))}, world.control)
+
+
 def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
     """Have the main rank claim the run folder. Raise on every rank unless it can and all see it. Collective."""
     owner = on_main_rank(world.control, claim.take)
@@ -85,9 +91,11 @@ def run_sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
     # A patch release of Python changes no arithmetic.
     versions |= {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
+    ds_config = flatten(run.resolved.ds_config)
     return {
         "configuration": _configuration(run),
-        "ds_config": _without_local_paths(flatten(run.resolved.ds_config)),
+        # NVMe disks may be mounted anywhere.
+        "ds_config": {key: value for key, value in ds_config.items() if not key.endswith("nvme_path")},
         DATA_SECTION: _data_set(run.location.manifest),
         SOURCES_SECTION: source_hashes(Path(llmscale.__file__).parent),
         "versions": versions,
@@ -99,9 +107,9 @@ def _configuration(run: PreparedRun) -> dict[str, str]:
     """Every key with the value that it has come to."""
     config, resolved = as_plain(run.config), run.resolved.as_dict()
     kept = {key: value for key, value in config.items() if key not in MAY_DIFFER and key not in _RESOLVED_KEYS}
-    # Which checkpoint a path means is compared by the checkpoint itself.
+    # Which checkpoint or weights a path means is compared by what lies there.
     kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
-    kept["init_from"] = None if run.config.init_from is None else "a checkpoint"
+    kept["init_from"] = None if run.config.init_from is None else "weights"
     kept |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
     values = {key: _text(value) for key, value in kept.items()}
     for path, text in flatten(resolved).items():
@@ -130,11 +138,6 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
         else:
             flat[f"{prefix}{key}"] = _text(value)
     return flat
-
-
-def _without_local_paths(values: dict[str, str]) -> dict[str, str]:
-    """NVMe disks may be mounted anywhere."""
-    return {key: value for key, value in values.items() if not key.endswith("nvme_path")}
 
 
 def _text(value: object) -> str:

@@ -8,17 +8,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.history import find_any_checkpoint
+from llmscale.checkpoint.history import find_any_checkpoint, list_checkpoints
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
+from llmscale.config.hf_model import (
+    PublishedModel,
+    is_published,
+    read_published_model,
+    with_published_shape,
+    with_saved_shape,
+)
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.data.shards.dataset_source import SetLocation, open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
-from llmscale.errors import ConfigError, DataError
+from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.training.published_weights import FoundWeights, find_published_weights
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,8 @@ class PreparedRun:
     location: SetLocation
     resolved: ResolvedRun
     """As on GPUs."""
+    weights: FoundWeights | None = None
+    """Published weights that the run begins with."""
 
     def on_cpu(self) -> PreparedRun:
         """The same where there is no GPU."""
@@ -50,25 +60,53 @@ class PreparedRun:
 
 
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
-    """Read and check everything a run needs. Raises ConfigError or DataError; writes nothing."""
+    """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     location = open_set(config.data, config.data_cache)
     manifest = location.manifest
     if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:
         raise DataError(f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction.")
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples)
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples, manifest.eot_token)
     _check_nvme_paths(ds)
     _check_run_folder(config)
+    config, model = _with_published_model(config)
+    resolved = resolve_run(config, ds, facts, world_size)
+    if model is not None:
+        return PreparedRun(config, location, resolved, find_published_weights(model, location))
     if config.init_from is not None:
-        _check_same_tokenizer(manifest, config)
-    return PreparedRun(config, location, resolve_run(config, ds, facts, world_size))
+        _check_same_tokenizer(manifest, config, config.init_from)
+    return PreparedRun(config, location, resolved)
 
 
-def _check_same_tokenizer(manifest: Manifest, config: RunConfig) -> None:
+def _with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel | None]:
+    """The configuration with the shape of the published model that it names, or that the run began with; and whose
+    weights a new run begins with."""
+    if config.init_from is not None and is_published(config.init_from):
+        model = read_published_model("--init-from", config.init_from)
+        return with_published_shape(config, model), model
+    for folder in _checkpoints_with_the_shape(config):
+        try:
+            saved = parse_run_state(read_state(folder)).config
+        except CheckpointError:
+            # It will be passed over, or said where all are looked at.
+            continue
+        return with_saved_shape(config, saved, str(folder)) or with_published_shape(config, None), None
+    return with_published_shape(config, None), None
+
+
+def _checkpoints_with_the_shape(config: RunConfig) -> list[Path]:
+    """Of the model that goes on, newest first; none of them verified."""
+    if config.init_from is not None:
+        return [find_checkpoint(Path(config.init_from))]
+    if config.resume == "auto":
+        return list_checkpoints(config.run)
+    return [] if config.resume == "none" else [find_checkpoint(Path(config.resume))]
+
+
+def _check_same_tokenizer(manifest: Manifest, config: RunConfig, init_from: str) -> None:
     """Weights mean tokens and positions: those of another run are of use only with its tokenizer and seq_len."""
-    assert config.init_from is not None
-    state = parse_run_state(read_state(find_checkpoint(config.init_from)))
+    state = parse_run_state(read_state(find_checkpoint(Path(init_from))))
     check_set_matches(
         manifest,
         config.data,
@@ -116,8 +154,8 @@ def _check_run_folder(config: RunConfig) -> None:
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
     # A checkpoint that is not there is found before anything is built.
-    if config.init_from:
-        find_checkpoint(config.init_from)
+    if config.init_from and not is_published(config.init_from):
+        find_checkpoint(Path(config.init_from))
     elif config.resume not in ("auto", "none"):
         find_checkpoint(Path(config.resume))
 

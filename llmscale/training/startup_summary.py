@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import cast
 
 from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
+from llmscale.config.hf_model import is_published
 from llmscale.engine.process_group import World
 from llmscale.training.run_inputs import PreparedRun
 
@@ -20,7 +21,7 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
         f"{shape.num_parameters:,} parameters, {shape.flops_per_token:.3e} FLOPs per token"
     )
-    reshaped = preset_words(config.model, shape)
+    reshaped = f"its shape is from {config.model}" if is_published(config.model) else preset_words(config.model, shape)
     if reshaped:
         report(f"       {reshaped}")
     report(

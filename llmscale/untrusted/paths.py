@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 from llmscale.untrusted.terminal import is_visible
 
@@ -56,7 +56,7 @@ def check_regular(path: Path, *, follow_links: bool) -> os.stat_result:
     return status
 
 
-def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
     """Open a regular file for reading; never blocks. `follow_links`: whether its last part may be a symbolic link.
 
     Raises FileNotFoundError and its like, RefusedFile for a folder, a FIFO, a socket, a device, a link.

@@ -45,7 +45,7 @@ def resolve(cell: Cell) -> tuple[RunConfig, ResolvedRun]:
     )
     ds = parse_ds_config(cell.ds_config(), cell.name)
     seq_len = cell.seq_len or get_preset(cell.model).seq_len
-    return config, resolve_run(config, ds, SetFacts(VOCAB_SIZE, seq_len, num_train_samples=1000), world_size=1)
+    return config, resolve_run(config, ds, SetFacts(VOCAB_SIZE, seq_len, 1000, 0), world_size=1)
 
 
 def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun) -> dict[str, object]:

@@ -27,6 +27,9 @@ def test_an_empty_folder_is_as_good_as_none_and_a_stranger_is_kept(tmp_path: Pat
     check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
     with pytest.raises(ConfigError, match="exists already"):
         check_hf_folder(out, tmp_path / "checkpoint", overwrite=False)
+    for name in ("README.md", "generation_config.json", "model-00001-of-00002.safetensors", "tokenizer.json"):
+        (out / name).write_text("")
+    check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
     (out / "pytorch_model.bin").write_text("")
     with pytest.raises(ConfigError, match=r"holds 'pytorch_model.bin', which no export wrote"):
         check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
@@ -45,3 +48,9 @@ def test_links_that_lead_to_each_other_and_the_current_folder_are_refused(
     for out in (Path("."), Path("..")):
         with pytest.raises(ConfigError, match=r"where only training writes|the folder that this runs in|holds 'below'"):
             check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
+
+
+def test_a_readme_alone_is_somebodys_project(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"holds 'README.md', which no export wrote"):
+        check_hf_folder(tmp_path, tmp_path / "run" / "checkpoint", overwrite=True)

@@ -19,7 +19,8 @@ from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.locate import read_state
 from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.checkpoint.tensor_archive import DTYPES, check_archive
+from llmscale.checkpoint.stored_weights import StoredWeights
+from llmscale.checkpoint.tensor_archive import DTYPES, check_archive, find_elements
 from llmscale.cli.main import main
 from llmscale.errors import CheckpointError
 
@@ -138,8 +139,9 @@ def test_hostile_indexes(change: Callable[[Record], None], checkpoint: Path) -> 
     change(index)
     (checkpoint / "tensors.json").write_text(json.dumps(index))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match=r"tensors\.json|__7_0\.distcp"):
-        load_full_weights(checkpoint)
+    for load in (load_full_weights, StoredWeights):
+        with pytest.raises(CheckpointError, match=r"tensors\.json|__7_0\.distcp"):
+            load(checkpoint)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB
 
 
@@ -194,6 +196,8 @@ def _archive(*, compression: int = zipfile.ZIP_STORED, elements: int | None = No
 def test_archives_that_unfold_or_lie(archive: bytes, words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         check_archive(io.BytesIO(b"before" + archive + b"after"), 6, len(archive), "here")
+    with pytest.raises(CheckpointError, match=words):
+        find_elements(io.BytesIO(b"before" + archive + b"after"), 6, len(archive), "float32", 100, "here")
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
@@ -202,7 +206,11 @@ def test_archives_of_every_dtype_are_read(dtype: torch.dtype, elements: int) -> 
     saved = io.BytesIO()
     torch.save(torch.zeros(elements, dtype=dtype), saved)
     archive = saved.getvalue()
-    check_archive(io.BytesIO(b"before" + archive + b"after"), 6, len(archive), "here")
+    file = io.BytesIO(b"before" + archive + b"after")
+    check_archive(file, 6, len(archive), "here")
+    name = str(dtype).removeprefix("torch.")
+    begin = find_elements(file, 6, len(archive), name, elements, "here")
+    assert set(file.getvalue()[begin : begin + elements * dtype.itemsize]) == {0}
 
 
 def test_what_a_checkpoint_says_is_shown_as_text(

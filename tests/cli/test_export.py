@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,20 +12,24 @@ import pytest
 import torch
 
 from llmscale.checkpoint.hf_weights import import_transformers
+from llmscale.checkpoint.history import record_history
+from llmscale.checkpoint.manifest import History
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
+from tests.conftest import REPOSITORY
 
 pytest.importorskip("transformers")
-FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+WEIGHTS = "model.safetensors"
+FILES = {"config.json", "generation_config.json", "README.md", WEIGHTS, "tokenizer.json", "tokenizer_config.json"}
 TEXT = "the quick brown fox\n\n  été <日本>"
 
 
 def test_transformers_loads_the_model_and_the_tokenizer(trained_run: Path, tmp_path: Path, llmscale: Callable) -> None:
     out = tmp_path / "made" / "exported"
-    done = llmscale("export", str(trained_run), "--out", str(out))
+    done = llmscale("export", str(trained_run), "--to", str(out))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"Wrote {out}: ")
-    assert " weights in fp32 of step 3, and the tokenizer." in done.stdout
+    assert " weights in fp32 of step 3, tokenizer and model card." in done.stdout
     assert {path.name for path in out.iterdir()} == FILES
     transformers = import_transformers()
 
@@ -49,7 +56,7 @@ def test_the_weights_are_rounded_to_the_dtype(
     dtype: str, loaded: torch.dtype, trained_run: Path, tmp_path: Path
 ) -> None:
     checkpoint = trained_run / "checkpoints/step-00000002"
-    assert main(["export", str(checkpoint), "--out", str(tmp_path / "out"), "--dtype", dtype]) == 0
+    assert main(["export", str(checkpoint), "--to", str(tmp_path / "out"), "--dtype", dtype]) == 0
     transformers = import_transformers()
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
@@ -63,14 +70,14 @@ def test_an_earlier_export_is_replaced_only_when_that_is_asked_for(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    command = ["export", str(trained_run), "--out", str(out)]
+    command = ["export", str(trained_run), "--to", str(out)]
     assert main(command) == 0
     assert main([*command, "--dtype", "bf16"]) == 2
-    said = f"error: --out {out} exists already. Name another folder, or replace it with --overwrite.\n"
+    said = f"error: --to {out} exists already. Name another folder, or replace it with --overwrite.\n"
     assert capsys.readouterr().err == said
-    assert json.loads((out / "config.json").read_text())["dtype"] == "float32"
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
     assert main([*command, "--dtype", "bf16", "--overwrite"]) == 0
-    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
     assert list(tmp_path.iterdir()) == [out]
 
 
@@ -91,10 +98,10 @@ def test_folders_that_hold_something_else_are_refused(
         (checkpoints / "hf", f"lies in {checkpoints}, where only training writes"),
         (checkpoints / "step-00000003" / "hf", f"lies in {checkpoints}, where only training writes"),
     ):
-        assert main(["export", str(trained_run), "--out", str(out), "--overwrite"]) == 2
+        assert main(["export", str(trained_run), "--to", str(out), "--overwrite"]) == 2
         stdout, err = capsys.readouterr()
         assert stdout == ""
-        assert err.startswith(f"error: --out {out} {said}")
+        assert err.startswith(f"error: --to {out} {said}")
         assert len(err.splitlines()) == 1
     assert (home / "thesis.tex").read_text() == "years of work"
 
@@ -102,9 +109,9 @@ def test_folders_that_hold_something_else_are_refused(
 def test_a_wrong_folder_is_answered_without_torch(trained_run: Path, tmp_path: Path, llmscale: Callable) -> None:
     for run, out, said in (
         (tmp_path / "none", tmp_path / "out", f"{tmp_path}/none does not exist. Name a run folder"),
-        (trained_run, trained_run, "--out "),
+        (trained_run, trained_run, "--to "),
     ):
-        done = llmscale("export", str(run), "--out", str(out), torch_free=True)
+        done = llmscale("export", str(run), "--to", str(out), torch_free=True)
         assert done.returncode == 2
         assert done.stderr.startswith(f"error: {said}")
     assert not (tmp_path / "out").exists()
@@ -119,9 +126,85 @@ def test_damage_and_a_full_disk_leave_nothing(
     shard.write_bytes(shard.read_bytes()[:-1] + b"?")
     disk = small_disk(64 << 10)
     for source, out, said in ((run, tmp_path / "out", str(shard)), (trained_run, disk / "out", "Cannot write")):
-        assert main(["export", str(source), "--out", str(out)]) == 2
+        assert main(["export", str(source), "--to", str(out)]) == 2
         err = capsys.readouterr().err
         assert err.startswith(f"error: {said}")
         assert len(err.splitlines()) == 1
         assert not list(out.parent.glob("*out*"))
-    assert "No space left on device" in err
+    assert "are needed and 0.00 GiB are free" in err
+
+
+def test_a_step_is_chosen_and_a_wrong_one_is_answered_with_those_there_are(
+    trained_run: Path, tmp_path: Path, llmscale: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(trained_run), "--to", str(tmp_path / "named"), "--step", "2"]) == 0
+    assert "of step 2," in capsys.readouterr().out
+    checkpoint = trained_run / "checkpoints/step-00000002"
+    assert main(["export", str(checkpoint), "--to", str(tmp_path / "given")]) == 0
+    capsys.readouterr()
+    named, given = tmp_path / "named", tmp_path / "given"
+    assert {path.name: path.read_bytes() for path in named.iterdir()} == {
+        path.name: path.read_bytes() for path in given.iterdir()
+    }
+    for run, said in (
+        (trained_run, f"{trained_run} has no checkpoint of step 7. There are: 2, 3."),
+        (checkpoint, f"{checkpoint} is one checkpoint, and --step 7 chooses among those of a run folder."),
+    ):
+        done = llmscale("export", str(run), "--to", str(tmp_path / "out"), "--step", "7", torch_free=True)
+        assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_abandoned_steps_are_not_exported_by_the_runs_name(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    record_history(run, History(2, ((1, 2),)), run / "checkpoints/step-00000002")
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 0
+    assert "of step 2," in capsys.readouterr().out
+    abandoned = run / "checkpoints/step-00000003"
+    assert main(["export", str(run), "--to", str(tmp_path / "other"), "--step", "3"]) == 2
+    assert f"There are: 2. {abandoned} is of steps that the run went back from; name that" in capsys.readouterr().err
+    assert main(["export", str(abandoned), "--to", str(tmp_path / "other")]) == 0
+    card = (tmp_path / "other" / "README.md").read_text()
+    assert "loss" not in card, "the log says the losses of the steps that count"
+
+
+def test_large_weights_are_in_several_files(trained_run: Path, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert main(["export", str(trained_run), "--to", str(whole)]) == 0
+    assert main(["export", str(trained_run), "--to", str(parts), "--shard-size", "40kB"]) == 0
+    assert {path.name for path in parts.iterdir()} - FILES == {
+        "model.safetensors.index.json",
+        *(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)),
+    }
+    transformers = import_transformers()
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    weights, same = load(whole).state_dict(), load(parts).state_dict()
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+    assert main(["export", str(trained_run), "--to", str(parts), "--overwrite"]) == 0
+    assert {path.name for path in parts.iterdir()} == FILES
+
+
+def test_an_export_needs_no_other_library_than_torch(trained_run: Path, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from llmscale.cli.main import main
+status = main(["export", {str(trained_run)!r}, "--to", {str(tmp_path / "out")!r}])
+assert status == 0
+print([name for name in ("deepspeed", "transformers", "safetensors", "streaming") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout.endswith("\n[]\n"), done
+
+
+def test_a_folder_that_is_being_written_is_refused(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By another process of this host: here by the one that has the lowest number."""
+    other = tmp_path / f".out.partial-{socket.gethostname()}-1"
+    other.mkdir()
+    assert main(["export", str(trained_run), "--to", str(tmp_path / "out")]) == 2
+    assert f"out is being written: another process is at {other}." in capsys.readouterr().err

@@ -18,7 +18,7 @@ def config_of(**keys: object) -> RunConfig:
 
 def resolved(num_samples: int = 1000, **keys: object) -> tuple[RunConfig, ResolvedRun]:
     config = config_of(**{"global_batch_size": 16, **keys})
-    return config, resolve_run(config, parse_ds_config({}, "test"), SetFacts(4096, 256, num_samples), 2)
+    return config, resolve_run(config, parse_ds_config({}, "test"), SetFacts(4096, 256, num_samples, eot_token=4095), 2)
 
 
 def test_a_preset_that_the_data_reshapes() -> None:

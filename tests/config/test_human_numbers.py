@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.human_numbers import format_quantity, parse_quantity
+from llmscale.config.human_numbers import format_quantity, parse_bytes, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,24 @@ def test_what_is_no_number_above_0_is_refused(text: str) -> None:
 )
 def test_three_digits_and_a_suffix(value: float, text: str) -> None:
     assert format_quantity(value) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5GB", 5 * 10**9),
+        ("5gb", 5 * 10**9),
+        ("1.5 GiB", 3 * 2**29),
+        ("512MiB", 2**29),
+        ("40kB", 40_000),
+        ("2TB", 2e12),
+    ],
+)
+def test_sizes_have_a_unit(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "5", "5G", "5B", "GB", "0GB", "-5GB", "1e3GB", "5GBs", "infGB", "0.0001KB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_bytes(text)

@@ -1,96 +1,271 @@
 from __future__ import annotations
 
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from llmscale.architecture.families.family import Family
+from llmscale.architecture.families.registry import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint import safetensors_files
+from llmscale.checkpoint.hf_weights import import_transformers
+from llmscale.checkpoint.safetensors_files import ExportDtype
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
-from llmscale.errors import ConfigError, DataError, MachineError
-from llmscale.evaluate.export import export_model
-from llmscale.evaluate.load_model import TrainedModel
+from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.evaluate import export
+from llmscale.evaluate.export import ExportedModel, export_model
 from llmscale.model.gpt import GPT
+from tests.checkpoint.written import write_tensors
+from tests.conftest import REPOSITORY
 
-pytest.importorskip("transformers")
+ROTARY = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "bias": False, "activation": "silu"}
+#: By transformers' class, and what is odd about them.
+SHAPES = {
+    ("GPT2LMHeadModel", "dropout"): GPTShape(2, 4, 48, 257, 40, activation="gelu_tanh", dropout=0.1),
+    ("GPT2LMHeadModel", "three heads"): GPTShape(1, 3, 24, 300, 8, activation="relu"),
+    ("GPT2LMHeadModel", "no biases, untied"): GPTShape(2, 2, 16, 257, 24, bias=False, tied=False, mlp_width=56),
+    ("OPTForCausalLM", "its own positions"): GPTShape(2, 4, 32, 300, 24, activation="relu", mlp_width=40),
+    ("LlamaForCausalLM", "shared keys"): GPTShape(2, 6, 48, 257, 40, n_kv_head=2, mlp_width=100, tied=False, **ROTARY),
+    ("LlamaForCausalLM", "long"): GPTShape(
+        *(1, 2, 32, 300, 96), head_dim=24, rope_theta=500_000.0, rope_scaling="llama3:8,1,4,32", **ROTARY
+    ),
+    ("MistralForCausalLM", "window"): GPTShape(2, 4, 32, 257, 40, n_kv_head=1, sliding_window=8, **ROTARY),
+    ("Qwen2ForCausalLM", "biases"): GPTShape(2, 4, 32, 257, 40, n_kv_head=2, attention_bias="qkv", **ROTARY),
+    ("Qwen3ForCausalLM", "wide heads"): GPTShape(2, 2, 24, 257, 40, head_dim=20, qk_norm="head", **ROTARY),
+    ("Olmo2ForCausalLM", "untied"): GPTShape(
+        *(2, 4, 32, 257, 40), n_kv_head=2, qk_norm="width", norm_placement="post", tied=False, **ROTARY
+    ),
+}
+
+
+def random_model(shape: GPTShape) -> GPT:
+    """Every weight random, biases and norms too, so that a swapped one shows."""
+    model = GPT(shape, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def save(model: GPT, folder: Path, world_size: int = 1, state: str = "master") -> Path:
+    """Its parameters as a checkpoint's tensors, and an optimizer state."""
+    tensors = {f"{state}/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    tensors |= {f"exp_avg/{name}": -parameter.detach() for name, parameter in model.named_parameters()}
+    return write_tensors(folder, tensors, world_size)
 
 
 @pytest.fixture
-def trained() -> TrainedModel:
-    return TrainedModel(GPT(GPTShape(1, 2, 16, 257, 8), seed=0).eval(), ByteTokenizer(), step=1)
+def model() -> GPT:
+    return random_model(GPTShape(1, 2, 16, 257, 8))
 
 
-def test_every_weight_is_in_the_file(trained: TrainedModel, tmp_path: Path) -> None:
-    num_weights = export_model(trained, tmp_path / "out", "fp32", overwrite=False)
-    assert num_weights == trained.model.shape.num_parameters - (384 - 257) * 16
-    assert (tmp_path / "out/model.safetensors").stat().st_size > 4 * num_weights
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    """`write(model, dtype=..., shard_bytes=..., ...)` exports from a new checkpoint to tmp_path/out."""
+
+    def written(
+        model: GPT,
+        *,
+        dtype: ExportDtype = "fp32",
+        shard_bytes: int = 10**9,
+        world_size: int = 1,
+        state: str = "master",
+        out: Path = tmp_path / "out",
+        overwrite: bool = False,
+        family: Family | None = None,
+    ) -> Path:
+        checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"), world_size, state)
+        exported = ExportedModel(model.shape, family or family_of(model.shape), dtype, shard_bytes)
+        export_model(checkpoint, exported, ByteTokenizer(), out, card="# card\n", overwrite=overwrite)
+        return out
+
+    return written
 
 
-def test_weights_that_fp16_cannot_hold_are_refused(trained: TrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SHAPES, ids=" ".join)
+def test_transformers_computes_the_same(name: tuple[str, str], write: Callable[..., Path]) -> None:
+    pytest.importorskip("transformers")
+    transformers = import_transformers()
+    ours = random_model(SHAPES[name])
+    family = next(family for family in FAMILIES.values() if family.architecture == name[0])
+    # What OPT computes GPT-2 computes too, and comes first.
+    assert family_of(ours.shape) is (family if name[0] != "OPTForCausalLM" else FAMILIES["gpt2"])
+    out = write(ours, world_size=3, shard_bytes=20_000, family=family)
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    assert type(theirs).__name__ == name[0]
+    shape = ours.shape
+    tokens = torch.randint(shape.vocab_size, (2, shape.seq_len), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        trained.model.blocks[0].mlp.up.weight[3, 4] = -7e4
+        logits = theirs.eval()(tokens).logits
+        assert logits.shape[-1] == shape.vocab_size, "no padding rows"
+        assert (logits - ours(tokens)).abs().max() < 1e-5
+    assert theirs.config.eos_token_id == theirs.generation_config.eos_token_id == 256
+    assert theirs.dtype == torch.float32
+
+
+def test_what_is_no_tensor_is_in_the_configuration(write: Callable[..., Path]) -> None:
+    model = random_model(GPTShape(2, 4, 48, 257, 40, activation="gelu_tanh", dropout=0.1))
+    config = json.loads((write(model, dtype="bf16") / "config.json").read_text())
+    assert [config[name] for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")] == [0.1, 0.1, 0.1]
+    assert (config["n_positions"], config["vocab_size"], config["activation_function"]) == (40, 257, "gelu_new")
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+    assert (config["torch_dtype"], config["architectures"]) == ("bfloat16", ["GPT2LMHeadModel"])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_same_weights_give_the_same_bytes_however_they_were_stored(
+    dtype: ExportDtype, model: GPT, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    first = contents(write(model, dtype=dtype, shard_bytes=10_000))
+    assert "model.safetensors.index.json" in first
+    # A part now ends within most tensors.
+    monkeypatch.setattr(export, "_PART_ELEMENTS", 50)
+    others = ((1, "master"), (5, "master"), (2, "frozen"))
+    for number, (world_size, state) in enumerate(others):
+        out = tmp_path / f"other-{number}"
+        write(model, dtype=dtype, shard_bytes=10_000, world_size=world_size, state=state, out=out)
+        assert contents(out) == first
+
+
+def test_masters_in_bf16_are_exported_as_they_are(model: GPT, write: Callable[..., Path]) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    weights = load_file(write(model.bfloat16(), dtype="fp32") / "model.safetensors")
+    assert torch.equal(weights["transformer.wte.weight"], model.wte.weight[:257].float())
+    assert torch.equal(weights["transformer.h.0.mlp.c_fc.weight"], model.blocks[0].mlp.up.weight.t().float())
+
+
+def test_weights_that_fp16_cannot_hold_are_refused(model: GPT, write: Callable[..., Path], tmp_path: Path) -> None:
+    with torch.no_grad():
+        model.blocks[0].mlp.up.weight[3, 4] = -7e4
     with pytest.raises(ConfigError, match=r"fp16 cannot hold the 70000 in 'transformer.h.0.mlp.c_fc.weight'"):
-        export_model(trained, tmp_path / "out", "fp16", overwrite=False)
+        write(model, dtype="fp16")
     assert not list(tmp_path.iterdir())
-    export_model(trained, tmp_path / "out", "bf16", overwrite=False)
+    write(model, dtype="bf16")
 
 
-def test_nothing_is_left_of_a_write_that_fails_midway(
-    trained: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_weights_that_diverged_are_refused_whatever_the_dtype(
+    number: float, model: GPT, write: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The earlier export stays."""
-    import safetensors.torch
-
-    out = tmp_path / "out"
-    export_model(trained, out, "fp32", overwrite=False)
-    before = {path.name: path.read_bytes() for path in out.iterdir()}
-
-    def fails(state: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-        path.write_bytes(b"half")
-        raise safetensors.SafetensorError("I/O error: the disk is gone")
-
-    monkeypatch.setattr(safetensors.torch, "save_file", fails)
-    with pytest.raises(DataError, match=f"Cannot write {out}: I/O error: the disk is gone"):
-        export_model(trained, out, "bf16", overwrite=True)
-    assert list(tmp_path.iterdir()) == [out]
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-
-
-def test_a_disk_that_returns_other_bytes_is_noticed(
-    trained: TrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import safetensors.torch
-
-    save_file = safetensors.torch.save_file
-
-    def flips(state: dict[str, torch.Tensor], path: Path, metadata: dict[str, str]) -> None:
-        save_file(state, path, metadata)
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
-
-    monkeypatch.setattr(safetensors.torch, "save_file", flips)
-    with pytest.raises(MachineError, match="was read back with another 'transformer"):
-        export_model(trained, tmp_path / "out", "fp32", overwrite=False)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_appeared_meanwhile_is_not_replaced(trained: TrainedModel, tmp_path: Path) -> None:
-    """Between the check of the folder and the end of the export; an empty folder is no loss."""
-    (tmp_path / "out").mkdir()
-    export_model(trained, tmp_path / "out", "fp32", overwrite=False)
-    with pytest.raises(DataError, match="Cannot write"):
-        export_model(trained, tmp_path / "out", "fp32", overwrite=False)
-
-
-def test_weights_that_diverged_are_refused_whatever_the_dtype(trained: TrainedModel, tmp_path: Path) -> None:
     with torch.no_grad():
-        trained.model.blocks[0].mlp.up.weight[3, 4] = torch.nan
+        model.blocks[0].mlp.up.weight[3, 4] = number
     with pytest.raises(ConfigError, match=r"'transformer.h.0.mlp.c_fc.weight' holds NaN"):
-        export_model(trained, tmp_path / "out", "fp32", overwrite=False)
+        write(model)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda tensors: tensors.pop("master/wpe.weight"), "lacks 'wpe.weight'"),
+        (lambda tensors: tensors.update({"master/more": torch.ones(3)}), "holds 'more'"),
+        (lambda tensors: tensors.update({"master/ln_f.bias": torch.ones(3)}), "'ln_f.bias' has 3 elements, and 16 by"),
+    ],
+)
+def test_tensors_of_another_model_are_refused(change: Callable, said: str, model: GPT, tmp_path: Path) -> None:
+    tensors = {f"master/{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    change(tensors)
+    checkpoint = write_tensors(tmp_path / "checkpoint", tensors)
+    exported = ExportedModel(model.shape, family_of(model.shape), "fp32", 10**9)
+    with pytest.raises(CheckpointError, match=said):
+        export_model(checkpoint, exported, ByteTokenizer(), tmp_path / "out", card="", overwrite=False)
     assert not (tmp_path / "out").exists()
 
 
-def test_who_may_read_one_file_may_read_all(trained: TrainedModel, tmp_path: Path) -> None:
-    export_model(trained, tmp_path / "out", "bf16", overwrite=False)
-    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
+def test_nothing_is_left_of_a_write_that_fails_midway(
+    model: GPT, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The earlier export stays, whether the disk fills or somebody presses Ctrl-C."""
+    out = write(model)
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for raised, caught in (
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), DataError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ):
+
+        def fails(path: Path, algorithm: str, error: BaseException = raised) -> str:
+            raise error
+
+        monkeypatch.setattr(safetensors_files, "hash_file", fails)
+        with pytest.raises(caught):
+            write(model, dtype="bf16", overwrite=True)
+        assert list(tmp_path.iterdir()) == [out]
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.shape import GPTShape
+from llmscale.data.tokenizers.tokenizer import ByteTokenizer
+from llmscale.evaluate.export import ExportedModel, export_model
+shape = GPTShape(1, 2, 16, 257, 8)
+done = []
+def progress(num_bytes):
+    done.append(num_bytes)
+    if len(done) == 9:
+        print(*[name for name in ("torch", "deepspeed", "transformers", "streaming") if name in sys.modules])
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+exported = ExportedModel(shape, family_of(shape), "fp32", 10_000)
+export_model(Path(sys.argv[1]), exported, ByteTokenizer(), Path("out"), card="", overwrite=False, progress=progress)
+"""
+
+
+def test_what_a_killed_export_leaves_does_not_look_whole_and_the_next_one_clears_it(
+    model: GPT, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"))
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(checkpoint)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout == "torch\n", "and neither DeepSpeed nor transformers"
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.partial-")
+    assert not (left / "config.json").exists()
+    assert list(left.glob("*.safetensors"))
+    write(model)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_appeared_meanwhile_is_not_replaced(model: GPT, write: Callable[..., Path], tmp_path: Path) -> None:
+    """Between the check of the folder and the end of the export; an empty folder is no loss."""
+    (tmp_path / "out").mkdir()
+    write(model)
+    with pytest.raises(DataError, match="Cannot write"):
+        write(model)
+
+
+def test_a_disk_without_the_room_is_refused_before_anything_is_written(
+    model: GPT, write: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": 32 << 20})())
+    monkeypatch.setattr(export, "new_folder", lambda *_, **__: pytest.fail("it was begun"))
+    with pytest.raises(DataError, match=r"Cannot write .*out: 0.03 GiB are needed and 0.03 GiB are free"):
+        write(model, out=tmp_path / "made" / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_may_read_one_file_may_read_all(model: GPT, write: Callable[..., Path]) -> None:
+    assert len({path.stat().st_mode for path in write(model, dtype="bf16").iterdir()}) == 1

@@ -71,8 +71,8 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         world_size = machines.world_size
         batch = -(-_MAX_MODEL_BATCH // world_size) * world_size
         config = config.model_copy(update={"global_batch_size": batch})
-    # Of the data set only these matter; its size would decide the number of steps.
-    shape = resolve_shape(config, SetFacts(vocab_size=args.vocab_size, seq_len=seq_len, num_train_samples=1))
+    # Of the data set only vocabulary and context matter: its size would decide the number of steps.
+    shape = resolve_shape(config, SetFacts(args.vocab_size, seq_len, num_train_samples=1, eot_token=0))
     plan = resolve_batch(config, seq_len, machines.world_size)
     return Job(shape, plan.global_batch_size, machines, config.micro_batch_size)
 

@@ -28,7 +28,7 @@ def check_plan(
     data = [found.run.data for found in facts.values() if found.run and found.run.data and not found.run.data.problem]
     if not data:
         return
-    known = SetFacts(data[0].vocab_size, data[0].seq_len, data[0].num_train_samples)
+    known = SetFacts(data[0].vocab_size, data[0].seq_len, data[0].num_train_samples, data[0].eot_token)
     try:
         shape = resolve_shape(config, known)
         plan = resolve_batch(config, shape.seq_len, sum(host.slots for host in hosts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -169,6 +169,7 @@ class DataFacts:
     vocab_size: int = 0
     seq_len: int = 0
     num_train_samples: int = 0
+    eot_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -224,11 +225,6 @@ class HostFacts:
 
 _FACTS = TypeAdapter(HostFacts)
 _REQUEST = TypeAdapter(ProbeRequest)
-
-
-def facts_as_plain(facts: HostFacts) -> dict[str, object]:
-    """JSON values."""
-    return asdict(facts)
 
 
 def print_facts(facts: HostFacts) -> str:

@@ -71,6 +71,7 @@ def _describe_data(config: RunConfig) -> DataFacts:
         vocab_size=manifest.vocab_size,
         seq_len=manifest.seq_len,
         num_train_samples=train.num_samples if train else 0,
+        eot_token=manifest.eot_token,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 import socket
@@ -51,13 +52,22 @@ def recover(out: Path) -> None:
     if not out.parent.is_dir():
         return
     for kind in ("partial", "replaced"):
-        for leftover in out.parent.glob(f".{out.name}.{kind}-{socket.gethostname()}-*"):
+        for leftover in _siblings(out, kind):
             if _is_alive(leftover.name.rpartition("-")[2]):
                 continue
             if kind == "replaced" and not out.exists():
                 os.rename(leftover, out)
             else:
                 shutil.rmtree(leftover, ignore_errors=True)
+
+
+def find_writer(out: Path) -> Path | None:
+    """What another process of this host writes just now to become `out`."""
+    return next((partial for partial in _siblings(out, "partial") if _is_alive(partial.name.rpartition("-")[2])), None)
+
+
+def _siblings(out: Path, kind: str) -> list[Path]:
+    return sorted(out.parent.glob(f".{glob.escape(out.name)}.{kind}-{glob.escape(socket.gethostname())}-*"))
 
 
 def _sibling(out: Path, kind: str) -> Path:

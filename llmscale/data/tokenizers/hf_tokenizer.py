@@ -79,6 +79,9 @@ class HuggingFaceTokenizer(Tokenizer):
         text: str = self._fast.decode(list(ids), skip_special_tokens=False)
         return text
 
+    def tokens(self) -> dict[int, str]:
+        return {number: token for token, number in self._fast.get_vocab(with_added_tokens=True).items()}
+
     def save(self, folder: Path) -> str:
         (folder / JSON_NAME).write_bytes(self._contents)
         write_config(folder, self._eot_text)

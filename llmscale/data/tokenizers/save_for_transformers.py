@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from llmscale.data.tokenizers.byte_letters import write_bytes
 from llmscale.data.tokenizers.hf_tokenizer import JSON_NAME, HuggingFaceTokenizer, write_config
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
@@ -35,8 +36,7 @@ def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
-    letters = _letters_of_bytes()
-    written = {token: "".join(letters[value] for value in token) for token in ranks}
+    written = {token: write_bytes(token) for token in ranks}
     parts = (_last_merge(token, ranks) for token in sorted(ranks, key=ranks.__getitem__))
     merges = [(written[pair[0]], written[pair[1]]) for pair in parts if len(pair) == 2]
     vocab = {written[token]: rank for token, rank in ranks.items()} | {END_OF_TEXT: len(ranks)}
@@ -47,14 +47,6 @@ def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
     fast.add_special_tokens([END_OF_TEXT])
     (folder / JSON_NAME).write_text(fast.to_str(), encoding="utf-8")
     write_config(folder, END_OF_TEXT)
-
-
-def _letters_of_bytes() -> dict[int, str]:
-    """The character that stands for each byte: itself where it prints, else the next from U+0100 on (Radford et al.
-    2019, encoder.py, bytes_to_unicode)."""
-    letters = {value: chr(value) for value in (*range(33, 127), *range(161, 173), *range(174, 256))}
-    others = (value for value in range(256) if value not in letters)
-    return letters | {value: chr(256 + place) for place, value in enumerate(others)}
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:

@@ -8,6 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmscale.data.tokenizers.byte_letters import write_bytes
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
@@ -49,6 +50,9 @@ class TiktokenTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._encoding.decode(list(ids))
         return text
+
+    def tokens(self) -> dict[int, str]:
+        return {rank: write_bytes(token) for token, rank in self.ranks.items()} | {self.eot_token: END_OF_TEXT}
 
     def save(self, folder: Path) -> str:
         (folder / RANKS_NAME).write_text(self._ranks_text, encoding="ascii")

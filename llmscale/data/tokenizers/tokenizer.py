@@ -15,6 +15,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from llmscale.data.tokenizers.byte_letters import letters_of_bytes
+
 TokenArray = NDArray[np.uint32]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -42,6 +44,10 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+
+    @abstractmethod
+    def tokens(self) -> dict[int, str]:
+        """Every token by id, as a tokenizer.json writes it: byte-level ones in GPT-2's letters."""
 
     @abstractmethod
     def save(self, folder: Path) -> str:
@@ -79,6 +85,9 @@ class ByteTokenizer(Tokenizer):
             else:
                 pending.append(token)
         return "".join(parts) + pending.decode(errors="replace")
+
+    def tokens(self) -> dict[int, str]:
+        return letters_of_bytes() | {self.eot_token: END_OF_TEXT}
 
     def save(self, folder: Path) -> str:
         return ""

@@ -128,6 +128,9 @@ class _WideTokenizer(Tokenizer):
     def decode(self, ids: list[int]) -> str:  # type: ignore[override]
         return "".join(map(chr, ids))
 
+    def tokens(self) -> dict[int, str]:
+        return {}
+
     def save(self, folder: Path) -> str:
         return ""
 

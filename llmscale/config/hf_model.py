@@ -1,0 +1,139 @@
+"""`hf:FOLDER` or `hf:NAME`: a published model as the keys of a run. No torch.
+
+Its config.json becomes explicit keys at the start of a run, which the run folder and every checkpoint keep: a run that
+goes on, and whatever reads its checkpoints, asks for the folder no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale.architecture.families.family import HFTensor
+from llmscale.architecture.families.registry import get_family, read_shape
+from llmscale.architecture.hf_config import CONFIG_NAME, find_folder, read_config
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
+from llmscale.config.arguments import build_run_config
+from llmscale.config.presets import get_preset, nearest_preset
+from llmscale.config.run_config import RunConfig
+from llmscale.config.user_paths import check_path
+from llmscale.errors import ConfigError
+
+PREFIX = "hf:"
+#: What a config.json decides of a run; dropout is the run's own.
+PUBLISHED_KEYS = tuple(key for key in (*SHAPE_KEYS, "vocab_size") if key != "dropout")
+_ADAPTER_CONFIG = "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class PublishedModel:
+    """A folder of transformers, or a name on the Hub, as its config.json describes it."""
+
+    source: str
+    """The flag and its value, for messages."""
+    name: str
+    """FOLDER or NAME."""
+    folder: Path | None
+    """None: on the Hub, and not in its cache here."""
+    tensors: tuple[HFTensor, ...]
+    """That its files should hold."""
+    shape: GPTShape
+    """With all positions that it was made for."""
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """What it decides of a run."""
+        return _keys_of(self.shape)
+
+
+def is_published(name: str | None) -> bool:
+    """Whether a value of --model or --init-from names a published model."""
+    return name is not None and name.startswith(PREFIX)
+
+
+def read_published_model(flag: str, value: str) -> PublishedModel:
+    """The model that `FLAG hf:FOLDER|NAME` names. Raises ConfigError for one that cannot be trained here."""
+    source, name = f"{flag} {value}", value.removeprefix(PREFIX)
+    try:
+        check_path(name)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}.") from None
+    folder = find_folder(name)
+    if folder is not None and (folder / _ADAPTER_CONFIG).exists():
+        raise ConfigError(
+            f"{source} holds {_ADAPTER_CONFIG}: an adapter, not a model. Merge it into its model (peft: "
+            "merge_and_unload, then save_pretrained) and name that folder."
+        )
+    config = read_config(name, source)
+    shape = build_shape(read_shape(config, source))
+    return PublishedModel(source, name, folder, tuple(get_family(config, source).tensors(shape)), shape)
+
+
+def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
+    """A run's configuration with the shape of its published model in explicit keys.
+
+    `weights` are those that it begins with: they decide the shape, and what the user gave must not contradict it. A
+    `--model hf:` without them gives a shape that other flags may change, as a preset does. Raises ConfigError.
+    """
+    given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
+    if is_published(config.model):
+        model = read_published_model("--model", config.model)
+        wanted, said = _keys_of(model.shape.changed(given)), f"--model {config.model}"
+    elif weights is not None and "model" in config.model_fields_set:
+        shape = get_preset(config.model).shape(weights.shape.vocab_size, weights.shape.seq_len)
+        wanted, said = _keys_of(shape.changed(given)), f"--model {config.model}"
+    else:
+        wanted, said = given, "the run"
+    if weights is None:
+        return _with_keys(config, config.model, wanted) if is_published(config.model) else config
+    _check_same(wanted, weights.keys, said, f"{weights.source} ({CONFIG_NAME})", given)
+    model_name = config.model if "model" in config.model_fields_set else PREFIX + weights.name
+    return _with_keys(config, model_name, weights.keys)
+
+
+def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str) -> RunConfig | None:
+    """The configuration of a run that goes on, with the published shape that it began with; None when it began with
+    none, or the user gives another model.
+
+    `saved`: the configuration in its checkpoint, `source`. Raises ConfigError when the user gives other shape keys.
+    """
+    model = saved.get("model")
+    is_same = "model" not in config.model_fields_set or config.model == model
+    if not (isinstance(model, str) and is_published(model) and is_same):
+        return None
+    keys = {key: saved.get(key) for key in PUBLISHED_KEYS}
+    given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
+    _check_same(given, keys, "the run", source, given)
+    return _with_keys(config, model, keys)
+
+
+def default_preset(config: RunConfig) -> str:
+    """The preset whose learning rate and batch a run has unless it says others: of a published model the one that is
+    nearest in size."""
+    if not is_published(config.model):
+        return config.model
+    keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
+    return nearest_preset(build_shape({**keys, "seq_len": 1}).num_parameters)
+
+
+def _keys_of(shape: GPTShape) -> dict[str, object]:
+    return {key: getattr(shape, key) for key in PUBLISHED_KEYS}
+
+
+def _with_keys(config: RunConfig, model: str, keys: Mapping[str, object]) -> RunConfig:
+    """Checked as what a user gives is."""
+    return build_run_config({**config.model_dump(exclude_unset=True), **keys, "model": model})
+
+
+def _check_same(
+    wanted: Mapping[str, object], keys: Mapping[str, object], said: str, source: str, given: Mapping[str, object]
+) -> None:
+    """Raise ConfigError for the first key that contradicts what `source` says."""
+    for key, value in wanted.items():
+        if value != keys[key]:
+            flag = f"--{key.replace('_', '-')}"
+            whose, remedy = (flag, f"Drop {flag}") if key in given else (said, f"Drop {said.split()[0]}")
+            raise ConfigError(
+                f"{key} is {value} by {whose} and {keys[key]} by {source}: the weights fit one shape. {remedy}."
+            )

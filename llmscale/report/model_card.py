@@ -1,0 +1,166 @@
+"""The README.md of an exported model: what it is and how it was made, as far as its run says so. No torch."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from llmscale import __version__
+from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint.history import find_checkpoints, is_of_run
+from llmscale.checkpoint.manifest import CheckpointManifest
+from llmscale.config.run_config import RunConfig
+from llmscale.data.shards.manifest import Manifest
+from llmscale.errors import LlmscaleError
+from llmscale.report.run_history import load_history
+from llmscale.training.run_folder import STARTS_NAME
+from llmscale.untrusted.documents import load_json_lines
+from llmscale.untrusted.terminal import make_visible_line
+
+#: Of a run's configuration, what says where things lie on the machine that trained, and not how.
+_OF_THE_MACHINE = ("config", "run", "resume", "data_cache", "allow_changed", "wandb", "wandb_project", "wandb_name")
+#: Whose last component is a name that says something elsewhere too.
+_PATHS = ("ds", "data", "init_from")
+
+
+@dataclass(frozen=True)
+class CardFacts:
+    """What is known of an exported model besides its run folder."""
+
+    model_type: str
+    """transformers' name of the family."""
+    architecture: str
+    """Of the class that transformers builds."""
+    dtype: str
+    """Of the exported weights."""
+    num_parameters: int
+    """In the exported files."""
+    shape: GPTShape
+    checkpoint: CheckpointManifest
+    config: RunConfig
+    data: Manifest
+
+
+def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
+    """Markdown with the metadata that the Hugging Face Hub reads; no path of this machine is in it.
+
+    Losses and versions come from the run folder that the folder `checkpoint` lies in, and are left out where it lies in
+    none. A license is nobody's to choose but the publisher's.
+    """
+    run = checkpoint.resolve().parent.parent
+    in_run = is_of_run(checkpoint, run)
+    name = run.name if in_run else _last_part(facts.config.run)
+    step = facts.checkpoint.step
+    rows = [*_facts(facts), *(_losses(run, facts.checkpoint) if in_run else []), *_software(run, facts, in_run)]
+    table = "\n".join(f"| {what} | {said} |" for what, said in rows)
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- llmscale
+- {facts.model_type}
+---
+
+# {_plain(name)}, step {step:,}
+
+A `{facts.architecture}` of {facts.num_parameters:,} parameters, pre-trained with llmscale.
+
+| | |
+| --- | --- |
+{table}
+
+## How it was trained
+
+```
+{_command(facts.config)}
+```
+
+Where a flag names a folder or a file, only its last part is shown; what has its default is left out.
+
+## License and use
+
+None is stated: whoever publishes these weights adds a `license:` to the lines at the top, and says what the training
+data permits.
+"""
+
+
+def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
+    shape, train = facts.shape, facts.data.splits["train"]
+    yield "model", f"{_code(facts.config.model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
+    yield "parameters", f"{facts.num_parameters:,}, in {facts.dtype}"
+    yield "context", f"{shape.seq_len:,} tokens"
+    yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(_last_part(facts.data.tokenizer))}"
+    yield (
+        "data",
+        f"{_code(_last_part(facts.config.data))}, {train.num_tokens:,} tokens, fingerprint "
+        + _code(facts.data.fingerprint),
+    )
+    yield "trained on", f"{facts.checkpoint.tokens_seen:,} tokens in {facts.checkpoint.step:,} steps"
+    yield (
+        "trained in",
+        f"{_code(facts.checkpoint.precision)} on {facts.checkpoint.world_size} ranks, ZeRO stage "
+        f"{facts.checkpoint.zero_stage}",
+    )
+
+
+def _losses(run: Path, checkpoint: CheckpointManifest) -> Iterable[tuple[str, str]]:
+    """The last ones before the checkpoint, in nats per token; none where the log is of another history of the run."""
+    try:
+        if not find_checkpoints(run).history.includes(checkpoint.history.number, checkpoint.step):
+            return
+        history = load_history(run)
+    except LlmscaleError:
+        return
+    for what, losses in (("training loss", history.train), ("validation loss", history.validation)):
+        steps = [step for step, loss in losses.items() if step <= checkpoint.step and math.isfinite(loss)]
+        if steps:
+            yield what, f"{losses[max(steps)]:.4f} nats per token at step {max(steps):,}"
+
+
+def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, str]]:
+    start = _last_start(run, facts.checkpoint.created) if in_run else {}
+    versions = start.get("versions")
+    if isinstance(versions, Mapping):
+        known = {"llmscale": start.get("llmscale"), **{name: versions.get(name) for name in ("torch", "deepspeed")}}
+        said = ", ".join(f"{name} {_plain(str(version))}" for name, version in known.items() if version)
+        yield "trained with", said
+    yield "exported with", f"llmscale {__version__}"
+
+
+def _last_start(run: Path, before: str) -> Mapping[str, object]:
+    """What the run's last start before a moment, in ISO 8601, wrote of itself; empty where nothing did."""
+    try:
+        starts = [start for start in load_json_lines(run / STARTS_NAME) if str(start.get("started")) <= before]
+    except (OSError, LlmscaleError):
+        return {}
+    return starts[-1] if starts else {}
+
+
+def _command(config: RunConfig) -> str:
+    words = ["llmscale", "train"]
+    for key, value in config.model_dump(mode="json", exclude_defaults=True).items():
+        flag = f"--{key.replace('_', '-')}"
+        if key in _OF_THE_MACHINE or value is None:
+            continue
+        if isinstance(value, bool):
+            words.append(flag if value else f"--no-{flag.removeprefix('--')}")
+        else:
+            words += [flag, _last_part(value) if key in _PATHS else str(value)]
+    return make_visible_line(shlex.join(words))
+
+
+def _last_part(path: object) -> str:
+    """Of a path or a URL."""
+    return str(path).rstrip("/").rpartition("/")[2]
+
+
+def _plain(text: str) -> str:
+    """Without what Markdown or a terminal would act on."""
+    return "".join(letter for letter in make_visible_line(text) if letter not in "`|<>[]*\\#")
+
+
+def _code(text: str) -> str:
+    return f"`{_plain(text)}`"

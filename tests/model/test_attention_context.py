@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.model.attention_context import build_context, positions_in_documents
+from llmscale.model.gpt import GPT
+
+END = 7
+GPT2_LIKE = GPTShape(2, 4, 32, vocab_size=40, seq_len=24, document_end=END)
+LLAMA_LIKE = replace(
+    GPT2_LIKE,
+    n_kv_head=2,
+    gated_mlp=True,
+    activation="silu",
+    norm="rmsnorm",
+    positions="rotary",
+    bias=False,
+    attention_bias="none",
+    mlp_bias=False,
+    tied=False,
+)
+SHAPES = {
+    "gpt2": GPT2_LIKE,
+    "llama": LLAMA_LIKE,
+    "llama, long context": replace(LLAMA_LIKE, rope_scaling="llama3:8,1,4,16"),
+    "mistral": replace(LLAMA_LIKE, sliding_window=3),
+    "qwen3": replace(LLAMA_LIKE, qk_norm="head", head_dim=6),
+    "olmo2": replace(LLAMA_LIKE, norm_placement="post", qk_norm="width"),
+}
+#: Where ends of documents stand in a sequence of 24.
+ENDS = {
+    "at the beginning": [0, 9],
+    "in a row": [4, 5, 6, 17],
+    "nowhere": [],
+    "at the end": [11, 23],
+    "all over": list(range(24)),
+    "cut at both ends": [8, 15],
+}
+
+
+def packed_tokens(seed: int = 0) -> Tensor:
+    """A row [24] for each of ENDS."""
+    tokens = torch.randint(END + 1, 40, (len(ENDS), 24), generator=torch.Generator().manual_seed(seed))
+    for row, ends in zip(tokens, ENDS.values(), strict=True):
+        row[ends] = END
+    return tokens
+
+
+def documents_of(row: Tensor) -> list[slice]:
+    """The documents of a sequence [t], their ends included."""
+    ends = [index + 1 for index, token in enumerate(row.tolist()) if token == END]
+    bounds = [0, *ends] if ends and ends[-1] == len(row) else [0, *ends, len(row)]
+    return [slice(first, last) for first, last in pairwise(bounds)]
+
+
+def test_positions_begin_anew_behind_each_end() -> None:
+    tokens = torch.tensor([[3, 4, END, 5, END, END, 6, 8], [END, 1, 2, 3, 4, 5, 6, END]])
+    expected = [[0, 1, 2, 0, 1, 0, 0, 1], [0, 0, 1, 2, 3, 4, 5, 6]]
+    assert positions_in_documents(tokens, END).tolist() == expected
+
+
+@pytest.mark.parametrize("t", [1, 7, 8, 24])
+@pytest.mark.parametrize("window", [0, 1, 3])
+def test_mask_is_what_its_words_say(t: int, window: int) -> None:
+    tokens = packed_tokens()[:, :t]
+    shape = replace(GPT2_LIKE, sliding_window=window)
+    mask = build_context(shape, positions_in_documents(tokens, END), torch.float32).mask
+    assert mask is not None
+    for row, seen in zip(tokens, mask[:, 0] == 0.0, strict=True):
+        documents = documents_of(row)
+        for query in range(t):
+            document = next(document for document in documents if document.start <= query < document.stop)
+            first = max(document.start, query - window + 1) if window else document.start
+            assert seen[query].nonzero().flatten().tolist() == list(range(first, query + 1))
+    assert torch.all((mask == 0.0) | (mask == -torch.inf))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("of_documents", [True, False])
+def test_mask_is_as_kernels_take_it(dtype: torch.dtype, of_documents: bool) -> None:
+    """Else each block would convert or pad it, and keep its copy for the backward pass."""
+    shape = replace(GPT2_LIKE, sliding_window=5)
+    tokens = packed_tokens()[:, :21]
+    positions = positions_in_documents(tokens, END) if of_documents else torch.arange(21)
+    mask = build_context(shape, positions, dtype).mask
+    assert mask is not None
+    assert mask.dtype == dtype
+    assert mask.shape == ((len(ENDS), 1, 21, 21) if of_documents else (21, 21))
+    assert mask.stride(-1) == 1
+    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_packed_documents_equal_each_alone(shape: GPTShape, dtype: torch.dtype, tolerance: float) -> None:
+    tokens, targets = packed_tokens(), packed_tokens(seed=1)
+    packed, alone = (GPT(shape, seed=0).to(dtype) for shape in (shape, replace(shape, document_end=None)))
+    for model in (packed, alone):
+        stir(model)
+    logits = packed(tokens)
+    summed_loss(logits, targets).backward()
+    for row, row_targets, row_logits in zip(tokens, targets, logits, strict=True):
+        for document in documents_of(row):
+            logits_alone = alone(row[None, document])
+            torch.testing.assert_close(row_logits[None, document], logits_alone, atol=tolerance, rtol=tolerance)
+            summed_loss(logits_alone, row_targets[None, document]).backward()
+    for (name, ours), theirs in zip(packed.named_parameters(), alone.parameters(), strict=True):
+        message = partial("{}: {}".format, name)
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=tolerance, rtol=tolerance, msg=message)
+
+
+def test_long_documents_equal_each_alone() -> None:
+    """Longer than the blocks in which kernels go through the keys: whole blocks of them are out of sight."""
+    shape = replace(LLAMA_LIKE, seq_len=1400)
+    tokens = torch.randint(END + 1, 40, (1, 1400), generator=torch.Generator().manual_seed(2))
+    tokens[0, [699, 1299]] = END
+    logits = GPT(shape, seed=0)(tokens)
+    alone = GPT(replace(shape, document_end=None), seed=0)
+    parts = [alone(tokens[:, first:last]) for first, last in ((0, 700), (700, 1300), (1300, 1400))]
+    torch.testing.assert_close(logits, torch.cat(parts, dim=1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_near_as_the_type_allows(dtype: torch.dtype) -> None:
+    tokens = packed_tokens()
+    exact = GPT(LLAMA_LIKE, seed=0)
+    stir(exact)
+    half = GPT(LLAMA_LIKE, seed=0).to(dtype)
+    half.load_state_dict(exact.state_dict())
+    torch.testing.assert_close(half(tokens).float(), exact(tokens), atol=0.05, rtol=0.05)
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of logits [batch, t, vocab_size], divided by the tokens of `packed_tokens`, in the precision of the logits."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / (24 * len(ENDS))
+
+
+def stir(model: GPT) -> None:
+    """Weights five times as large as they begin, so that attention is far from uniform."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "wte" not in name:
+                parameter.mul_(5)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llmscale import __version__
+from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
+from llmscale.config.arguments import build_run_config
+from llmscale.data.shards.manifest import load_manifest
+from llmscale.report.model_card import CardFacts, build_model_card
+
+MANIFEST = CheckpointManifest(30, 9_600, 2, 3, "bf16", "2026-05-01T12:00:00+00:00", ())
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """Of step 30 in a run folder whose log goes on to step 40, and which was started twice."""
+    folder = tmp_path / "runs" / "my-run" / "checkpoints" / "step-00000030"
+    folder.mkdir(parents=True)
+    save_manifest(folder, MANIFEST)
+    records: list[dict[str, object]] = []
+    for step in (10, 20, 30, 40):
+        records.append(
+            {"kind": "train", "step": step, "loss": 5 - step / 10, "tokens_seen": 320 * step, "tokens_per_second": 9.0}
+        )
+    records.append({"kind": "validation", "step": 25, "loss": 2.75})
+    run = folder.parents[1]
+    (run / "metrics.jsonl").write_text("\n".join(json.dumps(record) for record in sorted(records, key=str)) + "\n")
+    starts = [
+        {"started": f"2026-05-0{day}T00:00:00+00:00", "llmscale": f"0.{day}", "versions": {"torch": f"2.{day}"}}
+        for day in (1, 2)
+    ]
+    (run / "starts.jsonl").write_text("\n".join(json.dumps(start) for start in starts) + "\n")
+    return folder
+
+
+@pytest.fixture
+def facts(tiny_set: Path) -> CardFacts:
+    config = build_run_config({"model": "tiny-1m", "data": str(tiny_set), "run": "/home/me/runs/my-run", "lr": 1e-3})
+    shape = GPTShape(2, 4, 48, 257, 32)
+    return CardFacts("gpt2", "GPT2LMHeadModel", "bf16", 12_345, shape, MANIFEST, config, load_manifest(tiny_set))
+
+
+def test_the_card_says_what_its_run_says(facts: CardFacts, checkpoint: Path) -> None:
+    card = build_model_card(facts, checkpoint)
+    for words in (
+        "# my-run, step 30",
+        "A `GPT2LMHeadModel` of 12,345 parameters",
+        "2 layers, width 48, 4 heads",
+        "tokenizer `bytes`",
+        facts.data.fingerprint,
+        "9,600 tokens in 30 steps",
+        "`bf16` on 2 ranks, ZeRO stage 3",
+        "training loss | 2.0000 nats per token at step 30",
+        "validation loss | 2.7500 nats per token at step 25",
+        "trained with | llmscale 0.1, torch 2.1 |",
+        f"exported with | llmscale {__version__}",
+        "llmscale train --model tiny-1m --data set --lr 0.001\n",
+    ):
+        assert words in card
+
+
+def test_no_path_of_the_machine_is_in_it(facts: CardFacts, checkpoint: Path, tiny_set: Path) -> None:
+    card = build_model_card(facts, checkpoint)
+    for path in (tiny_set.parent, checkpoint.parents[3], "/home/me"):
+        assert str(path) not in card
+
+
+def test_the_lines_at_the_top_are_what_the_hub_reads_and_name_no_license(facts: CardFacts, checkpoint: Path) -> None:
+    _, top, _ = build_model_card(facts, checkpoint).split("---\n", 2)
+    assert yaml.safe_load(top) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["llmscale", "gpt2"],
+    }
+
+
+def test_a_checkpoint_without_its_run_says_less(facts: CardFacts, checkpoint: Path, tmp_path: Path) -> None:
+    alone = tmp_path / "copied" / "step-00000030"
+    alone.parent.mkdir()
+    checkpoint.rename(alone)
+    card = build_model_card(facts, alone)
+    assert "# my-run, step 30" in card
+    assert "loss" not in card
+    assert "| trained with |" not in card
+
+
+def test_names_that_others_chose_stay_text(facts: CardFacts, checkpoint: Path) -> None:
+    hostile = "x`|\x1b[2J<script>\n---\nlicense: mit"
+    card = build_model_card(replace(facts, data=replace(facts.data, tokenizer=hostile)), checkpoint)
+    (line,) = [line for line in card.splitlines() if line.startswith("| vocabulary")]
+    assert line == "| vocabulary | 257 tokens, tokenizer `xx1b2Jscriptn---nlicense: mit` |"
+    assert card.count("---\n") == 2
