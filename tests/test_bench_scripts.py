@@ -19,6 +19,7 @@ SCRIPTS = (
     "cluster_chaos",
     "engine_overhead",
     "memory_grid",
+    "modern_blocks",
     "order_memory",
     "order_quality",
     "resume_matrix",

@@ -46,7 +46,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` in the type of its weights: under autocast in fp32, as CUDA's autocast has it and a CPU's has not."""
+    """`nn.RMSNorm` in its weights' type: under autocast in fp32, as CUDA's autocast has it and a CPU's has not."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""

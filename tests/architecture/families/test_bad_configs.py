@@ -68,7 +68,10 @@ def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> No
         ],
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type is 'yarn'; llmscale has default, linear, llama3"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling 'linear:0.5' is not legal. Legal: none"),
-        ({"rope_scaling": {"type": "default", "mrope_section": [1, 2]}}, "'mrope_section' is not known; llmscale reads"),
+        (
+            {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
+            "'mrope_section' is not known; llmscale reads",
+        ),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention' is not known"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; llmscale's model has 1.0"),
@@ -121,7 +124,9 @@ def test_no_entry_and_null_mean_what_they_mean_in_transformers() -> None:
 
 
 def test_what_no_family_has_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"no family .* has this model: GPT2LMHeadModel, the nearest, lacks qk_norm width\."):
+    with pytest.raises(
+        ConfigError, match=r"no family .* has this model: GPT2LMHeadModel, the nearest, lacks qk_norm width\."
+    ):
         family_of(GPTShape(2, 4, 32, 100, 16, qk_norm="width"))
     with pytest.raises(ConfigError, match="Olmo2ForCausalLM, the nearest, lacks rope_scaling llama3:8,1,4,16"):
         family_of(
