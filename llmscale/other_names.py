@@ -155,7 +155,7 @@ _NAMES = (
     ("llama3-1b", "llama_3.2_1b llama3.2_1b"),
     ("llama3-3b", "llama_3.2_3b llama3.2_3b"),
     ("llama3-8b", "llama_3_8b llama_3.1_8b llama3.1_8b"),
-    ("llama3-70b", "llama_3_70b llama_3.1_70b"),
+    ("llama3-70b", "llama_3_70b llama_3.1_70b llama3.1_70b"),
     # tokenizers
     ("gpt2", "openai_community/gpt2 r50k_base"),
     ("bytes", "byte char character byte_level"),

@@ -21,6 +21,7 @@ SCRIPTS = (
     "export_memory",
     "init_from_memory",
     "memory_grid",
+    "modern_blocks",
     "order_memory",
     "order_quality",
     "resume_matrix",

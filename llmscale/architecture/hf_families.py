@@ -159,5 +159,5 @@ def describe_hf_model(config: Mapping[str, object], source: str) -> Architecture
         raise ConfigError(f"{source}: model_type is missing; is this a transformers config.json?")
     if family not in FAMILIES:
         hint = did_you_mean(family, FAMILIES)
-        raise ConfigError(f"{source}: model_type '{family}' is not known.{hint} Known: {', '.join(FAMILIES)}.")
+        raise ConfigError(f"{source}: model_type {family[:80]!r} is not known.{hint} Known: {', '.join(FAMILIES)}.")
     return FAMILIES[family](Keys(config, source))

@@ -462,4 +462,49 @@ PUBLISHED = [
     ("llmscale train --data set --run r --init-from hf:hub/int8", r"c_fc.weight' has the type I8"),
 ]
 
-CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED]
+MODERN = "train --model tiny-modern-10m"
+
+BLOCKS = [
+    (f"{MODERN} --n-kv-head 4", r"n_kv_head 4 does not divide n_head 6\. Legal: 1, 2, 3, 6"),
+    (f"{MODERN} --n-kv-head 0", r"n_kv_head = '0'"),
+    (f"{MODERN} --head-dim 7", r"a head of 7 \(head_dim\) has one left over\. Give an even head_dim"),
+    (f"{MODERN} --head-dim -2", r"head_dim = '-2'"),
+    (f"{MODERN} --n-embd 100", r"n_embd 100 is not divisible by n_head 6\. Legal n_head for this width: 1, 2, 4"),
+    (f"{MODERN} --n-embd 90", r"a head of 15 \(head_dim\) has one left over"),
+    (f"{MODERN} --mlp-width 0", r"mlp_width = '0'"),
+    (f"{MODERN} --mlp-width 9999999999", r"mlp_width = '9999999999'"),
+    (f"{MODERN} --head-dim 9999999999", r"head_dim = '9999999999'"),
+    (f"{MODERN} --norm layer_norm", r"norm = 'layer_norm'.* Did you mean 'layernorm'\?"),
+    (f"{MODERN} --norm-eps 0", r"norm_eps = '0'"),
+    (f"{MODERN} --norm-eps nan", r"norm_eps"),
+    (f"{MODERN} --norm-placement sandwich", r"norm_placement = 'sandwich'"),
+    (f"{MODERN} --positions alibi", r"positions = 'alibi'.*learned.*rotary"),
+    (f"{MODERN} --qk-norm true", r"qk_norm = 'true'.*none.*head.*width"),
+    (f"{MODERN} --attention-bias true", r"attention_bias = 'true'.*none.*qkv.*all"),
+    (f"{MODERN} --activation swiglu", r"activation = 'swiglu'.*gelu.*silu"),
+    (f"{MODERN} --rope-theta 0", r"rope_theta = '0'"),
+    (f"{MODERN} --rope-theta inf", r"rope_theta"),
+    (f"{MODERN} --rope-scaling yarn", r"rope_scaling 'yarn' is not legal\. Legal: none, linear:FACTOR"),
+    (f"{MODERN} --rope-scaling linear:NINES", r"rope_scaling 'linear:9+"),
+    (f"{MODERN} --rope-scaling linear:0.5", r"rope_scaling 'linear:0\.5' is not legal.*FACTOR at least 1"),
+    (f"{MODERN} --rope-scaling llama3:8,4,1,8192", r"rope_scaling 'llama3:8,4,1,8192' is not legal.*LOW below HIGH"),
+    (f"{MODERN} --rope-scaling ''", r"rope_scaling = '': must not be empty"),
+    (f"{MODERN} --sliding-window -1", r"sliding_window = '-1'"),
+    (f"{MODERN} --sliding-window 99999999999", r"sliding_window = '99999999999'"),
+    (f"{MODERN} --tied=maybe", r"tied"),
+    ("train --model llama3", r"Did you mean 'llama3-"),
+    ("train --model llama-3.1-8b", r"Did you mean 'llama3-8b'\?"),
+    ("train --model qwen3", r"Did you mean 'qwen3-"),
+    *[
+        (f"train --{other} 8", rf"Did you mean '--{ours}'\?")
+        for other, ours in (
+            *(("num-key-value-heads", "n-kv-head"), ("num-query-groups", "n-kv-head"), ("head-size", "head-dim")),
+            *(("intermediate-size", "mlp-width"), ("ffn-dim", "mlp-width"), ("hidden-act", "activation")),
+            *(("rms-norm-eps", "norm-eps"), ("layer-norm-eps", "norm-eps"), ("rope-base", "rope-theta")),
+            *(("tie-word-embeddings", "tied"), ("qkv-bias", "attention-bias"), ("window-size", "sliding-window")),
+            *(("swiglu", "gated-mlp"), ("qk-layernorm", "qk-norm"), ("position-embedding-type", "positions")),
+        )
+    ],
+]
+
+CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED, *BLOCKS]
