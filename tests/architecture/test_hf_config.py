@@ -13,8 +13,8 @@ from threading import Thread
 import pytest
 
 from llmscale.architecture.hf_config import HFModel, load_hf_model
-from llmscale.checkpoint.hf_weights import import_transformers
 from llmscale.errors import ConfigError
+from tests.transformers_models import import_transformers
 
 CONFIGS: dict[str, dict[str, object]] = {
     "gpt2": {"model_type": "gpt2", "n_embd": 48, "n_layer": 3, "n_head": 4, "vocab_size": 211, "n_positions": 64},

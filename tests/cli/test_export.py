@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint.hf_weights import import_transformers
 from llmscale.checkpoint.history import record_history
 from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save_manifest
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
 from llmscale.training.run_folder import lock_run_folder
 from tests.conftest import REPOSITORY
+from tests.transformers_models import import_transformers
 
 pytest.importorskip("transformers")
 WEIGHTS = "model.safetensors"
