@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
+from llmscale.untrusted.terminal import make_visible
 
 
 def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -65,7 +66,7 @@ def test_as_json_a_text_says_what_it_continues_and_why_it_ends(
         *(("quick", number, 4 + number) for number in (1, 2, 3)),
     ]
     assert {text["ended_by"] for text in texts} <= {"max_new_tokens", "end_of_text"}
-    assert sample(capsys, str(trained_run), "quick", "--seed", "6") == f"quick{texts[4]['text']}\n"
+    assert sample(capsys, str(trained_run), "quick", "--seed", "6") == f"quick{make_visible(texts[4]['text'])}\n"
 
 
 def test_a_checkpoint_can_be_named_and_the_newest_is_taken_else(

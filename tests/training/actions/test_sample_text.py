@@ -9,7 +9,7 @@ from tests.conftest import read_losses
 STEPS = 6
 #: Gated, two query heads a key, rotary: a block that is not GPT-2's; every sample outgrows the 32 positions.
 MODERN = (
-    *("--norm", "rmsnorm", "--positions", "rotary", "--gated-mlp", "true", "--activation", "silu", "--bias", "false"),
+    *("--norm", "rmsnorm", "--positions", "rotary", "--gated-mlp", "--activation", "silu", "--no-bias"),
     *("--n-head", "4", "--n-kv-head", "2"),
 )
 
