@@ -42,7 +42,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
             ("sample", "r", "p", "--top-k", "x"),
             "error: argument --top-k: must be a whole number of at least 1, not 'x'.",
         ),
-        (("sample", "r"), "error: the following arguments are required: PROMPT."),
+        (("sample",), "error: the following arguments are required: RUN."),
         (("sample", "nowhere", "p"), "error: nowhere does not exist. Name a run folder of train.py (--run), or one of"),
         (("checkpoint", "show", "nowhere"), "error: nowhere does not exist. Name a run folder"),
     ],

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.prepare import split_writer
+from llmscale.data.prepare import split_writer, window_shuffle
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.sources import open_source
 from llmscale.data.prepare.split_writer import unigram_entropy_nats
@@ -212,7 +212,7 @@ def test_what_does_not_fit_into_memory_changes_nothing(
     write_documents(tmp_path / "in.jsonl", 400)
     _prepare(tmp_path / "in.jsonl", tmp_path / "in_memory")
     monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 1000)
-    monkeypatch.setattr(WindowShuffle.__init__, "__kwdefaults__", {"buffer_bytes": 3000})
+    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 3000)
     _prepare(tmp_path / "in.jsonl", tmp_path / "spilled")
     assert _files(tmp_path / "in_memory") == _files(tmp_path / "spilled")
 
@@ -226,7 +226,7 @@ def test_a_disk_that_fills_during_the_shuffle_leaves_nothing(
 
     write_documents(tmp_path / "in.jsonl", 60)
     monkeypatch.setattr(WindowShuffle, "_write_run", fail)
-    monkeypatch.setattr(WindowShuffle.__init__, "__kwdefaults__", {"buffer_bytes": 10})
+    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 10)
     with pytest.raises(DataError, match=r"Cannot write .*set: No space left on device"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "set")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
