@@ -43,9 +43,9 @@ class HFModel:
     def unknown(self) -> str:
         """What config.json cannot say about the activations, in one sentence."""
         return (
-            f"activations are not estimated: config.json does not say which attention {self.family} will run with "
-            "(eager keeps batch x heads x seq_len^2 elements a layer, flash none of them), what its code fuses or "
-            "upcasts, or how its loss is computed; llmscale's own model was counted tensor by tensor, this one was not"
+            f"activations are not estimated: llmscale does not train this kind of {self.family}, and config.json does "
+            "not say which attention it will run with (eager keeps batch x heads x seq_len^2 elements a layer, flash "
+            "none of them), what its code fuses or upcasts, or how its loss is computed"
         )
 
 

@@ -48,7 +48,8 @@ class CausalSelfAttention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         elif shape.qk_norm == "width":
             q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
-        q, k = context.rotate(q), context.rotate(k)
+        # Autocast norms in fp32: what follows is computed in the type of v.
+        q, k = context.rotate(q.type_as(v)), context.rotate(k.type_as(v))
         y = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.mask)
         return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), shape.dropout, self.training)
 
