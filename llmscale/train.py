@@ -103,6 +103,7 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
             stop.leave_start_up()
             session.after(done)
             heartbeat.beat("training", session.step)
+            del done, micro_batches  # not kept while the next are fetched
         session.finish()
     return 0
 

@@ -18,6 +18,7 @@ SCRIPTS = (
     "checkpoint",
     "cluster_chaos",
     "engine_overhead",
+    "export_memory",
     "memory_grid",
     "order_memory",
     "order_quality",

@@ -20,6 +20,9 @@ class LinearScaling:
 
     factor: float
 
+    def __str__(self) -> str:
+        return f"linear:{_plain(self.factor)}"
+
     def scale(self, frequency: float) -> float:
         return frequency / self.factor
 
@@ -34,6 +37,10 @@ class Llama3Scaling:
     high_freq_factor: float
     original_seq_len: int
     """Context in tokens that the model was first trained on."""
+
+    def __str__(self) -> str:
+        factors = (self.factor, self.low_freq_factor, self.high_freq_factor)
+        return f"llama3:{','.join(map(_plain, factors))},{self.original_seq_len}"
 
     def scale(self, frequency: float) -> float:
         wavelength = 2 * math.pi / frequency
@@ -64,6 +71,10 @@ def parse_rope_scaling(text: str) -> RopeScaling | None:
     raise ConfigError(
         f"rope_scaling '{text}' is not legal. Legal: {LEGAL_SCALINGS}; FACTOR at least 1, LOW below HIGH."
     )
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else repr(number)
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: str) -> list[float]:

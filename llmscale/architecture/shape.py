@@ -98,6 +98,8 @@ class GPTShape:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{name} must be a positive number, not {value}.")
+        if self.norm_eps > 1:
+            raise ConfigError(f"norm_eps must be at most 1, not {self.norm_eps}.")
         for name in ("mlp_width", "sliding_window"):
             value = getattr(self, name)
             if value < 0:
@@ -106,7 +108,6 @@ class GPTShape:
             raise ConfigError(
                 f"document_end {self.document_end} is no token: the vocabulary is 0 to {self.vocab_size - 1}."
             )
-        parse_rope_scaling(self.rope_scaling)
 
     def _fill_in(self) -> None:
         if self.head_dim == 0 and self.n_embd % self.n_head:
@@ -121,13 +122,15 @@ class GPTShape:
             "mlp_width": self.mlp_width or 4 * self.n_embd,
             "attention_bias": self.attention_bias or ("all" if self.bias else "none"),
             "mlp_bias": self.bias if self.mlp_bias is None else self.mlp_bias,
+            "rope_scaling": str(parse_rope_scaling(self.rope_scaling) or "none"),
         }
         for name, value in follows.items():
             object.__setattr__(self, name, value)
 
     def _check_heads(self) -> None:
         if self.head_dim < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            legal = [n for n in range(1, self.n_head + 1) if self.n_head % n == 0]
+            # Of up to 65,536 heads, the most that a run can have.
+            legal = [n for n in range(1, min(self.n_head, 1 << 16) + 1) if self.n_head % n == 0]
             raise ConfigError(
                 f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}. Legal: {', '.join(map(str, legal))}."
                 if self.head_dim >= 1

@@ -77,8 +77,20 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--tokenizer",
         type=flag_type.path_or_url,
         default="gpt2",
-        metavar="gpt2|bytes|FILE.tiktoken|FOLDER",
-        help="FOLDER holds a Hugging Face tokenizer.json (default: gpt2)",
+        metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
+        help="FOLDER holds a model's tokenizer.json, for example to continue its pre-training; NAME is a model's on "
+        "the Hugging Face Hub, ORGANISATION/NAME[@REVISION] (default: gpt2)",
+    )
+    parser.add_argument(
+        "--eot-token",
+        type=flag_type.name,
+        metavar="TEXT",
+        help="the model's token that ends a document, for example '<|end_of_text|>' (default: as its files say)",
+    )
+    parser.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help="special tokens written out in a text become those tokens (default: they are text)",
     )
     parser.add_argument(
         "--seq-len",
@@ -155,6 +167,7 @@ def _open_source(args: argparse.Namespace) -> Source:
 
 def _prepare(args: argparse.Namespace) -> int:
     from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+    from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
     from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
     options = PrepareOptions(
@@ -164,13 +177,15 @@ def _prepare(args: argparse.Namespace) -> int:
         shuffle=not args.no_shuffle,
         shard_bytes=args.shard_mb << 20,
         compression=args.compression,
+        parse_special=args.parse_special_tokens,
     )
     source = _open_source(args)
+    tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
     start_s = time.monotonic()
     prepared = prepare(
         source,
         args.out,
-        load_tokenizer(args.tokenizer),
+        tokenizer,
         options,
         num_workers=args.workers,
         overwrite=args.overwrite,
@@ -182,6 +197,8 @@ def _prepare(args: argparse.Namespace) -> int:
     else:
         num_tokens = sum(split.num_tokens for split in prepared.manifest.splits.values())
         print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            print_visible(tokenizer.describe_ends(), file=sys.stderr)
         for line in _choices(prepared, source, args.val_fraction):
             print_visible(line, file=sys.stderr)
     return 0

@@ -105,14 +105,13 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.host_facts import facts_as_plain
     from llmscale.cluster.doctor.rows import worst
 
     return {
         "status": worst(diagnosis.rows),
         "hosts": [asdict(host) for host in diagnosis.hosts],
         "rows": [asdict(row) for row in diagnosis.rows],
-        "facts": {host: facts_as_plain(facts) for host, facts in diagnosis.facts.items()},
+        "facts": {host: asdict(facts) for host, facts in diagnosis.facts.items()},
     }
 
 

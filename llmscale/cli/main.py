@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 
@@ -52,8 +51,6 @@ def build_parser(argv: Sequence[str]) -> FlagParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a user's mistake is one line on stderr and exit status 2."""
-    # Else pydantic reads the entry points of every installed package, a tenth of what an estimate takes to start.
-    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["train"]:
         # All that follows is parsed with train.py's flags, in cli/train.py.

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type, limits
+from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.flag_parser import FlagParser
+    from llmscale.evaluate.load_model import TrainedModel
+    from llmscale.evaluate.sampling import SamplingSettings
+
+_MAX_BATCH = 1024
+_MAX_TEXTS = 10**6
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -20,12 +29,21 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.add_argument(
         "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
     )
-    parser.add_argument("prompt", metavar="PROMPT", help="text to continue")
+    parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
+    parser.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="one more text to continue; may be repeated"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=flag_type.path,
+        metavar="FILE",
+        help='and those of a file: one a line, or in FILE.jsonl objects with a "prompt"',
+    )
     parser.add_argument(
         "--max-new-tokens",
         type=flag_type.whole(0, limits.MAX_SEQ_LEN),
         default=200,
-        help="tokens to generate (default %(default)s)",
+        help="tokens to generate, fewer where the text ends (default %(default)s)",
     )
     parser.add_argument(
         "--temperature", type=flag_type.number(0, 1e6), default=0.8, help="0 takes the likeliest (default %(default)s)"
@@ -43,42 +61,132 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         help="draw from the likeliest that reach this probability",
     )
     parser.add_argument(
-        "--seed", type=flag_type.whole(0, limits.MAX_SEED), default=1337, help="of the draws (default %(default)s)"
+        "--seed",
+        type=flag_type.whole(0, limits.MAX_SEED - _MAX_TEXTS),
+        default=1337,
+        help="of each prompt's draws; its further samples count up from here (default %(default)s)",
     )
     parser.add_argument(
-        "--num-samples", type=flag_type.whole(1, 10**6), default=1, help="texts to generate (default %(default)s)"
+        "--num-samples", type=flag_type.whole(1, _MAX_TEXTS), default=1, help="texts per prompt (default %(default)s)"
     )
+    parser.add_argument(
+        "--batch-size",
+        type=flag_type.whole(1, _MAX_BATCH),
+        default=8,
+        help="texts at once; they do not depend on it (default %(default)s)",
+    )
+    parser.add_argument(
+        "--no-cache",
+        action="store_true",
+        help="keep no keys and values: the same text with less memory, and slower",
+    )
+    parser.add_argument("--json", action="store_true", help="an object per text, a line each")
     parser.set_defaults(handler=_run)
+
+
+@dataclass(frozen=True)
+class _Request:
+    prompt: str
+    number: int
+    """Of the samples of this prompt, from 1."""
+    tokens: list[int]
+    seed: int
 
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.locate import find_checkpoint
-    from llmscale.untrusted.terminal import make_visible, print_visible
+    from llmscale.untrusted.terminal import print_visible
 
+    prompts = _prompts(args)
     folder = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr))
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
     from llmscale.evaluate.load_model import load_trained_model
-    from llmscale.evaluate.text import generate_text
+    from llmscale.evaluate.sampling import SamplingSettings, check_prompt
+    from llmscale.evaluate.sampling_memory import check_memory
+    from llmscale.evaluate.text import encode_prompt
 
     quiet_libraries()
+    settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     trained = load_trained_model(folder)
-    for number in range(args.num_samples):
-        if args.num_samples > 1:
-            print(f"--- {number + 1} ---")
-        sys.stdout.write(make_visible(args.prompt))
-        pieces = generate_text(
-            trained.model,
-            trained.tokenizer,
-            args.prompt,
-            max_new_tokens=args.max_new_tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            seed=args.seed + number,
-        )
-        for piece in pieces:
-            sys.stdout.write(make_visible(piece))
-            sys.stdout.flush()
-        print()
+    tokens_of = [encode_prompt(trained.tokenizer, prompt) for prompt in prompts]
+    for number, tokens in enumerate(tokens_of, start=1):
+        check_prompt(trained.model.shape, tokens, f"prompt {number}" if len(prompts) > 1 else "the prompt")
+    requests = [
+        _Request(prompt, number + 1, tokens, args.seed + number)
+        for prompt, tokens in zip(prompts, tokens_of, strict=True)
+        for number in range(args.num_samples)
+    ]
+    batch_size = min(args.batch_size, len(requests))
+    longest = max(map(len, tokens_of))
+    check_memory(trained.model.shape, batch_size, longest, args.max_new_tokens, use_cache=not args.no_cache)
+    for start in range(0, len(requests), batch_size):
+        _write(trained, requests[start : start + batch_size], settings, args, first=start + 1, of=len(requests))
     return 0
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """From the command line and the file, in this order."""
+    from llmscale.evaluate.prompts import check_prompt_text, read_prompts
+
+    given = [*([] if args.text is None else [args.text]), *args.prompt]
+    prompts = [check_prompt_text(text, "the prompt") for text in given]
+    if args.prompts is not None:
+        prompts += read_prompts(args.prompts)
+    if not prompts:
+        raise ConfigError('no prompt given. Name one behind the run ("" begins a document), or use --prompts FILE.')
+    if len(prompts) * args.num_samples > _MAX_TEXTS:
+        raise ConfigError(
+            f"{len(prompts):,} prompts with {args.num_samples:,} samples each are "
+            f"{len(prompts) * args.num_samples:,} texts. At most {_MAX_TEXTS:,} are generated at once."
+        )
+    return prompts
+
+
+def _write(
+    trained: TrainedModel,
+    batch: Sequence[_Request],
+    settings: SamplingSettings,
+    args: argparse.Namespace,
+    *,
+    first: int,
+    of: int,
+) -> None:
+    """A text alone as it comes; several in the order of the prompts, each as soon as all before it are whole."""
+    from llmscale.evaluate.text import generate_text
+    from llmscale.untrusted.terminal import make_visible
+
+    pieces = generate_text(
+        trained.model,
+        trained.tokenizer,
+        [request.tokens for request in batch],
+        settings,
+        seeds=[request.seed for request in batch],
+        use_cache=not args.no_cache,
+    )
+    streams = of == 1 and not args.json
+    if streams:
+        sys.stdout.write(make_visible(batch[0].prompt))
+    texts, ends, next_number = [""] * len(batch), [""] * len(batch), 0
+    for piece in pieces:
+        texts[piece.number] += piece.text
+        ends[piece.number] = piece.ended_by or ""
+        if streams:
+            sys.stdout.write(make_visible(piece.text))
+            sys.stdout.flush()
+            continue
+        while next_number < len(batch) and ends[next_number]:
+            request, text = batch[next_number], texts[next_number]
+            if args.json:
+                print(_as_json(request, text, ends[next_number]), flush=True)
+            else:
+                print(f"--- {first + next_number} ---\n{make_visible(request.prompt + text)}", flush=True)
+            next_number += 1
+    if streams:
+        print()
+
+
+def _as_json(request: _Request, text: str, ended_by: str) -> str:
+    return json.dumps(
+        {"prompt": request.prompt, "sample": request.number, "seed": request.seed, "text": text, "ended_by": ended_by}
+    )

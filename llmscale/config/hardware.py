@@ -127,14 +127,14 @@ GPUS = (
 )  # fmt: skip
 
 #: Words that make another GPU of a known name: a part of it, a slower or a smaller one.
-_OTHER_CARD = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
+_OTHER_GPU = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
     """The GPU that the driver calls `device_name`, or None when the table does not have it (an L40 is not an L4, nor a
     MIG slice the whole GPU)."""
     words = set(device_name.lower().replace("-", " ").split())
-    if words & _OTHER_CARD:
+    if words & _OTHER_GPU:
         return None
     return next((gpu for gpu in GPUS if words.issuperset(gpu.pattern.split())), None)
 

@@ -100,8 +100,8 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
-    """The model's shape: preset, overridden by flags; vocabulary, context length and the end of a document from
-    the data set."""
+    """The model's shape: preset, overridden by flags; vocabulary, context length and the end of a document from the
+    data set."""
     preset = get_preset(default_preset(config))
     if config.seq_len is not None and config.seq_len != facts.seq_len:
         raise ConfigError(

@@ -27,14 +27,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmscale.data.order import feistel_blocks_1
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.data.order.sample_order import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_CANONICAL_NODES,
     MOST_CANONICAL_NODES,
-    Order,
     SampleOrder,
 )
 from llmscale.data.shards.dataset_source import SetLocation
@@ -77,7 +75,7 @@ class FeedPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
-def rank_sample_ids(order: Order, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
+def rank_sample_ids(order: SampleOrder, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
     """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
     positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
     return order.sample_ids(shard_batch(positions, order.rows(positions), plan.layout))
@@ -93,7 +91,7 @@ class Feed(Iterator[MicroBatch]):
     def __init__(
         self,
         shards: TokenShards,
-        order: Order,
+        order: SampleOrder,
         plan: FeedPlan,
         *,
         start_sample: int = 0,
@@ -105,6 +103,7 @@ class Feed(Iterator[MicroBatch]):
         self.order = order
         self.plan = plan
         self._pin_memory = pin_memory
+        can_fork = "fork" in multiprocessing.get_all_start_methods()
         loader = DataLoader(
             _WindowDataset(shards),
             batch_sampler=_MicroBatchIds(order, plan, start_sample),
@@ -114,7 +113,7 @@ class Feed(Iterator[MicroBatch]):
             prefetch_factor=max(2, 2 * plan.gradient_accumulation_steps // num_workers) if num_workers else None,
             # Forked workers start in milliseconds where spawned ones import torch and the main module again.
             # They read files and copy memory: no CUDA, no collective, one thread.
-            multiprocessing_context="fork" if num_workers and _can_fork() else None,
+            multiprocessing_context="fork" if num_workers and can_fork else None,
             worker_init_fn=functools.partial(_start_worker, os.getpid()),
         )
         self._waits = False
@@ -233,7 +232,7 @@ class _WindowDataset(Dataset[_Windows]):
 class _MicroBatchIds(Sampler[list[int]]):
     """Sample ids of one micro-batch after the other, for ever. Runs in the main process."""
 
-    def __init__(self, order: Order, plan: FeedPlan, start_sample: int) -> None:
+    def __init__(self, order: SampleOrder, plan: FeedPlan, start_sample: int) -> None:
         self._order = order
         self._plan = plan
         self._start_sample = start_sample
@@ -249,10 +248,6 @@ class _MicroBatchIds(Sampler[list[int]]):
 def _as_is(batch: _T) -> _T:
     """In place of the default collation: `__getitems__` has made the micro-batch already."""
     return batch
-
-
-def _can_fork() -> bool:
-    return "fork" in multiprocessing.get_all_start_methods()
 
 
 @contextlib.contextmanager
@@ -314,33 +309,27 @@ class FeedSettings:
     """Of a remote set's local cache; None is no limit."""
 
 
-def build_order(location: SetLocation, settings: FeedSettings) -> Order:
+def build_order(location: SetLocation, settings: FeedSettings) -> SampleOrder:
     """The sample order of the training split, from the manifest alone. Raises DataError when the saved order is none of
     ours."""
-    made = location.manifest.splits["train"]
-    sizes = [shard.num_samples for shard in made.shards]
+    sizes = [shard.num_samples for shard in location.manifest.splits["train"].shards]
     saved = settings.saved_order or {}
     num_rows = settings.num_canonical_nodes or _saved_number(saved, "num_canonical_nodes", MOST_CANONICAL_NODES)
     block_size = settings.block_size or _saved_number(saved, "block_size", 1 << 62)
-    if saved.get("algorithm") == feistel_blocks_1.ALGORITHM:
-        return FeistelBlocksOrder(
-            sizes,
-            seed=settings.seed,
-            shuffle=settings.shuffle,
-            num_canonical_nodes=num_rows or DEFAULT_CANONICAL_NODES,
-            block_size=block_size or DEFAULT_BLOCK_SIZE,
-        )
-    if not saved and _is_read_in_blocks(location, sum(shard.bytes for shard in made.shards), settings):
+    is_old = saved.get("algorithm") == FeistelBlocksOrder.algorithm
+    if is_old or (not saved and _is_read_in_blocks(location, settings)):
         num_rows = num_rows or DEFAULT_CANONICAL_NODES
         block_size = block_size or DEFAULT_BLOCK_SIZE
-    return SampleOrder(
+    kind = FeistelBlocksOrder if is_old else SampleOrder
+    return kind(
         sizes, seed=settings.seed, shuffle=settings.shuffle, num_canonical_nodes=num_rows, block_size=block_size
     )
 
 
-def _is_read_in_blocks(location: SetLocation, num_bytes: int, settings: FeedSettings) -> bool:
+def _is_read_in_blocks(location: SetLocation, settings: FeedSettings) -> bool:
     """Whether a new run should need few shards at a time: of a set too large for a node. Where neighbours are
     strangers that costs no randomness; else only a set that has to be fetched is worth it."""
+    num_bytes = sum(shard.bytes for shard in location.manifest.splits["train"].shards)
     limit_bytes = min(WHOLE_SET_BYTES, settings.cache_limit_bytes or WHOLE_SET_BYTES)
     return num_bytes > limit_bytes and (location.manifest.is_shuffled or location.remote is not None)
 

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.tracker import Category, MemoryTracker
-from llmscale.memory.breakdown import allocated_bytes
 from llmscale.model.gpt import BlockCheckpoint
 
 _aten = torch.ops.aten
@@ -56,32 +55,6 @@ class MicroStepTrace:
     """Storage -> activation, temporary, cast or gradient."""
     first_input: int
     """The storage of what the first block reads."""
-
-    @property
-    def saved_bytes(self) -> int:
-        """At the end of the forward pass."""
-        return self._follow()[0]
-
-    @property
-    def forward_peak_bytes(self) -> int:
-        return self._follow()[1]["forward"]
-
-    @property
-    def backward_peak_bytes(self) -> int:
-        return self._follow()[1]["backward"]
-
-    def _follow(self) -> tuple[int, dict[str, int]]:
-        """Live bytes at the end of the forward pass, and the peaks, gradients of parameters left out."""
-        live, saved, peaks = 0, 0, {"forward": 0, "backward": 0}
-        for segment in self.segments:
-            direction = segment.name.rpartition("_")[2]
-            if segment.name == "head_backward":
-                saved = live
-            for storage, appears in segment.events:
-                if self.kinds[storage] != "gradient":
-                    live += (1 if appears else -1) * allocated_bytes(self.sizes[storage], 1)
-                    peaks[direction] = max(peaks[direction], live)
-        return saved, peaks
 
 
 def trace_micro_step(

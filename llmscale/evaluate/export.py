@@ -103,6 +103,8 @@ def _config(model: ExportedModel) -> dict[str, object]:
         **model.family.write(model.shape),
         "model_type": model.family.model_type,
         "architectures": [model.family.architecture],
+        # Some families take a token of theirs for padding where none is named.
+        "pad_token_id": None,
         "torch_dtype": _TORCH_NAMES[model.dtype],
     }
 

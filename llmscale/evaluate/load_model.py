@@ -8,16 +8,10 @@ from pathlib import Path
 import torch
 
 from llmscale.checkpoint.load import load_full_weights
-from llmscale.checkpoint.locate import read_state
-from llmscale.checkpoint.manifest import find_damage
-from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.config.arguments import build_run_config
-from llmscale.config.resolve import SetFacts, resolve_shape
-from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
-from llmscale.data.shards.manifest import get_split
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
-from llmscale.errors import CheckpointError, DataError
+from llmscale.errors import CheckpointError
+from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
 from llmscale.model.gpt import GPT
 
 
@@ -36,22 +30,8 @@ def load_trained_model(folder: Path) -> TrainedModel:
     The shape comes from the configuration in the checkpoint, the tokenizer from the data set that it names. Raises
     CheckpointError for a damaged checkpoint, DataError when the set is gone or is another one now.
     """
-    damage = find_damage(folder)
-    if damage:
-        raise CheckpointError(damage)
-    state = parse_run_state(read_state(folder))
-    config = build_run_config(dict(state.config))
-    location = open_set(config.data, config.data_cache)
-    manifest = location.manifest
-    if manifest.fingerprint != state.identity.get("data"):
-        raise DataError(
-            f"the data set in {config.data} is not the one that {folder} was trained on, so its tokenizer may differ. "
-            "Put the old set back."
-        )
-    fetch_tokenizer(location)
-    num_samples = get_split(manifest, "train", config.data).num_samples
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, num_samples, manifest.eot_token)
-    shape = resolve_shape(config, facts)
+    trained = open_trained_checkpoint(folder)
+    shape, location = trained.shape, trained.location
     weights = load_full_weights(folder)
     # Before a model is built whose size is the checkpoint's word alone.
     if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
@@ -61,7 +41,9 @@ def load_trained_model(folder: Path) -> TrainedModel:
     model = GPT(shape, seed=0)
     _fill(model, weights, folder)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return TrainedModel(model.to(device).eval(), load_set_tokenizer(location.folder, manifest), state.step)
+    return TrainedModel(
+        model.to(device).eval(), load_set_tokenizer(location.folder, location.manifest), trained.state.step
+    )
 
 
 def _fill(model: GPT, weights: dict[str, torch.Tensor], folder: Path) -> None:

@@ -1,102 +1,194 @@
-"""Text from a model, one token at a time."""
+"""Tokens from a model: a batch of prompts, one more token of each at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from llmscale.errors import ConfigError
+from llmscale.architecture.shape import GPTShape
+from llmscale.errors import ConfigError, TrainingError
 from llmscale.model.gpt import GPT
+from llmscale.model.kv_cache import KVCache
+
+#: One token by the number of its prompt.
+TokenByPrompt = dict[int, int]
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How a token is chosen, and how many. Raises ConfigError for illegal values."""
+
+    max_new_tokens: int
+    temperature: float
+    """0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature)."""
+    top_k: int | None
+    """Only the k likeliest are drawn; None: all."""
+    top_p: float | None
+    """Of those, only the likeliest that together reach this probability (Holtzman et al. 2020); None: all."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens must be at least 0, not {self.max_new_tokens}.")
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(
+                f"temperature must be 0 (the likeliest token) or a positive number, not {self.temperature}."
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ConfigError(f"top_k must be at least 1 (or absent: no limit), not {self.top_k}.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must be in (0, 1] (or absent: no limit), not {self.top_p}.")
 
 
 def sample(
     model: GPT,
-    prompt_ids: Tensor,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
     *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
+    seeds: Sequence[int],
     eot_token: int | None,
-) -> Iterator[int]:
-    """Yield up to `max_new_tokens` tokens that continue `prompt_ids`, [t] with t >= 1.
+    use_cache: bool = True,
+    agree: Callable[[TokenByPrompt], TokenByPrompt] | None = None,
+) -> Iterator[TokenByPrompt]:
+    """Yield the next token of every prompt that has not ended, up to `max_new_tokens` times.
 
-    Temperature 0 takes the likeliest token. Otherwise a token is drawn from softmax(logits / temperature)
-    after all but the `top_k` likeliest are struck out, and then all beyond the likeliest that together
-    reach `top_p` (Holtzman et al. 2020); None strikes out nothing. Ends before `eot_token`. The model
-    sees the last seq_len tokens, numbered from position 0, and is called in eval mode and left in the
-    mode it was in. The same seed gives the same tokens on one machine; the global random state is not
-    touched, and with one generator all ranks of a ZeRO-3 model draw alike. Raises ConfigError at once for
-    illegal values.
+    Prompts are of 1 to seq_len tokens. Each draws with a generator of its own, from its number in `seeds`, so its
+    tokens do not depend on what else is in the batch; it ends before `eot_token`. The model sees the last seq_len
+    tokens, numbered from position 0. With `use_cache` it computes the new tokens alone for as long as a text fits
+    seq_len; from then on every position is another one at each step, and all are computed again as without a cache.
+    Both ways give the same logits but for the rounding of sums in another order, hence the same tokens in fp32 unless
+    a draw falls within that of the border between two.
+
+    The model is called in eval mode and left in the mode it was in; the global random state is not touched. Where
+    ranks share a model, `agree` makes all of them go on with the same tokens, and end at the same one. Raises
+    ConfigError at once for illegal values.
     """
-    _check(model, prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    for prompt in prompts:
+        check_prompt(model.shape, prompt)
 
-    def tokens() -> Iterator[int]:
-        generator = torch.Generator().manual_seed(seed)
-        context = prompt_ids.to(next(model.parameters()).device)[None]
-        for _ in range(max_new_tokens):
-            logits = _next_logits(model, context[:, -model.shape.seq_len :])
-            token = _choose(logits, temperature, top_k, top_p, generator)
-            if token == eot_token:
+    def tokens() -> Iterator[TokenByPrompt]:
+        generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        contexts = {number: list(prompt) for number, prompt in enumerate(prompts)}
+        longest = max(map(len, prompts), default=0) + settings.max_new_tokens
+        # A prompt may hold the end of a document, behind which positions begin anew: a cache does not know of it.
+        is_cached = use_cache and model.shape.document_end is None
+        reader = _CachedReader(model, len(prompts), longest) if is_cached else _Reader(model)
+        for _ in range(settings.max_new_tokens):
+            if not contexts:
                 return
-            yield token
-            context = torch.cat([context, context.new_tensor([[token]])], dim=1)
+            logits = reader.next_logits(contexts)
+            chosen = {
+                number: _choose(of_one, settings, generators[number])
+                for number, of_one in zip(contexts, logits, strict=True)
+            }
+            chosen = agree(chosen) if agree else chosen
+            chosen = {number: token for number, token in chosen.items() if token != eot_token}
+            contexts = {number: contexts[number] for number in chosen}
+            for number, token in chosen.items():
+                contexts[number].append(token)
+            yield chosen
 
     # An inner generator, so that illegal values raise here and not at the first token.
     return tokens()
 
 
-def _next_logits(model: GPT, tokens: Tensor) -> Tensor:
-    """Logits [vocab_size] of the token after `tokens` [1, t], in fp32 on the CPU."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            return model(tokens)[0, -1].float().cpu()
-    finally:
-        model.train(was_training)
+class _Reader:
+    """Logits of the token after each context, from the context's last seq_len tokens."""
+
+    def __init__(self, model: GPT) -> None:
+        self._model = model
+
+    def next_logits(self, contexts: Mapping[int, list[int]]) -> Tensor:
+        """[contexts, vocab_size] in fp32 on the CPU, in the order of `contexts`."""
+        seq_len = self._model.shape.seq_len
+        return self._read([context[-seq_len:] for context in contexts.values()])
+
+    def _read(self, rows: Sequence[Sequence[int]], cache: KVCache | None = None) -> Tensor:
+        """Logits after each row's last token; rows continue what is in the cache."""
+        device = next(self._model.parameters()).device
+        longest = max(map(len, rows))
+        # Filled up behind their end, where nothing that counts looks.
+        tokens = torch.tensor([[*row, *(0,) * (longest - len(row))] for row in rows], device=device)
+        ends = torch.tensor([len(row) - 1 for row in rows], device=device)
+        lengths = [kept + len(row) for kept, row in zip(cache.lengths, rows, strict=True)] if cache else []
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad():
+                logits: Tensor = self._model(tokens, cache=cache, at=ends)[:, 0]
+        finally:
+            self._model.train(was_training)
+        if cache:
+            cache.lengths = lengths
+        return logits.float().cpu()
 
 
-def _choose(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator
-) -> int:
-    """One token id from `logits` [vocab_size]."""
-    if temperature == 0:
+class _CachedReader(_Reader):
+    """The same, computing only what is new of the contexts that fit seq_len."""
+
+    def __init__(self, model: GPT, batch: int, max_len: int) -> None:
+        super().__init__(model)
+        self._cache = KVCache(model.shape, batch, max_len)
+        self._rows = list(range(batch))
+        """The contexts' numbers, in the order of the cache."""
+
+    def next_logits(self, contexts: Mapping[int, list[int]]) -> Tensor:
+        seq_len = self._model.shape.seq_len
+        growing = [number for number, context in contexts.items() if len(context) <= seq_len]
+        self._cache.keep([self._rows.index(number) for number in growing])
+        self._rows = growing
+        logits: dict[int, Tensor] = {}
+        if growing:
+            new = [contexts[n][length:] for n, length in zip(growing, self._cache.lengths, strict=True)]
+            logits |= dict(zip(growing, self._read(new, self._cache), strict=True))
+        sliding = {number: context for number, context in contexts.items() if number not in logits}
+        if sliding:
+            logits |= dict(zip(sliding, super().next_logits(sliding), strict=True))
+        return torch.stack([logits[number] for number in contexts])
+
+
+def _choose(logits: Tensor, settings: SamplingSettings, generator: torch.Generator) -> int:
+    """One token id from `logits` [vocab_size]. Raises TrainingError when they are no numbers.
+
+    A single number decides, looked up among the probabilities added up in the order of ids: which of two nearly equal
+    tokens is the likelier, a matter of rounding, changes nothing.
+    """
+    if logits.isnan().any():
+        raise TrainingError("the model's logits are no numbers (nan): its weights were lost in training.")
+    if settings.temperature == 0:
         return int(logits.argmax())
-    likeliest, ids = (logits / temperature).sort(descending=True, stable=True)
-    probabilities = likeliest[:top_k].softmax(0)
-    if top_p is not None:
+    # From the largest, so that no temperature divides to infinity.
+    probabilities = ((logits.double() - logits.max()) / settings.temperature).softmax(0)
+    if settings.top_k is not None and settings.top_k < len(logits):
+        likeliest = probabilities.topk(settings.top_k).indices
+        probabilities = torch.zeros_like(probabilities).index_copy_(0, likeliest, probabilities[likeliest])
+        probabilities /= probabilities.sum()
+    if settings.top_p is not None:
+        sorted_, ids = probabilities.sort(descending=True, stable=True)
         # A token stays while those before it do not yet reach top_p: the first one always does.
-        probabilities = probabilities.where(probabilities.cumsum(0) - probabilities < top_p, 0.0)
-    return int(ids[torch.multinomial(probabilities, 1, generator=generator)])
+        probabilities[ids[sorted_.cumsum(0) - sorted_ >= settings.top_p]] = 0.0
+    reached = probabilities.cumsum(0)
+    drawn = torch.rand(1, dtype=torch.float64, generator=generator) * reached[-1]
+    # Above what is drawn from [0, all): a token of probability 0 never stands there.
+    return min(int(torch.searchsorted(reached, drawn, right=True)), int(probabilities.nonzero()[-1]))
 
 
-def _check(
-    model: GPT,
-    prompt_ids: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-) -> None:
-    vocab_size = model.shape.vocab_size
-    if prompt_ids.dim() != 1 or not len(prompt_ids):
-        raise ConfigError("the prompt has no tokens; give at least one, such as the end-of-text token.")
-    lowest, highest = int(prompt_ids.min()), int(prompt_ids.max())
+def check_prompt(shape: GPTShape, prompt: Sequence[int], where: str = "the prompt") -> None:
+    """Refuse tokens that the model cannot continue; `where` names them. Raises ConfigError."""
+    vocab_size, seq_len = shape.vocab_size, shape.seq_len
+    if not prompt:
+        raise ConfigError(f"{where} has no tokens; give at least one, such as the end-of-text token.")
+    if len(prompt) > seq_len:
+        raise ConfigError(
+            f"{where} has {len(prompt):,} tokens, and the model sees {seq_len:,} (its seq_len). "
+            f"Give the last {seq_len:,} or fewer."
+        )
+    lowest, highest = min(prompt), max(prompt)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise ConfigError(
-            f"the prompt has token {wrong}, and the model's vocabulary is 0 to {vocab_size - 1}: "
+            f"{where} has token {wrong}, and the model's vocabulary is 0 to {vocab_size - 1}: "
             "it was made with another tokenizer."
         )
-    if max_new_tokens < 0:
-        raise ConfigError(f"max_new_tokens must be at least 0, not {max_new_tokens}.")
-    if not 0 <= temperature < float("inf"):
-        raise ConfigError(f"temperature must be 0 (the likeliest token) or a positive number, not {temperature}.")
-    if top_k is not None and top_k < 1:
-        raise ConfigError(f"top_k must be at least 1 (or absent: no limit), not {top_k}.")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise ConfigError(f"top_p must be in (0, 1] (or absent: no limit), not {top_p}.")

@@ -2,48 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from llmscale.data.tokenizers.tokenizer import Tokenizer
-from llmscale.evaluate.sampling import sample
+from llmscale.evaluate.sampling import SamplingSettings, TokenByPrompt, sample
 from llmscale.model.gpt import GPT
+
+#: Tokens at a prompt's end that the first new token is decoded with.
+_PREFIX_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Piece:
+    """More of one text."""
+
+    number: int
+    """Of the prompt that it continues, in the order given."""
+    text: str
+    ended_by: Literal["end_of_text", "max_new_tokens"] | None = None
+    """Set in a text's last piece."""
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Its tokens, behind what the tokenizer begins documents with; an empty prompt begins a new document."""
+    return [*tokenizer.bos_tokens, *tokenizer.encode(prompt)] or [tokenizer.eot_token]
 
 
 def generate_text(
     model: GPT,
     tokenizer: Tokenizer,
-    prompt: str,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
     *,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-) -> Iterator[str]:
-    """Pieces of text that continue `prompt`, as soon as they are known; see `sample` for the settings.
+    seeds: Sequence[int],
+    use_cache: bool = True,
+    agree: Callable[[TokenByPrompt], TokenByPrompt] | None = None,
+) -> Iterator[Piece]:
+    """Pieces of the texts that continue `prompts`, token ids each, as soon as they are known; see `sample`.
 
-    A token may end in the middle of a character, so a piece is held back until what it decodes to is whole. An empty
-    prompt begins a new document.
+    A token may end in the middle of a character, so a piece is held back until what it decodes to is whole.
     """
-    prompt_ids = torch.tensor(tokenizer.encode(prompt) or [tokenizer.eot_token])
-    pending: list[int] = []
-    tokens = sample(
+    steps = sample(
         model,
-        prompt_ids,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
+        prompts,
+        settings,
+        seeds=seeds,
         eot_token=tokenizer.eot_token,
+        use_cache=use_cache,
+        agree=agree,
     )
-    for token in tokens:
-        pending.append(token)
-        piece = tokenizer.decode(pending)
-        if not piece.endswith("\N{REPLACEMENT CHARACTER}"):
-            yield piece
-            pending.clear()
-    if pending:
-        yield tokenizer.decode(pending)
+
+    def pieces() -> Iterator[Piece]:
+        decoders = {number: _Decoder(tokenizer, prompt) for number, prompt in enumerate(prompts)}
+        for tokens in steps:
+            for number in sorted(decoders.keys() - tokens.keys()):
+                yield Piece(number, decoders.pop(number).rest(), "end_of_text")
+            for number, token in tokens.items():
+                if text := decoders[number].add(token):
+                    yield Piece(number, text)
+        for number, decoder in decoders.items():
+            yield Piece(number, decoder.rest(), "max_new_tokens")
+
+    return pieces()
+
+
+class _Decoder:
+    """The text of tokens that come one by one: what each adds to the text before it, since some tokenizers drop the
+    space before a token that stands alone."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._before, self._pending = list(prompt[-_PREFIX_TOKENS:]), list[int]()
+
+    def add(self, token: int) -> str:
+        """The text that is known now; empty in the middle of a character."""
+        self._pending.append(token)
+        text = self.rest()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._before, self._pending = self._pending, []
+        return text
+
+    def rest(self) -> str:
+        """The text of what no piece had yet."""
+        whole = self._tokenizer.decode([*self._before, *self._pending])
+        return whole[len(self._tokenizer.decode(self._before)) :]

@@ -52,5 +52,6 @@ def open_trained_checkpoint(
             "Put the old set back."
         )
     fetch_tokenizer(location)
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, get_split(manifest, "train", config.data).num_samples)
+    num_samples = get_split(manifest, "train", config.data).num_samples
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, num_samples, manifest.eot_token)
     return TrainedCheckpoint(folder, load_manifest(folder), state, config, resolve_shape(config, facts), location)

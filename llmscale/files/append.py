@@ -61,7 +61,6 @@ class AppendFile:
         unit: str = "step",
         are_lines: bool = True,
         most_held_bytes: int = MOST_HELD_BYTES,
-        retry_s: float = _RETRY_S,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """`unit` is what a label counts. `are_lines`: the file is text, so a last line without its end is mended.
@@ -69,7 +68,7 @@ class AppendFile:
         `check` raises OSError while `path` is nobody's to write to; it is asked before the file is opened.
         """
         self._path, self._warn, self._unit, self._are_lines = path, warn, unit, are_lines
-        self._most_held_bytes, self._retry_s, self._check = most_held_bytes, retry_s, check
+        self._most_held_bytes, self._check = most_held_bytes, check
         self._descriptor = -1
         self._end = -1
         """Where the last whole record ends; -1 before the file was opened."""
@@ -147,8 +146,8 @@ class AppendFile:
             # Opened anew next time: the descriptor may be stale, and its file gone.
             self._close_descriptor()
             took_s = time.monotonic() - began
-            pause_s = _PAUSE_OVER_TRY * took_s if took_s > _SLOW_TRY_S else self._retry_s
-            self._retry_at = time.monotonic() + max(pause_s, self._retry_s)
+            pause_s = _PAUSE_OVER_TRY * took_s if took_s > _SLOW_TRY_S else _RETRY_S
+            self._retry_at = time.monotonic() + max(pause_s, _RETRY_S)
             self._begin_to_fail(error)
         else:
             self._recover()

@@ -38,6 +38,11 @@ class Tally:
     def now(self) -> Breakdown:
         return _breakdown(*self._live.values())
 
+    @property
+    def state(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """All that later peaks depend on."""
+        return tuple(self._live.values()), tuple(self._peak.values())
+
     def take_peak(self) -> Breakdown:
         """The peak since the last call; what is alive now is where the next one starts."""
         peak = _breakdown(*self._peak.values())

@@ -12,11 +12,10 @@ from functools import cached_property, lru_cache
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
-from llmscale.memory.activations.activation_memory import ActivationMemory, estimate_activations
+from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.by_stage import estimate_states
-from llmscale.memory.states.state_memory import StateMemory
 from llmscale.memory.step_peaks import PHASES, find_moments
 from llmscale.memory.zero_settings import EngineLayout
 
@@ -90,7 +89,12 @@ def estimate_memory(
     mode: CheckpointingMode = "full" if sharded and checkpointing != "none" else "none"
     states = _states(shape, replace(layout, gradient_accumulation_steps=steps), mode)
     activations = _activations(
-        shape, micro_batch_size, layout.precision, checkpointing, layout.cpu_checkpointing, layout.zero_stage
+        shape,
+        micro_batch_size=micro_batch_size,
+        precision=layout.precision,
+        checkpointing=checkpointing,
+        cpu_checkpointing=layout.cpu_checkpointing,
+        zero_stage=layout.zero_stage,
     )
     return MemoryEstimate(
         moments=find_moments(shape.architecture, states, activations),
@@ -102,31 +106,16 @@ def estimate_memory(
 def estimate_least(shape: GPTShape, micro_batch_size: int, ds: DsConfig, checkpointing: CheckpointingMode) -> int:
     """Bytes that are needed whatever DeepSpeed does: activations, and below stage 3 every parameter in 16 bit."""
     activations = _activations(
-        shape, micro_batch_size, ds.precision, checkpointing, ds.cpu_checkpointing, ds.zero_stage
+        shape,
+        micro_batch_size=micro_batch_size,
+        precision=ds.precision,
+        checkpointing=checkpointing,
+        cpu_checkpointing=ds.cpu_checkpointing,
+        zero_stage=ds.zero_stage,
     )
     return activations.peak_bytes + (0 if ds.zero_stage == 3 else 2 * shape.num_parameters)
 
 
-@lru_cache(maxsize=256)
-def _states(shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode) -> StateMemory:
-    """The rows of one table ask for the same again and again."""
-    return estimate_states(shape, layout, checkpointing)
-
-
-@lru_cache(maxsize=256)
-def _activations(
-    shape: GPTShape,
-    micro_batch_size: int,
-    precision: Precision,
-    checkpointing: CheckpointingMode,
-    on_host: bool,
-    zero_stage: int,
-) -> ActivationMemory:
-    return estimate_activations(
-        shape,
-        micro_batch_size=micro_batch_size,
-        precision=precision,
-        checkpointing=checkpointing,
-        cpu_checkpointing=on_host,
-        zero_stage=zero_stage,
-    )
+#: The rows of one table ask for the same again and again.
+_states = lru_cache(maxsize=256)(estimate_states)
+_activations = lru_cache(maxsize=256)(estimate_activations)

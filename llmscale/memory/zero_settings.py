@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
-from llmscale.config.deepspeed.sections import Bf16, DsFile, Dtype, OffloadDevice, Precision, ZeroOptimization
+from llmscale.config.deepspeed.sections import (
+    Bf16,
+    DsFile,
+    Dtype,
+    OffloadDevice,
+    OffloadOptimizer,
+    OffloadParam,
+    Precision,
+    ZeroOptimization,
+)
 from llmscale.config.optimizers import ADAMW, OptimizerGroup, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
@@ -134,8 +143,8 @@ def build_layout(
         stage3_max_live_parameters=zero.stage3_max_live_parameters,
         stage3_max_reuse_distance=zero.stage3_max_reuse_distance,
         memory_efficient_linear=zero.memory_efficient_linear,
-        offload_optimizer=_offload_optimizer(zero),
-        offload_param=_offload_param(zero),
+        offload_optimizer=_offload(zero.offload_optimizer),
+        offload_param=_offload(zero.offload_param),
         cpu_checkpointing=bool(keys.activation_checkpointing and keys.activation_checkpointing.cpu_checkpointing),
     )
 
@@ -150,27 +159,6 @@ def _number(value: object, name: str) -> float:
     return value
 
 
-def _offload_optimizer(zero: ZeroOptimization) -> OffloadLayout:
-    section = zero.offload_optimizer
-    if section is None:
-        return OffloadLayout()
-    return OffloadLayout(
-        device=section.device,
-        pin_memory=section.pin_memory,
-        buffer_count=section.buffer_count,
-        pipeline_read=section.pipeline_read,
-        pipeline_write=section.pipeline_write,
-    )
-
-
-def _offload_param(zero: ZeroOptimization) -> OffloadLayout:
-    section = zero.offload_param
-    if section is None:
-        return OffloadLayout()
-    return OffloadLayout(
-        device=section.device,
-        pin_memory=section.pin_memory,
-        buffer_count=section.buffer_count,
-        buffer_size=section.buffer_size,
-        max_in_cpu=section.max_in_cpu,
-    )
+def _offload(section: OffloadOptimizer | OffloadParam | None) -> OffloadLayout:
+    keys = section.model_dump() if section else {}
+    return OffloadLayout(**{field.name: keys[field.name] for field in fields(OffloadLayout) if field.name in keys})

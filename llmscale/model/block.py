@@ -3,6 +3,8 @@ Touvron et al. 2023)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +13,9 @@ from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.model.attention_context import AttentionContext
 from llmscale.model.initialization import residual_std
 from llmscale.model.layers import Linear, build_norm
+
+#: Keeps a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all that are kept of it so far.
+Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -38,8 +43,8 @@ class CausalSelfAttention(nn.Module):
         inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
         self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """[batch, t, n_embd] -> [batch, t, n_embd]."""
+    def forward(self, x: Tensor, context: AttentionContext, remember: Remember | None = None) -> Tensor:
+        """[batch, t, n_embd] -> [batch, t, n_embd]; with `remember`, x continues what was kept."""
         shape = self.shape
         qkv = self.qkv(x).unflatten(-1, (shape.qkv_heads, shape.head_dim))
         # Taken apart before they are transposed: the other way round the backward pass copies all of qkv once more.
@@ -50,11 +55,13 @@ class CausalSelfAttention(nn.Module):
             q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
         # Autocast norms in fp32: what follows is computed in the type of v.
         q, k = context.rotate(q.type_as(v)), context.rotate(k.type_as(v))
+        if remember is not None:
+            k, v = remember(k, v)
         y = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.mask)
         return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), shape.dropout, self.training)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        """softmax(q k^T) v over [batch, heads, t, head_dim]."""
+        """softmax(q k^T) v over [batch, heads, t, head_dim]; without a mask, causal, or one query that sees all."""
         shared = self.shape.n_head // self.shape.n_kv_head
         # Of CUDA's kernels FlashAttention alone shares key-value heads, in 16 bit and without a mask; the others would
         # fall back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
@@ -67,7 +74,7 @@ class CausalSelfAttention(nn.Module):
             v,
             mask,
             dropout_p=self.shape.dropout if self.training else 0.0,
-            is_causal=mask is None,
+            is_causal=mask is None and q.shape[2] == k.shape[2],
             enable_gqa=shared > 1 and is_native,
         )
 
@@ -107,10 +114,10 @@ class Block(nn.Module):
         self.ln_2 = build_norm(shape)
         self.mlp = MLP(shape, generator)
 
-    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """[batch, t, n_embd] -> [batch, t, n_embd]."""
+    def forward(self, x: Tensor, context: AttentionContext, remember: Remember | None = None) -> Tensor:
+        """[batch, t, n_embd] -> [batch, t, n_embd]; with `remember`, x continues what was kept."""
         if self.is_pre:
-            x = x + self.attn(self.ln_1(x), context)
+            x = x + self.attn(self.ln_1(x), context, remember)
             return x + self.mlp(self.ln_2(x))
-        x = x + self.ln_1(self.attn(x, context))
+        x = x + self.ln_1(self.attn(x, context, remember))
         return x + self.ln_2(self.mlp(x))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -13,6 +15,7 @@ from llmscale.errors import DataError
 from llmscale.model.attention_context import build_context, compute_dtype, positions_in_documents
 from llmscale.model.block import Block
 from llmscale.model.head import OutputHead, TiedHead
+from llmscale.model.kv_cache import KVCache
 from llmscale.model.layers import Embedding, build_norm
 from llmscale.model.loss import next_token_loss
 
@@ -42,12 +45,18 @@ class GPT(nn.Module):
         self.ln_f = build_norm(shape)
         self.head = TiedHead(self.wte, shape.vocab_size) if shape.tied else OutputHead(shape, generator)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None, at: Tensor | None = None
+    ) -> Tensor:
         """Logits, or the loss where `targets` are given.
 
         tokens, targets: integers [batch, t] with t <= seq_len. Returns logits [batch, t, vocab_size] in the
         model's precision, or the mean cross-entropy over all positions in nats, a scalar in fp32. The padding
-        rows of the token table take part in neither. Raises DataError when t exceeds seq_len.
+        rows of the token table take part in neither.
+
+        Tokens continue the sequences in `cache`, which keeps them, at the positions behind each one's end. With `at`,
+        integers [batch], only the logits at that place of each row of `tokens` are computed: [batch, 1, vocab_size].
+        Raises DataError when t, or what the cache holds and t, exceed seq_len.
         """
         t = tokens.shape[1]
         if t > self.shape.seq_len:
@@ -55,17 +64,33 @@ class GPT(nn.Module):
                 f"a sequence of {t} tokens is longer than the model's {self.shape.seq_len} positions "
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
-        end = self.shape.document_end
-        positions = torch.arange(t, device=tokens.device) if end is None else positions_in_documents(tokens, end)
+        positions = self._positions(tokens, cache)
         x = self.wte(tokens)
         if self.shape.positions == "learned":
             x = x + self.wpe(positions)
         x = F.dropout(x, self.shape.dropout, self.training)
         context = build_context(self.shape, positions, compute_dtype(x))
+        if cache is not None:
+            context = replace(context, mask=cache.mask(positions))
         checkpoint = self.checkpoint if torch.is_grad_enabled() else None
-        for block in self.blocks:
-            x = block(x, context) if checkpoint is None else checkpoint(block, x, context)
+        for layer, block in enumerate(self.blocks):
+            if cache is not None:
+                x = block(x, context, partial(cache.append, layer, positions))
+            else:
+                x = block(x, context) if checkpoint is None else checkpoint(block, x, context)
+        if cache is not None:
+            cache.lengths = [length + t for length in cache.lengths]
+        if at is not None:
+            x = x[torch.arange(len(at), tokens.device=device), at][:, None]
         if targets is not None:
             return next_token_loss(self.ln_f, self.head, x, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
+
+    def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
+        """[t], or [batch, t] where they differ."""
+        if cache is not None:
+            return cache.next_positions(tokens.shape[1], tokens.device)
+        if self.shape.document_end is not None:
+            return positions_in_documents(tokens, self.shape.document_end)
+        return torch.arange(tokens.shape[1], device=tokens.device)

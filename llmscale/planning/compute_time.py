@@ -46,7 +46,7 @@ class KernelEfficiency:
 _A100 = KernelEfficiency(0.88, 0.55, "A100 rows of llm-foundry")
 _H100 = KernelEfficiency(0.755, 0.315, "H100 rows of llm-foundry")
 _CALIBRATED = {"a100-40gb": _A100, "a100-80gb": _A100, "h100-80gb": _H100}
-#: Cards as fast as an H100 or faster are as hard to keep busy; the A100's fractions would flatter them.
+#: GPUs as fast as an H100 or faster are as hard to keep busy; the A100's fractions would flatter them.
 _LIKE_H100 = {"h100-80gb-pcie", "h200", "b200"}
 
 

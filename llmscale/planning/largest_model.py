@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from llmscale.architecture.shape import GPTShape
@@ -105,7 +104,7 @@ def _preset_below(shape: GPTShape | None) -> str | None:
     """The largest preset of the GPTs that has no more parameters than `shape`, at its context and vocabulary."""
     if shape is None:
         return None
-    sizes = {name: _preset_parameters(name, shape) for name in _gpts(PRESETS)}
+    sizes = {name: _preset_parameters(name, shape) for name in PRESETS if name.startswith(("gpt2", "gpt3"))}
     fitting = [name for name, size in sizes.items() if size <= shape.num_parameters]
     return max(fitting, key=lambda name: sizes[name], default=None)
 
@@ -114,7 +113,3 @@ def _preset_parameters(name: str, like: GPTShape) -> int:
     preset = PRESETS[name]
     sizes = {"n_layer": preset.n_layer, "n_head": preset.n_head, "n_embd": preset.n_embd}
     return like.changed(sizes).num_parameters
-
-
-def _gpts(names: Iterable[str]) -> list[str]:
-    return [name for name in names if name.startswith(("gpt2", "gpt3"))]

@@ -23,7 +23,8 @@ class LawRow:
 
 def law_rows(flops: float) -> list[LawRow]:
     """The re-fit, the original with exact and with rounded exponents, and Kaplan's."""
-    return [*(_parametric_row(law, flops) for law in LAWS), _kaplan_row(flops)]
+    size, tokens = KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops)
+    return [*(_parametric_row(law, flops) for law in LAWS), LawRow(KAPLAN.name, size, tokens, None, KAPLAN.source)]
 
 
 def _parametric_row(law: ParametricLaw, flops: float) -> LawRow:
@@ -37,10 +38,6 @@ def _parametric_row(law: ParametricLaw, flops: float) -> LawRow:
         with_range(lambda moved: moved.optimal_loss(flops)),
         law.source,
     )
-
-
-def _kaplan_row(flops: float) -> LawRow:
-    return LawRow(KAPLAN.name, KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops), None, KAPLAN.source)
 
 
 def central(value: Interval | float) -> float:

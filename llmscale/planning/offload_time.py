@@ -59,8 +59,3 @@ def estimate_offload_s(
     # A node's GPUs copy at the same time, all from one host's memory.
     link = min(gpu.host_link_bytes_per_s, host.memory_bytes_per_s / ranks_per_node)
     return seconds + link_bytes / link + nvme_bytes * ranks_per_node / host.nvme_bytes_per_s
-
-
-def optimizer_on_gpu(layout: EngineLayout) -> bool:
-    """Whether the optimizer step runs on the GPU."""
-    return layout.offload_optimizer.device == "none"

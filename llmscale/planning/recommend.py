@@ -67,15 +67,11 @@ def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int]:
         OFFLOADS.index(offload) if offload in OFFLOADS else len(OFFLOADS),
         CHECKPOINTING.index(strategy.checkpointing),
         fit.spare_bytes < _TIGHT * fit.machines.gpu_bytes,
-        _is_small(fit),
+        fit.plan.micro_batch_size * fit.plan.seq_len < _SMALL_MICRO_BATCH_TOKENS,
         strategy.zero_stage,
         -fit.plan.micro_batch_size,
         -fit.spare_bytes,
     )
-
-
-def _is_small(fit: Fit) -> bool:
-    return fit.plan.micro_batch_size * fit.plan.seq_len < _SMALL_MICRO_BATCH_TOKENS
 
 
 def _why(fit: Fit, num_fitting: int, num_near: int, *, known_rate: bool) -> str:

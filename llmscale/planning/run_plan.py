@@ -9,9 +9,8 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.planning.compute_optimal import optimal_point
-from llmscale.planning.cost import DEFAULT_PUE, energy_kwh, price_usd
 from llmscale.planning.disk_usage import DiskSpace, estimate_disk
-from llmscale.planning.flops import PF_DAY_FLOPS, affordable_tokens, inference_flops, training_flops
+from llmscale.planning.flops import affordable_tokens, inference_flops, training_flops
 from llmscale.planning.placement import GPUPlacement, GPUs, place, usual_mfu
 from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
 from llmscale.planning.shape_for_size import nearest_preset, suggest_shape
@@ -20,6 +19,8 @@ from llmscale.planning.shape_for_size import nearest_preset, suggest_shape
 #: thousandth, and where they start.
 _ROUNDS = 4
 _FIRST_MFU = 0.4
+#: Power that a data centre draws per watt of its computers. An assumption: good ones are at 1.1, the average near 1.6.
+DEFAULT_PUE = 1.2
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,6 @@ class Goal:
 
     kind: Literal["flops", "gpu_hours", "parameters", "tokens", "loss"]
     value: float
-
-    @classmethod
-    def from_budget(cls, usd: float, usd_per_gpu_hour: float) -> Goal:
-        """The GPU-hours that money buys."""
-        return cls("gpu_hours", usd / usd_per_gpu_hour)
-
-    @classmethod
-    def from_pf_days(cls, pf_days: float) -> Goal:
-        return cls("flops", pf_days * PF_DAY_FLOPS)
 
 
 @dataclass(frozen=True)
@@ -78,7 +70,8 @@ class Plan:
     placement: GPUPlacement | None
     gpu_hours: float | None
     energy_kwh: float | None
-    """None: the time or the GPU's power is not known."""
+    """At the boards' power limit, with the data centre's overhead; hosts and network are not counted. None: the time
+    or the GPU's power is not known."""
     cost_usd: float | None
     """Of training; None: the time or the price is not known."""
     lifetime: Lifetime | None
@@ -154,8 +147,8 @@ def make_plan(request: PlanRequest) -> Plan:
         disk=estimate_disk(shape, steps, tokens, keep_last=request.keep_last, keep_every=request.keep_every),
         placement=placement,
         gpu_hours=hours,
-        energy_kwh=None if hours is None or power_w is None else energy_kwh(hours, power_w, request.pue),
-        cost_usd=None if hours is None or price is None else price_usd(hours, price),
+        energy_kwh=None if hours is None or power_w is None else hours * power_w * request.pue / 1000,
+        cost_usd=None if hours is None or price is None else hours * price,
         lifetime=_lifetime(request, shape, tokens, placement),
     )
 

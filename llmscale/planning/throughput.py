@@ -26,7 +26,7 @@ from llmscale.memory.zero_settings import EngineLayout
 from llmscale.planning.calibration import beyond_rows, calibration_words, fitted_rows
 from llmscale.planning.communication_time import count_traffic, estimate_communication_s
 from llmscale.planning.compute_time import estimate_compute_s, kernel_efficiency, memory_bytes_per_s
-from llmscale.planning.offload_time import HostRates, estimate_offload_s, optimizer_on_gpu
+from llmscale.planning.offload_time import HostRates, estimate_offload_s
 
 #: Of a parameter that an optimizer step writes for the next forward pass, in 16 bits.
 _WRITTEN_BYTES = 2
@@ -79,7 +79,7 @@ def estimate_throughput(
     communication_s = estimate_communication_s(traffic, gpu, ranks_per_node, num_nodes, interconnect)
     offload_s = estimate_offload_s(shape, plan.micro_batch_size, layout, traffic, gpu, ranks_per_node, HostRates())
     optimizer_s = 0.0
-    if optimizer_on_gpu(layout):
+    if layout.offload_optimizer.device == "none":
         moved_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
         share = shape.num_parameters / (layout.ranks.shard_ranks if layout.zero_stage else 1)
         optimizer_s = share * moved_bytes / memory_bytes_per_s(gpu)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from llmscale.untrusted.terminal import make_visible_line
 #: Of a run's configuration, what says where things lie on the machine that trained, and not how.
 _OF_THE_MACHINE = ("config", "run", "resume", "data_cache", "allow_changed", "wandb", "wandb_project", "wandb_name")
 #: Whose last component is a name that says something elsewhere too.
-_PATHS = ("ds", "data", "init_from")
+_PATHS = ("ds", "data", "init_from", "model")
+#: hf:OWNER/NAME, as the Hub has it, or hf:FOLDER without a path.
+_HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,8 @@ data permits.
 
 
 def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
-    shape, train = facts.shape, facts.data.splits["train"]
-    yield "model", f"{_code(facts.config.model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
+    shape, train, model = facts.shape, facts.data.splits["train"], _last_part(facts.config.model)
+    yield "model", f"{_code(model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
     yield "parameters", f"{facts.num_parameters:,}, in {facts.dtype}"
     yield "context", f"{shape.seq_len:,} tokens"
     yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(_last_part(facts.data.tokenizer))}"
@@ -153,8 +156,10 @@ def _command(config: RunConfig) -> str:
 
 
 def _last_part(path: object) -> str:
-    """Of a path or a URL."""
-    return str(path).rstrip("/").rpartition("/")[2]
+    """Of a path or a URL; of hf:OWNER/NAME all."""
+    text = str(path)
+    prefix = "hf:" if text.startswith("hf:") and "://" not in text else ""
+    return text if _HUB_NAME.fullmatch(text) else prefix + text.removeprefix(prefix).rstrip("/").rpartition("/")[2]
 
 
 def _plain(text: str) -> str:

@@ -96,12 +96,8 @@ class MetricsLog:
     def _write(self, record: dict[str, object]) -> None:
         self._step = int(str(record.get("step", self._step)))
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
-        finite = {key: None if _is_not_finite(value) else value for key, value in record.items()}
-        self._file.append(json.dumps(finite, allow_nan=False).encode() + b"\n", self._step)
-
-
-def _is_not_finite(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+        infinite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+        self._file.append(json.dumps(record | infinite, allow_nan=False).encode() + b"\n", self._step)
 
 
 def format_step(m: StepMetrics, total_steps: int) -> str:

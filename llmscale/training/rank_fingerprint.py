@@ -91,9 +91,11 @@ def run_sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
     # A patch release of Python changes no arithmetic.
     versions |= {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__}
     variables = {name: os.environ.get(name, "not set") for name in _VARIABLES}
+    ds_config = flatten(run.resolved.ds_config)
     return {
         "configuration": _configuration(run),
-        "ds_config": _without_local_paths(flatten(run.resolved.ds_config)),
+        # NVMe disks may be mounted anywhere.
+        "ds_config": {key: value for key, value in ds_config.items() if not key.endswith("nvme_path")},
         DATA_SECTION: _data_set(run.location.manifest),
         SOURCES_SECTION: source_hashes(Path(llmscale.__file__).parent),
         "versions": versions,
@@ -136,11 +138,6 @@ def flatten(values: Mapping[str, object], prefix: str = "") -> dict[str, str]:
         else:
             flat[f"{prefix}{key}"] = _text(value)
     return flat
-
-
-def _without_local_paths(values: dict[str, str]) -> dict[str, str]:
-    """NVMe disks may be mounted anywhere."""
-    return {key: value for key, value in values.items() if not key.endswith("nvme_path")}
 
 
 def _text(value: object) -> str:

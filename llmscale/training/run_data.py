@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from llmscale.data.loader import Feed, FeedPlan, FeedSettings, build_feed, build_order
 from llmscale.data.order.rank_sharding import RankLayout
-from llmscale.data.order.sample_order import Order
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.process_group import World, is_gpu
 from llmscale.training.run_inputs import PreparedRun
@@ -30,14 +29,9 @@ def feed_settings(run: PreparedRun, saved_order: SavedOrder = None) -> FeedSetti
     )
 
 
-def run_order(run: PreparedRun, saved_order: SavedOrder = None) -> Order:
-    """The order in which the run sees the training split."""
-    return build_order(run.location, feed_settings(run, saved_order))
-
-
 def run_identity(run: PreparedRun, saved_order: SavedOrder) -> dict[str, object]:
     """What a checkpoint of this run records as unchangeable."""
-    order = run_order(run, saved_order)
+    order = build_order(run.location, feed_settings(run, saved_order))
     return run.identity(dict(order.identity(run.location.manifest.fingerprint)))
 
 

@@ -70,7 +70,7 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples, manifest.eot_token)
     _check_nvme_paths(ds)
     _check_run_folder(config)
-    config, model = _with_published_model(config)
+    config, model = with_published_model(config)
     resolved = resolve_run(config, ds, facts, world_size)
     if model is not None:
         return PreparedRun(config, location, resolved, find_published_weights(model, location))
@@ -79,9 +79,9 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     return PreparedRun(config, location, resolved)
 
 
-def _with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel | None]:
-    """The configuration with the shape of the published model that it names, or that the run began with; and whose
-    weights a new run begins with."""
+def with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel | None]:
+    """The configuration with the shape of the published model that it names, or that the run began with; and the model
+    whose weights a new run begins with. Raises ConfigError, CheckpointError."""
     if config.init_from is not None and is_published(config.init_from):
         model = read_published_model("--init-from", config.init_from)
         return with_published_shape(config, model), model

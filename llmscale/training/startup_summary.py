@@ -24,6 +24,8 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
     reshaped = f"its shape is from {config.model}" if is_published(config.model) else preset_words(config.model, shape)
     if reshaped:
         report(f"       {reshaped}")
+    if shape.has_document_mask:
+        report(f"       {_documents(run)}")
     report(
         f"engine: ZeRO stage {resolved.zero_stage}, {resolved.precision}, activation checkpointing "
         f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} node(s), "
@@ -41,6 +43,16 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {resolved.total_tokens:,} tokens, "
         f"{resolved.total_steps * plan.global_batch_size / num_samples:.2f} epochs; folder {config.run}, "
         f"{_checkpoints(run)}"
+    )
+
+
+def _documents(run: PreparedRun) -> str:
+    shape, split = run.resolved.shape, run.location.manifest.splits["train"]
+    mean = split.num_tokens / max(1, split.num_documents)
+    least = shape.architecture.flops_per_token(min(shape.seq_len, round(mean)))
+    return (
+        f"documents do not see each other: {mean:,.0f} tokens each on average, of which {least:.3e} FLOPs per token "
+        "would be the count; here and in the MFU it is that of the whole context"
     )
 
 

@@ -13,7 +13,7 @@ from llmscale.engine.timing import PhaseTimer
 
 
 @dataclass(frozen=True)
-class Interval:
+class StepTimes:
     """Averages per step since the last reading, in seconds."""
 
     step_s: float
@@ -48,11 +48,11 @@ class StepMeter:
         finally:
             self._paused_s += time.perf_counter() - began
 
-    def read(self) -> Interval:
+    def read(self) -> StepTimes:
         """The interval that ends now; begins the next. Call it where the device has just been synchronised."""
         now, steps = time.perf_counter(), max(self._steps, 1)
         phases = self.phases.read()
-        interval = Interval(
+        interval = StepTimes(
             step_s=(now - self._began - self._paused_s) / steps,
             data_wait_s=phases["data_wait"] / steps,
             forward_backward_s=phases["forward_backward"] / steps,

@@ -42,6 +42,8 @@ class Rules:
     """Whether the file may be a symbolic link: yes where a user named it, no inside a set or a checkpoint."""
     not_finite: bool = False
     """Accept NaN and Infinity, which JSON does not know and Python writes."""
+    large_numbers: bool = False
+    """Accept whole numbers of JSON that 64 bits do not hold, as floats: transformers writes 10^30 for no limit."""
 
 
 def load_json(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
@@ -84,7 +86,7 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
             text,
             object_pairs_hook=_without_duplicates,
             parse_constant=None if rules.not_finite else _refuse_constant,
-            parse_int=_parse_int,
+            parse_int=_parse_any_int if rules.large_numbers else _parse_int,
             parse_float=None if rules.not_finite else _parse_float,
         )
     except json.JSONDecodeError as error:
@@ -206,6 +208,11 @@ def _parse_int(digits: str) -> int:
     if len(digits) > 20:
         raise ValueError(f"the number {digits[:24]}... does not fit 64 bits")
     return int(digits)
+
+
+def _parse_any_int(digits: str) -> int | float:
+    value = int(digits) if len(digits) <= 20 else None
+    return value if value is not None and _MIN_INT <= value <= _MAX_INT else float(digits)
 
 
 def _parse_float(digits: str) -> float:

@@ -187,6 +187,9 @@ PATHS = [
     ("train --config ''", r"config = '': must not be empty"),
     ("train --data-cache ''", r"data_cache = '': must not be empty"),
     ("train --model ''", r"model = '': must not be empty"),
+    ("train --document-mask --data endless", r"endless/manifest\.json: eot_token must be int, not 'None'"),
+    ("train --document-mask --data beyond", r"beyond/manifest\.json: eot_token is 257, and must be 0 to 256"),
+    ("train --reset-attention-mask", r"--reset-attention-mask.*--document-mask"),
     ("train --wandb --wandb-project ''", r"wandb_project = '': must not be empty"),
     (f"{ESTIMATE} --plot ''", r"--plot: must not be empty, not ''"),
     (f"{ESTIMATE} --plot adir", r"--plot adir is a folder; name a file"),
@@ -373,4 +376,45 @@ SUGGESTIONS = [
     ("llmscale plan --law HOFFMANN --flops 1e20", r"Did you mean 'hoffmann'\?"),
 ]
 
-CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS]
+FROM = "train --init-from hf:hub"
+PUBLISHED = [
+    (
+        f"HF_HUB_OFFLINE=1 {FROM}/none",
+        r"--init-from hf:hub/none is no file or folder here, not in the Hugging Face cache.*HF_HUB_OFFLINE",
+    ),
+    ("train --init-from hf:", r"--init-from hf:: must not be empty"),
+    ("train --init-from hf:LONG", r"--init-from hf:x+.*: must not hold names of more than 255 bytes"),
+    ("train --init-from hf:./none", r"--init-from hf:./none does not exist. Give a config.json, its folder, or a name"),
+    ("train --init-from hf:empty", r"--init-from hf:empty is not JSON"),
+    ("HF_HUB_OFFLINE=1 train --init-from hf:fifo", r"--init-from hf:fifo is no file or folder"),
+    (f"{FROM}/mamba", r"hub/mamba: llmscale has no model of type 'mamba'.* Supported: gpt2, opt, llama"),
+    (f"{FROM}/untyped", r"hub/untyped: model_type is missing"),
+    (f"{FROM}/coded", r"auto_map names code of its own, which is never run"),
+    (f"{FROM}/quantised", r"hub/quantised: the weights are quantised"),
+    (f"{FROM}/adapter", r"hub/adapter holds adapter_config.json: an adapter, not a model. Merge it"),
+    (f"{FROM}/rope", r"rope_type is 'yarn'"),
+    (f"{FROM}/small", r"vocab_size 100 is smaller than the data set's"),
+    (f"{FROM}/short", r"samples of 32 tokens, and --init-from hf:hub/short has learned positions for 16"),
+    (f"{FROM}/large", r"tokenizer of 257 tokens, and the weights in .*hub/large have rows for 50,257"),
+    (f"{FROM}/missing", r"hub/missing has no 'transformer.h.0.mlp.c_fc.weight' among its 15 tensors"),
+    (f"{FROM}/surplus", r"hub/surplus holds 'score.weight', which the model of its config.json has no place for"),
+    (f"{FROM}/reshaped", r"c_fc.weight' has the shape \[32, 8\], and \[8, 32\] by its config.json"),
+    (f"{FROM}/int8", r"c_fc.weight' has the type I8. Legal: F32, F16, BF16"),
+    (f"{FROM}/untied", r"hub/untied has no 'lm_head.weight', and its config.json does not tie"),
+    (f"{FROM}/overlapping", r"hub/overlapping/model.safetensors is no whole safetensors file"),
+    (f"{FROM}/truncated", r"hub/truncated/model.safetensors is no whole safetensors file"),
+    (f"{FROM}/huge", r"hub/huge/model.safetensors is no whole safetensors file: .*header too large"),
+    (f"{FROM}/escaping", r"'\.\./good/model.safetensors', the file of .*, is no .safetensors file of this folder"),
+    (f"{FROM}/incomplete", r"model-1.safetensors is missing, and the index beside it names it"),
+    (f"{FROM}/empty", r"hub/empty holds no weights. Legal: model.safetensors or pytorch_model.bin"),
+    (f"{FROM}/deep", r"model.safetensors.index.json"),
+    (f"{FROM}/piped", r"model.safetensors cannot be read: is a named pipe"),
+    (f"{FROM}/good --n-layer 2", r"n_layer is 2 by --n-layer and 1 by --init-from hf:hub/good .*Drop --n-layer"),
+    (f"{FROM}/good --model tiny-1m", r"n_layer is 4 by --model tiny-1m and 1 by --init-from hf:hub/good"),
+    (f"{FROM}/good --resume set", r"--init-from starts at step 0 and --resume PATH continues"),
+    ("train --model hf:hub/mamba", r"--model hf:hub/mamba: llmscale has no model of type 'mamba'"),
+    ("train --model hf:hub/good --n-head 3", r"n_embd 8 is not divisible by n_head 3"),
+    ("llmscale train --data set --run r --init-from hf:hub/int8", r"c_fc.weight' has the type I8"),
+]
+
+CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED]

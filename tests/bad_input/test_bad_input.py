@@ -9,13 +9,16 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from llmscale.data.shards.manifest import MANIFEST_NAME, load_manifest
 from tests.bad_input.cases import CASES
 from tests.bad_input.run_cases import TORCH_STATUS
 from tests.conftest import REPOSITORY
+from tests.safetensors_files import write_file
 
 STAGE_2 = {"zero_optimization": {"stage": 2}}
 FILES = {
@@ -50,12 +53,72 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_set: Path) -> Path:
         (folder / "texts" / f"{number}.txt").write_text("hello world\n" * 50)
     shutil.copytree(tiny_set, folder / "set")
     shutil.copytree(tiny_set, folder / "mixed" / "prepared")
+    for name, eot_token in (("endless", None), ("beyond", 257)):
+        shutil.copytree(tiny_set, folder / name)
+        manifest = replace(load_manifest(folder / name), eot_token=eot_token)  # type: ignore[arg-type]
+        (folder / name / MANIFEST_NAME).write_text(manifest.to_json())
     shutil.copytree(REPOSITORY / "ds_configs", folder / "ds_configs")
     os.mkfifo(folder / "fifo")
     (folder / "zero").symlink_to("/dev/zero")
     (folder / "loop").symlink_to("loop")
     (folder / "textlink").symlink_to("texts")
+    make_published_models(folder / "hub")
     return folder
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": 260}
+_GPT2_SIZES = {
+    **{"wte.weight": [260, 8], "wpe.weight": [64, 8], "ln_f.weight": [8], "ln_f.bias": [8]},
+    **{f"h.0.ln_{n}.{kind}": [8] for n in (1, 2) for kind in ("weight", "bias")},
+    **{"h.0.attn.c_attn.weight": [8, 24], "h.0.attn.c_attn.bias": [24]},
+    **{"h.0.attn.c_proj.weight": [8, 8], "h.0.attn.c_proj.bias": [8]},
+    **{"h.0.mlp.c_fc.weight": [8, 32], "h.0.mlp.c_fc.bias": [32]},
+    **{"h.0.mlp.c_proj.weight": [32, 8], "h.0.mlp.c_proj.bias": [8]},
+}
+GPT2_TENSORS = {f"transformer.{name}": ("F32", size) for name, size in _GPT2_SIZES.items()}
+
+
+def make_published_models(hub: Path) -> None:
+    """Folders of transformers; `hub/good` can be trained, of the others one thing is wrong."""
+
+    def make(name: str, tensors: dict | None = None, header: dict | None = None, **entries: object) -> Path:
+        (hub / name).mkdir(parents=True)
+        (hub / name / "config.json").write_text(json.dumps({**GPT2, **entries}))
+        path = hub / name / "model.safetensors"
+        write_file(path, GPT2_TENSORS if tensors is None else tensors, **(header or {}))
+        return path
+
+    fc = "transformer.h.0.mlp.c_fc.weight"
+    make("good")
+    make("mamba", model_type="mamba")
+    make("untyped", model_type=None)
+    make("coded", auto_map={"AutoModel": "modeling.Model"})
+    make("quantised", quantization_config={"bits": 4})
+    make("small", vocab_size=100, tensors={**GPT2_TENSORS, "transformer.wte.weight": ("F32", [100, 8])})
+    make("short", n_positions=16, tensors={**GPT2_TENSORS, "transformer.wpe.weight": ("F32", [16, 8])})
+    make("large", vocab_size=50257, tensors={**GPT2_TENSORS, "transformer.wte.weight": ("F32", [50257, 8])})
+    make("missing", {name: tensor for name, tensor in GPT2_TENSORS.items() if name != fc})
+    make("surplus", {**GPT2_TENSORS, "score.weight": ("F32", [2, 8])})
+    make("reshaped", {**GPT2_TENSORS, fc: ("F32", [32, 8])})
+    make("int8", {**GPT2_TENSORS, fc: ("I8", [8, 32])})
+    make("untied", tie_word_embeddings=False)
+    make("rope", model_type="llama", hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8,
+         rope_scaling={"rope_type": "yarn", "factor": 4.0})  # fmt: skip
+    make("overlapping", header={fc: {"dtype": "F32", "shape": [8, 32], "data_offsets": [0, 1024]}})
+    whole = make("truncated").read_bytes()
+    (hub / "truncated" / "model.safetensors").write_bytes(whole[:-100])
+    make("huge").write_bytes(b"\xff" * 7 + b"\x0f" + whole[8:])
+    (hub / "adapter").mkdir()
+    (hub / "adapter" / "adapter_config.json").write_text("{}")
+    for name, file in (("escaping", "../good/model.safetensors"), ("incomplete", "model-1.safetensors")):
+        make(name).unlink()
+        index = {"weight_map": dict.fromkeys(GPT2_TENSORS, file)}
+        (hub / name / "model.safetensors.index.json").write_text(json.dumps(index))
+    make("empty").unlink()
+    make("deep").unlink()
+    (hub / "deep" / "model.safetensors.index.json").write_text("[" * 100_000)
+    make("piped").unlink()
+    os.mkfifo(hub / "piped" / "model.safetensors")
 
 
 def as_request(line: str) -> dict:
@@ -103,7 +166,8 @@ def test_one_line_says_what_is_wrong_and_nothing_is_written(
 
 def test_what_the_table_leaves_out_is_accepted(folder: Path) -> None:
     """Or else the lines above would prove nothing."""
-    lines = ["train", "train --steps 1_000 --lr 1e-3 --seed 0", "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train"]
+    lines = ["train", "train --init-from hf:hub/good", "train --model hf:hub/good --n-layer 3"]
+    lines += ["train --steps 1_000 --lr 1e-3 --seed 0", "OMP_NUM_THREADS=4,2 CUDA_VISIBLE_DEVICES= train"]
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "tests/bad_input/run_cases.py")],
         input=json.dumps([as_request(line) for line in lines]),
@@ -112,4 +176,4 @@ def test_what_the_table_leaves_out_is_accepted(folder: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert [answer["status"] for answer in json.loads(done.stdout)] == [TORCH_STATUS] * 3
+    assert [answer["status"] for answer in json.loads(done.stdout)] == [TORCH_STATUS] * len(lines)

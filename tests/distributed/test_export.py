@@ -72,3 +72,38 @@ def test_offload_and_16_bits(
 ) -> None:
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": changes}))
     check_export(train(tmp_path / "ds.json", 2, *flags), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        ("--activation", "gelu_tanh", "--no-bias"),
+        (
+            *("--norm", "rmsnorm", "--positions", "rotary", "--activation", "silu", "--gated-mlp", "--no-bias"),
+            *("--n-kv-head", "1", "--mlp-width", "72", "--attention-bias", "qkv"),
+        ),
+    ],
+    ids=["gpt2", "qwen2"],
+)
+def test_what_begins_with_an_export_is_exported_alike(
+    shape: tuple[str, ...], train: Callable[..., Path], train_command: Callable, ranks: Callable, tmp_path: Path
+) -> None:
+    """Byte for byte, as long as no weight has changed."""
+    check_tree = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+    train("ds_configs/zero0.json", 1, "--precision", "fp32", *shape)
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(["export", str(tmp_path / "run"), "--to", str(first)]) == 0
+    # Smaller than any number of 32 bits: a step changes nothing.
+    flags = ("--init-from", f"hf:{first}", "--run", str(tmp_path / "again"), "--steps", "1", "--lr", "1e-320")
+    command = train_command("--ds", "ds_configs/zero3.json", "--precision", "fp32", *flags)
+    # The weights say what the model is.
+    for name in ("--model", "--n-layer", "--n-head", "--n-embd"):
+        place = command.index(name)
+        del command[place : place + 2]
+    job = ranks(command, 2)
+    output = job.wait()[0]
+    assert job.exit_codes == [0, 0], output
+    assert main(["export", str(tmp_path / "again"), "--to", str(second)]) == 0
+    assert {path.name for path in first.iterdir()} == {path.name for path in second.iterdir()}
+    for name in check_tree:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name

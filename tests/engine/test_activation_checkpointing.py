@@ -96,7 +96,7 @@ def test_selective_recomputes_to_the_end_before_gradients_enter() -> None:
 def test_losses_and_gradients_are_identical(run_ranks, zero_stage: int, world_size: int) -> None:
     """Bit by bit, over two steps of two micro-steps, with and without dropout, in fp32 and under autocast."""
     for outcomes in run_ranks(world_size, f"stage{zero_stage}"):
-        assert len(outcomes) == 3 * len(WAYS)
+        assert len(outcomes) == 5 * len(WAYS)
         for name, outcome in outcomes.items():
             setting = name.split("/")[0]
             assert outcome == outcomes[f"{setting}/none"], name
@@ -146,7 +146,7 @@ def count_operators_in_backward(mode, dropout: float) -> Counter[str]:
     return counts
 
 
-def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool) -> list[float]:
+def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool, mask: bool) -> list[float]:
     """Losses and the sums of every gradient, in full fp64 digits."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
@@ -159,7 +159,8 @@ def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool
         "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
     }
     mode, section = WAYS[way]
-    shape = GPTShape(3, 4, 64, 300, 32, dropout=dropout)
+    masked: dict = {"document_end": 0, "sliding_window": 11, "positions": "rotary", "n_kv_head": 2} if mask else {}
+    shape = GPTShape(3, 4, 64, 300, 32, dropout=dropout, **masked)
     sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
     with sharded:
         model = GPT(shape, seed=7, checkpoint=build_block_checkpoint(mode, section))
@@ -171,6 +172,7 @@ def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool
     record = []
     for micro_step in range(4):
         tokens = torch.randint(300, (2, 33), generator=data)
+        tokens[0, [5, 6, 20]] = 0
         loss = engine(tokens[:, :-1], tokens[:, 1:])
         engine.backward(loss)
         record.append(loss.item())
@@ -185,10 +187,13 @@ def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool
 
 
 def compare_ways(zero_stage: int) -> dict[str, list[float]]:
-    settings = {"fp32": (0.0, False), "dropout": (0.1, False), "autocast": (0.1, True)}
+    settings = {
+        **{"fp32": (0.0, False, False), "dropout": (0.1, False, False), "autocast": (0.1, True, False)},
+        **{"mask": (0.0, False, True), "mask, autocast": (0.1, True, True)},
+    }
     return {
-        f"{setting}/{way}": train_two_steps(zero_stage, way, dropout=dropout, autocast=autocast)
-        for setting, (dropout, autocast) in settings.items()
+        f"{setting}/{way}": train_two_steps(zero_stage, way, dropout=dropout, autocast=autocast, mask=mask)
+        for setting, (dropout, autocast, mask) in settings.items()
         for way in WAYS
     }
 

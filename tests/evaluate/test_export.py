@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.families.family import Family
+from llmscale.architecture.families.registry import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint import safetensors_files
 from llmscale.checkpoint.hf_weights import import_transformers
@@ -25,10 +26,23 @@ from llmscale.model.gpt import GPT
 from tests.checkpoint.written import write_tensors
 from tests.conftest import REPOSITORY
 
+ROTARY = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "bias": False, "activation": "silu"}
+#: By transformers' class, and what is odd about them.
 SHAPES = {
-    "gpt2": GPTShape(2, 4, 48, 257, 40, activation="gelu_tanh", dropout=0.1),
-    "gpt2-relu": GPTShape(1, 3, 24, 300, 8, activation="relu"),
-    "gpt2-no-bias": GPTShape(2, 2, 16, 257, 24, bias=False),
+    ("GPT2LMHeadModel", "dropout"): GPTShape(2, 4, 48, 257, 40, activation="gelu_tanh", dropout=0.1),
+    ("GPT2LMHeadModel", "three heads"): GPTShape(1, 3, 24, 300, 8, activation="relu"),
+    ("GPT2LMHeadModel", "no biases, untied"): GPTShape(2, 2, 16, 257, 24, bias=False, tied=False, mlp_width=56),
+    ("OPTForCausalLM", "its own positions"): GPTShape(2, 4, 32, 300, 24, activation="relu", mlp_width=40),
+    ("LlamaForCausalLM", "shared keys"): GPTShape(2, 6, 48, 257, 40, n_kv_head=2, mlp_width=100, tied=False, **ROTARY),
+    ("LlamaForCausalLM", "long"): GPTShape(
+        *(1, 2, 32, 300, 96), head_dim=24, rope_theta=500_000.0, rope_scaling="llama3:8,1,4,32", **ROTARY
+    ),
+    ("MistralForCausalLM", "window"): GPTShape(2, 4, 32, 257, 40, n_kv_head=1, sliding_window=8, **ROTARY),
+    ("Qwen2ForCausalLM", "biases"): GPTShape(2, 4, 32, 257, 40, n_kv_head=2, attention_bias="qkv", **ROTARY),
+    ("Qwen3ForCausalLM", "wide heads"): GPTShape(2, 2, 24, 257, 40, head_dim=20, qk_norm="head", **ROTARY),
+    ("Olmo2ForCausalLM", "untied"): GPTShape(
+        *(2, 4, 32, 257, 40), n_kv_head=2, qk_norm="width", norm_placement="post", tied=False, **ROTARY
+    ),
 }
 
 
@@ -67,26 +81,30 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         state: str = "master",
         out: Path = tmp_path / "out",
         overwrite: bool = False,
+        family: Family | None = None,
     ) -> Path:
         checkpoint = save(model, tmp_path.with_name(f"{tmp_path.name}-checkpoint"), world_size, state)
-        exported = ExportedModel(model.shape, family_of(model.shape), dtype, shard_bytes)
+        exported = ExportedModel(model.shape, family or family_of(model.shape), dtype, shard_bytes)
         export_model(checkpoint, exported, ByteTokenizer(), out, card="# card\n", overwrite=overwrite)
         return out
 
     return written
 
 
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_transformers_computes_the_same(name: str, world_size: int, write: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("name", SHAPES, ids=" ".join)
+def test_transformers_computes_the_same(name: tuple[str, str], write: Callable[..., Path]) -> None:
     pytest.importorskip("transformers")
     transformers = import_transformers()
     ours = random_model(SHAPES[name])
-    out = write(ours, world_size=world_size, shard_bytes=20_000)
+    family = next(family for family in FAMILIES.values() if family.architecture == name[0])
+    # What OPT computes GPT-2 computes too, and comes first.
+    assert family_of(ours.shape) is (family if name[0] != "OPTForCausalLM" else FAMILIES["gpt2"])
+    out = write(ours, world_size=3, shard_bytes=20_000, family=family)
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert not info["mismatched_keys"]
+    assert type(theirs).__name__ == name[0]
     shape = ours.shape
     tokens = torch.randint(shape.vocab_size, (2, shape.seq_len), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -98,7 +116,8 @@ def test_transformers_computes_the_same(name: str, world_size: int, write: Calla
 
 
 def test_what_is_no_tensor_is_in_the_configuration(write: Callable[..., Path]) -> None:
-    config = json.loads((write(random_model(SHAPES["gpt2"]), dtype="bf16") / "config.json").read_text())
+    model = random_model(GPTShape(2, 4, 48, 257, 40, activation="gelu_tanh", dropout=0.1))
+    config = json.loads((write(model, dtype="bf16") / "config.json").read_text())
     assert [config[name] for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")] == [0.1, 0.1, 0.1]
     assert (config["n_positions"], config["vocab_size"], config["activation_function"]) == (40, 257, "gelu_new")
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)

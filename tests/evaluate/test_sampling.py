@@ -1,29 +1,45 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.errors import ConfigError
-from llmscale.evaluate.sampling import sample
+from llmscale.errors import ConfigError, TrainingError
+from llmscale.evaluate.sampling import SamplingSettings, sample
 from llmscale.model.gpt import GPT
+from llmscale.model.kv_cache import KVCache
+from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
 
 SHAPE = GPTShape(n_layer=2, n_head=2, n_embd=32, vocab_size=300, seq_len=16)
-PROMPT = torch.tensor([5, 17, 250])
-GREEDY = {"temperature": 0.0, "top_k": None, "top_p": None, "seed": 0, "eot_token": None}
-RANDOM = GREEDY | {"temperature": 1.0}
+PROMPT = [5, 17, 250]
+SETTINGS = {"max_new_tokens": 20, "temperature": 1.0, "top_k": None, "top_p": None}
 
 
 @pytest.fixture(scope="module")
 def model() -> GPT:
-    """Random weights, spread out so that tokens differ in likelihood."""
-    model = GPT(SHAPE, seed=0)
-    with torch.no_grad():
-        model.wte.weight.mul_(10)
-        model.wpe.weight.mul_(50)
-    return model
+    return build_spread_gpt(SHAPE)
+
+
+def texts(
+    model: torch.nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    seed: int = 0,
+    eot: int | None = None,
+    use_cache: bool = True,
+    **settings: object,
+) -> list[list[int]]:
+    """The tokens that continue each prompt; `settings` replace SETTINGS."""
+    found: list[list[int]] = [[] for _ in prompts]
+    chosen = SamplingSettings(**(SETTINGS | settings))
+    for tokens in sample(model, prompts, chosen, seeds=[seed] * len(prompts), eot_token=eot, use_cache=use_cache):
+        for number, token in tokens.items():
+            found[number].append(token)
+    return found
 
 
 class Fixed(torch.nn.Module):
@@ -34,37 +50,56 @@ class Fixed(torch.nn.Module):
         self.shape = GPTShape(1, 1, 1, len(probabilities), 16)
         self.logits = torch.nn.Parameter(torch.tensor(probabilities).log())
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.logits.expand(*tokens.shape, -1)
+    def forward(self, tokens: torch.Tensor, *, cache: KVCache | None, at: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(len(at), 1, -1)
 
 
-def test_temperature_zero_takes_the_likeliest_over_a_sliding_window(model: GPT) -> None:
-    context = PROMPT.tolist()
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_temperature_zero_takes_the_likeliest_over_a_sliding_window(model: GPT, use_cache: bool) -> None:
+    context = list(PROMPT)
     for _ in range(30):
         window = torch.tensor([context[-SHAPE.seq_len :]])
         context.append(int(model(window)[0, -1].argmax()))
-    assert list(sample(model, PROMPT, max_new_tokens=30, **GREEDY)) == context[3:]
+    assert texts(model, [PROMPT], temperature=0.0, max_new_tokens=30, use_cache=use_cache) == [context[3:]]
     assert len(set(context[3:])) > 3
 
 
-def test_prompt_longer_than_the_window_is_cropped(model: GPT) -> None:
-    long = torch.arange(40)
-    cropped = sample(model, long[-16:], max_new_tokens=5, **GREEDY)
-    assert list(sample(model, long, max_new_tokens=5, **GREEDY)) == list(cropped)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("shape", ODD_SHAPES.values(), ids=ODD_SHAPES.keys())
+def test_the_same_seed_gives_the_same_text_cached_or_not_through_a_window_that_slides(
+    shape: GPTShape, temperature: float
+) -> None:
+    model = build_spread_gpt(shape)
+    prompts = [PROMPT, [7], list(range(20, 20 + shape.seq_len)), [3, 1, 4, 1, 5, 9, 2, 6]]
+    length = shape.seq_len + 10
+    cached, plain = (
+        texts(model, prompts, temperature=temperature, max_new_tokens=length, seed=3, use_cache=use_cache)
+        for use_cache in (True, False)
+    )
+    assert cached == plain
+    assert {len(text) for text in cached} == {length}
+    assert len({tuple(text) for text in cached}) == 4
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_text_does_not_depend_on_what_else_is_in_the_batch(model: GPT, use_cache: bool) -> None:
+    prompts = [PROMPT, [7], list(range(14)), [3, 1, 4, 1, 5, 9, 2, 6], PROMPT]
+    stop = texts(model, [PROMPT], seed=5, max_new_tokens=7)[0][6]
+    settings = {"seed": 5, "eot": stop, "max_new_tokens": 40, "use_cache": use_cache}
+    alone = [texts(model, [prompt], **settings)[0] for prompt in prompts]
+    assert texts(model, prompts, **settings) == alone
+    assert len({len(text) for text in alone}) >= 2, "no text goes on when another has ended"
 
 
 def test_the_seed_decides_and_the_global_random_state_stays(model: GPT) -> None:
     state = torch.get_rng_state()
-    first, second, other = (
-        list(sample(model, PROMPT, max_new_tokens=20, **(RANDOM | {"seed": seed}))) for seed in (1, 1, 2)
-    )
+    first, second, other = (texts(model, [PROMPT], seed=seed) for seed in (1, 1, 2))
     assert first == second != other
     assert torch.equal(state, torch.get_rng_state())
 
 
 def draw(probabilities: list[float], **settings: object) -> dict[int, float]:
-    prompt = torch.tensor([0])
-    drawn = list(sample(Fixed(probabilities), prompt, max_new_tokens=4000, **(RANDOM | settings)))
+    drawn = texts(Fixed(probabilities), [[0]], max_new_tokens=4000, **settings)[0]
     return {token: count / 4000 for token, count in Counter(drawn).items()}
 
 
@@ -90,19 +125,41 @@ def test_top_p_leaves_the_fewest_that_reach_it(top_p: float, left: set[int]) -> 
     assert set(draw([0.15, 0.25, 0.53, 0.07], top_p=top_p)) == left
 
 
-def test_ends_before_end_of_text(model: GPT) -> None:
-    tokens = list(sample(model, PROMPT, max_new_tokens=30, **GREEDY))
+def test_no_temperature_is_too_small() -> None:
+    assert draw([0.25, 0.75], temperature=5e-324) == {1: 1.0}
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_ends_before_end_of_text(model: GPT, use_cache: bool) -> None:
+    tokens = texts(model, [PROMPT], temperature=0.0, max_new_tokens=30)[0]
     stop = tokens[4]
-    ended = list(sample(model, PROMPT, max_new_tokens=30, **(GREEDY | {"eot_token": stop})))
-    assert ended == tokens[: tokens.index(stop)]
+    ended = texts(model, [PROMPT], temperature=0.0, max_new_tokens=30, eot=stop, use_cache=use_cache)
+    assert ended == [tokens[: tokens.index(stop)]]
 
 
 def test_dropout_is_off_and_the_mode_is_put_back() -> None:
     dropping = GPT(GPTShape(2, 2, 32, 300, 16, dropout=0.5), seed=0)
     plain = GPT(SHAPE, seed=0)
-    tokens = list(sample(dropping, PROMPT, max_new_tokens=10, **GREEDY))
+    tokens = texts(dropping, [PROMPT], temperature=0.0)
     assert dropping.training
-    assert tokens == list(sample(plain, PROMPT, max_new_tokens=10, **GREEDY))
+    assert tokens == texts(plain, [PROMPT], temperature=0.0)
+
+
+def test_ranks_go_on_with_what_they_agreed_on(model: GPT) -> None:
+    steps = sample(
+        model,
+        [PROMPT, [7]],
+        SamplingSettings(**SETTINGS),
+        seeds=[0, 0],
+        eot_token=299,
+        agree=lambda tokens: {number: 299 if number else 40 for number in tokens},
+    )
+    assert list(itertools.islice(steps, 3)) == [{0: 40}] * 3
+
+
+def test_lost_weights_are_named() -> None:
+    with pytest.raises(TrainingError, match=r"logits are no numbers \(nan\)"):
+        texts(Fixed([float("nan"), 0.5]), [[0]])
 
 
 @pytest.mark.parametrize(
@@ -114,11 +171,22 @@ def test_dropout_is_off_and_the_mode_is_put_back() -> None:
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\] .* not 0.0"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\] .* not 1.5"),
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, not -1"),
-        ({"prompt_ids": torch.tensor([], dtype=torch.long)}, "prompt has no tokens"),
-        ({"prompt_ids": torch.tensor([1, 300])}, "token 300, and the model's vocabulary is 0 to 299"),
-        ({"prompt_ids": torch.tensor([-1, 2])}, "token -1, and"),
     ],
 )
-def test_illegal_values_are_refused_at_the_call(model: GPT, settings: dict, message: str) -> None:
+def test_illegal_settings_are_refused(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        sample(model, **({"prompt_ids": PROMPT, "max_new_tokens": 5} | RANDOM | settings))
+        SamplingSettings(**(SETTINGS | settings))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt has no tokens"),
+        ([1, 300], "token 300, and the model's vocabulary is 0 to 299"),
+        ([-1, 2], "token -1, and"),
+        ([0] * 17, r"has 17 tokens, and the model sees 16 \(its seq_len\)\. Give the last 16 or fewer"),
+    ],
+)
+def test_illegal_prompts_are_refused_at_the_call(model: GPT, prompt: list[int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sample(model, [PROMPT, prompt], SamplingSettings(**SETTINGS), seeds=[0, 0], eot_token=None)

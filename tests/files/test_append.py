@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.files import append
 from llmscale.files.append import AppendFile, Missing
 
 
@@ -56,9 +57,14 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
     return Disk(monkeypatch)
 
 
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(append, "_RETRY_S", 0.0)
+
+
 def open_log(path: Path, **options: int) -> tuple[AppendFile, list[str]]:
     said: list[str] = []
-    return AppendFile(path, warn=said.append, retry_s=0.0, **options), said
+    return AppendFile(path, warn=said.append, **options), said
 
 
 @pytest.mark.parametrize("number", ["ENOSPC", "EIO", "EDQUOT", "EROFS", "ESTALE", "EACCES"])
@@ -130,9 +136,11 @@ def test_a_record_larger_than_the_memory_set_aside_is_written_all_the_same(tmp_p
     assert (steps_in(tmp_path / "log"), said) == ([1], [])
 
 
-def test_a_disk_that_refuses_is_not_asked_at_every_step(disk: Disk, tmp_path: Path) -> None:
-    said: list[str] = []
-    log = AppendFile(tmp_path / "log", warn=said.append, retry_s=3600.0)
+def test_a_disk_that_refuses_is_not_asked_at_every_step(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(append, "_RETRY_S", 3600.0)
+    log, _ = open_log(tmp_path / "log")
     disk.error = errno.EIO
     log.append(line(1), 1)
     disk.error = None
@@ -248,7 +256,7 @@ def test_a_file_that_is_nobodys_to_write_to_is_not_opened(tmp_path: Path) -> Non
             raise OSError(lost[0])
 
     said: list[str] = []
-    log = AppendFile(tmp_path / "log", warn=said.append, retry_s=0.0, check=check)
+    log = AppendFile(tmp_path / "log", warn=said.append, check=check)
     log.append(line(1), 1)
     lost.append("it is another run's")
     (tmp_path / "log").rename(tmp_path / "ours")

@@ -30,15 +30,13 @@ def test_chinchillas_budget_is_about_70b_on_1_4t() -> None:
 
 def test_money_buys_gpu_hours_and_energy_and_inference_cost_by_them() -> None:
     priced = request("gpu_hours", 500.0, gpus=A100S, usd_per_gpu_hour=2.0, pue=1.5)
-    plan = make_plan(replace(priced, goal=Goal.from_budget(1000.0, 2.0)))
-    assert plan == make_plan(priced)
+    plan = make_plan(priced)
     assert plan.gpu_hours is not None and plan.usd_per_flop is not None
     assert plan.cost_usd == pytest.approx(2 * plan.gpu_hours)
     assert plan.energy_kwh == pytest.approx(plan.gpu_hours * 400 * 1.5 / 1000)
     assert plan.usd_per_flop * plan.flops == pytest.approx(plan.cost_usd)
     free = make_plan(request("flops", 5.76e23))
     assert (free.energy_kwh, free.cost_usd, free.usd_per_flop) == (None, None, None)
-    assert Goal.from_pf_days(1.0) == Goal("flops", 8.64e19)
 
 
 def test_gpt2_on_10b_tokens_is_19073_steps() -> None:

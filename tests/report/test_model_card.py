@@ -90,6 +90,21 @@ def test_a_checkpoint_without_its_run_says_less(facts: CardFacts, checkpoint: Pa
     assert "| trained with |" not in card
 
 
+@pytest.mark.parametrize(
+    ("model", "shown"),
+    [("hf:Qwen/Qwen3-0.6B", "hf:Qwen/Qwen3-0.6B"), ("hf:/home/me/models/q", "hf:q"), ("hf:../q/", "hf:q")],
+)
+def test_a_published_model_is_named_as_the_hub_names_it(
+    model: str, shown: str, facts: CardFacts, checkpoint: Path
+) -> None:
+    config = facts.config.model_copy(update={"model": model, "init_from": model})
+    card = build_model_card(replace(facts, config=config), checkpoint)
+    assert f"| `{shown}`: 2 layers" in card
+    assert f"--model {shown} " in card
+    assert f"--init-from {shown}\n" in card
+    assert "/home/me" not in card
+
+
 def test_names_that_others_chose_stay_text(facts: CardFacts, checkpoint: Path) -> None:
     hostile = "x`|\x1b[2J<script>\n---\nlicense: mit"
     card = build_model_card(replace(facts, data=replace(facts.data, tokenizer=hostile)), checkpoint)

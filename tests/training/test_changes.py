@@ -49,6 +49,7 @@ def test_nothing_is_said_when_nothing_changed(start: Start) -> None:
         ("--eps=1e-6", "eps 1e-08 -> 1e-06"),
         ("--gradient-clipping=0.5", "gradient_clipping 1 -> 0.5"),
         ("--dropout=0.1", "dropout 0 -> 0.1"),
+        ("--document-mask", "document_mask False -> True"),
         ("--schedule=linear", "schedule cosine -> linear; min_lr_frac 0.1 -> 0"),
         ("--warmup-steps=3", "warmup_steps 0 -> 3"),
         ("--precision=fp32", "precision bf16 -> fp32"),

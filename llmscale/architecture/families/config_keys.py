@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from llmscale.errors import ConfigError
 
 #: Widths and vocabularies; layers.
 _MOST, _MOST_LAYERS = 1 << 30, 10_000
+#: Letters of a value in an error.
+_MOST_SHOWN = 80
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value, as Python writes it."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 class Keys:
@@ -30,7 +38,7 @@ class Keys:
         value = self._config.get(name)
         value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            found = "is missing" if value is None else f"is {value!r}"
+            found = "is missing" if value is None else f"is {_shown(value)}"
             raise ConfigError(f"{self.source}: {name} {found}; a positive integer is needed to count parameters.")
         if value > _MOST:
             raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST:,} of any model.")
@@ -52,7 +60,7 @@ class Keys:
             or not isinstance(value, (int, float))
             or not ((value > 0 if least is None else value >= least) and value < math.inf)
         ):
-            raise ConfigError(f"{self.source}: {name} is {value!r}, not a positive number.")
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a positive number.")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
@@ -60,7 +68,7 @@ class Keys:
         value = self._config.get(name)
         value = default if value is None else value
         if not isinstance(value, bool):
-            raise ConfigError(f"{self.source}: {name} is {value!r}, not true or false.")
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not true or false.")
         return value
 
     def choice(self, name: str, legal: Mapping[str, str], default: str) -> str:
@@ -68,7 +76,7 @@ class Keys:
         value = self._config.get(name)
         value = default if value is None else value
         if not isinstance(value, str) or value not in legal:
-            raise ConfigError(f"{self.source}: {name} is {value!r}; llmscale has {', '.join(legal)}.")
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale has {', '.join(legal)}.")
         return legal[value]
 
     def section(self, name: str) -> Keys | None:
@@ -77,8 +85,14 @@ class Keys:
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise ConfigError(f"{self.source}: {name} is {value!r}, not an object.")
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not an object.")
         return Keys(value, f"{self.source}: {name}")
+
+    def require_known(self, known: Collection[str]) -> None:
+        """Refuse entries whose meaning is not known here."""
+        for name in self._config:
+            if name not in known:
+                raise ConfigError(f"{self.source}: {_shown(name)} is not known; llmscale reads {', '.join(known)}.")
 
     def texts(self, name: str) -> list[str]:
         """A list of texts; empty where there is none."""
@@ -93,7 +107,7 @@ class Keys:
         """Refuse any other value than the one that llmscale's model computes with, which is the family's default."""
         value = self._config.get(name)
         if value is not None and value != only:
-            raise ConfigError(f"{self.source}: {name} is {value!r}; llmscale's model has {only!r} alone.")
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale's model has {only!r} alone.")
 
     def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
         """Width of the residual stream and number of query heads, which must divide it unless head_dim is given."""

@@ -45,20 +45,26 @@ class Family:
     adds_biases: bool = False
     """The family has biases everywhere; those that a shape lacks are zeros in its files."""
 
+    def adds_to(self, shape: GPTShape) -> bool:
+        """Whether its files of this shape hold biases that the shape lacks."""
+        return self.adds_biases and shape != shape.changed({"bias": True})
+
     def expresses(self, shape: GPTShape) -> bool:
         """Whether what is written for this shape reads as this shape again."""
         return not self.lost(shape)
 
     def lost(self, shape: GPTShape) -> list[str]:
-        """Fields of the shape that this family's config.json cannot say, `positions learned`."""
+        """Fields of the shape that this family's config.json cannot say, `positions learned`; all of them where it
+        cannot be written at all."""
         wanted = replace(shape, dropout=0.0)
         if self.adds_biases:
             wanted = wanted.changed({"bias": True})
+        said = {key: f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS}
         try:
             read = build_shape(self.read(Keys(self.write(wanted), self.model_type)))
         except ConfigError:
-            return [self.model_type]
-        return [f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS if getattr(read, key) != getattr(wanted, key)]
+            return list(said.values())
+        return [said[key] for key in SHAPE_KEYS if getattr(read, key) != getattr(wanted, key)]
 
 
 def stacked(parts: Mapping[str, int], parameter: str, columns: int, *, bias: bool) -> Iterator[HFTensor]:

@@ -15,13 +15,20 @@ _ACTIVATIONS = {
     **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
 }
 _THEIR_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "relu": "relu", "gelu_tanh": "gelu_pytorch_tanh"}
+_ROPE_KEYS = (
+    *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
+    *("original_max_position_embeddings", "partial_rotary_factor"),
+)
+#: Of layer_types.
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 
 
 def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None = None) -> dict[str, object]:
     """What all of them share. The arguments are the family's own defaults: `positions` of max_position_embeddings,
-    `eps` of rms_norm_eps."""
+    `eps` of rms_norm_eps, `kv_heads` of num_key_value_heads where it is not all of them."""
     n_embd, n_head = keys.heads()
+    kv_heads = kv_heads or n_head
     keys.require("partial_rotary_factor", 1.0)
     theta, scaling = _read_rotary(keys)
     return {
@@ -30,7 +37,8 @@ def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None
         "n_embd": n_embd,
         "vocab_size": keys.count("vocab_size"),
         "seq_len": keys.count("max_position_embeddings", positions),
-        "n_kv_head": keys.count("num_key_value_heads", kv_heads or n_head),
+        # null means all of them, and no entry the family's default.
+        "n_kv_head": keys.count("num_key_value_heads", n_head if keys.mentions("num_key_value_heads") else kv_heads),
         "head_dim": keys.count("head_dim", n_embd // n_head),
         "mlp_width": keys.count("intermediate_size"),
         "gated_mlp": True,
@@ -52,15 +60,17 @@ def _read_rotary(keys: Keys) -> tuple[float, str]:
     section = section or keys.section("rope_scaling")
     if section is None:
         return theta, "none"
+    section.require_known(_ROPE_KEYS)
+    section.require("partial_rotary_factor", 1.0)
     name = "rope_type" if section.has("rope_type") or not section.has("type") else "type"
     kind = section.choice(name, _ROPE_TYPES, "default")
     if kind == "none":
         return theta, kind
-    factor = f"{section.number('factor', 1.0):.17g}"
+    factor = section.number("factor", 1.0)
     if kind == "linear":
-        return theta, f"linear:{factor}"
+        return theta, str(LinearScaling(factor))
     low, high = (section.number(f"{which}_freq_factor", 1.0) for which in ("low", "high"))
-    return theta, f"llama3:{factor},{low:.17g},{high:.17g},{section.count('original_max_position_embeddings')}"
+    return theta, str(Llama3Scaling(factor, low, high, section.count("original_max_position_embeddings")))
 
 
 def _write(shape: GPTShape) -> dict[str, object]:
@@ -148,27 +158,28 @@ def _write_mistral(shape: GPTShape) -> dict[str, object]:
 
 def _read_qwen(keys: Keys) -> dict[str, object]:
     shape = _read(keys, positions=32_768, kv_heads=32)
+    types = set(keys.texts("layer_types"))
+    for name in types - {_FULL, _SLIDING}:
+        raise ConfigError(f"{keys.source}: layer_types has '{name[:80]}'; llmscale has {_FULL} and {_SLIDING}.")
     if not keys.flag("use_sliding_window", False):
         return shape
-    types = set(keys.texts("layer_types"))
     if not types:
         # The first max_window_layers see everything.
         first = keys.count("max_window_layers", 28) if keys.number("max_window_layers", 28, least=0) else 0
         layers = keys.layers("num_hidden_layers")
-        types = {name for name, number in (("full", first), ("sliding", layers - first)) if number > 0}
+        types = {name for name, number in ((_FULL, first), (_SLIDING, layers - first)) if number > 0}
     if len(types) > 1:
         raise ConfigError(
             f"{keys.source}: some layers have a sliding window and some have none; llmscale's layers are equal, all "
             "with the window or all without."
         )
-    is_full = types <= {"full", "full_attention"}
-    return shape if is_full else {**shape, "sliding_window": keys.count("sliding_window", 4096)}
+    return {**shape, "sliding_window": keys.count("sliding_window", 4096)} if types == {_SLIDING} else shape
 
 
 def _write_qwen(shape: GPTShape) -> dict[str, object]:
     written = _write(shape)
     if shape.sliding_window:
-        types = ["sliding_attention"] * shape.n_layer
+        types = [_SLIDING] * shape.n_layer
         windows = {"sliding_window": shape.sliding_window, "max_window_layers": 0, "layer_types": types}
         return {**written, "use_sliding_window": True, **windows}
     return {**written, "use_sliding_window": False, "max_window_layers": shape.n_layer}
@@ -193,11 +204,20 @@ def _write_qwen3(shape: GPTShape) -> dict[str, object]:
 def _read_olmo2(keys: Keys) -> dict[str, object]:
     attention_bias = "all" if keys.flag("attention_bias", False) else "none"
     shape = _read(keys, positions=2048, eps=1e-5)
+    if str(shape["rope_scaling"]).startswith("llama3:"):
+        raise ConfigError(f"{keys.source}: transformers' OLMo 2 has no llama3 rope_scaling; it has linear alone.")
     return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": attention_bias}
 
 
 def _write_olmo2(shape: GPTShape) -> dict[str, object]:
-    return {**_write(shape), "attention_bias": shape.attention_bias == "all"}
+    scaling = parse_rope_scaling(shape.rope_scaling)
+    return {
+        **_write(shape),
+        "attention_bias": shape.attention_bias == "all",
+        "rope_scaling": {"type": "linear", "factor": scaling.factor} if isinstance(scaling, LinearScaling) else None,
+        # By default token 1, whose embedding transformers then leaves untrained.
+        "pad_token_id": None,
+    }
 
 
 def _family(

@@ -49,6 +49,8 @@ def _write(shape: GPTShape) -> dict[str, object]:
         "dropout": shape.dropout,
         "attention_dropout": shape.dropout,
         "tie_word_embeddings": shape.tied,
+        # By default token 1, whose embedding transformers then leaves untrained.
+        "pad_token_id": None,
     }
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from llmscale.cli.machine_flags import add_machine_flags
+from llmscale.cli.quick_answer import quick_answer
 from llmscale.cli.shape_flags import MODEL_KEYS, add_shape_flags
 from llmscale.config import flag_type, limits
 from llmscale.errors import ConfigError
@@ -104,6 +105,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.gpu == "list":
         return _print_gpus()
     _check_combination(args)
+    if args.dry_run:
+        return _answer(args)
+    with quick_answer():
+        return _answer(args)
+
+
+def _answer(args: argparse.Namespace) -> int:
     if args.hf is not None:
         from llmscale.cli.estimate.hugging_face import as_own_model
 

@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from llmscale.cli.machine_flags import add_machine_flags
+from llmscale.cli.quick_answer import quick_answer
 from llmscale.config import flag_type, limits
 from llmscale.config.user_paths import check_output_file
 
@@ -122,6 +123,11 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    with quick_answer():
+        return _answer(args)
+
+
+def _answer(args: argparse.Namespace) -> int:
     from llmscale.cli.plan import output as plan_output
     from llmscale.cli.plan import request as plan_request
     from llmscale.planning.run_plan import make_plan

@@ -9,9 +9,9 @@ from llmscale.cli.estimate.request import read_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.presets import get_preset
 from llmscale.errors import ConfigError
-from llmscale.planning.cost import DEFAULT_PUE
+from llmscale.planning.flops import PF_DAY_FLOPS
 from llmscale.planning.placement import GPUs
-from llmscale.planning.run_plan import Goal, PlanRequest
+from llmscale.planning.run_plan import DEFAULT_PUE, Goal, PlanRequest
 from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN
 from llmscale.planning.shape_for_size import suggest_shape
 
@@ -92,11 +92,11 @@ def _read_shape(args: argparse.Namespace) -> GPTShape | None:
 
 def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:
     if args.budget_usd is not None:
-        return Goal.from_budget(args.budget_usd, args.price_per_gpu_hour)
+        return Goal("gpu_hours", args.budget_usd / args.price_per_gpu_hour)
     if args.gpu_hours is not None:
         return Goal("gpu_hours", args.gpu_hours)
     if args.pf_days is not None:
-        return Goal.from_pf_days(args.pf_days)
+        return Goal("flops", args.pf_days * PF_DAY_FLOPS)
     if args.flops is not None:
         return Goal("flops", args.flops)
     if args.tokens is not None:

@@ -34,7 +34,7 @@ def check_gpus(hosts: Sequence[Host], facts: Mapping[str, HostFacts]) -> Iterato
     yield from busy or [green("gpus free", "no other process on any")]
     ill = [row for name, gpus in found.items() for row in _check_healthy(name, gpus.gpus)]
     counted = all(gpu.uncorrected_errors is not None for gpus in found.values() for gpu in gpus.gpus)
-    yield from ill or [green("ecc", "no errors" if counted else "not counted by all cards, no errors on the others")]
+    yield from ill or [green("ecc", "no errors" if counted else "not counted by all GPUs, no errors on the others")]
 
 
 def _check_presence(hosts: Sequence[Host], gpus_of: Mapping[str, tuple[Gpu, ...]]) -> Iterator[CheckRow]:
@@ -54,7 +54,7 @@ def _check_presence(hosts: Sequence[Host], gpus_of: Mapping[str, tuple[Gpu, ...]
     }
     if differ(kinds):
         yield yellow(
-            "gpus", grouped(kinds), "All ranks go at the pace of the slowest card and fit the memory of the smallest."
+            "gpus", grouped(kinds), "All ranks go at the pace of the slowest GPU and fit the memory of the smallest."
         )
     elif not short:
         yield green("gpus", f"{sum(len(gpus) for gpus in gpus_of.values())} x {grouped(kinds)}")
@@ -109,12 +109,12 @@ def _check_healthy(name: str, gpus: Sequence[Gpu]) -> Iterator[CheckRow]:
             yield red(
                 "ecc",
                 f"{name}: GPU {gpu.index} had {gpu.uncorrected_errors} uncorrected memory errors",
-                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {gpu.index}); if they come back, have it "
+                f"Drain {name} and reset the GPU (nvidia-smi --gpu-reset -i {gpu.index}); if they come back, have it "
                 "replaced.",
             )
         elif gpu.needs_reset:
             yield red(
                 "ecc",
                 f"{name}: GPU {gpu.index} has memory rows waiting to be remapped",
-                f"Drain {name} and reset the card (nvidia-smi --gpu-reset -i {gpu.index}) or reboot.",
+                f"Drain {name} and reset the GPU (nvidia-smi --gpu-reset -i {gpu.index}) or reboot.",
             )

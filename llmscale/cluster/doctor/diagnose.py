@@ -35,7 +35,8 @@ from llmscale.cluster.remote import FAN_OUT, SSH_OPTIONS, Finished, is_this_mach
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
 from llmscale.config.run_config import RunConfig
-from llmscale.errors import ConfigError
+from llmscale.errors import ConfigError, LlmscaleError
+from llmscale.training.run_inputs import with_published_model
 
 #: A login that takes longer than this would make every start as slow.
 _LOGIN_TIMEOUT_S = 20.0
@@ -126,6 +127,11 @@ def _read_run(question: DoctorOptions) -> _Run:
     ds_path = question.ds or (config.ds if config else None)
     with contextlib.suppress(ConfigError):
         ds = read_ds_config(ds_path) if ds_path else None
+    try:
+        config = with_published_model(config)[0] if config else None
+    except LlmscaleError:
+        # Every host says what is wrong with it.
+        config = None
     return _Run(config, ds_path, ds)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -225,11 +225,6 @@ class HostFacts:
 
 _FACTS = TypeAdapter(HostFacts)
 _REQUEST = TypeAdapter(ProbeRequest)
-
-
-def facts_as_plain(facts: HostFacts) -> dict[str, object]:
-    """JSON values."""
-    return asdict(facts)
 
 
 def print_facts(facts: HostFacts) -> str:

@@ -20,11 +20,11 @@ _LIBAIO_HEADERS = ("/usr/include/libaio.h", "/usr/local/include/libaio.h")
 
 def gather_system() -> SystemFacts:
     """Everything that is neither software version, GPU, network nor run."""
-    memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    memlock, open_files = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
     folder = extensions_folder()
     return SystemFacts(
-        open_files=_finite(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        open_files=sys.maxsize if open_files == resource.RLIM_INFINITY else open_files,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         shm_bytes=shm.total if shm else 0,
         shm_free_bytes=shm.free if shm else 0,
@@ -36,10 +36,6 @@ def gather_system() -> SystemFacts:
         locks=tuple(find_locks(folder)),
         extensions=str(folder),
     )
-
-
-def _finite(limit: int) -> int:
-    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
 
 
 def _ninja() -> str | None:

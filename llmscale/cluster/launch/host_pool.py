@@ -16,6 +16,8 @@ from llmscale.cluster.launch.reach import Reach
 #: Lines per rank that are kept as evidence, and how much of each.
 _KEPT_LINES = 30
 _KEPT_CHARACTERS = 2000
+#: For messages, before those who wait for them look around.
+_WAIT_S = 0.2
 
 
 class HostPool:
@@ -43,9 +45,9 @@ class HostPool:
         """What each rank of each host printed last; None is the launcher."""
         self._show = show
 
-    def pump(self, timeout_s: float = 0.2) -> list[tuple[HostConnection, Message]]:
+    def pump(self) -> list[tuple[HostConnection, Message]]:
         """Wait for messages; show what is output and return the rest."""
-        self._wait(timeout_s)
+        self._wait()
         others = []
         for node in self.nodes.values():
             messages, lines = node.receive()
@@ -59,7 +61,7 @@ class HostPool:
             node.ping()
         return others
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self) -> None:
         """For anything that can be read; takes in those who call back."""
         descriptors = [descriptor for node in self.nodes.values() for descriptor in node.descriptors]
         descriptors += self._listener.descriptors
@@ -67,9 +69,9 @@ class HostPool:
             for descriptor in descriptors:
                 selector.register(descriptor, selectors.EVENT_READ)
             if descriptors:
-                selector.select(timeout_s)
+                selector.select(_WAIT_S)
             else:
-                time.sleep(timeout_s)
+                time.sleep(_WAIT_S)
         callers = self._listener.accept({node.expected for node in self.nodes.values() if node.expected})
         for node in self.nodes.values():
             if node.expected in callers:

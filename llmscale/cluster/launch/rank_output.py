@@ -153,8 +153,8 @@ class BoundedLog:
     """A log file of limited size and rate. What a full disk refuses waits, and what is lost is named by its place in
     the output, in bytes: a run must not die of its log."""
 
-    def __init__(self, path: Path, max_bytes: int = LOG_BYTES, bytes_per_s: float = LOGGED_BYTES_PER_S) -> None:
-        self._path, self._max_bytes, self._bytes_per_s = path, max_bytes, bytes_per_s
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._size = 0
         self._num_written = 0
         """Bytes of all files of this log so far."""
@@ -163,7 +163,7 @@ class BoundedLog:
         """The end of what is left out."""
         self._num_dropped = 0
         """Bytes of logs that were replaced."""
-        self._budget_bytes = float(max_bytes)
+        self._budget_bytes = float(LOG_BYTES)
         self._filled_s = time.monotonic()
         self._warnings: list[str] = []
         with contextlib.suppress(OSError):
@@ -173,8 +173,8 @@ class BoundedLog:
     def write(self, data: bytes) -> None:
         """Append, or count as left out."""
         now = time.monotonic()
-        refilled = self._budget_bytes + (now - self._filled_s) * self._bytes_per_s
-        self._budget_bytes = min(float(self._max_bytes), refilled)
+        refilled = self._budget_bytes + (now - self._filled_s) * LOGGED_BYTES_PER_S
+        self._budget_bytes = min(float(LOG_BYTES), refilled)
         self._filled_s = now
         if len(data) > self._budget_bytes:
             self._num_left_out += len(data)
@@ -182,7 +182,7 @@ class BoundedLog:
             return
         self._budget_bytes -= len(data)
         self._say_what_is_left_out()
-        if self._size + len(data) > self._max_bytes and self._size:
+        if self._size + len(data) > LOG_BYTES and self._size:
             self._rotate()
         self._append(data)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmscale.config.deepspeed.sections import DsFile, OffloadOptimizer, OffloadParam, ZeroOptimization
+from llmscale.config.optimizers import ADAMW
 
 _EVERY_STAGE = frozenset({1, 2, 3})
 _FLAT_STAGES = frozenset({1, 2})
@@ -43,6 +44,9 @@ _NVME_KEYS = (
     "pipeline_write",
     "fast_init",
 )
+#: What DeepSpeed swaps of a sub-group at once: the parameter, its gradient and the states of the one optimizer that can
+#: run at stage 3.
+_SWAP_BUFFERS = 2 + max(len(group.states) for group in ADAMW.groups)
 _DYNAMIC_SCALE_KEYS = (
     "initial_scale_power",
     "loss_scale_window",
@@ -113,10 +117,10 @@ def _offload_refusals(keys: DsFile) -> Iterator[str]:
             f"zero_optimization.offload_optimizer.ratio {states.ratio} needs DeepSpeed's own CPU Adam, "
             "llmscale passes torch.optim.AdamW. Delete it: all states are offloaded."
         )
-    if states and states.device == "nvme" and states.buffer_count < 4:
+    if states and states.device == "nvme" and states.buffer_count < _SWAP_BUFFERS:
         yield (
             f"zero_optimization.offload_optimizer.buffer_count {states.buffer_count} is too small: AdamW "
-            "needs 4 (parameter, gradient, two moments)."
+            f"needs {_SWAP_BUFFERS} (parameter, gradient, two moments)."
         )
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +39,6 @@ from llmscale.errors import ConfigError
 IntArray = NDArray[np.int64]
 #: Everything that decides an order, as a checkpoint keeps it.
 OrderIdentity = dict[str, str | int | bool | None]
-
-#: Changed whenever the same settings would give another order.
-ALGORITHM = "feistel-rounds-2"
 
 #: Rows that go to nodes whole. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
 DEFAULT_CANONICAL_NODES = 48
@@ -56,24 +53,6 @@ MOST_CANONICAL_NODES = 1 << 20
 
 # Domains of the keys: equal (seed, epoch) must not give related shard orders, rounds, entrances and shuffles.
 _SHARDS, _SPANS, _ENTRANCES, _BLOCKS, _ROUNDS = range(5)
-
-
-class Order(Protocol):
-    """What the feed needs of an order, today's or an older one."""
-
-    num_samples: int
-
-    def rows(self, positions: IntArray) -> IntArray:
-        """Canonical row of each stream position, int64 of the same shape."""
-        ...
-
-    def sample_ids(self, positions: IntArray) -> IntArray:
-        """Sample id at each stream position (non-negative, any order), int64 [n] for positions [n]."""
-        ...
-
-    def identity(self, set_fingerprint: str) -> OrderIdentity:
-        """Everything that decides the order."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -94,6 +73,9 @@ class SampleOrder:
     `num_canonical_nodes` None: as many rows as do not show, 48 or one. `block_size` None: a row is one block.
     Raises ConfigError for settings that cannot form an order.
     """
+
+    algorithm: ClassVar[str] = "feistel-rounds-2"
+    """Changed whenever the same settings would give another order."""
 
     def __init__(
         self,
@@ -146,7 +128,7 @@ class SampleOrder:
     def identity(self, set_fingerprint: str) -> OrderIdentity:
         """Everything that decides the order. A checkpoint keeps it; a resume with another is refused."""
         return {
-            "algorithm": ALGORITHM,
+            "algorithm": self.algorithm,
             "set_fingerprint": set_fingerprint,
             "num_samples": self.num_samples,
             "seed": self.seed,
@@ -214,7 +196,15 @@ class SampleOrder:
         return rows, rounds + (rows < head).astype(np.int64)
 
     def _ids_in_epoch(self, epoch: int, places: IntArray) -> IntArray:
-        """Sample ids of places [n] in the epoch: row and entry, entry shuffled in its block, then the id."""
+        """Sample ids of places [n] in the epoch."""
+        rows, shuffled = self._shuffled_entries(epoch, places)
+        table = self._epoch_table(epoch)
+        row_places = self._row_begins[rows] + shuffled
+        spans = np.searchsorted(table.ends, row_places, side="right")
+        return table.starts[spans] + row_places - table.begins[spans]
+
+    def _shuffled_entries(self, epoch: int, places: IntArray) -> tuple[IntArray, IntArray]:
+        """Row, and the entry shuffled in its block, of places [n] in the epoch."""
         rows, entries = self._visits(epoch, places)
         sizes = self._row_sizes[rows]
         row_words = rows.astype(np.uint64)
@@ -225,11 +215,7 @@ class SampleOrder:
         blocks = entries // lengths
         begins = blocks * lengths
         keys = fold64(fold64(key64(self.seed, epoch, _BLOCKS), row_words), blocks.astype(np.uint64))
-        shuffled = begins + permute(entries - begins, np.minimum(lengths, sizes - begins), keys)
-        table = self._epoch_table(epoch)
-        row_places = self._row_begins[rows] + shuffled
-        spans = np.searchsorted(table.ends, row_places, side="right")
-        return table.starts[spans] + row_places - table.begins[spans]
+        return rows, begins + permute(entries - begins, np.minimum(lengths, sizes - begins), keys)
 
 
 def rows_that_do_not_show(samples_per_shard: IntArray) -> int:

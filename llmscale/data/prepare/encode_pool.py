@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, cut_text
 from llmscale.errors import DataError
 
@@ -47,7 +46,7 @@ def encode_in_order(
 ) -> Iterator[tuple[Piece, TokenArray]]:
     """Every piece with its tokens, in the order given: the same for any number of workers.
 
-    `tokenizer` is loaded again in each worker from its spec. Raises DataError when a worker dies.
+    Raises DataError when a worker dies.
     """
     batches = _batched(pieces)
     if num_workers <= 1:
@@ -59,7 +58,7 @@ def encode_in_order(
         num_workers,
         mp_context=multiprocessing.get_context("spawn"),
         initializer=_start_worker,
-        initargs=(tokenizer.spec,),
+        initargs=(tokenizer,),
     ) as pool:
         try:
             yield from _encode_ahead(pool, batches, num_workers * READ_AHEAD)
@@ -103,9 +102,9 @@ class _Worker:
     tokenizer: Tokenizer
 
 
-def _start_worker(spec: str) -> None:
+def _start_worker(tokenizer: Tokenizer) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _Worker.tokenizer = load_tokenizer(spec)
+    _Worker.tokenizer = tokenizer
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 

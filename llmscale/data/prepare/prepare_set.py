@@ -29,6 +29,9 @@ from llmscale.data.shards.verify_shards import check_files
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
 from llmscale.errors import DataError
 
+#: What sets are that were prepared before these were settings.
+_BEFORE: PrepareRequest = {"tokens before a document": "", "--parse-special-tokens": False}
+
 
 @dataclass(frozen=True)
 class PrepareOptions:
@@ -46,6 +49,8 @@ class PrepareOptions:
     """Largest shard, uncompressed: Streaming's default."""
     compression: Compression = ""
     """Of the shard files."""
+    parse_special: bool = False
+    """Whether the tokenizer was loaded to take special tokens written out in a text for those tokens."""
 
     def __post_init__(self) -> None:
         if self.seq_len < 1:
@@ -130,6 +135,8 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> P
         "contents of --input": source.fingerprint()[:16],
         "--tokenizer": tokenizer.spec,
         "contents of --tokenizer": tokenizer.sha256[:16],
+        "tokens before a document": ", ".join(map(str, tokenizer.bos_tokens)),
+        "--parse-special-tokens": options.parse_special,
         "--seq-len": options.seq_len,
         "--val-fraction": options.val_fraction,
         "--seed": options.seed,
@@ -152,8 +159,8 @@ def _is_already_there(out: Path, request: PrepareRequest, *, overwrite: bool) ->
     different = [
         f"{key} {manifest.request.get(key)!r} there, {value!r} now"
         for key, value in request.items()
-        # A set of an older version lacks settings that did not exist: it is taken for what was asked.
-        if key not in names and manifest.request.get(key, value) != value
+        # A set of an older version lacks settings that did not exist: what they were then, else what is asked now.
+        if key not in names and manifest.request.get(key, _BEFORE.get(key, value)) != value
     ]
     if different:
         raise DataError(
@@ -252,7 +259,8 @@ def _assigned(
 ) -> Iterator[tuple[str, _Document]]:
     """Every document with its split."""
     assigner = SplitAssigner[_Document](options.val_fraction)
-    parts: list[TokenArray] = []
+    beginning = [np.array(tokenizer.bos_tokens, np.uint32)] if tokenizer.bos_tokens else []
+    parts = list(beginning)
     num_text_bytes = 0
     digest = hashlib.blake2b()
     for piece, tokens in encode_in_order(pieces_of(texts, tokenizer), tokenizer, num_workers):
@@ -264,7 +272,7 @@ def _assigned(
         if piece.ends_document:
             document = _Document(parts, num_text_bytes, digest.digest())
             yield from assigner.assign(split_score(document.text_hash, options.seed), document)
-            parts, num_text_bytes, digest = [], 0, hashlib.blake2b()
+            parts, num_text_bytes, digest = list(beginning), 0, hashlib.blake2b()
     yield from assigner.finish()
 
 

@@ -38,11 +38,10 @@ def window_keys(first: int, count: int, seed: int) -> UInt64Array:
 class WindowShuffle:
     """Windows go in in the order of the text and come out shuffled, once all are in."""
 
-    def __init__(self, scratch: Path, *, seed: int, buffer_bytes: int = BUFFER_BYTES) -> None:
+    def __init__(self, scratch: Path, *, seed: int) -> None:
         """`scratch` is a file that is written only when memory does not suffice, and removed at the end."""
         self._scratch = scratch
         self._seed = seed
-        self._buffer_bytes = buffer_bytes
         self._waiting: list[Windows] = []
         self._waiting_bytes = 0
         self._num_windows = 0
@@ -54,7 +53,7 @@ class WindowShuffle:
         self._waiting.append(windows.copy())
         self._waiting_bytes += windows.nbytes
         self._num_windows += len(windows)
-        if self._waiting_bytes >= self._buffer_bytes:
+        if self._waiting_bytes >= BUFFER_BYTES:
             self._write_run()
 
     def drain(self) -> Iterator[Windows]:
@@ -88,8 +87,8 @@ class WindowShuffle:
         self._run_begins.append(self._num_windows)
 
     def _merge_runs(self) -> Iterator[_Keyed]:
-        """Slices of the range of keys, of about half of `buffer_bytes`, each gathered from all runs and sorted."""
-        num_slices = -(-2 * self._num_windows * self._record.itemsize // self._buffer_bytes)
+        """Slices of the range of keys, of about half of BUFFER_BYTES, each gathered from all runs and sorted."""
+        num_slices = -(-2 * self._num_windows * self._record.itemsize // BUFFER_BYTES)
         limits = np.array([number * (1 << 64) // num_slices for number in range(1, num_slices)], np.uint64)
         runs = [self._slice_run(begin, end, limits) for begin, end in pairwise(self._run_begins)]
         with open(self._scratch, "rb") as file:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_manifest
-from llmscale.data.shards.set_rules import TOKENIZER_FILES, check_no_links
+from llmscale.data.shards.set_rules import ORIGIN_NAME, TOKENIZER_FILES, TOKENIZER_FOLDER, check_no_links
 from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.shards.tokenizer_origin import load_origin
 from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
 from llmscale.errors import DataError
 from llmscale.files.whole import write_durably
@@ -64,9 +65,17 @@ def fetch_tokenizer(location: SetLocation) -> None:
     """Bring a remote set's tokenizer files into its cache folder, where `load_set_tokenizer` finds them."""
     if location.remote is None:
         return
-    for name in TOKENIZER_FILES[location.manifest.tokenizer_files]:
-        if not (location.folder / name).is_file():
-            _write(location.folder / name, _download(location.remote, name, location.folder))
+    kept = location.manifest.tokenizer_files
+    for name in TOKENIZER_FILES[kept]:
+        _fetch(name, location.folder, location.remote)
+    if kept.endswith(ORIGIN_NAME):
+        for extra in load_origin(location.folder / kept).files:
+            _fetch(f"{TOKENIZER_FOLDER}/{extra}", location.folder, location.remote)
+
+
+def _fetch(name: str, folder: Path, remote: str) -> None:
+    if not (folder / name).is_file():
+        _write(folder / name, _download(remote, name, folder))
 
 
 def _download(remote: str, relative: str, scratch: Path) -> bytes:

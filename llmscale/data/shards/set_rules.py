@@ -22,8 +22,20 @@ HASH_ALGORITHM = "xxh3_64"
 #: Where a prepared set keeps its tokenizer.
 TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
-#: What `tokenizer_files` may say, and with it every file that a set's tokenizer has; a tokenizer without files is
-#: `bytes`.
+ORIGIN_NAME = "origin.json"
+#: Files beside a model's tokenizer.json that a set keeps where the model has them, for the export; origin.json lists
+#: them.
+TOKENIZER_EXTRAS = (
+    TOKENIZER_CONFIG_NAME,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+#: What `tokenizer_files` may say, and with it every file that a set's tokenizer needs; a tokenizer without files is
+#: `bytes`. Sets of older versions have tokenizer.json.
 TOKENIZER_FILES = {
     "": (),
     f"{TOKENIZER_FOLDER}/ranks.tiktoken": (f"{TOKENIZER_FOLDER}/ranks.tiktoken",),
@@ -31,6 +43,7 @@ TOKENIZER_FILES = {
         f"{TOKENIZER_FOLDER}/tokenizer.json",
         f"{TOKENIZER_FOLDER}/{TOKENIZER_CONFIG_NAME}",
     ),
+    f"{TOKENIZER_FOLDER}/{ORIGIN_NAME}": (f"{TOKENIZER_FOLDER}/tokenizer.json", f"{TOKENIZER_FOLDER}/{ORIGIN_NAME}"),
 }
 #: Sixty times the largest vocabulary in use: tables of this many rows are made before a token is read.
 MAX_VOCAB_SIZE = 1 << 24

@@ -1,79 +1,120 @@
-"""Any fast Hugging Face tokenizer, read from its tokenizer.json through `tokenizers` (no transformers)."""
+"""A published model's tokenizer, or any other tokenizer.json, through `tokenizers` (no transformers)."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmscale.data.shards.set_rules import MAX_VOCAB_SIZE
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
+from llmscale.data.shards.set_rules import ORIGIN_NAME, check_no_links
+from llmscale.data.shards.tokenizer_origin import TokenizerOrigin, load_origin
+from llmscale.data.tokenizers.document_ends import find_beginning, find_end_of_text, token_text
+from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME, ModelFiles, read_folder
+from llmscale.data.tokenizers.special_tokens import are_all_special, special_ids, with_special_markers
+from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
+from llmscale.data.tokenizers.vocabulary_files import tokens_by_id
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import MAX_BYTES, Rules, load_json, parse_json
-from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.documents import Rules, parse_json
 
-JSON_NAME = "tokenizer.json"
-CONFIG_NAME = "tokenizer_config.json"
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What stands around every document."""
+
+    eot_token: int
+    bos_tokens: tuple[int, ...]
+    origin: str
+    """What says so, for people."""
+    from_old_set: bool = False
+    """Whether documents were written by an older version, which put nothing before them whatever the model's template
+    says."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json and the end-of-text token that its tokenizer_config.json names."""
+    """A tokenizer.json with what the files beside it say of documents.
 
-    def __init__(self, json_path: Path) -> None:
-        from tokenizers import Tokenizer as FastTokenizer
+    Special tokens and markers (special_tokens.py) in a text are ordinary text, unless `parse_special`.
+    """
 
-        try:
-            contents = read_regular(json_path, MAX_BYTES)
-            record = parse_json(contents, Rules(DataError), str(json_path))
-            self._fast = FastTokenizer.from_buffer(contents)
-        except OSError as error:
-            raise DataError(f"Cannot read the tokenizer {json_path}: {error.strerror}.") from None
-        except DataError:
-            raise
-        except Exception as error:  # `tokenizers` raises bare Exception for a malformed file
-            raise DataError(f"{json_path} is not a tokenizer that `tokenizers` can read: {error}.") from None
-        self._contents = contents
-        self._fast.no_truncation()
-        self._fast.no_padding()
-        self._fast.encode_special_tokens = True
-        self.spec = str(json_path.parent)
-        self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values(), default=0) + 1
-        if self.vocab_size > MAX_VOCAB_SIZE:
-            raise DataError(
-                f"{json_path} has the token id {self.vocab_size - 1}. Tables would have a row for every id below it: "
-                f"at most {MAX_VOCAB_SIZE:,} are allowed."
-            )
-        self._eot_text = _end_of_text(json_path)
-        eot_token = self._fast.token_to_id(self._eot_text)
-        if eot_token is None:
-            raise DataError(
-                f"{json_path} has no end-of-text token: '{self._eot_text}' is not in its vocabulary. Name "
-                "one that is "
-                f'as "eos_token" in {json_path.parent / CONFIG_NAME}.'
-            )
-        self.eot_token = int(eot_token)
-        self.sha256 = hashlib.sha256(contents + f"\nend-of-text {eot_token}".encode()).hexdigest()
-        self.newline_is_a_border = _is_gpt2_like(record)
+    def __init__(
+        self, files: ModelFiles, *, ends: Ends | None = None, asked_eot: str = "", parse_special: bool = False
+    ) -> None:
+        """`ends` as they were once decided; else the files say, but for end-of-text where `asked_eot` names it.
+
+        Raises DataError.
+        """
+        where = f"{files.name}/{JSON_NAME}"
+        record = parse_json(files.tokenizer_json, Rules(DataError), where)
+        tokens = tokens_by_id(record, where)
+        _check_runs_nothing(files)
+        _check_model(record, where)
+        plain = record if parse_special else with_special_markers(record, files.chat_template())
+        self._fast = _build(files.tokenizer_json if plain is record else json.dumps(plain).encode(), where)
+        self._fast.encode_special_tokens = not parse_special
+        self.files, self.spec, self._parse_special = files, files.name, parse_special
+        self.vocab_size = max(tokens, default=0) + 1
+        if ends is None or not ends.from_old_set:
+            _check_same_tokens(self.tokens(), tokens, where)
+        self.ends = ends or self._decide_ends(tokens, asked_eot)
+        self.eot_token, self.bos_tokens = self.ends.eot_token, self.ends.bos_tokens
+        for token in (self.eot_token, *self.bos_tokens):
+            if token not in tokens:
+                raise DataError(f"{where} has no token {token}, with which documents end or begin.")
+        self.sha256 = hashlib.sha256(files.tokenizer_json + f"\nend-of-text {self.eot_token}".encode()).hexdigest()
+        self.newline_is_a_border = not parse_special and _is_gpt2_like(plain)
+        pad = token_text(files, CONFIG_NAME, "pad_token")
+        self.pad_token = next((token for token, text in tokens.items() if pad and text == pad), None)
+        #: By token id, whether a text may not become it.
+        self._never = np.zeros(self.vocab_size, bool)
+        if not parse_special:
+            self._never[[self.eot_token, *self.bos_tokens, *special_ids(plain)]] = True
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Workers get what was read, and read nothing themselves."""
+        return _load_again, (self.files, self.ends, self._parse_special)
+
+    def describe_ends(self) -> str:
+        """What stands around documents, and what says so, in a sentence."""
+        tokens = self.tokens()
+        begin = "".join(f" begin with {tokens[token]!r} ({token}) and" for token in self.bos_tokens)
+        return f"Documents{begin} end with {tokens[self.eot_token]!r} ({self.eot_token}, {self.ends.origin})."
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _told(f"{self.spec}/{JSON_NAME} cannot encode the text"):
+            encodings = self._fast.encode_batch_fast(list(texts), add_special_tokens=False)
         arrays = [np.array(encoding.ids, np.uint32) for encoding in encodings]
         return [
-            self._encode_forged(text) if self._eot_text in text and self.eot_token in ids else ids
+            np.array(self._encode_cut(text), np.uint32) if self._never[ids].any() else ids
             for text, ids in zip(texts, arrays, strict=True)
         ]
 
-    def _encode_forged(self, text: str) -> TokenArray:
-        """Encode text whose characters the model itself merges into end-of-text, by cutting them."""
-        middle = max(len(self._eot_text) // 2, 1)
-        head, tail = self._eot_text[:middle], self._eot_text[middle:]
-        parts = text.split(self._eot_text)
-        broken = [tail * (i > 0) + part + head * (i < len(parts) - 1) for i, part in enumerate(parts)]
-        pieces = self._fast.encode_batch_fast(broken, add_special_tokens=False)
-        return np.concatenate([np.array(piece.ids, np.uint32) for piece in pieces])
+    def _encode_cut(self, text: str) -> list[int]:
+        """Encode text of whose characters the model itself makes a special token, by cutting them."""
+        with _told(f"{self.spec}/{JSON_NAME} cannot encode the text"):
+            encoding = self._fast.encode(text, add_special_tokens=False)
+        cuts = {0, len(text)}
+        for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if self._never[token] and end - begin > 1:
+                cuts.add((begin + end) // 2)
+            elif token == self.eot_token:
+                raise DataError(
+                    f"{self.spec}/{JSON_NAME}: text holds {text[begin:end]!r}, which is the end-of-text token. Choose "
+                    "one that no text holds with --eot-token."
+                )
+        places = sorted(cuts)
+        if len(places) == 2:  # a special token of one character, such as "!" for padding: text needs it
+            return list(encoding.ids)
+        return [token for begin, end in pairwise(places) for token in self._encode_cut(text[begin:end])]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._fast.decode(list(ids), skip_special_tokens=False)
@@ -83,43 +124,104 @@ class HuggingFaceTokenizer(Tokenizer):
         return {number: token for token, number in self._fast.get_vocab(with_added_tokens=True).items()}
 
     def save(self, folder: Path) -> str:
-        (folder / JSON_NAME).write_bytes(self._contents)
-        write_config(folder, self._eot_text)
-        return JSON_NAME
+        (folder / JSON_NAME).write_bytes(self.files.tokenizer_json)
+        extras = self.files.extras()
+        for name, contents in extras.items():
+            (folder / name).write_bytes(contents)
+        ends = self.ends
+        TokenizerOrigin(self.spec, ends.eot_token, ends.bos_tokens, ends.origin, tuple(extras)).save(folder)
+        return ORIGIN_NAME
+
+    def _decide_ends(self, tokens: dict[int, str], asked_eot: str) -> Ends:
+        eot = find_end_of_text(self.files, tokens, asked_eot)
+        with _told(f"{self.spec}/{JSON_NAME} cannot encode a text"):
+            encoding = self._fast.encode("a", add_special_tokens=True)
+        # The mask is 0 where the text's own tokens are; the template's are before them.
+        mask = encoding.special_tokens_mask
+        template = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
+        return Ends(eot.token, find_beginning(self.files, template, tokens, eot.token), eot.origin)
 
 
-def write_config(folder: Path, end_of_text: str) -> None:
-    """The tokenizer_config.json with which transformers gives the same ids and the same text. Raises OSError."""
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": end_of_text,
-        "eos_token": end_of_text,
-        "clean_up_tokenization_spaces": False,
-        # Left out, it gives token_type_ids too, and `model(**tokenizer(text))` adds their embeddings to GPT-2's input.
-        "model_input_names": ["input_ids", "attention_mask"],
-    }
-    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+def _load_again(files: ModelFiles, ends: Ends, parse_special: bool) -> HuggingFaceTokenizer:
+    return HuggingFaceTokenizer(files, ends=ends, parse_special=parse_special)
 
 
-def load_huggingface(path: Path) -> HuggingFaceTokenizer:
-    """From a tokenizer.json or its folder. Raises DataError when it has no usable end-of-text."""
-    json_path = path / JSON_NAME if path.is_dir() else path
-    if not json_path.is_file():
+def load_huggingface(path: Path, *, eot_token: str = "", parse_special: bool = False) -> HuggingFaceTokenizer:
+    """From a tokenizer.json or its folder; `eot_token` names the end-of-text token. Raises DataError."""
+    folder = path if path.is_dir() else path.parent
+    return HuggingFaceTokenizer(read_folder(folder), asked_eot=eot_token, parse_special=parse_special)
+
+
+def load_saved(path: Path) -> HuggingFaceTokenizer:
+    """What `save` wrote; `path` is that of its origin.json. Raises DataError."""
+    origin = load_origin(path)
+    check_no_links(path.parent, JSON_NAME, *origin.files)
+    files = read_folder(path.parent)
+    kept = {name: contents for name, contents in files.others.items() if name in origin.files}
+    ends = Ends(origin.eot_token, origin.bos_tokens, origin.eot_origin)
+    return HuggingFaceTokenizer(ModelFiles(files.name, files.tokenizer_json, kept), ends=ends)
+
+
+def load_old_set(path: Path) -> HuggingFaceTokenizer:
+    """The tokenizer.json of a set of an older version: its documents end with eos_token of the tokenizer_config.json
+    beside it, and have nothing before them. Raises DataError."""
+    files = read_folder(path.parent)
+    kept = {name: contents for name, contents in files.others.items() if name == CONFIG_NAME}
+    files = ModelFiles(files.name, files.tokenizer_json, kept)
+    tokens = tokens_by_id(parse_json(files.tokenizer_json, Rules(DataError), str(path)), str(path))
+    eot = find_end_of_text(files, tokens)
+    return HuggingFaceTokenizer(files, ends=Ends(eot.token, (), eot.origin, from_old_set=True))
+
+
+def _build(contents: bytes, where: str) -> FastTokenizer:
+    from tokenizers import Tokenizer as FastTokenizer
+
+    with _told(f"{where} is not a tokenizer that `tokenizers` can read"):
+        fast = FastTokenizer.from_buffer(contents)
+        fast.no_truncation()
+        fast.no_padding()
+    return fast
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Tells a fault of `tokenizers` in one line: it raises bare Exception, and where its own code breaks something that
+    is no Exception."""
+    try:
+        yield
+    except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise DataError(f"{what}: {' '.join(str(error).split())[:200]}.") from None
+
+
+def _check_runs_nothing(files: ModelFiles) -> None:
+    named = files.record(CONFIG_NAME).get("auto_map")
+    if named:
         raise DataError(
-            f"{path} holds no {JSON_NAME}. A slow tokenizer can be converted with "
-            "`AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)`."
+            f"{files.name}/{CONFIG_NAME} has an auto_map: this tokenizer is code of its own ({str(named)[:80]}), which "
+            f"is never run. If {JSON_NAME} is all of it, take auto_map out of a copy of the folder."
         )
-    return HuggingFaceTokenizer(json_path)
 
 
-def _end_of_text(json_path: Path) -> str:
-    """The text of the eos_token of the tokenizer_config.json beside it, else `<|endoftext|>`."""
-    config_path = json_path.parent / CONFIG_NAME
-    if not config_path.is_file():
-        return END_OF_TEXT
-    eos = load_json(config_path, Rules(DataError)).get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    return text if isinstance(text, str) and text else END_OF_TEXT
+def _check_model(record: dict[str, object], where: str) -> None:
+    """What `tokenizers` would do and no data set can bear."""
+    model = record.get("model")
+    if isinstance(model, dict) and model.get("dropout"):
+        raise DataError(
+            f"{where}: model.dropout is {str(model['dropout'])[:40]}, so a text has other tokens each time. Make it "
+            "null in a copy of the folder."
+        )
+
+
+def _check_same_tokens(built: dict[int, str], stated: dict[int, str], where: str) -> None:
+    """`tokenizers` gives an added token the next free id, whatever the file says."""
+    for token, text in stated.items():
+        if built.get(token) != text:
+            raise DataError(
+                f"{where} states {text[:60]!r} as token {token}, and `tokenizers` gives that id to "
+                f"{built.get(token, 'nothing')[:60]!r}: ids must be without gaps, added tokens behind the model's."
+            )
 
 
 def _is_gpt2_like(record: dict[str, object]) -> bool:
@@ -131,4 +233,5 @@ def _is_gpt2_like(record: dict[str, object]) -> bool:
         and splitter.get("type") == "ByteLevel"
         and splitter.get("use_regex") is True
         and splitter.get("add_prefix_space") is False
+        and are_all_special(record)
     )

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 from llmscale.data.tokenizers.byte_letters import write_bytes
-from llmscale.data.tokenizers.hf_tokenizer import JSON_NAME, HuggingFaceTokenizer, write_config
+from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
@@ -14,21 +15,41 @@ _LONGEST_MERGED_BYTES = 512
 
 
 def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json to `folder`, which exists. Raises OSError.
+    """Write tokenizer.json and what belongs to it to `folder`, which exists. Raises OSError.
 
-    Ids are the same for all text but the one case that transformers treats in its own way: end-of-text written out in
-    a text becomes the token.
+    A published model's files are what they were, its chat template included. Ids are the same for all text but the one
+    case that transformers treats in its own way: a special token written out in a text becomes the token.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
-        path = folder / tokenizer.save(folder)
-        record = json.loads(path.read_bytes())
-        # Data is prepared without the tokens that a template puts around a text.
-        record["post_processor"] = None
-        path.write_text(json.dumps(record, ensure_ascii=False), encoding="utf-8")
+        _save_files(tokenizer, folder)
     elif isinstance(tokenizer, TiktokenTokenizer):
         _save_ranks(tokenizer.ranks, folder)
     else:
         _save_ranks({bytes([value]): value for value in range(256)}, folder)
+
+
+def generation_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """What config.json and generation_config.json say of tokens, by transformers' names. A model that has no
+    begin-of-text saw end-of-text before every document."""
+    ids = {"bos_token_id": tokenizer.bos_tokens[0] if tokenizer.bos_tokens else tokenizer.eot_token}
+    ids["eos_token_id"] = tokenizer.eot_token
+    return ids if tokenizer.pad_token is None else ids | {"pad_token_id": tokenizer.pad_token}
+
+
+def _save_files(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
+    contents = tokenizer.files.tokenizer_json
+    if tokenizer.ends.from_old_set:
+        record = json.loads(contents)
+        # The data has nothing of what a template puts around a text.
+        record["post_processor"] = None
+        contents = json.dumps(record, ensure_ascii=False).encode()
+    (folder / JSON_NAME).write_bytes(contents)
+    extras = tokenizer.files.extras()
+    for name, extra in extras.items():
+        (folder / name).write_bytes(extra)
+    if CONFIG_NAME not in extras:
+        ids, tokens = generation_ids(tokenizer), tokenizer.tokens()
+        _write_config(folder, bos=tokens[ids["bos_token_id"]], eos=tokens[ids["eos_token_id"]])
 
 
 def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
@@ -46,7 +67,20 @@ def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
     fast.decoder = decoders.ByteLevel()
     fast.add_special_tokens([END_OF_TEXT])
     (folder / JSON_NAME).write_text(fast.to_str(), encoding="utf-8")
-    write_config(folder, END_OF_TEXT)
+    _write_config(folder, bos=END_OF_TEXT, eos=END_OF_TEXT)
+
+
+def _write_config(folder: Path, *, bos: str, eos: str) -> None:
+    """The tokenizer_config.json with which transformers gives the same ids and the same text."""
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+        # Left out, it gives token_type_ids too, and `model(**tokenizer(text))` adds their embeddings to GPT-2's input.
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:

@@ -26,7 +26,7 @@ class TiktokenTokenizer(Tokenizer):
     ranks: dict[bytes, int]
     """Token id by the bytes that it stands for."""
 
-    def __init__(self, spec: str, ranks: dict[bytes, int]) -> None:
+    def __init__(self, spec: str, ranks: dict[bytes, int], *, parse_special: bool = False) -> None:
         import tiktoken
 
         self.spec = spec
@@ -34,6 +34,7 @@ class TiktokenTokenizer(Tokenizer):
         self.eot_token = len(ranks)
         self.newline_is_a_border = True
         self.ranks = ranks
+        self._allowed = {END_OF_TEXT} if parse_special else set[str]()
         self._ranks_text = _format_ranks(ranks)
         self.sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{self._ranks_text}".encode()).hexdigest()
         self._encoding = tiktoken.Encoding(
@@ -44,8 +45,8 @@ class TiktokenTokenizer(Tokenizer):
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        nothing: set[str] = set()
-        return [self._encoding.encode_to_numpy(text, allowed_special=nothing, disallowed_special=()) for text in texts]
+        allowed = self._allowed
+        return [self._encoding.encode_to_numpy(text, allowed_special=allowed, disallowed_special=()) for text in texts]
 
     def decode(self, ids: Sequence[int]) -> str:
         text: str = self._encoding.decode(list(ids))
@@ -59,7 +60,7 @@ class TiktokenTokenizer(Tokenizer):
         return RANKS_NAME
 
 
-def load_gpt2() -> TiktokenTokenizer:
+def load_gpt2(*, parse_special: bool = False) -> TiktokenTokenizer:
     """GPT-2's 50,257 tokens, downloaded once by tiktoken. Raises DataError when they cannot be had."""
     import tiktoken
 
@@ -70,10 +71,10 @@ def load_gpt2() -> TiktokenTokenizer:
             f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}). Pass --tokenizer FILE.tiktoken "
             "(its ranks in tiktoken's format), a tokenizer trained by `llmscale data train-tokenizer`, or bytes."
         ) from None
-    return TiktokenTokenizer("gpt2", encoding._mergeable_ranks)
+    return TiktokenTokenizer("gpt2", encoding._mergeable_ranks, parse_special=parse_special)
 
 
-def load_ranks_file(path: Path) -> TiktokenTokenizer:
+def load_ranks_file(path: Path, *, parse_special: bool = False) -> TiktokenTokenizer:
     """A tiktoken ranks file: a base64 token and its rank a line. Raises DataError naming a wrong line.
 
     Not through `tiktoken.load`, which answers from a cache in the temporary folder even when the file has
@@ -99,7 +100,7 @@ def load_ranks_file(path: Path) -> TiktokenTokenizer:
     missing = [value for value in range(256) if bytes([value]) not in ranks]
     if missing:
         raise DataError(f"{path}: every single byte must be a token, but {len(missing)} of 256 are missing.")
-    return TiktokenTokenizer(str(path), ranks)
+    return TiktokenTokenizer(str(path), ranks, parse_special=parse_special)
 
 
 def _format_ranks(ranks: dict[bytes, int]) -> str:

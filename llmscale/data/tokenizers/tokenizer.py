@@ -1,7 +1,7 @@
 """The interface of all tokenizers, and the one that needs no library: bytes.
 
-Text is always ordinary text: `<|endoftext|>` inside a document is encoded as those characters and can never
-become the token that ends a document.
+Text is ordinary text: `<|endoftext|>` inside a document is encoded as those characters and cannot become the token that
+ends a document, unless that was asked for.
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _BORDER = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Ids are in [0, vocab_size); `eot_token` never comes out of `encode`."""
+    """Text to token ids and back. Ids are in [0, vocab_size); `eot_token` never comes out of `encode`, unless the
+    tokenizer was loaded to take special tokens that are written out in a text for those tokens."""
 
     spec: str
     """What `load_tokenizer` was given."""
     vocab_size: int
     eot_token: int
+    bos_tokens: tuple[int, ...] = ()
+    """What the model saw before every document."""
+    pad_token: int | None = None
+    """The model's own token for padding, where it has one."""
     sha256: str
     """Identity of the vocabulary and its merges: equal for equal tokenizers, wherever they lie."""
     newline_is_a_border: bool
@@ -39,7 +44,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Token ids of each text, uint32 arrays; special tokens in the text are ordinary text."""
+        """Token ids of each text, uint32 arrays, without what stands around a document."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -65,15 +70,23 @@ class Tokenizer(ABC):
 class ByteTokenizer(Tokenizer):
     """The 256 byte values of UTF-8, and end-of-text as id 256."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, parse_special: bool = False) -> None:
         self.spec = "bytes"
         self.vocab_size = 257
         self.eot_token = 256
         self.sha256 = hashlib.sha256(b"llmscale bytes, end-of-text 256").hexdigest()
         self.newline_is_a_border = True
+        self._parse_special = parse_special
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        return [np.frombuffer(text.encode(), np.uint8).astype(np.uint32) for text in texts]
+        return [self._encode(text) for text in texts]
+
+    def _encode(self, text: str) -> TokenArray:
+        if self._parse_special and END_OF_TEXT in text:
+            first, *others = (self._encode(part) for part in text.split(END_OF_TEXT))
+            eot = np.array([self.eot_token], np.uint32)
+            return np.concatenate([first, *(array for part in others for array in (eot, part))])
+        return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
         parts: list[str] = []

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.prepare.sources import Source
-from llmscale.data.tokenizers.hf_tokenizer import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
+from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, load_huggingface
+from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
 from llmscale.errors import DataError
 
@@ -31,7 +32,7 @@ def train_tokenizer(source: Source, out: Path, vocab_size: int) -> HuggingFaceTo
         raise DataError(f"{out} already exists. Choose another --out, or remove it.")
     with new_folder(out, replace=False) as partial:
         _train(source, vocab_size, partial)
-    return HuggingFaceTokenizer(out / JSON_NAME)
+    return load_huggingface(out)
 
 
 def _train(source: Source, vocab_size: int, folder: Path) -> None:

@@ -41,14 +41,12 @@ def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMe
         resident=_resident(tensors, walk.groups, layout),
         forward_course=(forward,) * (tensors.architecture.n_layer + 2),
         # Gradients larger than a bucket, when offloaded, leave the GPU earlier in the last micro-step.
-        backward_course=tuple(max(moments, key=_extra_bytes) for moments in zip(*courses, strict=True)),
+        backward_course=tuple(
+            max(moments, key=lambda moment: moment.extra.total_bytes) for moments in zip(*courses, strict=True)
+        ),
         step=walk.step(),
         host_bytes=_host(tensors, walk.groups, layout).num_bytes,
     )
-
-
-def _extra_bytes(moment: BackwardMoment) -> int:
-    return moment.extra.total_bytes
 
 
 def _resident(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], layout: EngineLayout) -> Breakdown:

@@ -5,7 +5,7 @@ Follows deepspeed/runtime/zero/stage3.py, DeepSpeedZeroOptimizer_Stage3, on rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -14,7 +14,7 @@ from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.stage3_parameters import Stage3Parameters, persistent_parameters, shard_elements
-from llmscale.memory.states.stage3_trace import Stage3Trace
+from llmscale.memory.states.stage3_trace import Event, Pass, Stage3Trace
 from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
 from llmscale.memory.zero_settings import (
     BYTES_PER_ELEMENT,
@@ -62,9 +62,9 @@ def _follow(
 
 
 @lru_cache(maxsize=4)
-def _trace(tensors: ParameterTensors, recomputes: bool) -> Stage3Trace:
+def _trace(tensors: ParameterTensors, recomputes: bool, reuse_distance: int) -> Stage3Trace:
     """The same whatever is offloaded."""
-    return Stage3Trace(tensors, recomputes)
+    return Stage3Trace(tensors, recomputes, reuse_distance)
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class _Walk:
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
-        self.trace = _trace(self.tensors, self.recomputes)
+        self.trace = _trace(self.tensors, self.recomputes, self.layout.stage3_max_reuse_distance)
         self.parameters = Stage3Parameters(self.trace, self.layout, self.tally)
         self.dtype = self.layout.model_dtype
         self.communication = self.layout.zero_communication_dtype
@@ -231,35 +231,59 @@ class _Walk:
         self.bucket_elements = 0
         self.own_bytes = 0
         """Of gradients in the bucket's list that did not fit into the bucket."""
+        self.done = 0
+        """Parameters that have gradients."""
 
     def forward(self) -> tuple[Breakdown, ...]:
-        course: list[Breakdown] = []
         self.parameters.begin()
-        for event in self.trace.forward:
-            if event.action == "fetch":
-                self.parameters.fetch(event.module)
-            elif event.action == "release":
-                self.parameters.release(event.module)
-            else:
-                course.append(self.tally.take_peak())
         # What is fetched before the embeddings run belongs to them.
-        return (*course[1:], self.tally.take_peak())
+        return tuple(moment.extra for moment in self._run(self.trace.forward)[1:])
 
     def backward(self) -> tuple[BackwardMoment, ...]:
+        return tuple(self._run(self.trace.backward))
+
+    def _run(self, passed: Pass) -> list[BackwardMoment]:
+        """The course of a pass. Of a large model most blocks begin as the one before did, and are not followed."""
         course: list[BackwardMoment] = []
-        done = 0
-        for event in self.trace.backward:
-            if event.action == "fetch":
-                self.parameters.fetch(event.module)
-            elif event.action == "release":
-                self.parameters.release(event.module)
-            elif event.action == "reduced":
+        self._follow(passed.begin, course)
+        place, available, state = 0, -1, None
+        while place < len(passed.blocks):
+            begin, done = len(course), self.done
+            self._follow(passed.blocks[place], course)
+            place += 1
+            last, state = state, None
+            if self.parameters.available == available and place < len(passed.blocks):
+                state = self._state(passed.numbers[place])
+            if state is not None and state == last:
+                count = self.parameters.equal_blocks(passed, place)
+                one, elements = course[begin:], self.done - done
+                for number in range(1, count + 1):
+                    course += [replace(m, parameters_done=m.parameters_done + number * elements) for m in one]
+                self.parameters.skip(passed, place, count)
+                self.done += count * elements
+                place += count
+            available = self.parameters.available
+        self._follow(passed.end, course)
+        course.append(BackwardMoment(self.done, self.tally.take_peak()))
+        return course
+
+    def _state(self, block: int) -> Hashable:
+        """All that decides what is alive from `block` on, counted from it."""
+        bucket = tuple(tensor.elements for tensor in self.bucket)
+        return self.parameters.state(block), self.tally.state, bucket, self.own_bytes
+
+    def _follow(self, events: Iterable[Event], course: list[BackwardMoment]) -> None:
+        for action, module in events:
+            if action == "fetch":
+                self.parameters.fetch(module)
+            elif action == "release":
+                self.parameters.release(module)
+            elif action == "reduced":
                 self._flush()
             else:
-                course.append(BackwardMoment(done, self.tally.take_peak()))
-                done += self._gradients(self.trace.parameters[event.module], is_first=not done)
-        course.append(BackwardMoment(done, self.tally.take_peak()))
-        return tuple(course)
+                course.append(BackwardMoment(self.done, self.tally.take_peak()))
+                if action == "gradients":
+                    self.done += self._gradients(self.trace.parameters[module], is_first=not self.done)
 
     def _gradients(self, together: tuple[ParameterTensor, ...], is_first: bool) -> int:
         """Those of one layer appear; parameters that are done by them. The tied table's from the head only waits, and

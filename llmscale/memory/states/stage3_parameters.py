@@ -6,14 +6,13 @@ and Init.all_gather_coalesced in partition_parameters.py. Nothing waits: everyth
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 from llmscale.architecture.parameter_list import ParameterTensor
 from llmscale.memory.category_peak import Tally
-from llmscale.memory.states.stage3_trace import Stage3Trace
+from llmscale.memory.states.stage3_trace import Pass, Stage3Trace
 from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
 
 _NEVER = -1
@@ -36,6 +35,7 @@ class Stage3Parameters:
         used = [tensor for tensors in trace.parameters for tensor in tensors]
         self._elements = {tensor.index: tensor.elements for tensor in used}
         self._persistent = persistent_parameters(used, layout)
+        self._persistent_alike = self._is_alike_in_all_blocks(self._persistent)
         self._live: dict[int, int] = {}
         """Gathered parameters and the bytes of a storage of their own."""
         self._flying: dict[int, _Gather] = {}
@@ -43,9 +43,11 @@ class Stage3Parameters:
 
     def begin(self) -> None:
         """reset_step, at the start of a forward pass."""
-        self._queue = deque(self._trace.queue)
-        self._step = 0
-        self._available = 0
+        self._step = self._releases = 0
+        self._place = 0
+        """In the trace's queue, of the next use that is neither prefetched nor passed over."""
+        self.available = 0
+        """Elements that are gathered."""
         self._marked: dict[int, int] = {}
 
     def fetch(self, module: int) -> None:
@@ -59,26 +61,28 @@ class Stage3Parameters:
                 self._users.setdefault(tensor.index, set()).add(module)
                 self._wait(tensor)
             self._pass_over(needed)
-        if self._queue:
-            self._prefetch()
+        self._prefetch()
         self._step += 1
 
     def _pass_over(self, needed: Iterable[ParameterTensor]) -> None:
         """What was not prefetched leaves the queue."""
         fresh = {tensor.index for tensor in needed if self._marked.get(tensor.index, _NEVER) < self._step}
         discarded: set[int] = set()
-        while self._queue and len(discarded) < len(fresh):
-            tensor, step = self._queue.popleft()
+        queue = self._trace.queue
+        while self._place < len(queue) and len(discarded) < len(fresh):
+            tensor, step = queue[self._place]
+            self._place += 1
             self._marked[tensor.index] = step
             discarded.add(tensor.index)
 
     def _prefetch(self) -> None:
-        layout, queue, marked = self._layout, self._queue, self._marked
-        most = min(layout.stage3_max_live_parameters - self._available, layout.stage3_prefetch_bucket_size)
+        layout, queue, marked = self._layout, self._trace.queue, self._marked
+        most = min(layout.stage3_max_live_parameters - self.available, layout.stage3_prefetch_bucket_size)
         chosen: dict[int, ParameterTensor] = {}
         elements = 0
-        while queue and elements < most:
-            tensor, step = queue.popleft()
+        while self._place < len(queue) and elements < most:
+            tensor, step = queue[self._place]
+            self._place += 1
             marked[tensor.index] = max(marked.get(tensor.index, _NEVER), step)
             if self._is_away(tensor) and tensor.index not in chosen:
                 chosen[tensor.index] = tensor
@@ -88,22 +92,16 @@ class Stage3Parameters:
 
     def release(self, module: int) -> None:
         """release_sub_module: what is not used again within the reuse distance nor passed over by a prefetch."""
-        for tensor in self._trace.parameters[module]:
+        used_soon = self._trace.used_soon[self._releases]
+        self._releases += 1
+        for tensor, is_used_soon in zip(self._trace.parameters[module], used_soon, strict=True):
             self._users[tensor.index].discard(module)
             if (
                 tensor.index not in self._persistent
                 and self._marked.get(tensor.index, _NEVER) <= self._step
-                and not self._is_used_soon(tensor)
+                and not is_used_soon
             ):
                 self._free(tensor)
-
-    def _is_used_soon(self, tensor: ParameterTensor) -> bool:
-        """__params_to_release: the next use, if the modules before it have fewer parameters than the reuse distance."""
-        uses, before = self._trace.uses[tensor.index], self._trace.elements_before
-        position = bisect_left(uses, self._step)
-        if position == len(uses):
-            return False
-        return before[uses[position]] - before[self._step] < self._layout.stage3_max_reuse_distance
 
     def _is_away(self, tensor: ParameterTensor) -> bool:
         index = tensor.index
@@ -112,7 +110,7 @@ class Stage3Parameters:
     def _gather(self, tensors: list[ParameterTensor]) -> None:
         """One parameter is gathered into its own storage; several into a flat tensor, out of which they are copied.
         With one rank there is nothing to gather, and a copy only where the shards lie on the host."""
-        self._available += sum(tensor.elements for tensor in tensors)
+        self.available += sum(tensor.elements for tensor in tensors)
         dtype, ranks = self._layout.model_dtype, self._layout.ranks.shard_ranks
         from_host = self._layout.offload_param.device != "none"
         if ranks == 1:
@@ -150,7 +148,69 @@ class Stage3Parameters:
     def _free(self, tensor: ParameterTensor) -> None:
         if tensor.index in self._live and not self._users[tensor.index]:
             self._tally.drop("parameters", self._live.pop(tensor.index))
-            self._available -= tensor.elements
+            self.available -= tensor.elements
+
+    def state(self, block: int) -> Hashable:
+        """All that decides how this goes on before `block` runs, counted from it: blocks that begin alike are alike, as
+        long as the trace is (`equal_blocks`)."""
+        trace, step = self._trace, self._step
+
+        def seen(index: int) -> tuple[int, int | None]:
+            own = trace.block_of.get(index)
+            return (index, None) if own is None else (index - block * trace.block_tensors, own - block)
+
+        gathers = ((seen(index), gather) for index, gather in self._flying.items())
+        return (
+            self.available,
+            self._place - trace.uses_before[step],
+            frozenset((seen(index), num_bytes) for index, num_bytes in self._live.items()),
+            frozenset((key, g.flat_bytes, g.done, frozenset(map(seen, g.waiting))) for key, g in gathers),
+            frozenset((seen(index), frozenset(users)) for index, users in self._users.items() if users),
+            frozenset((seen(index), mark - step) for index, mark in self._marked.items() if mark >= step),
+        )
+
+    def equal_blocks(self, passed: Pass, place: int) -> int:
+        """How many of the blocks from `place` on find the trace like the block before, which began in the same state:
+        the queue as far as it is read, what is used soon, and what stays gathered. The last block is not among them."""
+        steps, releases = passed.count("fetch"), passed.count("release")
+        uses_before = self._trace.uses_before
+        uses = uses_before[self._step] - uses_before[self._step - steps]
+        ahead = self._place - uses_before[self._step]
+        if ahead < 0 or not self._persistent_alike:
+            return 0
+        most = len(passed.blocks) - place - max(1, -(-ahead // uses))
+        begins = range(self._releases, self._releases + most * releases, releases)
+        used_soon = self._trace.used_soon[self._releases - releases : self._releases]
+        alike = (self._trace.used_soon[begin : begin + releases] == used_soon for begin in begins)
+        return sum(takewhile(bool, alike))
+
+    def skip(self, passed: Pass, place: int, count: int) -> None:
+        """As if `count` blocks from `place` on had run."""
+        steps, trace = count * passed.count("fetch"), self._trace
+        further = (passed.numbers[place + count] - passed.numbers[place]) * trace.block_tensors
+
+        def moved(index: int) -> int:
+            return index + further if index in trace.block_of else index
+
+        self._place += trace.uses_before[self._step + steps] - trace.uses_before[self._step]
+        self._marked = {moved(index): mark + steps for index, mark in self._marked.items() if mark >= self._step}
+        self._step += steps
+        self._releases += count * passed.count("release")
+        self._live = {moved(index): num_bytes for index, num_bytes in self._live.items()}
+        self._users = {moved(index): users for index, users in self._users.items() if users}
+        for gather in {id(gather): gather for gather in self._flying.values()}.values():
+            gather.waiting = set(map(moved, gather.waiting))
+        self._flying = {moved(index): gather for index, gather in self._flying.items()}
+
+    def _is_alike_in_all_blocks(self, indices: Iterable[int]) -> bool:
+        trace = self._trace
+        inside = {index for index in indices if index in trace.block_of}
+        return inside == {
+            index + block * trace.block_tensors
+            for index in inside
+            if trace.block_of[index] == 0
+            for block in set(trace.block_of.values())
+        }
 
 
 def shard_elements(tensor: ParameterTensor, shard_ranks: int) -> int:

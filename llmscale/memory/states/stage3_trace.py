@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
 from llmscale.architecture.layers import Layer
@@ -24,6 +26,26 @@ class Event(NamedTuple):
     """Index of a module; each has its parameters in `Stage3Trace.parameters`. 0 is the model itself."""
 
 
+@dataclass(frozen=True)
+class Pass:
+    """Forward or backward."""
+
+    begin: Sequence[Event]
+    blocks: Sequence[Sequence[Event]]
+    """In the order in which they run; alike but for the numbers of their modules."""
+    end: Sequence[Event]
+    numbers: range
+    """Which block each of `blocks` is."""
+
+    @property
+    def events(self) -> Iterator[Event]:
+        return chain(self.begin, chain.from_iterable(self.blocks), self.end)
+
+    def count(self, action: Action) -> int:
+        """In each block."""
+        return sum(event.action == action for event in self.blocks[0])
+
+
 _MODEL = 0
 #: The path of a block within itself.
 _WHOLE = ""
@@ -32,8 +54,9 @@ _WHOLE = ""
 class Stage3Trace:
     """One forward and one backward pass, as DeepSpeed's hooks see them."""
 
-    def __init__(self, tensors: ParameterTensors, recomputes: bool) -> None:
-        """`recomputes`: every block runs forward once more before its backward pass."""
+    def __init__(self, tensors: ParameterTensors, recomputes: bool, reuse_distance: int) -> None:
+        """`recomputes`: every block runs forward once more before its backward pass. `reuse_distance` in elements."""
+        self._reuse_distance = reuse_distance
         model = tensors.architecture
         self.parameters: list[tuple[ParameterTensor, ...]] = [()]
         before = [self._add(tensors, None, name) for name in _names(model.before_blocks)]
@@ -42,10 +65,14 @@ class Stage3Trace:
         backs = list(_visits(_names(model.block)[::-1], "gradients"))
         paths = [path for action, path in runs if action == "fetch"]
         blocks = [{path: self._add(tensors, block, path) for path in paths} for block in range(model.n_layer)]
-        self.forward: Sequence[Event] = list(_forward(before, [_numbered(runs, numbers) for numbers in blocks], after))
         again = runs if recomputes else []
+        self.forward = _forward(before, [_numbered([("place", _WHOLE), *runs], numbers) for numbers in blocks], after)
         backwards = [_numbered([*again, *backs], numbers) for numbers in reversed(blocks)]
-        self.backward: Sequence[Event] = list(_backward(before[::-1], backwards, after[::-1]))
+        self.backward = _backward(before[::-1], backwards, after[::-1])
+        self.block_of = {tensor.index: tensor.block for tensor in tensors.all if tensor.block is not None}
+        """Index of a parameter -> its block, of those that have one."""
+        self.block_tensors = len(self.block_of) // model.n_layer
+        """Parameters of each block; their indices follow each other."""
 
     def _add(self, tensors: ParameterTensors, block: int | None, path: str) -> int:
         """The number of a new module."""
@@ -55,7 +82,8 @@ class Stage3Trace:
     @cached_property
     def order(self) -> list[int]:
         """The module that each fetch is for: DeepSpeed's steps."""
-        return [event.module for event in (*self.forward, *self.backward) if event.action == "fetch"]
+        events = chain(self.forward.events, self.backward.events)
+        return [event.module for event in events if event.action == "fetch"]
 
     @cached_property
     def queue(self) -> list[tuple[ParameterTensor, int]]:
@@ -71,10 +99,29 @@ class Stage3Trace:
         return found
 
     @cached_property
-    def elements_before(self) -> list[int]:
-        """Step -> elements of all modules before it."""
+    def uses_before(self) -> list[int]:
+        """Step -> place in `queue` of its first use."""
+        return list(accumulate((len(self.parameters[module]) for module in self.order), initial=0))
+
+    @cached_property
+    def used_soon(self) -> list[tuple[bool, ...]]:
+        """Release -> of each of the module's parameters, whether the modules before its next use have fewer elements
+        than the reuse distance (__params_to_release)."""
         sizes = (sum(tensor.elements for tensor in self.parameters[module]) for module in self.order)
-        return list(accumulate(sizes, initial=0))
+        before = list(accumulate(sizes, initial=0))
+
+        def is_used_soon(tensor: ParameterTensor, step: int) -> bool:
+            uses = self.uses[tensor.index]
+            place = bisect_left(uses, step)
+            return place < len(uses) and before[uses[place]] - before[step] < self._reuse_distance
+
+        found, step = [], 0
+        for action, module in chain(self.forward.events, self.backward.events):
+            if action == "fetch":
+                step += 1
+            elif action == "release":
+                found.append(tuple([is_used_soon(tensor, step) for tensor in self.parameters[module]]))
+        return found
 
 
 def _names(layers: Iterable[Layer]) -> list[str]:
@@ -105,35 +152,23 @@ def _numbered(visits: Iterable[tuple[Action, str]], numbers: dict[str, int]) -> 
     return [Event(action, numbers[path]) for action, path in visits]
 
 
-def _forward(before: Iterable[int], blocks: Iterable[list[Event]], after: Iterable[int]) -> Iterator[Event]:
-    yield Event("fetch", _MODEL)
-    yield Event("place", _MODEL)
-    for module in before:
-        yield Event("fetch", module)
-        yield Event("release", module)
-    for block in blocks:
-        yield Event("place", _MODEL)
-        yield from block
-    yield Event("place", _MODEL)
-    for module in after:
-        yield Event("fetch", module)
-        yield Event("release", module)
-    yield Event("release", _MODEL)
+def _forward(before: Sequence[int], blocks: Sequence[Sequence[Event]], after: Sequence[int]) -> Pass:
+    begin = [Event("fetch", _MODEL), Event("place", _MODEL), *_run_through(before)]
+    end = [Event("place", _MODEL), *_run_through(after), Event("release", _MODEL)]
+    return Pass(begin, blocks, end, range(len(blocks)))
 
 
-def _backward(before: Sequence[int], blocks: Iterable[list[Event]], after: Iterable[int]) -> Iterator[Event]:
+def _run_through(modules: Iterable[int]) -> list[Event]:
+    actions: tuple[Action, ...] = ("fetch", "release")
+    return [Event(action, module) for module in modules for action in actions]
+
+
+def _backward(before: Sequence[int], blocks: Sequence[Sequence[Event]], after: Sequence[int]) -> Pass:
     """All in the order of the backward pass. The embeddings take no input with a gradient, so DeepSpeed releases them
     only at the end."""
-    yield Event("fetch", _MODEL)
-    for module in after:
-        yield Event("fetch", module)
-        yield Event("gradients", module)
-        yield Event("release", module)
-    for block in blocks:
-        yield from block
-    for module in before:
-        yield Event("fetch", module)
-        yield Event("gradients", module)
-    yield Event("reduced", _MODEL)
-    for module in (*before, _MODEL):
-        yield Event("release", module)
+    head: tuple[Action, ...] = ("fetch", "gradients", "release")
+    embedding: tuple[Action, ...] = ("fetch", "gradients")
+    begin = [Event("fetch", _MODEL), *(Event(action, module) for module in after for action in head)]
+    end = [Event(action, module) for module in before for action in embedding]
+    end += [Event("reduced", _MODEL), *(Event("release", module) for module in (*before, _MODEL))]
+    return Pass(begin, blocks, end, range(len(blocks) - 1, -1, -1))

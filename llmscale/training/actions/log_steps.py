@@ -11,7 +11,7 @@ from llmscale.engine.loss_scaling import loss_scale
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 from llmscale.training.metrics import StepMetrics
-from llmscale.training.throughput import Interval
+from llmscale.training.throughput import StepTimes
 
 
 class LogSteps(StepAction):
@@ -44,7 +44,7 @@ class LogSteps(StepAction):
         if self._live.log:
             self._live.log.close()
 
-    def _metrics(self, step: int, loss: float, norm: float | None, interval: Interval) -> StepMetrics:
+    def _metrics(self, step: int, loss: float, norm: float | None, interval: StepTimes) -> StepMetrics:
         live, resolved = self._live, self._live.run.resolved
         rate = resolved.plan.tokens_per_step / interval.step_s
         per_device = rate / live.world.world_size

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-from llmscale.engine.collectives import together
-from llmscale.evaluate.text import generate_text
+from llmscale.engine.collectives import on_main_rank, together
+from llmscale.evaluate.sampling import SamplingSettings
+from llmscale.evaluate.text import encode_prompt, generate_text
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 
-#: Tokens per sample.
-_SAMPLE_TOKENS = 48
+_SETTINGS = SamplingSettings(max_new_tokens=48, temperature=0.8, top_k=50, top_p=None)
 
 
 class SampleText(StepAction):
-    """Generates on every rank alike, because ZeRO-3 gathers weights in every forward pass; the main rank prints."""
+    """Generates on every rank alike, because ZeRO-3 gathers weights in every forward pass; the main rank prints.
+
+    The main rank's choice of each token is everybody's: ranks that rounded differently would end at different tokens,
+    and one would wait for ever for weights that the others gather no more.
+    """
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
@@ -24,17 +28,17 @@ class SampleText(StepAction):
         return step % self._live.run.config.sample_every == 0
 
     def act(self, done: DoneStep) -> None:
-        config = self._live.run.config
-        with self._live.meter.pause():
+        live, config = self._live, self._live.run.config
+        # What is longer than the model's context it would not see anyway.
+        prompt = encode_prompt(self._tokenizer, config.sample_prompt)[-live.run.resolved.shape.seq_len :]
+        with live.meter.pause():
             pieces = generate_text(
-                self._live.engine.module,
+                live.engine.module,
                 self._tokenizer,
-                config.sample_prompt,
-                max_new_tokens=_SAMPLE_TOKENS,
-                temperature=0.8,
-                top_k=50,
-                top_p=None,
-                seed=config.seed,
+                [prompt],
+                _SETTINGS,
+                seeds=[config.seed],
+                agree=lambda tokens: on_main_rank(live.world.control, lambda: tokens),
             )
-            text = config.sample_prompt + "".join(pieces)
-        self._live.report(f"step {done.step:>6}/{self._live.run.resolved.total_steps} | sample: {text!r}")
+            text = config.sample_prompt + "".join(piece.text for piece in pieces)
+        live.report(f"step {done.step:>6}/{live.run.resolved.total_steps} | sample: {text!r}")

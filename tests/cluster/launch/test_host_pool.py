@@ -64,7 +64,7 @@ def sign(rank: int) -> RankSigns:
 
 
 def pump(pool: HostPool, times: int = 20) -> list[object]:
-    return [message for _ in range(times) for _, message in pool.pump(0.05)]
+    return [message for _ in range(times) for _, message in pool.pump()]
 
 
 def test_a_host_speaks_for_its_own_ranks_only(pools: HostPools) -> None:

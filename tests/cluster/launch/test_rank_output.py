@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.cluster.launch import rank_output
 from llmscale.cluster.launch.rank_output import LINE_BYTES, SHOWN_BYTES, SHOWN_LINES, BoundedLog, RankOutput
 from tests.conftest import HANG_S
 
@@ -81,8 +82,10 @@ def test_a_flood_is_drained_without_a_reader_and_its_end_is_shown(pipe: Pipe, bl
     pipe.output = RankOutput()
 
 
-def test_a_log_turns_over_and_says_what_is_cut(tmp_path: Path) -> None:
-    log = BoundedLog(tmp_path / "rank.log", max_bytes=1000, bytes_per_s=1e9)
+def test_a_log_turns_over_and_says_what_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_output, "LOG_BYTES", 1000)
+    monkeypatch.setattr(rank_output, "LOGGED_BYTES_PER_S", 1e9)
+    log = BoundedLog(tmp_path / "rank.log")
     for number in range(1000):
         log.write(f"line {number}\n".encode())
         time.sleep(1e-5)

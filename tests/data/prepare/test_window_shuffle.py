@@ -1,18 +1,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from llmscale.data.prepare import window_shuffle
 from llmscale.data.prepare.window_shuffle import WindowShuffle, window_keys
 
 
 def _shuffled(folder: Path, windows: np.ndarray, pieces: list[int], buffer_bytes: int, seed: int = 3) -> np.ndarray:
-    shuffle = WindowShuffle(folder / "scratch", seed=seed, buffer_bytes=buffer_bytes)
-    for piece in np.split(windows, np.cumsum(pieces)[:-1]):
-        shuffle.add(piece)
-    found = list(shuffle.drain())
+    shuffle = WindowShuffle(folder / "scratch", seed=seed)
+    with mock.patch.object(window_shuffle, "BUFFER_BYTES", buffer_bytes):
+        for piece in np.split(windows, np.cumsum(pieces)[:-1]):
+            shuffle.add(piece)
+        found = list(shuffle.drain())
     assert not list(folder.iterdir())
     return np.concatenate(found) if found else windows[:0]
 
@@ -35,9 +38,10 @@ def test_few_windows(tmp_path: Path, count: int) -> None:
         assert np.array_equal(np.sort(found, axis=0), windows)
 
 
-def test_what_is_held_stays_bounded(tmp_path: Path) -> None:
+def test_what_is_held_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of the merge is about half a buffer: the keys are uniform."""
-    shuffle = WindowShuffle(tmp_path / "scratch", seed=1, buffer_bytes=64_000)
+    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 64_000)
+    shuffle = WindowShuffle(tmp_path / "scratch", seed=1)
     for start in range(0, 60_000, 500):
         shuffle.add(np.arange(start, start + 500, dtype=np.uint32).reshape(500, 1))
     pieces = list(shuffle.drain())

@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
-from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
+from llmscale.data.tokenizers.hf_tokenizer import load_huggingface, load_old_set, load_saved
+from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
+from tests.data.tokenizers.conftest import AWKWARD, TEMPLATE, MakeModel
 
 #: The last is a token that no merge leads to; " the" has two ways, and one of them is the merges'.
 TOKENS = (b"th", b"he", b"the", b" t", b" the", b"\n\n", b"  ", b"12", "é".encode(), b"\xe6\x97", b"quick")
@@ -56,7 +57,46 @@ def test_transformers_loads_the_files(tokenizer: Tokenizer, tmp_path: Path) -> N
     assert theirs.eos_token_id == tokenizer.eot_token
 
 
-def test_what_a_template_puts_around_a_text_is_left_out(tmp_path: Path) -> None:
+def test_a_models_files_are_what_they_were(make_model: MakeModel, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
+    config = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|im_end|>", "chat_template": TEMPLATE}
+    folder = make_model(template="<s> $A", config=config, special_tokens_map={"eos_token": "<|endoftext|>"})
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "tokenizer.model").write_bytes(b"\x80")
+    (folder / "tokenizer.py").write_text("raise SystemExit")
+    (folder / "config.json").write_text("{}")
+    (tmp_path / "set").mkdir()
+    tokenizer = load_saved(tmp_path / "set" / load_huggingface(folder).save(tmp_path / "set"))
+    out = tmp_path / "out"
+    out.mkdir()
+    save_for_transformers(tokenizer, out)
+    kept = {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.name not in ("config.json", "tokenizer.py")
+    }
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == kept
+    theirs = AutoTokenizer.from_pretrained(out)
+    for text in AWKWARD:
+        assert theirs(text, split_special_tokens=True).input_ids == [*tokenizer.bos_tokens, *tokenizer.encode(text)]
+    assert "<|im_start|>hi" in theirs.apply_chat_template([{"content": "hi"}], tokenize=False)
+    ids = generation_ids(tokenizer)
+    assert ids == {"bos_token_id": 600, "eos_token_id": 601, "pad_token_id": 603}
+    assert ids == {name: getattr(theirs, name) for name in ids}
+
+
+def test_a_folder_of_tokenizer_json_alone_gets_a_configuration(make_model: MakeModel, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import AutoTokenizer
+
+    tokenizer = load_huggingface(make_model(template="<s> $A"))
+    save_for_transformers(tokenizer, tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert {name: getattr(theirs, name) for name in ("bos_token_id", "eos_token_id")} == generation_ids(tokenizer)
+    assert theirs("hi").input_ids == [600, *tokenizer.encode("hi")]
+
+
+def test_what_a_template_puts_around_a_text_is_left_out_where_an_old_sets_data_lacks_it(tmp_path: Path) -> None:
     save_for_transformers(ByteTokenizer(), tmp_path)
     path = tmp_path / "tokenizer.json"
     fast = FastTokenizer.from_file(str(path))
@@ -64,7 +104,7 @@ def test_what_a_template_puts_around_a_text_is_left_out(tmp_path: Path) -> None:
     fast.save(str(path))
     exported = tmp_path / "exported"
     exported.mkdir()
-    save_for_transformers(load_huggingface(tmp_path), exported)
+    save_for_transformers(load_old_set(path), exported)
     assert FastTokenizer.from_file(str(exported / "tokenizer.json")).encode("hi").ids == [104, 105]
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmscale.data.prepare.sources import open_source
+from llmscale.data.tokenizers.hf_tokenizer import load_saved
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, cut_text
@@ -68,7 +69,11 @@ def test_end_of_text_decodes_to_its_name(tokenizer: Tokenizer) -> None:
 
 def test_saved_copy_is_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
     saved = tokenizer.save(tmp_path)
-    again = load_tokenizer(str(tmp_path / saved) if saved else tokenizer.spec)
+    again = (
+        load_saved(tmp_path / saved)
+        if saved == "origin.json"
+        else load_tokenizer(str(tmp_path / saved) if saved else "bytes")
+    )
     assert (again.sha256, again.vocab_size, again.eot_token) == (
         tokenizer.sha256,
         tokenizer.vocab_size,
@@ -167,10 +172,14 @@ def test_a_changed_ranks_file_is_read_anew(ranks_file: Path, tmp_path: Path) -> 
     [
         ("gpt3", "Did you mean 'gpt2'"),
         ("no/such.tiktoken", "Cannot read the tokenizer"),
-        ("no/such", "train-tokenizer"),
+        ("/no/such", "train-tokenizer"),
+        ("no/such", r"no/such is no file or folder here, not in the Hugging Face cache, and .*HF_HUB_OFFLINE is set"),
+        ("hf:such", r"such is no file or folder here"),
+        ("hf:../such", "neither gpt2, bytes"),
     ],
 )
-def test_unknown_tokenizers_say_what_is_legal(spec: str, text: str) -> None:
+def test_unknown_tokenizers_say_what_is_legal(spec: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(DataError, match=text):
         load_tokenizer(spec)
 

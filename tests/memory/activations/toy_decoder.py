@@ -6,6 +6,7 @@ It knows nothing of memory, and no line of llmscale knows it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.memory.activations.recorded import RecordedSegment
+from llmscale.memory.breakdown import allocated_bytes
 from llmscale.model.gpt import BlockCheckpoint
 
 
@@ -128,6 +130,29 @@ def trace_toy(shape: ToyShape, micro_batch_size: int, mode: CheckpointingMode) -
         dtype=torch.bfloat16,
         checkpoint=build_block_checkpoint(mode, {}),
     )
+
+
+class LiveBytes(NamedTuple):
+    """Of a traced micro-step; gradients of parameters are left out."""
+
+    saved: int
+    """At the end of the forward pass."""
+    forward_peak: int
+    backward_peak: int
+
+
+def count_live_bytes(trace: MicroStepTrace) -> LiveBytes:
+    """By following its events."""
+    live, saved, peaks = 0, 0, {"forward": 0, "backward": 0}
+    for segment in trace.segments:
+        direction = segment.name.rpartition("_")[2]
+        if segment.name == "head_backward":
+            saved = live
+        for storage, appears in segment.events:
+            if trace.kinds[storage] != "gradient":
+                live += (1 if appears else -1) * allocated_bytes(trace.sizes[storage], 1)
+                peaks[direction] = max(peaks[direction], live)
+    return LiveBytes(saved, peaks["forward"], peaks["backward"])
 
 
 def record_toy(mode: CheckpointingMode) -> dict[str, RecordedSegment]:

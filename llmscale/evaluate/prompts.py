@@ -1,0 +1,55 @@
+"""Prompts from a file: a line each, or JSON. No torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmscale.errors import ConfigError
+from llmscale.untrusted.documents import LINE_MAX_BYTES, MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.paths import read_regular
+
+
+def read_prompts(path: Path) -> list[str]:
+    r"""The prompts in a text file, one a line, or in a .jsonl file, of whose objects each has a "prompt".
+
+    Empty lines are passed over; `\r\n` ends a line as `\n` does. Raises ConfigError when it cannot be read, holds no
+    prompt, or is no UTF-8 text.
+    """
+    try:
+        contents = read_regular(path, MAX_BYTES)
+    except OSError as error:
+        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}.") from None
+    prompts = []
+    for number, line in enumerate(contents.split(b"\n"), start=1):
+        if line := line.removesuffix(b"\r"):
+            where = f"--prompts {path}, line {number}"
+            prompts.append(_prompt_of_json(line, where) if path.suffix == ".jsonl" else _text(line, where))
+    if not prompts:
+        raise ConfigError(
+            f'--prompts {path} holds no prompt. Write one a line, or objects {{"prompt": ...}} in a .jsonl.'
+        )
+    return prompts
+
+
+def check_prompt_text(text: str, where: str) -> str:
+    """A text that can be tokenized. Raises ConfigError for NUL, for what is no UTF-8, and for a book."""
+    if len(text) > LINE_MAX_BYTES:
+        raise ConfigError(f"{where} has {len(text):,} characters; at most {LINE_MAX_BYTES:,} are read. Cut it.")
+    if "\0" in text:
+        raise ConfigError(f"{where} holds a NUL character, which is no text. Remove it.")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} is not UTF-8 text. Convert it.") from None
+    return text
+
+
+def _text(line: bytes, where: str) -> str:
+    return check_prompt_text(line.decode(errors="surrogateescape"), where)
+
+
+def _prompt_of_json(line: bytes, where: str) -> str:
+    prompt = parse_json(line, Rules(ConfigError), where).get("prompt")
+    if not isinstance(prompt, str):
+        raise ConfigError(f'{where} has no text in "prompt". Write objects such as {{"prompt": "Once upon"}}.')
+    return check_prompt_text(prompt, where)

@@ -1,0 +1,145 @@
+"""Whatever a config.json holds, the answer is a shape or one line that names the entry."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from llmscale.architecture.families.registry import FAMILIES, family_of, get_family, read_shape
+from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.errors import ConfigError
+from tests.architecture.families.test_published import PUBLISHED, QWEN3_06B
+
+CONFIGS = {config["model_type"]: config for config, _, _ in PUBLISHED.values()}
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8},
+    **{"vocab_size": 100, "intermediate_size": 176},
+}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 8}
+NOISE = [None, -1, 0, 1, 3, 0.5, 1e400, math.nan, -math.inf, 1e-320, 10**30, -(10**30), True, False, "", "x" * 10**5]
+NOISE += ["none", "\x1b[2J", [], [[]], ["full_attention"], {}, {"factor": {}}, {"rope_type": []}, {"a": {"b": 1}}]
+
+
+def refusal(config: dict) -> str:
+    with pytest.raises(ConfigError) as raised:
+        read_shape(config, "config.json")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_any_value_of_any_entry_gives_a_shape_or_one_line(model_type: str) -> None:
+    """Also in the rotary section, and with an entry left out."""
+    config = {**CONFIGS[model_type]}
+    section = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    section |= {"original_max_position_embeddings": 8192, "rope_theta": 5e5, "partial_rotary_factor": 1.0, "type": "x"}
+    more = ("head_dim", "layer_types", "use_sliding_window", "max_window_layers", "rope_parameters", "enable_bias")
+    keys = {*config, *more, "n_inner", "auto_map", "quantization_config", "partial_rotary_factor", "sliding_window"}
+    changed = [{**config, key: noise} for key in sorted(keys) for noise in NOISE]
+    changed += [{key: value for key, value in config.items() if key != left_out} for left_out in config]
+    for place in ("rope_parameters", "rope_scaling"):
+        changed += [{**config, place: {**section, key: noise}} for key in section for noise in NOISE]
+    changed += [{**config, "use_sliding_window": True, "max_window_layers": 0, "layer_types": noise} for noise in NOISE]
+    shapes = 0
+    for candidate in changed:
+        try:
+            shape = build_shape(read_shape(candidate, "config.json"))
+        except ConfigError as error:
+            assert str(error).startswith("config.json: ")
+            assert len(str(error)) < 1000
+            assert "\x1b" not in str(error)
+            continue
+        shapes += 1
+        assert shape.num_parameters > 0
+        assert len(list(get_family(candidate, "config.json").tensors(shape))) > 0
+        try:
+            family_of(shape)
+        except ConfigError as error:
+            assert "no family of transformers has this model" in str(error)
+    assert len(changed) > shapes > 100
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        *[
+            ({"rope_scaling": {"rope_type": kind, "factor": 4.0}}, rf"config.json: rope_scaling: rope_type is '{kind}'")
+            for kind in ("yarn", "dynamic", "longrope", "su")
+        ],
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "type is 'yarn'; llmscale has default, linear, llama3"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling 'linear:0.5' is not legal. Legal: none"),
+        (
+            {"rope_scaling": {"type": "default", "mrope_section": [1, 2]}},
+            "'mrope_section' is not known; llmscale reads",
+        ),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear', not an object"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "'full_attention' is not known"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5; llmscale's model has 1.0"),
+        ({"partial_rotary_factor": 0.25}, "partial_rotary_factor is 0.25; llmscale's model has 1.0 alone"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'; llmscale has silu, "),
+        ({"num_attention_heads": 7}, "hidden_size 64 is not divisible by num_attention_heads 7"),
+        ({"num_key_value_heads": 3}, "n_kv_head 3 does not divide n_head 8. Legal: 1, 2, 4, 8"),
+        ({"head_dim": 5}, "rotary positions turn pairs of numbers, and a head of 5"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, more than the 10,000 of any model"),
+        ({"hidden_size": 1 << 31}, "hidden_size is 2147483648, more than the "),
+        ({"hidden_size": 64.0}, "hidden_size is 64.0; a positive integer is needed"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a positive number"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1, not true or false"),
+        ({"auto_map": {"AutoModel": "modeling.X"}}, "auto_map names code of its own, which is never run"),
+        ({"quantization_config": {"bits": 4}}, "the weights are quantised"),
+        ({"model_type": "gemma"}, "no model of type 'gemma'. The nearest is llama, which has no scaled embeddings"),
+        ({"model_type": "phi"}, "no model of type 'phi'. The nearest is llama, which has no attention and MLP side"),
+        ({"model_type": "mixtral"}, "no model of type 'mixtral'. The nearest is mistral, which has no experts."),
+        ({"model_type": "qwen"}, "no model of type 'qwen'. Did you mean 'qwen2'?"),
+        ({"model_type": "bert"}, "Supported: gpt2, opt, llama, mistral, qwen2, qwen3, olmo2."),
+        ({"model_type": None}, "model_type is missing"),
+    ],
+)
+def test_what_ours_does_not_compute_is_named(change: dict, said: str) -> None:
+    assert said.replace("config.json: ", "") in refusal({**LLAMA, **change})
+
+
+def test_layers_with_and_without_a_window_are_refused() -> None:
+    mixed = {"use_sliding_window": True, "sliding_window": 16}
+    assert "some layers have a sliding window and some have none" in refusal({**QWEN2, **mixed, "max_window_layers": 1})
+    types = ["full_attention", "sliding_attention"]
+    assert "some layers have a sliding window" in refusal({**QWEN2, **mixed, "layer_types": types})
+    assert "layer_types has 'linear_attention'; llmscale has full_attention and sliding_attention" in refusal(
+        {**QWEN3_06B, "layer_types": ["linear_attention"] * 28}
+    )
+    windows = [
+        *({"max_window_layers": 0}, {"layer_types": ["sliding_attention"] * 2}, {"max_window_layers": 2}),
+        {"use_sliding_window": False, "max_window_layers": 0},
+    ]
+    read = [read_shape({**QWEN2, **mixed, **change}, "config.json") for change in windows]
+    assert [values.get("sliding_window", 0) for values in read] == [16, 16, 0, 0]
+
+
+def test_no_entry_and_null_mean_what_they_mean_in_transformers() -> None:
+    mistral = {**LLAMA, "model_type": "mistral"}
+    assert (read_shape(mistral, "x")["n_kv_head"], read_shape(mistral, "x")["sliding_window"]) == (8, 4096)
+    nulls = {**mistral, "num_attention_heads": 16, "num_key_value_heads": None, "sliding_window": None}
+    assert (read_shape(nulls, "x")["n_kv_head"], read_shape(nulls, "x")["sliding_window"]) == (16, 0)
+
+
+def test_what_no_family_has_is_named() -> None:
+    with pytest.raises(
+        ConfigError, match=r"no family .* has this model: GPT2LMHeadModel, the nearest, lacks qk_norm width\."
+    ):
+        family_of(GPTShape(2, 4, 32, 100, 16, qk_norm="width"))
+    with pytest.raises(ConfigError, match="Olmo2ForCausalLM, the nearest, lacks rope_scaling llama3:8,1,4,16"):
+        family_of(
+            GPTShape(
+                *(2, 4, 32, 100, 16, "silu"),
+                **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "gated_mlp": True, "qk_norm": "width"},
+                **{"norm_placement": "post", "rope_scaling": "llama3:8,1,4,16"},
+            )
+        )
+
+
+def test_a_shape_without_biases_is_written_by_the_family_that_has_none() -> None:
+    """GPT-2 could hold them as zeros."""
+    assert family_of(GPTShape(2, 4, 32, 100, 16, "relu")).model_type == "gpt2"
+    assert family_of(GPTShape(2, 4, 32, 100, 16, "relu", attention_bias="none", mlp_bias=False)).model_type == "opt"
+    assert family_of(GPTShape(2, 4, 32, 100, 16, "relu", bias=False)).model_type == "gpt2"

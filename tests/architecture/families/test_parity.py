@@ -1,0 +1,124 @@
+"""Logits and gradients of every family equal transformers', both ways: from our shape and from their config.json."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from llmscale.architecture.families.registry import FAMILIES, family_of, read_shape
+from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.checkpoint.hf_weights import hf_config, import_transformers, to_hf_state_dict
+from llmscale.model.gpt import GPT
+from tests.architecture.families.parity import TOLERANCE, differences, randomise, to_ours
+
+pytest.importorskip("transformers")
+transformers = import_transformers()
+
+LLAMA = {"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
+QWEN2, QWEN3 = {**LLAMA, "attention_bias": "qkv"}, {**LLAMA, "qk_norm": "head"}
+OLMO2 = {**LLAMA, "qk_norm": "width", "norm_placement": "post"}
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 24, "vocab_size": 61, "seq_len": 40}
+
+#: Family -> five shapes: what differs from SIZES.
+SHAPES: dict[str, list[dict]] = {
+    "gpt2": [
+        {"activation": "gelu_tanh"},
+        {"activation": "gelu", "bias": False, "n_head": 3, "n_embd": 21, "vocab_size": 128},
+        {"activation": "relu", "tied": False, "mlp_width": 37, "n_layer": 3},
+        {"activation": "silu", "attention_bias": "qkv", "mlp_bias": False, "norm_eps": 1e-3, "seq_len": 7},
+        {"activation": "gelu_tanh", "n_head": 1, "n_embd": 5, "mlp_width": 3, "n_layer": 1, "vocab_size": 129},
+    ],
+    "opt": [
+        {"activation": "relu", "mlp_bias": False, "attention_bias": "none"},
+        {"activation": "relu", "mlp_bias": False, "attention_bias": "none", "tied": False, "n_head": 3, "n_embd": 21},
+        {"activation": "gelu", "mlp_bias": False, "attention_bias": "none", "mlp_width": 37, "seq_len": 9},
+        {"activation": "gelu_tanh", "mlp_bias": False, "attention_bias": "none", "n_head": 1, "n_embd": 5},
+        {"activation": "silu", "mlp_bias": False, "attention_bias": "none", "n_layer": 3, "vocab_size": 128},
+    ],
+    "llama": [
+        {**LLAMA, "n_kv_head": 2, "mlp_width": 37, "tied": False, "rope_scaling": "llama3:8,1,4,16"},
+        {**LLAMA, "head_dim": 10, "mlp_width": 5, "rope_scaling": "linear:4.5", "attention_bias": "all"},
+        {**LLAMA, "n_kv_head": 1, "n_head": 3, "n_embd": 18, "mlp_bias": True, "rope_theta": 500_000.0},
+        {**LLAMA, "n_head": 5, "n_embd": 33, "head_dim": 2, "activation": "gelu_tanh", "norm_eps": 1e-3},
+        {**LLAMA, "n_head": 6, "n_kv_head": 3, "activation": "gelu", "seq_len": 200, "rope_scaling": "llama3:2,1,8,64"},
+    ],
+    "mistral": [
+        {**LLAMA, "n_kv_head": 2, "sliding_window": 7},
+        {**LLAMA, "n_kv_head": 1, "sliding_window": 1, "head_dim": 10, "tied": False},
+        {**LLAMA, "sliding_window": 39, "mlp_width": 37, "rope_scaling": "linear:2"},
+        {**LLAMA, "n_kv_head": 2, "sliding_window": 40, "activation": "gelu"},
+        {**LLAMA, "n_head": 3, "n_embd": 18, "n_kv_head": 3, "sliding_window": 5000, "rope_theta": 1e6},
+    ],
+    "qwen2": [
+        {**QWEN2, "n_kv_head": 2, "mlp_width": 37},
+        {**QWEN2, "n_kv_head": 1, "sliding_window": 9, "tied": False},
+        {**QWEN2, "n_head": 3, "n_embd": 18, "rope_theta": 1e6, "norm_eps": 1e-6, "sliding_window": 100},
+        {**QWEN2, "head_dim": 10, "n_kv_head": 4, "rope_scaling": "linear:1.1"},
+        {**QWEN2, "n_head": 6, "n_kv_head": 2, "n_layer": 3, "vocab_size": 256, "rope_scaling": "llama3:8,1,4,16"},
+    ],
+    "qwen3": [
+        {**QWEN3, "n_kv_head": 2, "head_dim": 16, "mlp_width": 37},
+        {**QWEN3, "n_kv_head": 1, "norm_eps": 1e-3, "tied": False, "rope_theta": 1e6},
+        {**QWEN3, "n_head": 3, "n_embd": 17, "head_dim": 6, "attention_bias": "all"},
+        {**QWEN3, "n_kv_head": 2, "sliding_window": 11, "head_dim": 2},
+        {**QWEN3, "n_kv_head": 4, "rope_scaling": "linear:8", "seq_len": 130, "activation": "relu"},
+    ],
+    "olmo2": [
+        {**OLMO2, "n_kv_head": 2, "mlp_width": 37},
+        {**OLMO2, "tied": False, "rope_theta": 500_000.0, "norm_eps": 1e-6},
+        {**OLMO2, "n_head": 3, "n_embd": 18, "n_kv_head": 1, "attention_bias": "all"},
+        {**OLMO2, "head_dim": 10, "rope_scaling": "linear:2.5", "activation": "gelu"},
+        {**OLMO2, "n_head": 6, "n_kv_head": 3, "n_layer": 3, "mlp_width": 5, "vocab_size": 128},
+    ],
+}
+CASES = [
+    pytest.param(family, change, id=f"{family}-{i}") for family in SHAPES for i, change in enumerate(SHAPES[family])
+]
+
+
+def make_shape(change: dict) -> GPTShape:
+    return build_shape({**SIZES, **change})
+
+
+def make_theirs(config):
+    config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.float()
+
+
+def test_every_family_has_five_shapes() -> None:
+    assert {family: len(shapes) for family, shapes in SHAPES.items()} == dict.fromkeys(FAMILIES, 5)
+
+
+@pytest.mark.parametrize(("family", "change"), CASES)
+def test_our_model_is_theirs(family: str, change: dict) -> None:
+    shape = make_shape(change)
+    assert family_of(shape).model_type == family
+    ours = GPT(shape, seed=0)
+    randomise(ours)
+    theirs = make_theirs(hf_config(shape, 0, torch.float32))
+    missing, surplus = theirs.load_state_dict(to_hf_state_dict(ours), strict=False)
+    assert (missing, surplus) == (["lm_head.weight"] if shape.tied else [], [])
+    logits, gradients = differences(ours, theirs, FAMILIES[family])
+    assert logits < TOLERANCE
+    assert gradients < TOLERANCE
+
+
+@pytest.mark.parametrize(("family", "change"), CASES)
+def test_their_model_is_ours(family: str, change: dict) -> None:
+    """Their own configuration class says what config.json says, be it in full or, as save_pretrained writes it, where
+    it differs from the class's defaults."""
+    shape = make_shape(change)
+    theirs = make_theirs(transformers.AutoConfig.for_model(family, **FAMILIES[family].write(shape)))
+    randomise(theirs)
+    theirs.tie_weights()
+    texts = [theirs.config.to_json_string(use_diff=use_diff) for use_diff in (True, False)]
+    read = [build_shape(read_shape(json.loads(text), "config.json")) for text in texts]
+    assert read[0] == read[1]
+    ours = GPT(read[0], seed=0)
+    ours.load_state_dict(to_ours(read[0], theirs.state_dict(), FAMILIES[family]))
+    logits, gradients = differences(ours, theirs, FAMILIES[family])
+    assert logits < TOLERANCE
+    assert gradients < TOLERANCE

@@ -1,0 +1,150 @@
+"""A published model as the keys of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmscale.config.hf_model import (
+    PUBLISHED_KEYS,
+    default_preset,
+    is_published,
+    read_published_model,
+    with_published_shape,
+    with_saved_shape,
+)
+from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.run_config import RunConfig
+from llmscale.errors import ConfigError
+
+LLAMA: dict[str, object] = {
+    **{"model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 300},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256, "rope_theta": 5e5},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write(tmp_path / "llama")
+
+
+def write(folder: Path, **entries: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **entries}))
+    return folder
+
+
+def begun(folder: Path, **keys: object) -> RunConfig:
+    """The configuration of a run that begins from the folder's weights."""
+    said = f"hf:{folder}"
+    return with_published_shape(RunConfig(init_from=said, **keys), read_published_model("--init-from", said))
+
+
+def test_weights_set_every_key_of_the_model_and_its_vocabulary(folder: Path) -> None:
+    config = begun(folder, dropout=0.1)
+    assert config.model == f"hf:{folder}"
+    assert (config.n_layer, config.n_kv_head, config.vocab_size, config.rope_theta) == (3, 2, 300, 5e5)
+    assert all(getattr(config, key) is not None for key in PUBLISHED_KEYS)
+    shape = resolve_shape(config, SetFacts(vocab_size=257, seq_len=512, num_train_samples=1))
+    assert (shape.vocab_size, shape.seq_len, shape.gated_mlp, shape.dropout) == (300, 512, True, 0.1)
+
+
+def test_the_data_sets_vocabulary_must_fit_the_table(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="vocab_size 300 is smaller than the data set's"):
+        resolve_shape(begun(folder), SetFacts(vocab_size=301, seq_len=32, num_train_samples=1))
+
+
+def test_a_given_key_may_repeat_what_the_weights_say_and_not_contradict_it(folder: Path) -> None:
+    assert begun(folder, n_layer=3, rope_theta=5e5).n_layer == 3
+    with pytest.raises(ConfigError, match=rf"n_layer is 4 by --n-layer and 3 by --init-from hf:{folder}"):
+        begun(folder, n_layer=4)
+    with pytest.raises(ConfigError, match=r"is .* by --model tiny-1m and .* by --init-from hf:.*Drop --model"):
+        begun(folder, model="tiny-1m")
+    other = write(folder.parent / "other", num_hidden_layers=5)
+    with pytest.raises(ConfigError, match=rf"n_layer is 5 by --model hf:{other} and 3 by --init-from hf:{folder}"):
+        begun(folder, model=f"hf:{other}")
+
+
+def test_a_shape_without_its_weights_can_be_changed_as_a_presets_can(folder: Path) -> None:
+    config = with_published_shape(RunConfig(model=f"hf:{folder}", n_embd=128), None)
+    assert (config.n_layer, config.n_embd, config.head_dim, config.mlp_width) == (3, 128, 16, 192)
+    assert with_published_shape(RunConfig(model="tiny-1m"), None) == RunConfig(model="tiny-1m")
+
+
+def test_a_run_that_goes_on_needs_the_folder_no_more(folder: Path) -> None:
+    saved = begun(folder).model_dump(mode="json")
+    (folder / "config.json").unlink()
+    for config in (RunConfig(steps=7), RunConfig(steps=7, model=f"hf:{folder}")):
+        continued = with_saved_shape(config, saved, "checkpoint")
+        assert continued is not None
+        assert continued.steps == 7
+        assert {key: getattr(continued, key) for key in PUBLISHED_KEYS} == {key: saved[key] for key in PUBLISHED_KEYS}
+    assert with_saved_shape(RunConfig(model="tiny-1m"), saved, "checkpoint") is None
+    assert with_saved_shape(RunConfig(), RunConfig().model_dump(mode="json"), "checkpoint") is None
+    with pytest.raises(ConfigError, match="n_layer is 9 by --n-layer and 3 by checkpoint"):
+        with_saved_shape(RunConfig(n_layer=9), saved, "checkpoint")
+
+
+def test_what_a_hostile_checkpoint_says_of_the_shape_is_checked(folder: Path) -> None:
+    saved = begun(folder).model_dump(mode="json")
+    for key, value in (("n_layer", 10**9), ("norm", "batch"), ("tied", 3)):
+        with pytest.raises(ConfigError, match=f"{key} = "):
+            with_saved_shape(RunConfig(), {**saved, key: value}, "checkpoint")
+
+
+def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path) -> None:
+    assert default_preset(RunConfig(model="gpt2-124m")) == "gpt2-124m"
+    assert default_preset(begun(folder)) == "tiny-1m"
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128_256}
+    large = write(folder.parent / "large", **sizes, num_attention_heads=32, tie_word_embeddings=True)
+    assert default_preset(begun(large)) == "llama3-1b"
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"model_type": "mamba"}, "no model of type 'mamba'.*Supported: gpt2, opt, llama"),
+        ({"model_type": "llama4"}, "no model of type 'llama4'.*Did you mean 'llama'"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"auto_map": {"AutoModel": "code.py"}}, "auto_map names code of its own, which is never run"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"hidden_size": 10**12}, "hidden_size"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused_by_flag_and_entry(
+    folder: Path, entries: dict[str, object], said: str
+) -> None:
+    write(folder, **entries)
+    with pytest.raises(ConfigError, match=rf"^--init-from hf:{folder}.*{said}") as caught:
+        read_published_model("--init-from", f"hf:{folder}")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_adapter_says_what_to_do_with_it(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapter_config.json: an adapter, not a model. Merge it"):
+        read_published_model("--init-from", f"hf:{folder}")
+
+
+def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    snapshot = tmp_path / "hub" / "models--own--model" / "snapshots" / "1234"
+    snapshot.parent.mkdir(parents=True)
+    folder.rename(snapshot)
+    assert read_published_model("--init-from", "hf:own/model").folder == snapshot
+    with pytest.raises(ConfigError, match=r"--init-from hf:own/other is no file or folder here.*HF_HUB_OFFLINE"):
+        read_published_model("--init-from", "hf:own/other")
+    for name in ("", "/no/such", "x" * 300, "../../etc"):
+        with pytest.raises(ConfigError, match="--init-from hf:"):
+            read_published_model("--init-from", f"hf:{name}")
+
+
+def test_only_the_prefix_makes_a_published_model() -> None:
+    assert is_published("hf:gpt2")
+    assert not is_published("runs/hf")
+    assert not is_published(None)

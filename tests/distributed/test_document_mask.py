@@ -1,0 +1,132 @@
+"""A run with --document-mask is a run with each document alone, and goes on as one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.config.arguments import parse_run_config
+from llmscale.data.sample_log import load_recorded
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.engine.optimizer import build_optimizer
+from llmscale.model.gpt import GPT
+from llmscale.training.run_inputs import PreparedRun, prepare_run
+from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
+from tests.distributed.test_resume import forget_after
+
+STEPS = 10
+FLAGS = (
+    *("--document-mask", "--precision", "fp32", "--steps", str(STEPS), "--save-every", "5", "--keep-last", "9"),
+    *("--lr", "3e-3", "--record-samples", "--val-every", str(STEPS), "--val-samples", "16"),
+)
+#: Llama's layers.
+LLAMA_FLAGS = (
+    *("--positions", "rotary", "--norm", "rmsnorm", "--gated-mlp", "--activation", "silu", "--n-kv-head", "1"),
+    *("--sliding-window", "9", "--no-bias", "--no-tied"),
+)
+
+
+@pytest.fixture(scope="module")
+def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of bytes in samples of 32, whose documents have 1 to 40."""
+    folder = tmp_path_factory.mktemp("short")
+    draw = random.Random(0)
+    texts = ["".join(draw.choice("abcde ") for _ in range(draw.randint(1, 40))) for _ in range(600)]
+    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text + "."}) for text in texts))
+    command = [
+        *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")),
+        *("--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"),
+        *("--workers", "1"),
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run(command, check=True, cwd=REPOSITORY, env=environment, capture_output=True)
+    return folder / "set"
+
+
+@pytest.mark.parametrize("flags", [(), LLAMA_FLAGS], ids=["gpt2", "llama"])
+def test_losses_are_those_of_a_plain_loop_over_single_documents(
+    ranks: Callable, short_documents: Path, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    command = build_train_command(
+        short_documents, tmp_path / "run", *FLAGS, *flags, "--ds", str(REPOSITORY / "ds_configs/zero2.json")
+    )
+    job = ranks(command, 2)
+    output = job.wait()[0]
+    assert job.exit_codes == [0, 0], output
+    assert "documents do not see each other: 2" in output
+    run = prepare_run(parse_run_config([word for word in command if word != str(TRAIN)]), 2)
+    assert run.resolved.shape.document_end == 256
+    losses, validation = plain_losses(run, load_recorded(tmp_path / "run"))
+    found = read_losses(tmp_path / "run")
+    assert [found[step] for step in range(1, STEPS + 1)] == pytest.approx(losses, rel=1e-5)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["loss"] for record in records if record["kind"] == "validation"] == pytest.approx(
+        [validation], rel=1e-5
+    )
+
+
+def test_goes_on_bit_by_bit_and_elsewhere(ranks: Callable, short_documents: Path, tmp_path: Path) -> None:
+    def train(ds_config: str, world_size: int, *flags: str) -> dict[int, float]:
+        ds_path = str(REPOSITORY / f"ds_configs/{ds_config}.json")
+        command = build_train_command(short_documents, tmp_path / "run", *FLAGS, *flags, "--ds", ds_path)
+        job = ranks(command, world_size)
+        output = job.wait()[0]
+        assert job.exit_codes == [0] * world_size, output
+        return read_losses(tmp_path / "run")
+
+    straight = train("zero2", 2)
+    forget_after(tmp_path / "run", 5)
+    assert train("zero2", 2) == straight
+    for ds_config, mode in (("zero3", "selective"), ("zero1", "full")):
+        forget_after(tmp_path / "run", 5)
+        losses = train(ds_config, 1, "--activation-checkpointing", mode)
+        assert max(abs(losses[step] - straight[step]) / straight[step] for step in straight) <= 1e-5
+
+
+def plain_losses(run: PreparedRun, sample_ids: dict[int, np.ndarray]) -> tuple[list[float], float]:
+    """Training losses by step, and the validation's after the last, of torch alone, a document at a time."""
+    config, resolved = run.config, run.resolved
+    shape = replace(resolved.shape, document_end=None)
+    model = GPT(shape, seed=config.seed)
+    kinds = ParameterTensors(shape.architecture).kinds
+    betas = (config.beta1, config.beta2)
+    optimizer = build_optimizer(
+        model, kinds, resolved.optimizer, lr=0.0, weight_decay=config.weight_decay, betas=betas, eps=config.eps
+    )
+    train, validation = (TokenShards(run.location, split) for split in ("train", "val"))
+    losses = []
+    for step in range(STEPS):
+        loss = mean_loss(model, train.read(sample_ids[step]))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = resolved.schedule.learning_rate(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        return losses, mean_loss(model, validation.read(np.arange(min(16, len(validation))))).item()
+
+
+def mean_loss(model: GPT, windows: np.ndarray) -> torch.Tensor:
+    """Mean over all tokens of windows [b, T + 1]."""
+    total = torch.zeros(())
+    for window in torch.from_numpy(windows.astype(np.int64)):
+        ends = [int(index) + 1 for index in (window[:-1] == 256).nonzero()]
+        for first, last in pairwise(sorted({0, *ends, len(window) - 1})):
+            logits = model(window[None, first:last])
+            total = total + F.cross_entropy(logits[0], window[first + 1 : last + 1], reduction="sum")
+    return total / windows[:, 1:].size
