@@ -81,7 +81,7 @@ class GPT(nn.Module):
         if cache is not None:
             cache.lengths = [length + t for length in cache.lengths]
         if at is not None:
-            x = x[torch.arange(len(at), tokens.device=device), at][:, None]
+            x = x[torch.arange(len(at), device=tokens.device), at][:, None]
         if targets is not None:
             return next_token_loss(self.ln_f, self.head, x, targets)
         logits: Tensor = self.head(self.ln_f(x))
