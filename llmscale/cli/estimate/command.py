@@ -113,13 +113,17 @@ def _run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     if args.hf is not None:
-        from llmscale.cli.estimate.hugging_face import as_own_model
+        from llmscale.architecture.hf_config import load_hf_model
+        from llmscale.config.hf_model import PREFIX
 
-        args.model = as_own_model(args.hf)
-    if args.hf is not None and args.model is None:
-        _check_states_only(args)
-        from llmscale.cli.estimate.hugging_face import run
-    elif args.max_model:
+        model = load_hf_model(args.hf)
+        if model is not None:
+            _check_states_only(args)
+            from llmscale.cli.estimate import hugging_face
+
+            return hugging_face.run(args, model)
+        args.model = f"{PREFIX}{args.hf}"
+    if args.max_model:
         from llmscale.cli.estimate.max_model import run
     else:
         from llmscale.cli.estimate.rows import run

@@ -6,39 +6,20 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from llmscale.architecture.families.registry import read_shape
-from llmscale.architecture.hf_config import HFModel, load_hf_model, read_config
-from llmscale.architecture.hf_families import is_described
+from llmscale.architecture.hf_config import HFModel
 from llmscale.cli.estimate.as_json import estimate_as_dict, strategy_as_dict
 from llmscale.cli.estimate.request import read_gpu, read_hf_precision, read_machines
 from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
 from llmscale.cli.estimate.table import CATEGORIES, align, breakdown_cells, gib
-from llmscale.config.hf_model import PREFIX
-from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.hf_configs import HFConfig, find_hf_configs, roomiest
 from llmscale.planning.largest_micro_batch import Machines
 
 
-def as_own_model(path_or_name: str) -> str | None:
-    """`--model` for a model that llmscale itself trains; None for one of which the states alone are known. Raises
-    ConfigError."""
-    source = f"--hf {path_or_name}"
-    config = read_config(path_or_name, source)
-    try:
-        read_shape(config, source)
-    except ConfigError:
-        if is_described(config):
-            return None
-        raise
-    return f"{PREFIX}{path_or_name}"
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, model: HFModel) -> int:
     """0 when the states fit somewhere, 1 when they fit nowhere."""
     gpu = read_gpu(args)
     machines, precision = read_machines(args, gpu), read_hf_precision(args, gpu)
-    model = load_hf_model(args.hf)
     rows = find_hf_configs(model, machines, precision, args.global_batch_size)
     if args.json:
         print(json.dumps(_as_dict(model, machines, rows), indent=1))
