@@ -63,6 +63,7 @@ _NAMES = (
     ("sliding_window", "window window_size attention_window"),
     ("document_mask", "reset_attention_mask reset_position_ids"),
     ("dropout", "hidden_dropout"),
+    ("document_mask", "reset_attention_mask reset_position_ids"),
     ("params", "num_params n_params parameters num_parameters"),
     ("init_from", "pretrained"),
     ("init_from model hf", "model_name_or_path"),
@@ -154,7 +155,7 @@ _NAMES = (
     ("llama3-1b", "llama_3.2_1b llama3.2_1b"),
     ("llama3-3b", "llama_3.2_3b llama3.2_3b"),
     ("llama3-8b", "llama_3_8b llama_3.1_8b llama3.1_8b"),
-    ("llama3-70b", "llama_3_70b llama_3.1_70b"),
+    ("llama3-70b", "llama_3_70b llama_3.1_70b llama3.1_70b"),
     # tokenizers
     ("gpt2", "openai_community/gpt2 r50k_base"),
     ("bytes", "byte char character byte_level"),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from llmscale.checkpoint.hf_weights import import_transformers
+from tests.transformers_models import import_transformers
 
 #: Rows for the `bytes` tokenizer's tokens and a few more, as published tables have.
 VOCAB_SIZE = 260

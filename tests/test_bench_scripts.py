@@ -19,10 +19,13 @@ SCRIPTS = (
     "cluster_chaos",
     "engine_overhead",
     "export_memory",
+    "init_from_memory",
     "memory_grid",
+    "modern_blocks",
     "order_memory",
     "order_quality",
     "resume_matrix",
+    "sampling",
 )
 
 
@@ -48,6 +51,16 @@ def test_readme_describes_every_script_and_every_result_has_a_script() -> None:
     readme = (BENCH / "README.md").read_text()
     assert [name for name in SCRIPTS if f"`{name}.py`" not in readme] == []
     assert [path.name for path in (BENCH / "results").iterdir() if not path.name.startswith(SCRIPTS)] == []
+
+
+def test_init_from_memory_measures_every_rank(tmp_path: Path) -> None:
+    answer = run_script(
+        "init_from_memory", "--folder", str(tmp_path / "model"), "--model", "smollm2-135m", "--ranks", "2"
+    )
+    assert answer.returncode == 0, answer.stderr
+    lines = answer.stdout.splitlines()
+    assert [line[:11] for line in sorted(lines)] == ["rank 0 of 2", "rank 1 of 2"]
+    assert all("MiB more while reading" in line for line in lines)
 
 
 def test_engine_overhead_needs_the_plain_loop_to_compare_with() -> None:

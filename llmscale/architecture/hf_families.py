@@ -94,7 +94,8 @@ FAMILIES: dict[str, Callable[[Keys], Architecture]] = {
 
 def is_described(config: Mapping[str, object]) -> bool:
     """Whether there is a description of this config.json's family here."""
-    return config.get("model_type") in FAMILIES
+    model_type = config.get("model_type")
+    return isinstance(model_type, str) and model_type in FAMILIES
 
 
 def describe_hf_model(config: Mapping[str, object], source: str) -> Architecture:

@@ -15,11 +15,13 @@ GENERATION_NAME = "generation_config.json"
 CARD_NAME = "README.md"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: What `llmscale export` writes, and the only names that --overwrite deletes.
-_NAMES = re.compile(
-    r"(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|model\.safetensors\.index)\.json"
-    r"|model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors|README\.md"
+#: What `llmscale export` writes, tokenizers' files included, and the only names that --overwrite deletes.
+_NAMES = (
+    *(CONFIG_NAME, GENERATION_NAME, CARD_NAME, WEIGHTS_NAME, INDEX_NAME),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
+_SHARD_NAME = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 #: Space beyond the weights that an export asks for: a large vocabulary's tokenizer.json, and the file system's own.
 _SPARE_BYTES = 32 * 2**20
 
@@ -50,13 +52,17 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
             f"--to {out} is being written: another process is at {writer}. Wait for it to end, or name another folder."
         )
     # Every export has a configuration: a README.md alone is somebody's project.
-    foreign = [name for name in names if not _NAMES.fullmatch(name) or CONFIG_NAME not in names]
+    foreign = [name for name in names if not _is_ours(name) or CONFIG_NAME not in names]
     if foreign:
         raise ConfigError(
             f"--to {out} holds '{foreign[0]}', which no export wrote, so it will not be replaced. Name another folder."
         )
     if names and not overwrite:
         raise ConfigError(f"--to {out} exists already. Name another folder, or replace it with --overwrite.")
+
+
+def _is_ours(name: str) -> bool:
+    return name in _NAMES or _SHARD_NAME.fullmatch(name) is not None
 
 
 def check_space(out: Path, weight_bytes: int) -> None:

@@ -33,13 +33,13 @@ class _Download(threading.Thread):
             self.failure = error
 
 
-def download_model(name: str, source: str, world: World) -> Path:
+def download_model(name: str, source: str, here: Path | None, world: World) -> Path:
     """The folder with a model's safetensors and JSON files in the Hub's cache on this node. Collective.
 
-    `source` names it in messages. The first rank of each node fetches what the cache lacks. Raises CheckpointError on
-    every rank.
+    `source` names it in messages; `here` is where this node has it already. Where it has not, its first rank fetches
+    it. Raises CheckpointError on every rank.
     """
-    download = _Download(name, source) if world.local_rank == 0 else None
+    download = _Download(name, source) if world.local_rank == 0 and here is None else None
     if download is not None:
         download.start()
     while not all(gather(world.control, download is None or not download.is_alive())):
@@ -47,7 +47,7 @@ def download_model(name: str, source: str, world: World) -> Path:
 
     def outcome() -> Path | None:
         if download is None:
-            return None
+            return here
         if download.failure is not None:
             raise download.failure
         return download.folder

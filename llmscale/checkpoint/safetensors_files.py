@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
@@ -90,7 +91,8 @@ def write_file(
             progress(len(part))
         os.fsync(file.fileno())
         # Else what is read back is the memory that the system keeps of it.
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        if sys.platform == "linux":
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if hash_file(path, "xxh3_128") != digest.hexdigest():
         raise MachineError(f"{path} was read back with another content than was written. Try again.")
 

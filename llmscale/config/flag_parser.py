@@ -37,6 +37,7 @@ class FlagParser(argparse.ArgumentParser):
             # Before argparse says that the flag it was mistaken for is missing.
             self._refuse_unknown([word for word in given if word.startswith("--")])
         known, unknown = super().parse_known_args(args, namespace)
+        self._fill_optional_positional(known, unknown)
         self._refuse_unknown(unknown)
         return known, unknown  # type: ignore[return-value]
 
@@ -45,6 +46,16 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
             raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} --help` lists all.")
+
+    def _fill_optional_positional(self, known: object, unknown: list[str]) -> None:
+        """argparse takes a positional argument that may be absent for absent as soon as a flag comes before it."""
+        for action in self._get_positional_actions():
+            is_absent = action.nargs == argparse.OPTIONAL and getattr(known, action.dest) is action.default
+            is_word = bool(unknown) and (" " in unknown[0] or not unknown[0].startswith("-"))
+            if is_absent and (is_word or unknown[:1] == ["--"]):
+                word = unknown.pop(0) if is_word else unknown.pop(1)
+                setattr(known, action.dest, self._get_value(action, word))
+                del unknown[: unknown[:1] == ["--"]]
 
     def _refuse_repeated(self, args: Sequence[str]) -> None:
         given: dict[str, str] = {}

@@ -6,6 +6,7 @@ goes on, and whatever reads its checkpoints, asks for the folder no more.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,8 @@ def is_published(name: str | None) -> bool:
 
 def read_published_model(flag: str, value: str) -> PublishedModel:
     """The model that `FLAG hf:FOLDER|NAME` names. Raises ConfigError for one that cannot be trained here."""
-    source, name = f"{flag} {value}", value.removeprefix(PREFIX)
+    # No shell expands the ~ in hf:~/models.
+    source, name = f"{flag} {value}", os.path.expanduser(value.removeprefix(PREFIX))
     try:
         check_path(name)
     except ValueError as error:

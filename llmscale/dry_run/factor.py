@@ -26,7 +26,7 @@ def factor_traces(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[st
     between shapes (another branch) or blocks, where a size is no product of the symbols, and where the shapes do not
     tell two products apart.
     """
-    traces = [_release_what_blocks_share_behind_them(trace) for trace in traces]
+    traces = [_release_inputs_with_blocks(_release_what_blocks_share_behind_them(trace)) for trace in traces]
     first = traces[0]
     for other in traces[1:]:
         if _signatures(first) != _signatures(other):
@@ -84,6 +84,18 @@ def _release_what_blocks_share_behind_them(trace: MicroStepTrace) -> MicroStepTr
             behind = segments[place + 1]
             segments[place] = replace(segment, events=rest)
             segments[place + 1] = replace(behind, events=(*shared, *behind.events))
+    return replace(trace, segments=tuple(segments))
+
+
+def _release_inputs_with_blocks(trace: MicroStepTrace) -> MicroStepTrace:
+    """A block's input that nothing saves goes when the next one begins, that is right behind the block."""
+    segments = list(trace.segments)
+    for place, segment in enumerate(segments[1:], 1):
+        if segments[place - 1].name == "block_forward":
+            first = next((i for i, (_, appears) in enumerate(segment.events) if appears), len(segment.events))
+            before = segments[place - 1]
+            segments[place - 1] = replace(before, events=(*before.events, *segment.events[:first]))
+            segments[place] = replace(segment, events=segment.events[first:])
     return replace(trace, segments=tuple(segments))
 
 

@@ -28,7 +28,7 @@ from llmscale.checkpoint.safetensors_files import (
 )
 from llmscale.checkpoint.stored_weights import StoredWeights
 from llmscale.data.prepare.atomic_folder import new_folder
-from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
+from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import CheckpointError, ConfigError
 
@@ -91,11 +91,10 @@ def export_model(
             write_index(folder, files, model.dtype)
         save_for_transformers(tokenizer, folder)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
-        ends = {"bos_token_id": tokenizer.eot_token, "eos_token_id": tokenizer.eot_token}
-        ends_and_version = {**ends, "transformers_version": TRANSFORMERS_VERSION}
-        _write_json(folder / GENERATION_NAME, ends_and_version)
+        common = {**generation_ids(tokenizer), "transformers_version": TRANSFORMERS_VERSION}
+        _write_json(folder / GENERATION_NAME, common)
         # The last: a folder without it is no model.
-        _write_json(folder / CONFIG_NAME, {**_config(model), **ends_and_version})
+        _write_json(folder / CONFIG_NAME, {**_config(model), **common})
 
 
 def _config(model: ExportedModel) -> dict[str, object]:

@@ -72,9 +72,7 @@ def sample(
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         contexts = {number: list(prompt) for number, prompt in enumerate(prompts)}
         longest = max(map(len, prompts), default=0) + settings.max_new_tokens
-        # A prompt may hold the end of a document, behind which positions begin anew: a cache does not know of it.
-        is_cached = use_cache and model.shape.document_end is None
-        reader = _CachedReader(model, len(prompts), longest) if is_cached else _Reader(model)
+        reader = _CachedReader(model, len(prompts), longest) if use_cache else _Reader(model)
         for _ in range(settings.max_new_tokens):
             if not contexts:
                 return

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.model.attention_context import AttentionContext
 from llmscale.model.initialization import residual_std
-from llmscale.model.layers import Linear, build_norm
+from llmscale.model.layers import Linear, RMSNorm, build_norm
 
 #: Keeps a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all that are kept of it so far.
 Remember = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -38,8 +38,8 @@ class CausalSelfAttention(nn.Module):
         self.qkv = Linear(width, shape.qkv_heads * shape.head_dim, generator, bias=bias != "none")
         if shape.qk_norm != "none":
             of_q, of_k = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
-            self.q_norm = nn.RMSNorm(of_q * shape.head_dim, shape.norm_eps)
-            self.k_norm = nn.RMSNorm(of_k * shape.head_dim, shape.norm_eps)
+            self.q_norm = RMSNorm(of_q * shape.head_dim, shape.norm_eps)
+            self.k_norm = RMSNorm(of_k * shape.head_dim, shape.norm_eps)
         inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
         self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
-from llmscale.model.attention_context import build_context, compute_dtype, positions_in_documents
+from llmscale.model.attention_context import AttentionContext, build_context, compute_dtype, positions_in_documents
 from llmscale.model.block import Block
 from llmscale.model.head import OutputHead, TiedHead
-from llmscale.model.kv_cache import KVCache
+from llmscale.model.kv_cache import KVCache, Places
 from llmscale.model.layers import Embedding, build_norm
 from llmscale.model.loss import next_token_loss
 
@@ -64,33 +64,34 @@ class GPT(nn.Module):
                 f"a sequence of {t} tokens is longer than the model's {self.shape.seq_len} positions "
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
-        positions = self._positions(tokens, cache)
+        places = cache.next_places(tokens) if cache is not None else None
+        if places is not None:
+            positions = places.positions
+        elif self.shape.document_end is not None:
+            positions = positions_in_documents(tokens, self.shape.document_end)
+        else:
+            positions = torch.arange(t, device=tokens.device)
         x = self.wte(tokens)
         if self.shape.positions == "learned":
             x = x + self.wpe(positions)
         x = F.dropout(x, self.shape.dropout, self.training)
         context = build_context(self.shape, positions, compute_dtype(x))
-        if cache is not None:
-            context = replace(context, mask=cache.mask(positions))
-        checkpoint = self.checkpoint if torch.is_grad_enabled() else None
-        for layer, block in enumerate(self.blocks):
-            if cache is not None:
-                x = block(x, context, partial(cache.append, layer, positions))
-            else:
+        if cache is not None and places is not None:
+            x = self._continue(x, replace(context, mask=places.mask), cache, places)
+        else:
+            checkpoint = self.checkpoint if torch.is_grad_enabled() else None
+            for block in self.blocks:
                 x = block(x, context) if checkpoint is None else checkpoint(block, x, context)
-        if cache is not None:
-            cache.lengths = [length + t for length in cache.lengths]
         if at is not None:
-            x = x[torch.arange(len(at), device=tokens.device), at][:, None]
+            x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
             return next_token_loss(self.ln_f, self.head, x, targets)
         logits: Tensor = self.head(self.ln_f(x))
         return logits
 
-    def _positions(self, tokens: Tensor, cache: KVCache | None) -> Tensor:
-        """[t], or [batch, t] where they differ."""
-        if cache is not None:
-            return cache.next_positions(tokens.shape[1], tokens.device)
-        if self.shape.document_end is not None:
-            return positions_in_documents(tokens, self.shape.document_end)
-        return torch.arange(tokens.shape[1], device=tokens.device)
+    def _continue(self, x: Tensor, context: AttentionContext, cache: KVCache, places: Places) -> Tensor:
+        """All blocks on [batch, t, n_embd], for whose tokens the cache has `places`."""
+        for layer, block in enumerate(self.blocks):
+            x = block(x, context, partial(cache.append, layer, places.slots))
+        cache.lengths = [length + x.shape[1] for length in cache.lengths]
+        return x

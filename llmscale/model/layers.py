@@ -45,8 +45,16 @@ class Embedding(nn.Embedding):
         """Skips `nn.Embedding`'s own draw, as `Linear` does."""
 
 
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in its weights' type: under autocast in fp32, as CUDA's autocast has it and a CPU's has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
+
+
 def build_norm(shape: GPTShape) -> nn.Module:
     """A norm of the residual stream."""
     if shape.norm == "rmsnorm":
-        return nn.RMSNorm(shape.n_embd, shape.norm_eps)
+        return RMSNorm(shape.n_embd, shape.norm_eps)
     return nn.LayerNorm(shape.n_embd, shape.norm_eps, bias=shape.bias)

@@ -83,10 +83,12 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         world = join_world()
         report = report_on_main(world)
         run = run if is_gpu() else run.on_cpu()
-    with clock.phase("published weights"):
-        run = _complete_weights(run, world)
+        _check_alike(run, world)
+    if run.weights is not None:
+        with clock.phase("published weights"):
+            run = replace(run, weights=complete_published_weights(run.weights, run.location, world))
     with clock.phase("ranks"):
-        _begin_alike(run, world, claim)
+        claim_one_run_folder(claim, world)
     with clock.phase("checkpoint check"):
         point = _choose_checkpoint(run, world, report)
     state = point.state if point else None
@@ -122,18 +124,10 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         return _begin(live, stop)
 
 
-def _complete_weights(run: PreparedRun, world: World) -> PreparedRun:
-    """With published weights found and checked, where the run begins with such. Collective."""
-    if run.weights is None:
-        return run
-    return replace(run, weights=complete_published_weights(run.weights, run.location, world))
-
-
-def _begin_alike(run: PreparedRun, world: World, claim: RunFolderClaim) -> None:
-    """See that all ranks can run this, mean the same, and have one run folder. Collective."""
+def _check_alike(run: PreparedRun, world: World) -> None:
+    """See that all ranks can run this, and mean the same. Collective."""
     together(world.control, lambda: check_precision(run.resolved.precision))
     check_ranks_agree(run, world)
-    claim_one_run_folder(claim, world)
 
 
 def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:

@@ -13,7 +13,7 @@ from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weight
 from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
 from llmscale.data.shards.dataset_source import SetLocation
-from llmscale.errors import ConfigError, DataError
+from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.untrusted.paths import open_regular
 
 if TYPE_CHECKING:
@@ -44,7 +44,13 @@ def find_published_weights(model: PublishedModel, location: SetLocation) -> Foun
     found = FoundWeights(model, notes=_check_positions(model, location))
     if model.folder is None:
         return found
-    files = find_weights_files(model.folder)
+    try:
+        files = find_weights_files(model.folder)
+    except CheckpointError:
+        if model.folder == Path(model.name):
+            raise
+        # The Hub's cache has a part of it.
+        return replace(found, model=replace(model, folder=None))
     if files.are_pickles:
         return replace(found, files=files.files)
     return _match(found, files, list_safetensors(files), location)
@@ -52,20 +58,24 @@ def find_published_weights(model: PublishedModel, location: SetLocation) -> Foun
 
 def complete_published_weights(found: FoundWeights, location: SetLocation, world: World) -> FoundWeights:
     """The rest: download what is on the Hub, look into a pickle. Collective. Raises as find_published_weights."""
-    from llmscale.checkpoint.hf_tensors import list_tensors
     from llmscale.checkpoint.hub_download import download_model
-    from llmscale.engine.collectives import together
+    from llmscale.engine.collectives import gather, together
 
     model, folder = found.model, found.model.folder
-    if folder is None:
-        folder = download_model(model.name, model.source, world)
-        model = replace(together(world.control, lambda: _reread(model, folder)), source=model.source)
+    if not all(gather(world.control, folder is not None)):
+        folder = download_model(model.name, model.source, folder, world)
 
     def complete() -> FoundWeights:
-        files = find_weights_files(folder)
-        return _match(replace(found, model=model), files, list_tensors(files), location)
+        from llmscale.checkpoint.hf_tensors import list_tensors
 
-    return together(world.control, complete) if found.pieces is None else found
+        if found.pieces is not None:
+            return found
+        assert folder is not None
+        complete_model = _reread(model, folder) if model.folder is None else model
+        files = find_weights_files(folder)
+        return _match(replace(found, model=complete_model), files, list_tensors(files), location)
+
+    return together(world.control, complete)
 
 
 def fingerprint_weights(found: FoundWeights) -> dict[str, str]:
@@ -90,7 +100,7 @@ def _reread(model: PublishedModel, folder: Path) -> PublishedModel:
         raise ConfigError(
             f"{model.source}: the Hub's files changed while they were fetched, and are of another shape. Start again."
         )
-    return fetched
+    return replace(fetched, source=model.source, name=model.name)
 
 
 def _match(

@@ -1,4 +1,6 @@
-"""Memory that reading published weights takes beyond the weights themselves: `--init-from hf:FOLDER` at ZeRO stage 3.
+"""Memory that `--init-from hf:FOLDER` takes beyond the weights themselves, at ZeRO stage 3.
+
+usage: python scripts/bench/init_from_memory.py --folder FOLDER [--model llama3-1b] [--ranks 2]
 
 Writes a random model of a preset's shape in bf16 to --folder, in files of about --shard-gib, unless it is there. Then
 --ranks processes each fill fp32 shards as stage 3 cuts them, and say how far their resident memory rose above what it
@@ -80,7 +82,7 @@ def fill_rank(folder: Path, rank: int, ranks: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="where the random model is, or is written")
     parser.add_argument("--model", default="llama3-1b", help="preset whose shape it has")
     parser.add_argument("--shard-gib", type=float, default=1.0, help="size of its files")

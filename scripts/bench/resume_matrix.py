@@ -52,6 +52,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configs", type=lambda text: text.split(","), default=list(CONFIGS))
     parser.add_argument("--worlds", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
+    parser.add_argument("--block", default="gpt2", choices=["gpt2", "llama"], help="kind of layers (default: gpt2)")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16", "autocast"])
     parser.add_argument("--steps", type=int, default=20, help="steps after the resume (default: 20)")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -80,7 +81,16 @@ def start_job(args: argparse.Namespace, phase: str, world_size: int, folder: Pat
         port = probe.getsockname()[1]
     command = [sys.executable, __file__, "--rank-job", phase, "--folder", str(folder)]
     command += ["--configs", ",".join(args.configs), "--worlds", ",".join(map(str, args.worlds))]
-    command += ["--precision", args.precision, "--steps", str(args.steps), "--dropout", str(args.dropout)]
+    command += [
+        "--block",
+        args.block,
+        "--precision",
+        args.precision,
+        "--steps",
+        str(args.steps),
+        "--dropout",
+        str(args.dropout),
+    ]
     ranks = [
         subprocess.Popen(
             command,

@@ -56,6 +56,16 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
     return losses[SAVE_AT - first_step :]
 
 
+#: Keys of a run; the second has what Llama, Qwen and Mistral have and GPT-2 has not.
+BLOCKS: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "llama": {
+        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
+        **{"mlp_width": 75, "n_kv_head": 1, "qk_norm": "head", "tied": False, "sliding_window": 12},
+    },
+}
+
+
 def cell_config(args: argparse.Namespace, config_name: str, world: World) -> RunConfig:
     return RunConfig(
         ds=DS_CONFIGS / f"{config_name}.json",
@@ -64,6 +74,7 @@ def cell_config(args: argparse.Namespace, config_name: str, world: World) -> Run
         n_layer=2,
         n_head=2,
         n_embd=48,
+        **BLOCKS[args.block],
         dropout=args.dropout,
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=2,

@@ -13,8 +13,8 @@ from threading import Thread
 import pytest
 
 from llmscale.architecture.hf_config import HFModel, load_hf_model
-from llmscale.checkpoint.hf_weights import import_transformers
 from llmscale.errors import ConfigError
+from tests.transformers_models import import_transformers
 
 CONFIGS: dict[str, dict[str, object]] = {
     "opt-350m-like": {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Mapping
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -92,6 +96,23 @@ def test_padding_reaches_the_next_multiple_and_no_further(vocab_size: int) -> No
         ({"n_layer": 0}, "n_layer must be at least 1, not 0"),
         ({"vocab_size": -1}, "vocab_size must be at least 1, not -1"),
         ({"dropout": 1.0}, "dropout must be in [0, 1), not 1.0"),
+        ({"n_kv_head": 5}, "n_kv_head 5 does not divide n_head 12. Legal: 1, 2, 3, 4, 6, 12"),
+        ({"n_kv_head": 24}, "n_kv_head 24 does not divide n_head 12"),
+        ({"n_kv_head": -1}, "n_kv_head -1 does not divide n_head 12"),
+        ({"n_head": 1 << 40, "head_dim": 2, "n_kv_head": 3}, f"n_kv_head 3 does not divide n_head {1 << 40}"),
+        ({"head_dim": -2}, "head_dim must be at least 1, not -2"),
+        ({"n_head": 5}, "or give head_dim"),
+        ({"positions": "rotary", "n_head": 256}, "a head of 3 (head_dim) has one left over. Give an even head_dim"),
+        ({"mlp_width": -1}, "mlp_width must be at least 0, not -1"),
+        ({"sliding_window": -1}, "sliding_window must be at least 0, not -1"),
+        ({"norm_eps": 0.0}, "norm_eps must be a positive number, not 0.0"),
+        ({"norm_eps": 2.0}, "norm_eps must be at most 1, not 2.0"),
+        ({"rope_theta": math.inf}, "rope_theta must be a positive number, not inf"),
+        ({"rope_theta": math.nan}, "rope_theta must be a positive number, not nan"),
+        *[
+            ({"rope_scaling": text}, f"rope_scaling '{text}' is not legal. Legal: none, linear:FACTOR, or llama3:")
+            for text in ("yarn:4", "linear", "linear:0.5", "linear:1e9", "llama3:8,4,1,8192", "llama3:8,1,4,0", "")
+        ],
     ],
 )
 def test_impossible_shapes_are_refused(change: dict, said: str) -> None:
@@ -99,3 +120,73 @@ def test_impossible_shapes_are_refused(change: dict, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         GPTShape(**values)
     assert said in str(raised.value)
+
+
+QWEN3 = PRESETS["qwen3-0.6b"].shape(1000, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {}),
+        ({"n_layer": 2}, {"n_layer": 2}),
+        ({"n_embd": 512}, {"n_embd": 512, "head_dim": 32, "mlp_width": 1536}),
+        ({"n_embd": 100, "n_head": 2}, {"n_embd": 100, "n_head": 2, "n_kv_head": 1, "head_dim": 50, "mlp_width": 300}),
+        ({"n_head": 6, "head_dim": 4}, {"n_head": 6, "n_kv_head": 3, "head_dim": 4}),
+        ({"n_head": 8, "n_kv_head": 8}, {"n_head": 8, "n_kv_head": 8, "head_dim": 128}),
+        ({"n_head": 5, "head_dim": 4}, {"n_head": 5, "n_kv_head": 5, "head_dim": 4}),
+        ({"n_embd": 2048, "mlp_width": 7}, {"n_embd": 2048, "head_dim": 128, "mlp_width": 7}),
+        ({"bias": True}, {"bias": True, "attention_bias": "all", "mlp_bias": True}),
+        ({"bias": True, "mlp_bias": False}, {"bias": True, "attention_bias": "all", "mlp_bias": False}),
+        ({"attention_bias": "qkv"}, {"attention_bias": "qkv"}),
+        ({"tied": False, "gated_mlp": False}, {"tied": False, "gated_mlp": False}),
+    ],
+)
+def test_what_follows_from_a_changed_field_follows_again(given: Mapping, expected: Mapping) -> None:
+    """And all the rest stays."""
+    changed = QWEN3.changed(given)
+    fields = dataclasses.asdict(QWEN3)
+    assert dataclasses.asdict(changed) == {**fields, **expected}
+
+
+def test_rope_scaling_has_one_spelling() -> None:
+    spelled = ["linear:4.0", "linear:04", "llama3:8.0,1,4.00,08192", "none", "linear:1.1"]
+    read = [GPTShape(1, 1, 2, 3, 4, rope_scaling=text).rope_scaling for text in spelled]
+    assert read == ["linear:4", "linear:4", "llama3:8,1,4,8192", "none", "linear:1.1"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shared=st.integers(1, 3),
+    n_kv_head=st.integers(1, 3),
+    head_dim=st.integers(1, 5).map(lambda half: 2 * half),
+    n_embd=st.integers(1, 20),
+    mlp_width=st.integers(1, 30),
+    vocab_size=st.integers(1, 300),
+    block=st.fixed_dictionaries(
+        {
+            **{"bias": st.booleans(), "gated_mlp": st.booleans(), "tied": st.booleans(), "mlp_bias": st.booleans()},
+            **{"norm": st.sampled_from(["layernorm", "rmsnorm"]), "norm_placement": st.sampled_from(["pre", "post"])},
+            **{"positions": st.sampled_from(["learned", "rotary"]), "sliding_window": st.integers(0, 9)},
+            **{"qk_norm": st.sampled_from(["none", "head", "width"]), "activation": st.sampled_from(["silu", "relu"])},
+            **{"attention_bias": st.sampled_from(["none", "qkv", "all"])},
+        }
+    ),
+)
+def test_any_combination_of_layers_is_a_model(
+    shared: int, n_kv_head: int, head_dim: int, n_embd: int, mlp_width: int, vocab_size: int, block: dict
+) -> None:
+    """Its tensors are those of the description, in their order, and it trains: every parameter gets a gradient."""
+    shape = GPTShape(
+        *(2, shared * n_kv_head, n_embd, vocab_size, 8),
+        **{"n_kv_head": n_kv_head, "head_dim": head_dim, "mlp_width": mlp_width, **block},
+    )
+    model = GPT(shape, seed=0)
+    described = {tensor.name: tensor.parameter.shape for tensor in shape.tensors.all}
+    assert {name: tuple(value.shape) for name, value in model.named_parameters()} == described
+    assert list(described) == [name for name, _ in model.named_parameters()]
+    tokens = torch.zeros(2, 7, dtype=torch.long)
+    loss = model(tokens, tokens)
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert [name for name, value in model.named_parameters() if value.grad is None] == []

@@ -132,6 +132,9 @@ NUMBERS = [
             ("top-k", "0"),
             ("temperature", "nan"),
             ("max-new-tokens", _TOO_LARGE),
+            ("num-samples", _TOO_LARGE),
+            ("batch-size", "0"),
+            ("batch-size", "1025"),
         )
     ],
     *[
@@ -215,6 +218,16 @@ PATHS = [
     ("llmscale checkpoint diff adir LONG", r"B: must not hold names"),
     ("llmscale sample '' x", r"RUN: must not be empty"),
     ("llmscale sample LONG x", r"RUN: must not hold names"),
+    ("llmscale sample adir", r"no prompt given"),
+    ("llmscale sample adir --prompts gone", r"--prompts gone cannot be read: No such file"),
+    ("llmscale sample adir --prompts ''", r"--prompts: must not be empty"),
+    ("llmscale sample adir --prompts empty", r"--prompts empty holds no prompt"),
+    ("llmscale sample adir --prompts fifo", r"--prompts fifo cannot be read: is a named pipe"),
+    ("llmscale sample adir --prompts zero", r"--prompts zero cannot be read: is a device"),
+    ("llmscale sample adir --prompts nul.txt", r"--prompts nul\.txt, line 1 holds a NUL character"),
+    ("llmscale sample adir --prompts latin.txt", r"--prompts latin\.txt, line 1 is not UTF-8"),
+    ("llmscale sample adir --prompts deep.jsonl", r"--prompts deep\.jsonl, line 1"),
+    ("llmscale sample adir --prompts bool.yaml --num-samples 1000000 a", r"2 prompts with 1,000,000 samples each"),
     ("llmscale export adir --to ''", r"--to: must not be empty"),
     ("llmscale export '' --to out", r"RUN: must not be empty"),
     ("llmscale export adir --to out", r"adir has no checkpoints yet"),
@@ -287,6 +300,34 @@ DATA = [
         r"Cannot write empty/x: ",
     ),
     ("llmscale data train-tokenizer --input texts --out '' --vocab-size 260", r"--out: must not be empty"),
+    *[
+        (f"{PREPARE[:22]} --input texts --out o --tokenizer {name}", said)
+        for name, said in (
+            ("models/slow", r"models/slow holds no tokenizer\.json, only vocab\.json\. .*save_pretrained"),
+            ("models/beyond", r"models/beyond/tokenizer\.json has the token id 1099511627776"),
+            ("models/own_code", r"models/own_code/tokenizer_config\.json has an auto_map: .*never run"),
+            ("models/no_end", r"models/no_end has no end-of-text token: .*--eot-token"),
+            (
+                "models/two_ends",
+                r"models/two_ends names several end-of-text tokens: '</s>' .*Choose one with --eot-token",
+            ),
+            (
+                "models/two_ends --eot-token '<s>'",
+                r"--eot-token '<s>' is no token of models/two_ends\. Did you mean '</s>'",
+            ),
+            ("models/deep", r"models/deep/tokenizer\.json nests objects and lists more than"),
+            ("models/nan", r"models/nan/tokenizer\.json: NaN is not a JSON number"),
+            (
+                "bytes --eot-token '<s>'",
+                r"--eot-token <s> cannot be: with --tokenizer bytes documents end with <\|endoftext",
+            ),
+            ("hf:../models/slow", r"Tokenizer 'hf:\.\./models/slow' is neither gpt2, bytes"),
+        )
+    ],
+    (
+        f"HF_HUB_OFFLINE=1 {PREPARE[:22]} --input texts --out o --tokenizer models/none",
+        r"models/none is no file or folder here, not in the Hugging Face cache, .*HF_HUB_OFFLINE is set",
+    ),
 ]
 
 REPEATED = [
@@ -373,6 +414,10 @@ SUGGESTIONS = [
     ("llmscale data Prepare", r"Did you mean 'prepare'\?"),
     (f"{PREPARE[:22]} --input texts --out o --tokenizer GPT2", r"Did you mean 'gpt2'\?"),
     (f"{PREPARE[:22]} --input texts --out o --tokenizer byte", r"Did you mean 'bytes'\?"),
+    (
+        f"{PREPARE[:22]} --input texts --out o --tokenizer gpt22",
+        r"neither gpt2, bytes, .* nor a model's name on the Hub",
+    ),
     ("llmscale plan --law HOFFMANN --flops 1e20", r"Did you mean 'hoffmann'\?"),
 ]
 
@@ -417,4 +462,49 @@ PUBLISHED = [
     ("llmscale train --data set --run r --init-from hf:hub/int8", r"c_fc.weight' has the type I8"),
 ]
 
-CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED]
+MODERN = "train --model tiny-modern-10m"
+
+BLOCKS = [
+    (f"{MODERN} --n-kv-head 4", r"n_kv_head 4 does not divide n_head 6\. Legal: 1, 2, 3, 6"),
+    (f"{MODERN} --n-kv-head 0", r"n_kv_head = '0'"),
+    (f"{MODERN} --head-dim 7", r"a head of 7 \(head_dim\) has one left over\. Give an even head_dim"),
+    (f"{MODERN} --head-dim -2", r"head_dim = '-2'"),
+    (f"{MODERN} --n-embd 100", r"n_embd 100 is not divisible by n_head 6\. Legal n_head for this width: 1, 2, 4"),
+    (f"{MODERN} --n-embd 90", r"a head of 15 \(head_dim\) has one left over"),
+    (f"{MODERN} --mlp-width 0", r"mlp_width = '0'"),
+    (f"{MODERN} --mlp-width 9999999999", r"mlp_width = '9999999999'"),
+    (f"{MODERN} --head-dim 9999999999", r"head_dim = '9999999999'"),
+    (f"{MODERN} --norm layer_norm", r"norm = 'layer_norm'.* Did you mean 'layernorm'\?"),
+    (f"{MODERN} --norm-eps 0", r"norm_eps = '0'"),
+    (f"{MODERN} --norm-eps nan", r"norm_eps"),
+    (f"{MODERN} --norm-placement sandwich", r"norm_placement = 'sandwich'"),
+    (f"{MODERN} --positions alibi", r"positions = 'alibi'.*learned.*rotary"),
+    (f"{MODERN} --qk-norm true", r"qk_norm = 'true'.*none.*head.*width"),
+    (f"{MODERN} --attention-bias true", r"attention_bias = 'true'.*none.*qkv.*all"),
+    (f"{MODERN} --activation swiglu", r"activation = 'swiglu'.*gelu.*silu"),
+    (f"{MODERN} --rope-theta 0", r"rope_theta = '0'"),
+    (f"{MODERN} --rope-theta inf", r"rope_theta"),
+    (f"{MODERN} --rope-scaling yarn", r"rope_scaling 'yarn' is not legal\. Legal: none, linear:FACTOR"),
+    (f"{MODERN} --rope-scaling linear:NINES", r"rope_scaling 'linear:9+"),
+    (f"{MODERN} --rope-scaling linear:0.5", r"rope_scaling 'linear:0\.5' is not legal.*FACTOR at least 1"),
+    (f"{MODERN} --rope-scaling llama3:8,4,1,8192", r"rope_scaling 'llama3:8,4,1,8192' is not legal.*LOW below HIGH"),
+    (f"{MODERN} --rope-scaling ''", r"rope_scaling = '': must not be empty"),
+    (f"{MODERN} --sliding-window -1", r"sliding_window = '-1'"),
+    (f"{MODERN} --sliding-window 99999999999", r"sliding_window = '99999999999'"),
+    (f"{MODERN} --tied=maybe", r"tied"),
+    ("train --model llama3", r"Did you mean 'llama3-"),
+    ("train --model llama-3.1-8b", r"Did you mean 'llama3-8b'\?"),
+    ("train --model qwen3", r"Did you mean 'qwen3-"),
+    *[
+        (f"train --{other} 8", rf"Did you mean '--{ours}'\?")
+        for other, ours in (
+            *(("num-key-value-heads", "n-kv-head"), ("num-query-groups", "n-kv-head"), ("head-size", "head-dim")),
+            *(("intermediate-size", "mlp-width"), ("ffn-dim", "mlp-width"), ("hidden-act", "activation")),
+            *(("rms-norm-eps", "norm-eps"), ("layer-norm-eps", "norm-eps"), ("rope-base", "rope-theta")),
+            *(("tie-word-embeddings", "tied"), ("qkv-bias", "attention-bias"), ("window-size", "sliding-window")),
+            *(("swiglu", "gated-mlp"), ("qk-layernorm", "qk-norm"), ("position-embedding-type", "positions")),
+        )
+    ],
+]
+
+CASES = [*LAUNCHER_VARIABLES, *NUMBERS, *PATHS, *DATA, *REPEATED, *SUGGESTIONS, *PUBLISHED, *BLOCKS]

@@ -21,6 +21,13 @@ from tests.conftest import REPOSITORY
 from tests.safetensors_files import write_file
 
 STAGE_2 = {"zero_optimization": {"stage": 2}}
+_TWO = {"a": 0, "</s>": 1}
+
+
+def _tokenizer(vocab: dict[str, int]) -> dict[str, object]:
+    return {"added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+
+
 FILES = {
     "empty": "",
     "big64.json": json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 10**30}}),
@@ -36,6 +43,26 @@ FILES = {
     "hostmany": "localhost slots=100000\n",
     "hostarabic": "localhost slots=٣\n",
     "nul.txt": "abc\0def" * 100,
+    **{
+        f"models/{name}/{file}": json.dumps(record)
+        for name, files in {
+            "slow": {"vocab.json": {"a": 0}},
+            "beyond": {"tokenizer.json": _tokenizer({"a": 1 << 40})},
+            "own_code": {
+                "tokenizer.json": _tokenizer(_TWO),
+                "tokenizer_config.json": {"auto_map": {"AutoTokenizer": 1}},
+            },
+            "no_end": {"tokenizer.json": _tokenizer({"a": 0})},
+            "two_ends": {
+                "tokenizer.json": _tokenizer(_TWO),
+                "tokenizer_config.json": {"eos_token": "</s>"},
+                "generation_config.json": {"eos_token_id": [1, 0]},
+            },
+        }.items()
+        for file, record in files.items()
+    },
+    "models/deep/tokenizer.json": "[" * 100_000,
+    "models/nan/tokenizer.json": '{"model": {"vocab": {"a": NaN}}}',
     "deep.jsonl": "[" * 100_000 + "]" * 100_000 + "\n",
 }
 
@@ -45,6 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_set: Path) -> Path:
     """FILES, text, a prepared set, ds_configs, and things that are no files."""
     folder = tmp_path_factory.mktemp("bad")
     for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
     (folder / "latin.txt").write_bytes(b"\xe9\xe8" * 100)
     for name in ("texts", "inset", "adir"):

@@ -6,17 +6,19 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from llmscale.checkpoint.hf_weights import import_transformers
 from llmscale.checkpoint.history import record_history
-from llmscale.checkpoint.manifest import History
+from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save_manifest
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
+from llmscale.training.run_folder import lock_run_folder
 from tests.conftest import REPOSITORY
+from tests.transformers_models import import_transformers
 
 pytest.importorskip("transformers")
 WEIGHTS = "model.safetensors"
@@ -208,3 +210,33 @@ def test_a_folder_that_is_being_written_is_refused(
     other.mkdir()
     assert main(["export", str(trained_run), "--to", str(tmp_path / "out")]) == 2
     assert f"out is being written: another process is at {other}." in capsys.readouterr().err
+
+
+def test_a_model_that_no_family_has_is_named(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    checkpoint = run / "checkpoints/step-00000003"
+    state = json.loads((checkpoint / "state.json").read_text())
+    state["config"] |= {"norm": "rmsnorm", "gated_mlp": True}
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    manifest = load_manifest(checkpoint)
+    save_manifest(checkpoint, replace(manifest, files=tuple(hash_file(checkpoint / f.name) for f in manifest.files)))
+    assert main(["export", str(run), "--to", str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: no family of transformers has this model: ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_trains_is_exported_as_far_as_it_has_saved(trained_run: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained_run, run)
+    shutil.copytree(run / "checkpoints/step-00000003", run / "checkpoints/.step-00000004.partial")
+    lock = lock_run_folder(run)
+    try:
+        assert main(["export", str(run), "--to", str(run / "hf")]) == 0
+    finally:
+        lock.close()
+    assert "step 3" in (run / "hf" / "README.md").read_text()

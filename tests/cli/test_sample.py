@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
+from llmscale.untrusted.terminal import make_visible
 
 
 def sample(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -38,6 +40,35 @@ def test_several_samples_are_numbered_and_differ(trained_run: Path, capsys: pyte
     assert first != second
 
 
+def test_prompts_of_all_kinds_are_one_batch_that_changes_no_text(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(trained_run)
+    (tmp_path / "lines.txt").write_text("quick\n\nover a lazy\r\n")
+    (tmp_path / "lines.jsonl").write_text('{"prompt": "two\\nlines", "id": 7}\n')
+    prompts = ["the", "many small models learn to re", "quick", "over a lazy"]
+    alone = [sample(capsys, run, prompt) for prompt in prompts]
+    together = sample(capsys, run, "the", "--prompt", prompts[1], "--prompts", str(tmp_path / "lines.txt"))
+    assert together == "".join(f"--- {number} ---\n{text}" for number, text in enumerate(alone, start=1))
+    assert sample(capsys, run, "--prompts", str(tmp_path / "lines.jsonl")).startswith("two\nlines")
+
+
+def test_as_json_a_text_says_what_it_continues_and_why_it_ends(
+    trained_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--prompt", "the", "--prompt", "quick", "--num-samples", "3", "--seed", "5")
+    by_batch = [sample(capsys, str(trained_run), *words, "--json", *more) for more in ((), ("--batch-size", "2"))]
+    without_cache = sample(capsys, str(trained_run), *words, "--json", "--no-cache")
+    assert by_batch[0] == by_batch[1] == without_cache
+    texts = [json.loads(line) for line in by_batch[0].splitlines()]
+    assert [(text["prompt"], text["sample"], text["seed"]) for text in texts] == [
+        *(("the", number, 4 + number) for number in (1, 2, 3)),
+        *(("quick", number, 4 + number) for number in (1, 2, 3)),
+    ]
+    assert {text["ended_by"] for text in texts} <= {"max_new_tokens", "end_of_text"}
+    assert sample(capsys, str(trained_run), "quick", "--seed", "6") == f"quick{make_visible(texts[4]['text'])}\n"
+
+
 def test_a_checkpoint_can_be_named_and_the_newest_is_taken_else(
     trained_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -66,6 +97,22 @@ def test_wrong_folders_and_damage_are_one_clear_line(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["x" * 33], "the prompt has 33 tokens, and the model sees 32 (its seq_len). Give the last 32 or fewer."),
+        (["a", "--prompt", "x" * 33], "prompt 2 has 33 tokens, and the model sees 32"),
+    ],
+)
+def test_a_prompt_longer_than_the_context_is_refused_before_any_text(
+    words: list[str], said: str, trained_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", str(trained_run), *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert err.startswith(f"error: {said}")
+
+
+@pytest.mark.parametrize(
     ("flag", "value", "legal"),
     [
         ("--max-new-tokens", "-1", "a whole number of at least 0"),
@@ -77,6 +124,8 @@ def test_wrong_folders_and_damage_are_one_clear_line(
         ("--top-p", "2", "a number above 0 and at most 1"),
         ("--top-p", "0", "a number above 0 and at most 1"),
         ("--num-samples", "0", "a whole number of at least 1"),
+        ("--batch-size", "0", "a whole number of at least 1"),
+        ("--batch-size", "1025", "a whole number of at least 1 and at most 1,024"),
     ],
 )
 def test_settings_out_of_range_are_refused_before_anything_is_loaded(

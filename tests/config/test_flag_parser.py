@@ -41,3 +41,17 @@ def test_mistakes_are_one_clear_line(parser: FlagParser, argv: list[str], said: 
         parser.parse_args(argv)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [(["x", "w"], "w"), (["x", "--seed", "1", "w"], "w"), (["x", "--seed", "1", "--", "-w"], "-w"), (["x"], None)],
+)
+def test_a_word_that_may_be_absent_may_stand_behind_flags(argv: list[str], word: str | None) -> None:
+    parser = FlagParser(prog="tool")
+    parser.add_argument("first")
+    parser.add_argument("word", nargs="?")
+    parser.add_argument("--seed")
+    assert parser.parse_args(argv).word == word
+    with pytest.raises(ConfigError, match="unknown argument 'more'"):
+        parser.parse_args(["x", "--seed", "1", "w", "more"])

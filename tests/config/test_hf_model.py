@@ -47,13 +47,13 @@ def test_weights_set_every_key_of_the_model_and_its_vocabulary(folder: Path) -> 
     assert config.model == f"hf:{folder}"
     assert (config.n_layer, config.n_kv_head, config.vocab_size, config.rope_theta) == (3, 2, 300, 5e5)
     assert all(getattr(config, key) is not None for key in PUBLISHED_KEYS)
-    shape = resolve_shape(config, SetFacts(vocab_size=257, seq_len=512, num_train_samples=1))
+    shape = resolve_shape(config, SetFacts(vocab_size=257, seq_len=512, num_train_samples=1, eot_token=256))
     assert (shape.vocab_size, shape.seq_len, shape.gated_mlp, shape.dropout) == (300, 512, True, 0.1)
 
 
 def test_the_data_sets_vocabulary_must_fit_the_table(folder: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size 300 is smaller than the data set's"):
-        resolve_shape(begun(folder), SetFacts(vocab_size=301, seq_len=32, num_train_samples=1))
+        resolve_shape(begun(folder), SetFacts(vocab_size=301, seq_len=32, num_train_samples=1, eot_token=256))
 
 
 def test_a_given_key_may_repeat_what_the_weights_say_and_not_contradict_it(folder: Path) -> None:
@@ -106,7 +106,7 @@ def test_rates_and_batches_are_those_of_the_preset_nearest_in_size(folder: Path)
     ("entries", "said"),
     [
         ({"model_type": "mamba"}, "no model of type 'mamba'.*Supported: gpt2, opt, llama"),
-        ({"model_type": "llama4"}, "no model of type 'llama4'.*Did you mean 'llama'"),
+        ({"model_type": "llama4"}, "no model of type 'llama4'.*The nearest is llama"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
         ({"auto_map": {"AutoModel": "code.py"}}, "auto_map names code of its own, which is never run"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "yarn"),
@@ -142,6 +142,11 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
     for name in ("", "/no/such", "x" * 300, "../../etc"):
         with pytest.raises(ConfigError, match="--init-from hf:"):
             read_published_model("--init-from", f"hf:{name}")
+
+
+def test_a_folder_may_lie_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert read_published_model("--model", "hf:~/llama").folder == folder
 
 
 def test_only_the_prefix_makes_a_published_model() -> None:

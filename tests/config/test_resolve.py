@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
+from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 
 FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000, eot_token=50256)
@@ -126,3 +129,44 @@ def test_a_run_folder_names_all_ranks() -> None:
         "world_size": 4,
         "seq_len": FACTS.seq_len,
     }
+
+
+def test_a_document_ends_with_the_data_set_s_token_when_it_is_asked_for() -> None:
+    assert resolve("--model", "gpt2-124m").shape.document_end is None
+    shape = resolve("--model", "llama3-8b", "--document-mask", "--n-head", "16").shape
+    assert (shape.document_end, shape.has_mask) == (50256, True)
+    assert family_of(shape).model_type == "llama", "which documents see each other is not the weights' business"
+
+
+def test_flags_of_the_block_override_the_preset_s() -> None:
+    modern = resolve("--model", "tiny-modern-10m", "--n-embd", "96", "--n-head", "4", "--n-kv-head", "2").shape
+    assert (modern.head_dim, modern.mlp_width, modern.n_kv_head, modern.qk_norm) == (24, 256, 2, "head")
+    flags = ("--model", "tiny-modern-10m", "--no-gated-mlp", "--no-tied", "--bias", "--sliding-window", "16")
+    plain = resolve(*flags, "--rope-scaling", "linear:2.0", "--norm", "layernorm").shape
+    assert (plain.gated_mlp, plain.tied, plain.attention_bias, plain.mlp_bias) == (False, False, "all", True)
+    assert (plain.sliding_window, plain.rope_scaling, plain.norm, plain.bias) == (16, "linear:2", "layernorm", True)
+
+
+def test_gpt2_in_llama_s_dress_is_one_flag_each() -> None:
+    shape = resolve(
+        *("--model", "tiny-1m", "--norm", "rmsnorm", "--no-bias", "--positions", "rotary", "--activation", "silu"),
+        *("--gated-mlp", "--mlp-width", "344", "--qk-norm", "width", "--norm-placement", "post"),
+    ).shape
+    assert (shape.attention_bias, shape.mlp_bias, shape.mlp_width, shape.norm_placement) == ("none", False, 344, "post")
+
+
+#: The configuration in a checkpoint that was made before shapes had more than these fields.
+OLD = {
+    **{"config": None, "ds": "ds_configs/zero1.json", "model": "tiny-1m", "n_layer": 2, "n_head": 2, "n_embd": 32},
+    **{"seq_len": None, "activation": None, "dropout": 0.1, "bias": True, "data": "set", "data_cache": None},
+    **{"shuffle": True, "num_workers": 1, "record_samples": False, "global_batch_size": 8, "steps": 20, "seed": 1337},
+    **{"optimizer": "adamw", "lr": 0.003, "schedule": "cosine", "weight_decay": 0.1, "precision": "fp32"},
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_configuration_of_before_the_families_is_the_same_gpt2(bias: bool) -> None:
+    shape = resolve_run(RunConfig(**{**OLD, "bias": bias}), parse_ds_config({}, "my.json"), FACTS, 1).shape
+    expected = GPTShape(2, 2, 32, FACTS.vocab_size, FACTS.seq_len, "gelu_tanh", dropout=0.1, bias=bias)
+    assert shape == expected
+    assert (shape.n_kv_head, shape.positions, shape.norm, shape.tied) == (2, "learned", "layernorm", True)

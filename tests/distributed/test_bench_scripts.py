@@ -29,8 +29,10 @@ def test_a_fault_of_each_kind() -> None:
     assert "no finished one was ever damaged" in output
 
 
-def test_a_part_of_the_resume_matrix() -> None:
-    output = run_script("resume_matrix.py", "--configs", "zero1,zero3_offload", "--worlds", "1,2", "--steps", "5")
+@pytest.mark.parametrize("block", ["gpt2", "llama"])
+def test_a_part_of_the_resume_matrix(block: str) -> None:
+    flags = ("--configs", "zero1,zero3_offload", "--worlds", "1,2", "--steps", "5")
+    output = run_script("resume_matrix.py", "--block", block, *flags)
     assert "all bit-equal" in output
 
 
@@ -38,6 +40,12 @@ def test_a_part_of_the_resume_matrix() -> None:
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", "1e-5"), ("bf16", "2e-3")])
 def test_the_whole_resume_matrix(precision: str, tolerance: str) -> None:
     assert "all bit-equal" in run_script("resume_matrix.py", "--precision", precision, "--tolerance", tolerance)
+
+
+@pytest.mark.slow
+def test_the_matrix_of_todays_blocks() -> None:
+    flags = ("--worlds", "1,2", "--configs", "zero0,zero1,zero2,zero2_offload,zero3,zero3_offload")
+    assert "all bit-equal" in run_script("resume_matrix.py", "--block", "llama", *flags)
 
 
 @pytest.mark.slow

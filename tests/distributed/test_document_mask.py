@@ -21,6 +21,7 @@ from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.config.arguments import parse_run_config
 from llmscale.data.sample_log import load_recorded
 from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.model.gpt import GPT
 from llmscale.training.run_inputs import PreparedRun, prepare_run
@@ -118,7 +119,7 @@ def plain_losses(run: PreparedRun, sample_ids: dict[int, np.ndarray]) -> tuple[l
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        return losses, mean_loss(model, validation.read(np.arange(min(16, len(validation))))).item()
+        return losses, mean_loss(model, validation.read(validation_sample_ids(len(validation), 16))).item()
 
 
 def mean_loss(model: GPT, windows: np.ndarray) -> torch.Tensor:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint.hf_weights import import_transformers
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
+from tests.transformers_models import import_transformers
 
 pytest.importorskip("transformers")
 

@@ -10,6 +10,12 @@ import pytest
 from tests.conftest import read_losses
 
 STEPS = 20
+#: What Llama, Qwen and Mistral have and GPT-2 has not.
+LLAMA = (
+    *("--norm", "rmsnorm", "--no-bias", "--positions", "rotary", "--activation", "silu", "--gated-mlp"),
+    *("--n-head", "4", "--n-kv-head", "2", "--qk-norm", "head", "--mlp-width", "85", "--no-tied"),
+    *("--sliding-window", "12", "--precision", "fp32"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -65,4 +71,25 @@ def test_16_bit_stays_close_to_fp32(curve: Callable) -> None:
     reference = curve("zero2", 2, "--precision", "fp32")
     for ds_config, precision in (("zero0", "bf16"), ("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast")):
         losses = curve(ds_config, 2, "--precision", precision)
+        assert largest_difference(losses, reference) <= 0.01, (ds_config, precision)
+
+
+def test_todays_blocks_have_the_same_losses_at_every_stage(curve: Callable) -> None:
+    reference = curve("zero0", 1, *LLAMA)
+    assert reference[-1] < reference[0] - 1, "nothing was learnt, so nothing is compared"
+    for ds_config, world_size in (("zero2", 2), ("zero3", 2)):
+        assert largest_difference(curve(ds_config, world_size, *LLAMA), reference) <= 1e-5, ds_config
+
+
+@pytest.mark.slow
+def test_todays_blocks_offloaded_recomputed_and_in_16_bit(curve: Callable) -> None:
+    reference = curve("zero0", 1, *LLAMA)
+    for ds_config, world_size in (("zero1", 2), ("zero2_offload", 2), ("zero3_offload", 2), ("zero3", 4)):
+        assert largest_difference(curve(ds_config, world_size, *LLAMA), reference) <= 1e-5, ds_config
+    for ds_config in ("zero2", "zero3"):
+        kept = curve(ds_config, 2, *LLAMA)
+        for mode in ("selective", "full"):
+            assert curve(ds_config, 2, *LLAMA, "--activation-checkpointing", mode) == kept, (ds_config, mode)
+    for ds_config, precision in (("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast"), ("zero3", "autocast")):
+        losses = curve(ds_config, 2, *LLAMA[:-2], "--precision", precision)
         assert largest_difference(losses, reference) <= 0.01, (ds_config, precision)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.conftest import REPOSITORY
+from llmscale.cli.main import main
+from tests.conftest import REPOSITORY, build_train_command, read_losses
 from tests.published_models import CONFIGS, VOCAB_SIZE, save_model
 
 JOB = REPOSITORY / "tests" / "distributed" / "published_weights_job.py"
 SEQ_LEN = 32
+#: A step that changes no weight: each is larger than what 1e-30 could move.
+STILL = ("--steps", "1", "--lr", "1e-30", "--weight-decay", "0", "--schedule", "constant", "--precision", "fp32")
 
 
 @pytest.fixture(scope="module")
@@ -36,4 +45,161 @@ def test_every_stage_has_the_bits_of_the_files_and_the_loss_of_transformers(
     job = ranks([str(JOB), str(tiny_set), *map(str, models.values())], world_size)
     output = job.wait()[0]
     assert job.exit_codes == [0] * world_size, output
-    assert output.count("ok ") == 4 * len(models) + 2 * 5, output
+    assert output.count("ok ") == 2 * 9 + 2 * (len(models) - 2), output
+
+
+@pytest.fixture
+def train(ranks: Callable, tiny_set: Path, tmp_path: Path) -> Callable[..., str]:
+    """`train(world_size, *flags, expect=0)`: a run in tmp_path/run of the model that the flags name; its output."""
+
+    def run(world_size: int, *flags: str, expect: int = 0) -> str:
+        command = build_train_command(tiny_set, tmp_path / "run", *flags)
+        for flag in ("--model", "--n-layer", "--n-head", "--n-embd"):
+            if flag not in flags:
+                place = command.index(flag)
+                del command[place : place + 2]
+        job = ranks(command, world_size)
+        output = job.wait()[0]
+        assert job.exit_codes == [expect] * world_size, output
+        return output
+
+    return run
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
+    train: Callable[..., str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(models["gpt2"], tmp_path / "gpt2"))
+    flags = ("--ds", "ds_configs/zero3.json", "--precision", "fp32")
+    output = train(2, "--init-from", f"hf:{folder}", *flags, "--steps", "2")
+    assert f"weights from hf:{folder}; everything else starts at step 0" in output
+    assert "positions 32 to 63 of the weights are left out: samples have 32 tokens" in output
+    assert "no tokenizer.json: only sizes were compared, 257 tokens in the set, 260 rows in the weights" in output
+    assert f"its shape is from hf:{folder}" in output
+    shutil.rmtree(folder)
+    assert "step 2, 512 tokens seen" in train(1, *flags, "--steps", "3")
+    assert "step 3, 768 tokens seen" in train(1, *flags, "--steps", "4", "--model", f"hf:{folder}")
+    assert set(read_losses(tmp_path / "run")) == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_what_is_exported_begins_a_run_that_exports_the_same_bytes(
+    train: Callable[..., str], models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    folder = models[name]
+    for turn in (1, 2):
+        train(1, "--init-from", f"hf:{folder}", *STILL)
+        out = tmp_path / f"out-{turn}"
+        assert main(["export", str(tmp_path / "run"), "--to", str(out), "--dtype", "fp32"]) == 0
+        shutil.rmtree(tmp_path / "run")
+        folder = out
+    first, second = tmp_path / "out-1", tmp_path / "out-2"
+    theirs, ours = load_folder(models[name]), load_folder(first)
+    assert ours.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        cut = tensor[:SEQ_LEN] if key.endswith("wpe.weight") else tensor
+        assert torch.equal(ours[key], cut), key
+    for file in [*first.glob("*.safetensors"), first / "config.json", first / "tokenizer.json"]:
+        assert file.read_bytes() == (second / file.name).read_bytes(), file.name
+
+
+def test_weights_that_are_no_numbers_leave_no_run(
+    train: Callable[..., str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(models["qwen2"], tmp_path / "broken"))
+    tensors = load_folder(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    tensors["model.norm.weight"][-1] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    output = train(2, "--init-from", f"hf:{folder}", "--ds", "ds_configs/zero3.json", expect=2)
+    assert "'model.norm.weight' holds values that are no finite numbers" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pickle_is_looked_into_before_the_run_folder_is_made(
+    train: Callable[..., str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(models["opt"], tmp_path / "old"))
+    tensors = load_folder(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    torch.save({name: t for name, t in tensors.items() if "fc1" not in name}, folder / "pytorch_model.bin")
+    output = train(2, "--init-from", f"hf:{folder}", expect=2)
+    assert "has no 'model.decoder.layers.0.fc1.weight' among its" in output
+    assert not (tmp_path / "run").exists()
+    torch.save(tensors, folder / "pytorch_model.bin")
+    assert "finished at step 1" in train(2, "--init-from", f"hf:{folder}", "--steps", "1")
+
+
+class _Hub(SimpleHTTPRequestHandler):
+    """Of one model, own/model, at one commit: as much of the Hub as a download asks for."""
+
+    commit = "0123456789abcdef0123456789abcdef01234567"
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/api/models/own/model"):
+            files = [{"rfilename": path.name} for path in Path(self.directory).iterdir()]
+            answer = json.dumps({"id": "own/model", "sha": self.commit, "siblings": files}).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+            return
+        super().do_GET()
+
+    def translate_path(self, path: str) -> str:
+        return str(Path(self.directory) / path.rpartition("/")[2])
+
+    def end_headers(self) -> None:
+        self.send_header("X-Repo-Commit", self.commit)
+        self.send_header("ETag", f'"{abs(hash(self.path))}"')
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.fixture
+def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The Hub has own/model, and this machine's cache no more of it than its config.json."""
+    served = Path(shutil.copytree(models["qwen3"], tmp_path / "served"))
+    cached = tmp_path / "home" / "hub" / "models--own--model" / "snapshots" / _Hub.commit
+    cached.mkdir(parents=True)
+    shutil.copy(served / "config.json", cached)
+    (served / "modeling.py").write_text("raise SystemExit")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, directory=str(served)))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_the_cache_lacks_of_a_name_is_fetched_once(
+    train: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "weights from hf:own/model" in train(2, "--init-from", "hf:own/model", "--steps", "1")
+    names = {path.name for path in (tmp_path / "home").rglob("*")}
+    assert "config.json" in names
+    assert "modeling.py" not in names
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "weights from hf:own/model" in train(1, "--init-from", "hf:own/model", "--steps", "1")
+    shutil.rmtree(tmp_path / "home")
+    shutil.rmtree(tmp_path / "run")
+    output = train(1, "--init-from", "hf:own/model", expect=2)
+    assert "hf:own/model is no file or folder here, not in the Hugging Face cache, and cannot be fetched" in output
+    assert not (tmp_path / "run").exists()

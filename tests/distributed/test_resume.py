@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmscale.architecture.shape import SHAPE_KEYS
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest, step_of
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
@@ -110,11 +111,13 @@ def test_changes_are_refused_or_allowed_with_their_price(train: Train, trained: 
 
 def _make_old(folder: Path) -> None:
     """The checkpoint as it would be if its run had begun before today's order of samples."""
+    old = {"algorithm": "feistel-blocks-1", "shuffle": True, "num_canonical_nodes": 48, "block_size": 32768}
+    _rewrite(folder, lambda state: state["identity"].update(order=old))
+
+
+def _rewrite(folder: Path, change: Callable[[dict], object]) -> None:
     state = json.loads((folder / STATE_NAME).read_text())
-    state["identity"]["order"] = {
-        **{"algorithm": "feistel-blocks-1", "shuffle": True},
-        **{"num_canonical_nodes": 48, "block_size": 32768},
-    }
+    change(state)
     (folder / STATE_NAME).write_text(json.dumps(state))
     manifest = load_manifest(folder)
     files = tuple(hash_file(folder / STATE_NAME) if file.name == STATE_NAME else file for file in manifest.files)
@@ -138,6 +141,23 @@ def test_a_run_keeps_the_order_of_samples_that_it_began_with(train: Train, tiny_
     forget_after(run, 15)
     output = train("zero1", 1, "--num-canonical-nodes", "6", expect=2)
     assert "order was {'num_canonical_nodes': 48} and is {'num_canonical_nodes': 6}" in output
+
+
+def test_a_gpt2_of_before_there_were_other_blocks_goes_on(train: Train, trained: Path) -> None:
+    """Its checkpoint says of the shape n_layer, n_head, n_embd, activation, dropout and bias."""
+    straight = read_losses(trained)
+    forget_after(trained, 15)
+
+    def make_old(state: dict) -> None:
+        new = set(SHAPE_KEYS) - {"n_layer", "n_head", "n_embd", "activation", "dropout", "bias"}
+        for section in ("config", "hyperparameters"):
+            for key in new:
+                state[section].pop(key, None)
+            state[section]["bias"] = True
+
+    _rewrite(list_checkpoints(trained)[0], make_old)
+    assert "changed since" not in train("zero1", 1)
+    assert read_losses(trained) == straight
 
 
 def test_a_changed_global_batch_goes_on_behind_the_last_sample(train: Train, trained: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
@@ -22,6 +22,15 @@ WAYS: dict[str, tuple[str, dict[str, object]]] = {
     "full, on the host": ("full", {"cpu_checkpointing": True}),
     "full, timed": ("full", {"profile": True, "synchronize_checkpoint_boundary": True}),
     "selective": ("selective", {"cpu_checkpointing": False}),
+}
+
+SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 64, "vocab_size": 300, "seq_len": 32}
+BLOCKS: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "llama": {
+        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
+        **{"n_kv_head": 2, "qk_norm": "head", "mlp_width": 90, "tied": False, "sliding_window": 9},
+    },
 }
 
 
@@ -92,10 +101,16 @@ def test_selective_recomputes_to_the_end_before_gradients_enter() -> None:
     assert events == ["begins", "ends", "begins", "ends", "gradient"]
 
 
-@pytest.mark.parametrize(("zero_stage", "world_size"), [(0, 2), (2, 2), (3, 1), (3, 2)])
-def test_losses_and_gradients_are_identical(run_ranks, zero_stage: int, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("block", "zero_stage", "world_size"),
+    [
+        *[("gpt2", 0, 2), ("gpt2", 2, 2), ("gpt2", 3, 1), ("gpt2", 3, 2), ("llama", 3, 2)],
+        *[pytest.param("llama", stage, world, marks=pytest.mark.slow) for stage, world in ((0, 2), (2, 2), (3, 1))],
+    ],
+)
+def test_losses_and_gradients_are_identical(run_ranks, block: str, zero_stage: int, world_size: int) -> None:
     """Bit by bit, over two steps of two micro-steps, with and without dropout, in fp32 and under autocast."""
-    for outcomes in run_ranks(world_size, f"stage{zero_stage}"):
+    for outcomes in run_ranks(world_size, f"{block}-{zero_stage}"):
         assert len(outcomes) == 5 * len(WAYS)
         for name, outcome in outcomes.items():
             setting = name.split("/")[0]
@@ -146,7 +161,9 @@ def count_operators_in_backward(mode, dropout: float) -> Counter[str]:
     return counts
 
 
-def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool, mask: bool) -> list[float]:
+def train_two_steps(
+    block: str, zero_stage: int, way: str, *, dropout: float, autocast: bool, mask: bool
+) -> list[float]:
     """Losses and the sums of every gradient, in full fp64 digits."""
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
@@ -160,7 +177,7 @@ def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool
     }
     mode, section = WAYS[way]
     masked: dict = {"document_end": 0, "sliding_window": 11, "positions": "rotary", "n_kv_head": 2} if mask else {}
-    shape = GPTShape(3, 4, 64, 300, 32, dropout=dropout, **masked)
+    shape = build_shape({**SIZES, **BLOCKS[block], "dropout": dropout, **masked})
     sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
     with sharded:
         model = GPT(shape, seed=7, checkpoint=build_block_checkpoint(mode, section))
@@ -186,13 +203,13 @@ def train_two_steps(zero_stage: int, way: str, *, dropout: float, autocast: bool
     return record
 
 
-def compare_ways(zero_stage: int) -> dict[str, list[float]]:
+def compare_ways(block: str, zero_stage: int) -> dict[str, list[float]]:
     settings = {
         **{"fp32": (0.0, False, False), "dropout": (0.1, False, False), "autocast": (0.1, True, False)},
         **{"mask": (0.0, False, True), "mask, autocast": (0.1, True, True)},
     }
     return {
-        f"{setting}/{way}": train_two_steps(zero_stage, way, dropout=dropout, autocast=autocast, mask=mask)
+        f"{setting}/{way}": train_two_steps(block, zero_stage, way, dropout=dropout, autocast=autocast, mask=mask)
         for setting, (dropout, autocast, mask) in settings.items()
         for way in WAYS
     }
@@ -222,7 +239,8 @@ def main(job: str) -> None:
     from llmscale.engine.process_group import join_world, leave_world
 
     join_world()
-    outcome = measure_on_gpu() if job == "gpu" else compare_ways(int(job.removeprefix("stage")))
+    block, _, stage = job.partition("-")
+    outcome = measure_on_gpu() if job == "gpu" else compare_ways(block, int(stage))
     sys.stdout.write(json.dumps(outcome) + "\n")
     leave_world()
 

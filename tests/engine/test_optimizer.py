@@ -31,6 +31,18 @@ def test_matrices_decay_and_vectors_do_not() -> None:
     assert sum(len(group["params"]) for group in groups.values()) == len(names), "every parameter is in one group"
 
 
+def test_an_untied_head_decays_as_the_embedding_does_and_norms_of_queries_do_not() -> None:
+    shape = GPTShape(1, 2, 8, 16, 4, norm="rmsnorm", bias=False, qk_norm="head", tied=False, gated_mlp=True)
+    model, kinds = GPT(shape, seed=0), shape.tensors.kinds
+    assert kinds["head.weight"] == kinds["wte.weight"] == "embedding"
+    groups = {group["name"]: group for group in build_parameter_groups(model.named_parameters(), kinds, ADAMW, 0.25)}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    undecayed = {names[id(parameter)] for parameter in groups["no_decay"]["params"]}
+    norms = ("ln_1", "ln_2", "attn.q_norm", "attn.k_norm")
+    assert undecayed == {"ln_f.weight", *(f"blocks.0.{norm}.weight" for norm in norms)}
+    assert "head.weight" in {names[id(parameter)] for parameter in groups["decay"]["params"]}
+
+
 def test_a_parameter_that_zero3_flattened_keeps_its_group() -> None:
     parameter = nn.Parameter(torch.empty(0))
     assert [group["name"] for group in build_parameter_groups([("w", parameter)], KINDS, ADAMW, 0.1)] == ["decay"]

@@ -16,7 +16,6 @@ from llmscale.architecture.families.family import Family
 from llmscale.architecture.families.registry import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint import safetensors_files
-from llmscale.checkpoint.hf_weights import import_transformers
 from llmscale.checkpoint.safetensors_files import ExportDtype
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import CheckpointError, ConfigError, DataError
@@ -25,6 +24,7 @@ from llmscale.evaluate.export import ExportedModel, export_model
 from llmscale.model.gpt import GPT
 from tests.checkpoint.written import write_tensors
 from tests.conftest import REPOSITORY
+from tests.transformers_models import import_transformers
 
 ROTARY = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "bias": False, "activation": "silu"}
 #: By transformers' class, and what is odd about them.

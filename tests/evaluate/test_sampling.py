@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_text_cached_or_not_through_a_window_that_s
     shape: GPTShape, temperature: float
 ) -> None:
     model = build_spread_gpt(shape)
-    prompts = [PROMPT, [7], list(range(20, 20 + shape.seq_len)), [3, 1, 4, 1, 5, 9, 2, 6]]
+    prompts = [PROMPT, [7], list(range(20, 20 + shape.seq_len)), [3, 1, 4, 11, 5, 9, 2, 6], [11]]
     length = shape.seq_len + 10
     cached, plain = (
         texts(model, prompts, temperature=temperature, max_new_tokens=length, seed=3, use_cache=use_cache)
@@ -78,7 +78,7 @@ def test_the_same_seed_gives_the_same_text_cached_or_not_through_a_window_that_s
     )
     assert cached == plain
     assert {len(text) for text in cached} == {length}
-    assert len({tuple(text) for text in cached}) == 4
+    assert len({tuple(text) for text in cached}) >= 4
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

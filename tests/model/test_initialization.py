@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 
@@ -13,6 +14,11 @@ from llmscale.model.gpt import GPT
 from llmscale.model.initialization import CHUNK_ELEMENTS, fill_normal_
 
 SHAPE = GPTShape(n_layer=8, n_head=4, n_embd=64, vocab_size=300, seq_len=32)
+LLAMA = GPTShape(
+    *(8, 4, 64, 300, 32, "silu"),
+    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "gated_mlp": True, "n_kv_head": 2, "mlp_width": 90},
+    **{"qk_norm": "width", "tied": False},
+)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -33,8 +39,9 @@ def test_no_two_weights_are_alike() -> None:
     assert len(set(heads)) == len(heads)
 
 
-def test_weights_are_gpt2s() -> None:
-    for name, tensor in GPT(SHAPE, seed=0).state_dict().items():
+@pytest.mark.parametrize("shape", [SHAPE, LLAMA], ids=["gpt2", "llama"])
+def test_weights_are_gpt2s(shape: GPTShape) -> None:
+    for name, tensor in GPT(shape, seed=0).state_dict().items():
         if tensor.dim() == 2:
             residual = name.endswith(("proj.weight", "down.weight"))
             std = 0.02 / math.sqrt(16) if residual else 0.02
@@ -44,7 +51,7 @@ def test_weights_are_gpt2s() -> None:
             assert not tensor.any(), name
         else:
             assert (tensor == 1).all(), name
-    padding = GPT(SHAPE, seed=0).wte.weight[SHAPE.vocab_size :]
+    padding = GPT(shape, seed=0).wte.weight[SHAPE.vocab_size :]
     assert padding.std().item() == pytest.approx(0.02, rel=0.08)
 
 
@@ -69,7 +76,8 @@ def test_zero_init_shards_the_same_numbers(ranks, world_size: int) -> None:
     jobs = ranks([__file__], world_size)
     for output in jobs.wait():
         for precision in DTYPES:
-            assert f"{precision} equal\n" in output, output
+            assert f"{precision} gpt2 equal\n" in output, output
+            assert f"{precision} llama equal\n" in output, output
     assert jobs.exit_codes == [0] * world_size
 
 
@@ -79,21 +87,20 @@ def compare_zero_init_with_a_plain_build() -> None:
     from llmscale.engine.process_group import join_world, leave_world
 
     join_world()
-    plain = GPT(SHAPE, seed=7)
-    for precision, dtype in DTYPES.items():
+    for shape, (precision, dtype) in itertools.product((SHAPE, LLAMA), DTYPES.items()):
         ds_config: dict[str, object] = {"train_micro_batch_size_per_gpu": 1}
         ds_config["zero_optimization"] = {"stage": 3}
         if precision != "fp32":
             ds_config[precision] = {"enabled": True}
         random_state = torch.get_rng_state()
         with deepspeed.zero.Init(config_dict_or_path=ds_config):
-            sharded = GPT(SHAPE, seed=7)
+            sharded = GPT(shape, seed=7)
         assert torch.equal(random_state, torch.get_rng_state())
-        for (name, ours), theirs in zip(sharded.named_parameters(), plain.parameters(), strict=True):
+        for (name, ours), theirs in zip(sharded.named_parameters(), GPT(shape, seed=7).parameters(), strict=True):
             with deepspeed.zero.GatheredParameters([ours]):
                 assert ours.dtype == dtype, name
                 assert torch.equal(ours.cpu(), theirs.detach().to(dtype)), name
-        sys.stdout.write(f"{precision} equal\n")
+        sys.stdout.write(f"{precision} {'llama' if shape is LLAMA else 'gpt2'} equal\n")
     leave_world()
 
 

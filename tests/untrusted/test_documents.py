@@ -67,6 +67,13 @@ def test_json_that_is_accepted() -> None:
     assert parse_json('{"a": Infinity}', Rules(ConfigError, not_finite=True), "x") == {"a": float("inf")}
 
 
+def test_large_numbers_where_they_are_accepted() -> None:
+    rules = Rules(ConfigError, large_numbers=True)
+    read = parse_json('{"a": 1000000000000000019884624838656, "b": 18446744073709551616, "c": -7}', rules, "x")
+    assert read == {"a": 1e30, "b": 2.0**64, "c": -7}
+    assert parse_json(b'{"a": ' + b"9" * 1_000_000 + b"}", rules, "x") == {"a": float("inf")}
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

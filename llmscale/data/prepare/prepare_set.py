@@ -156,11 +156,12 @@ def _is_already_there(out: Path, request: PrepareRequest, *, overwrite: bool) ->
         return False
     manifest = load_manifest(out)
     names = ("--input", "--tokenizer")  # where equal contents lie does not matter
+    # A set of an older version lacks settings that did not exist: what they were then, else what is asked now.
+    there = request | _BEFORE | manifest.request
     different = [
-        f"{key} {manifest.request.get(key)!r} there, {value!r} now"
+        f"{key} {there[key]!r} there, {value!r} now"
         for key, value in request.items()
-        # A set of an older version lacks settings that did not exist: what they were then, else what is asked now.
-        if key not in names and manifest.request.get(key, _BEFORE.get(key, value)) != value
+        if key not in names and there[key] != value
     ]
     if different:
         raise DataError(

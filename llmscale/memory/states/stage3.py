@@ -246,14 +246,14 @@ class _Walk:
         """The course of a pass. Of a large model most blocks begin as the one before did, and are not followed."""
         course: list[BackwardMoment] = []
         self._follow(passed.begin, course)
-        place, available, state = 0, -1, None
+        place, totals, state = 0, None, None
         while place < len(passed.blocks):
             begin, done = len(course), self.done
             self._follow(passed.blocks[place], course)
             place += 1
-            last, state = state, None
-            if self.parameters.available == available and place < len(passed.blocks):
-                state = self._state(passed.numbers[place])
+            (before, totals), (last, state) = (totals, self._totals()), (state, None)
+            if totals == before and place < len(passed.blocks):
+                state = self.parameters.state(passed.numbers[place])
             if state is not None and state == last:
                 count = self.parameters.equal_blocks(passed, place)
                 one, elements = course[begin:], self.done - done
@@ -262,15 +262,14 @@ class _Walk:
                 self.parameters.skip(passed, place, count)
                 self.done += count * elements
                 place += count
-            available = self.parameters.available
         self._follow(passed.end, course)
         course.append(BackwardMoment(self.done, self.tally.take_peak()))
         return course
 
-    def _state(self, block: int) -> Hashable:
-        """All that decides what is alive from `block` on, counted from it."""
+    def _totals(self) -> Hashable:
+        """With `Stage3Parameters.state`, all that decides what is alive from here on; quickly compared."""
         bucket = tuple(tensor.elements for tensor in self.bucket)
-        return self.parameters.state(block), self.tally.state, bucket, self.own_bytes
+        return self.parameters.available, self.parameters.ahead, self.tally.state, bucket, self.own_bytes
 
     def _follow(self, events: Iterable[Event], course: list[BackwardMoment]) -> None:
         for action, module in events:

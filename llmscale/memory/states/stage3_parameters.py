@@ -150,9 +150,14 @@ class Stage3Parameters:
             self._tally.drop("parameters", self._live.pop(tensor.index))
             self.available -= tensor.elements
 
+    @property
+    def ahead(self) -> int:
+        """Uses that were prefetched or passed over before their time."""
+        return self._place - self._trace.uses_before[self._step]
+
     def state(self, block: int) -> Hashable:
-        """All that decides how this goes on before `block` runs, counted from it: blocks that begin alike are alike, as
-        long as the trace is (`equal_blocks`)."""
+        """With `available` and `ahead`, all that decides how this goes on before `block` runs, counted from it: blocks
+        that begin alike are alike, as long as the trace is (`equal_blocks`)."""
         trace, step = self._trace, self._step
 
         def seen(index: int) -> tuple[int, int | None]:
@@ -161,8 +166,6 @@ class Stage3Parameters:
 
         gathers = ((seen(index), gather) for index, gather in self._flying.items())
         return (
-            self.available,
-            self._place - trace.uses_before[step],
             frozenset((seen(index), num_bytes) for index, num_bytes in self._live.items()),
             frozenset((key, g.flat_bytes, g.done, frozenset(map(seen, g.waiting))) for key, g in gathers),
             frozenset((seen(index), frozenset(users)) for index, users in self._users.items() if users),
@@ -175,10 +178,9 @@ class Stage3Parameters:
         steps, releases = passed.count("fetch"), passed.count("release")
         uses_before = self._trace.uses_before
         uses = uses_before[self._step] - uses_before[self._step - steps]
-        ahead = self._place - uses_before[self._step]
-        if ahead < 0 or not self._persistent_alike:
+        if self.ahead < 0 or not self._persistent_alike:
             return 0
-        most = len(passed.blocks) - place - max(1, -(-ahead // uses))
+        most = len(passed.blocks) - place - max(1, -(-self.ahead // uses))
         begins = range(self._releases, self._releases + most * releases, releases)
         used_soon = self._trace.used_soon[self._releases - releases : self._releases]
         alike = (self._trace.used_soon[begin : begin + releases] == used_soon for begin in begins)

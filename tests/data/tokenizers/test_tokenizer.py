@@ -63,6 +63,18 @@ def test_round_trip_and_special_text_is_ordinary(tokenizer: Tokenizer, text: str
     assert all(0 <= token < tokenizer.vocab_size for token in ids)
 
 
+@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "huggingface"])
+def test_end_of_text_in_a_text_is_parsed_where_that_was_asked(kind: str, trained: Path, ranks_file: Path) -> None:
+    spec = {"bytes": "bytes", "tiktoken": str(ranks_file), "huggingface": str(trained)}[kind]
+    tokenizer = load_tokenizer(spec, parse_special=True)
+    plain = load_tokenizer(spec)
+    eot = tokenizer.eot_token
+    assert tokenizer.encode(f"a{END_OF_TEXT}b{END_OF_TEXT}") == [*plain.encode("a"), eot, *plain.encode("b"), eot]
+    assert tokenizer.sha256 == plain.sha256
+    with pytest.raises(DataError, match=r"--eot-token '?<s>"):
+        load_tokenizer(spec, eot_token="<s>")
+
+
 def test_end_of_text_decodes_to_its_name(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([*tokenizer.encode("a"), tokenizer.eot_token]) == f"a{END_OF_TEXT}"
 

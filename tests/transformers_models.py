@@ -1,4 +1,4 @@
-"""Our GPT as a model of transformers: its tensors and its configuration."""
+"""Our GPT as a model that transformers builds: what the product writes is held against this."""
 
 from __future__ import annotations
 

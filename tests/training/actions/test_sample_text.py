@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import read_losses
+
+STEPS = 6
+#: Gated, two query heads a key, rotary: a block that is not GPT-2's; every sample outgrows the 32 positions.
+MODERN = (
+    *("--norm", "rmsnorm", "--positions", "rotary", "--gated-mlp", "--activation", "silu", "--no-bias"),
+    *("--n-head", "4", "--n-kv-head", "2"),
+)
+
+
+def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notice(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """ZeRO-3 gathers weights in every forward pass of a sample, on all ranks."""
+    losses, texts = {}, {}
+    for ds_config, sample_every in (("zero0", "2"), ("zero3", "2"), ("zero3", "0")):
+        folder = tmp_path / f"{ds_config}-{sample_every}"
+        command = train_command(
+            *("--ds", f"ds_configs/{ds_config}.json", "--precision", "fp32", "--steps", str(STEPS), "--lr", "3e-3"),
+            *("--save-every", "0", "--sample-every", sample_every, "--run", str(folder), *MODERN),
+        )
+        job = ranks(command, 2)
+        output = job.wait()
+        assert job.exit_codes == [0, 0], output
+        losses[ds_config, sample_every] = read_losses(folder)
+        texts[ds_config, sample_every] = re.findall(r"step +(\d+)/\d+ \| sample: (.*)", output[0])
+    assert [step for step, _ in texts["zero0", "2"]] == ["2", "4", "6"]
+    assert texts["zero3", "2"] == texts["zero0", "2"]
+    assert len(losses["zero3", "2"]) == STEPS
+    assert losses["zero3", "2"] == losses["zero3", "0"]
