@@ -37,6 +37,10 @@ ENDS_TABLE = "ends"
 Counts = Mapping[str, int]
 
 
+class NotRecorded(ConfigError):
+    """A branch of the model's code that no table has."""
+
+
 @dataclass(frozen=True)
 class RecordedSegment:
     """One segment of a micro-step."""
@@ -208,7 +212,7 @@ def read_table(name: str) -> RecordedTable:
 def recorded_segments(block: BlockBranch, ends: EndsBranch) -> Mapping[str, RecordedSegment]:
     """The micro-step of a GPT whose blocks take one branch, and embeddings and head another.
 
-    Raises ConfigError when either was not recorded.
+    Raises NotRecorded when either was not.
     """
     segments = {**_segments_of(ends, ENDS_TABLE), **_segments_of(block, block.style.key)}
     return {name: segments[name] for name in SEGMENTS}
@@ -218,9 +222,9 @@ def _segments_of(branch: BlockBranch | EndsBranch, table: str) -> dict[str, Reco
     try:
         return read_table(table).segments(branch.key)
     except (FileNotFoundError, KeyError):
-        raise ConfigError(
-            f"the activation memory of this model was not recorded ({table}: {branch.key}). "
-            "Use --dry-run, which needs no recording, or record it: scripts/record_memory.py."
+        raise NotRecorded(
+            f"the activation memory of this model was not recorded ({table}: {branch.key}). It trains all the same; to "
+            "estimate it, add it to llmscale/dry_run/gpt_recording.py and run scripts/record_memory.py."
         ) from None
 
 
