@@ -391,7 +391,7 @@ def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
         (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
         (
             ("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"),
-            "argument --n-layer: must be a whole number of at least 1, not '0'",
+            "n_layer = '0': input should be greater than or equal to 1",
         ),
         (
             ("--model", "gpt2-1.5b", *MACHINES, "--seq-len", "-5"),
