@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.description import Architecture
-from llmscale.architecture.hf_families import describe_hf_model
+from llmscale.architecture.families.registry import read_shape
+from llmscale.architecture.hf_families import describe_hf_model, is_described
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import read_regular
@@ -43,16 +44,24 @@ class HFModel:
     def unknown(self) -> str:
         """What config.json cannot say about the activations, in one sentence."""
         return (
-            f"activations are not estimated: config.json does not say which attention {self.family} will run with "
-            "(eager keeps batch x heads x seq_len^2 elements a layer, flash none of them), what its code fuses or "
-            "upcasts, or how its loss is computed; llmscale's own model was counted tensor by tensor, this one was not"
+            f"activations are not estimated: llmscale does not train this kind of {self.family}, and config.json does "
+            "not say which attention it will run with (eager keeps batch x heads x seq_len^2 elements a layer, flash "
+            "none of them), what its code fuses or upcasts, or how its loss is computed"
         )
 
 
-def load_hf_model(path_or_name: str) -> HFModel:
-    """From a config.json, a folder that holds one, or a name on the Hugging Face Hub. Raises ConfigError."""
-    config = read_config(path_or_name, f"--hf {path_or_name}")
-    return HFModel(path_or_name, str(config.get("model_type")), describe_hf_model(config, f"--hf {path_or_name}"))
+def load_hf_model(path_or_name: str) -> HFModel | None:
+    """From a config.json, a folder that holds one, or a name on the Hugging Face Hub; None for a model that llmscale
+    itself trains (llmscale.architecture.families), of which more than the states is known. Raises ConfigError."""
+    source = f"--hf {path_or_name}"
+    config = read_config(path_or_name, source)
+    try:
+        read_shape(config, source)
+    except ConfigError:
+        if not is_described(config):
+            raise
+        return HFModel(path_or_name, str(config.get("model_type")), describe_hf_model(config, source))
+    return None
 
 
 def read_config(path_or_name: str, source: str) -> dict[str, object]:

@@ -16,12 +16,12 @@ def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
     words += ["--hostfile", "HOSTFILE"] if machines.num_nodes > 1 else ["--num_gpus", str(machines.gpus_per_node)]
     words += ["llmscale/train.py", "--ds", ds]
     for key, value in keys.items():
-        words += _flag(key, value)
-    words += _flag("global_batch_size", fit.plan.global_batch_size)
-    words += _flag("micro_batch_size", fit.plan.micro_batch_size)
+        words += flag_words(key, value)
+    words += flag_words("global_batch_size", fit.plan.global_batch_size)
+    words += flag_words("micro_batch_size", fit.plan.micro_batch_size)
     # What the file does not say by itself: DeepSpeed has a section that means `full`, and none for `selective`.
     if fit.strategy.checkpointing != fit.ds.checkpointing:
-        words += _flag("activation_checkpointing", fit.strategy.checkpointing)
+        words += flag_words("activation_checkpointing", fit.strategy.checkpointing)
     return shlex.join(words)
 
 
@@ -30,7 +30,8 @@ def data_words(seq_len: int, vocab_size: int) -> str:
     return f"(on data prepared with --seq-len {seq_len} and a tokenizer of {vocab_size:,} tokens)"
 
 
-def _flag(key: str, value: object) -> list[str]:
+def flag_words(key: str, value: object) -> list[str]:
+    """`--key value` in train.py's spelling."""
     name = key.replace("_", "-")
     if isinstance(value, bool):
         return [f"--{name}" if value else f"--no-{name}"]

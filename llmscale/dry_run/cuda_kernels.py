@@ -51,26 +51,40 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """`F.scaled_dot_product_attention` of [batch, n_head, t, head_dim] as an Ampere or newer GPU runs it
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention in 16 bit, the memory-efficient kernel in
-    fp32, separate matrix products where neither can. cuDNN's kernel, which recent releases prefer on Hopper, saves what
-    FlashAttention saves.
+    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention in 16 bit, with key-value heads that query
+    heads share as they are; the memory-efficient kernel in fp32 and wherever there is a mask, which must be in q's type
+    with rows a multiple of 8 apart; separate matrix products where neither can. cuDNN's kernel, which recent releases
+    prefer on Hopper, saves what FlashAttention saves.
     """
-    if attn_mask is not None or enable_gqa:
-        raise NotImplementedError("only attention without a mask and with as many key heads as query heads is routed")
+    if torch.is_autocast_enabled("cpu"):  # on the list of what autocast runs in 16 bit
+        low = torch.get_autocast_dtype("cpu")
+        query, key, value = (tensor.to(low) for tensor in (query, key, value))
     head_dim = query.shape[-1]
-    if query.dtype in _HALF and head_dim <= 256:
+    if query.dtype in _HALF and head_dim <= 256 and attn_mask is None:
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
         padding = -head_dim % 8
         if padding:
             query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
         y = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return y[..., :head_dim] if padding else y
+    if enable_gqa:
+        raise NotImplementedError("key-value heads are shared by FlashAttention alone, in 16 bit and without a mask")
     if head_dim % (8 if query.dtype in _HALF else 4) == 0:
         for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if attn_mask is not None:
+            _refuse_other_masks(attn_mask, query)
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         return _aten._scaled_dot_product_efficient_attention(
-            query, key, value, None, for_backward, dropout_p, is_causal, scale=scale
+            query, key, value, attn_mask, for_backward, dropout_p, is_causal, scale=scale
         )[0]
-    return _aten._scaled_dot_product_attention_math(query, key, value, None, dropout_p, is_causal, scale=scale)[0]
+    return _aten._scaled_dot_product_attention_math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)[0]
+
+
+def _refuse_other_masks(mask: Tensor, query: Tensor) -> None:
+    """Of masks of another type, or whose rows are not aligned, the kernel makes copies (attention.cpp,
+    convert_boolean_attn_mask and pad_bias)."""
+    if mask.dtype != query.dtype or any(stride % 8 for stride in mask.stride()[:-1]):
+        raise NotImplementedError("only masks in the queries' type whose rows lie a multiple of 8 apart are routed")
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -83,24 +97,31 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """`F.rms_norm` as CUDA's fused kernel runs it (aten/src/ATen/native/cuda/layer_norm_kernel.cu)."""
+    """`F.rms_norm` as CUDA's fused kernel runs it (aten/src/ATen/native/cuda/layer_norm_kernel.cu); under autocast in
+    fp32, as layer norm."""
     if weight is None:
         raise NotImplementedError("only RMS norm with a weight is routed")
+    if torch.is_autocast_enabled("cpu"):
+        input, weight = input.float(), weight.float()
     return cast(Tensor, _FusedRMSNorm.apply(input, weight))
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Saves the input [..., n], the weight [n] and 1/rms [..., 1] in fp32."""
+    """Saves the input [..., n], the weight [n] and 1/rms [..., 1] in fp32. The kernels read contiguous copies of what
+    is not contiguous, and give them back."""
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device))
-        return torch.empty_like(x)
+        copy = x.contiguous()
+        y, rrms = torch.empty_like(copy), torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, rrms)
+        return y
 
     @staticmethod
     def backward(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> tuple[Tensor, Tensor]:
         saved: Sequence[Tensor] = ctx.saved_tensors
-        return torch.empty_like(saved[0]), torch.empty_like(saved[1])
+        copies = gradient.contiguous(), saved[0].contiguous()
+        return torch.empty_like(copies[1]), torch.empty_like(saved[1])
 
 
 class _RealTensors(TorchDispatchMode):
@@ -154,9 +175,11 @@ def kernel_workspace(func: torch._ops.OpOverload, args: tuple[object, ...]) -> S
     """Sizes in bytes of what a CUDA kernel takes from the allocator beside its results, freed when it returns.
 
     - FlashAttention-2's backward kernel sums dQ in fp32, with t and head_dim rounded up to whole blocks, and one fp32
-      number a row (mha_bwd in flash_attn/flash_api.cpp);
+      number a row; where query heads share key-value heads, dK and dV of every query head, summed at the end
+      (mha_bwd in flash_attn/flash_api.cpp);
     - the memory-efficient backward kernel in fp32 is preceded by rowsum(dO x O), whose product is a tensor
-      (attention_backward.cu, where the kernel does not compute delta);
+      (attention_backward.cu, where the kernel does not compute delta); in 16 bit it sums dQ in fp32, which is as much
+      but for its rounding to blocks (kernel_backward.h, workspace_elements_gq);
     - isinf is |x| == infinity, and |x| a tensor (Tensor isinf in TensorCompare.cpp);
     - log-softmax copies an input that is not contiguous, such as logits without their padding columns
       (host_softmax in SoftMax.cu).
@@ -164,9 +187,13 @@ def kernel_workspace(func: torch._ops.OpOverload, args: tuple[object, ...]) -> S
     Not counted: cuBLAS's work space, which is allocated once, and a few KiB of partial sums.
     """
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
-        batch, heads, t, head_dim = _shape_of(args[1])
+        query = args[1]
+        assert isinstance(query, Tensor)
+        batch, heads, t, head_dim = query.shape
         rows = batch * heads * _round_up(t, _FLASH_ROWS)
-        return rows * _round_up(head_dim, 32 if head_dim <= 128 else 64) * 4, rows * 4
+        dq = rows * _round_up(head_dim, 32 if head_dim <= 128 else 64) * 4, rows * 4
+        shares_keys = _shape_of(args[2])[1] < heads
+        return (*dq, *(2 * [query.numel() * query.element_size()] if shares_keys else []))
     if func is _aten._scaled_dot_product_efficient_attention_backward.default:
         batch, heads, t, head_dim = _shape_of(args[1])
         rows = batch * heads * t

@@ -6,10 +6,13 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from functools import cache
+from math import gcd, prod
 
 from llmscale.dry_run.record import MicroStepTrace, TracedSegment
-from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, SEGMENTS, RecordedSegment
+from llmscale.memory.activations.recorded import SEGMENTS, RecordedSegment
 from llmscale.memory.activations.symbols import VOCABULARY_SYMBOLS
 
 #: Most factors of a product: b t h^2 would have five with h = a d, and no tensor is that large.
@@ -23,6 +26,7 @@ def factor_traces(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[st
     between shapes (another branch) or blocks, where a size is no product of the symbols, and where the shapes do not
     tell two products apart.
     """
+    traces = [_release_inputs_with_blocks(_release_what_blocks_share_behind_them(trace)) for trace in traces]
     first = traces[0]
     for other in traces[1:]:
         if _signatures(first) != _signatures(other):
@@ -38,9 +42,7 @@ def factor_traces(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[st
     return {name: found[name] for name in SEGMENTS}
 
 
-def pack_branches(
-    blocks: Mapping[str, Mapping[str, RecordedSegment]], ends: Mapping[str, Mapping[str, RecordedSegment]]
-) -> dict[str, object]:
+def pack_branches(branches: Mapping[str, Mapping[str, RecordedSegment]]) -> dict[str, object]:
     """Recordings by branch as plain values for JSON, equal segments stored once, each as JSON text: a reader takes only
     those that it needs apart (llmscale.memory.activations.recorded.RecordedTable)."""
     formulas: dict[str, int] = {}
@@ -55,12 +57,11 @@ def pack_branches(
             stored.append(json.dumps([_pairs(one, formulas) for one in counts], separators=(",", ":")))
         return segments[digest]
 
-    def indices(branches: Mapping[str, Mapping[str, RecordedSegment]], of_block: bool) -> dict[str, dict[str, int]]:
-        names = [name for name in SEGMENTS if (name in BLOCK_SEGMENTS) == of_block]
-        return {key: {name: index_of(branches[key][name]) for name in names} for key in sorted(branches)}
-
-    found = {"blocks": indices(blocks, True), "ends": indices(ends, False)}
-    return {"formulas": list(formulas), "segments": stored, **found}
+    found = {
+        key: {name: index_of(branches[key][name]) for name in SEGMENTS if name in branches[key]}
+        for key in sorted(branches)
+    }
+    return {"formulas": list(formulas), "segments": stored, "branches": found}
 
 
 def _pairs(counts: Mapping[str, int], formulas: dict[str, int]) -> list[int]:
@@ -70,9 +71,41 @@ def _pairs(counts: Mapping[str, int], formulas: dict[str, int]) -> list[int]:
     ]
 
 
+def _release_what_blocks_share_behind_them(trace: MicroStepTrace) -> MicroStepTrace:
+    """What the embeddings made for all blocks, such as angles and a mask, goes with the first block's backward pass,
+    which comes last. Here it goes right behind it: of more than one block that one never holds most."""
+    made_before = {storage for storage, appears in _events_of(trace, "embed_forward") if appears}
+    made_before.discard(trace.first_input)
+    segments = list(trace.segments)
+    for place, segment in enumerate(segments[:-1]):
+        if segment.name == "block_backward" and segment.block == 0:
+            shared = [event for event in segment.events if event[0] in made_before and not event[1]]
+            rest = tuple(event for event in segment.events if event not in shared)
+            behind = segments[place + 1]
+            segments[place] = replace(segment, events=rest)
+            segments[place + 1] = replace(behind, events=(*shared, *behind.events))
+    return replace(trace, segments=tuple(segments))
+
+
+def _release_inputs_with_blocks(trace: MicroStepTrace) -> MicroStepTrace:
+    """A block's input that nothing saves goes when the next one begins, that is right behind the block."""
+    segments = list(trace.segments)
+    for place, segment in enumerate(segments[1:], 1):
+        if segments[place - 1].name == "block_forward":
+            first = next((i for i, (_, appears) in enumerate(segment.events) if appears), len(segment.events))
+            before = segments[place - 1]
+            segments[place - 1] = replace(before, events=(*before.events, *segment.events[:first]))
+            segments[place] = replace(segment, events=segment.events[first:])
+    return replace(trace, segments=tuple(segments))
+
+
+def _events_of(trace: MicroStepTrace, name: str) -> Sequence[tuple[int, bool]]:
+    return [event for segment in trace.segments if segment.name == name for event in segment.events]
+
+
 def _formulas(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[str, int]]) -> dict[int, str]:
     """Storage of the first trace -> kind and formula."""
-    products = _Products(symbols)
+    products = _Products(tuple(tuple(shape.items()) for shape in symbols))
     order = [[storage for s in trace.segments for storage, appears in s.events if appears] for trace in traces]
     first, found = traces[0], {}
     in_loss = False
@@ -91,44 +124,52 @@ def _formulas(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[str, i
 class _Products:
     """Finds the coefficient and the product of symbols for the sizes that one tensor has at several shapes."""
 
-    def __init__(self, symbols: Sequence[Mapping[str, int]]) -> None:
+    def __init__(self, symbols: tuple[tuple[tuple[str, int], ...], ...]) -> None:
         """Raises ValueError where two products have the same ratios at all shapes."""
-        self._symbols = symbols
-        self._names_of: dict[tuple[Fraction, ...], tuple[str, ...]] = {}
-        for size in range(_MOST_FACTORS + 1):
-            for names in itertools.combinations_with_replacement(self._distinct(), size):
-                key = self._ratios([self._value(names, shape) for shape in symbols])
-                if key in self._names_of:
-                    raise ValueError(f"the shapes do not tell {self._names_of[key]} from {names}")
-                self._names_of[key] = names
+        self._symbols = [dict(shape) for shape in symbols]
+        self._names_of = _products_by_ratios(symbols)
 
     def find(self, sizes: Sequence[int]) -> str:
         """`2*b*t*a*d`. Raises ValueError where no product fits."""
-        names = self._names_of.get(self._ratios(sizes))
+        names = self._names_of.get(_ratios(sizes))
         if names is None:
             raise ValueError(f"no product of {', '.join(self._symbols[0])} has the sizes {list(sizes)}")
-        coefficient = Fraction(sizes[0], self._value(names, self._symbols[0]))
+        coefficient = Fraction(sizes[0], prod(self._symbols[0][name] for name in names))
         return "*".join([str(coefficient), *names])
 
-    def _distinct(self) -> list[str]:
-        """Symbols without those that are constant, or equal an earlier one at every shape."""
-        found: dict[tuple[int, ...], str] = {}
-        for name in self._symbols[0]:
-            values = tuple(shape[name] for shape in self._symbols)
-            if len(set(values)) > 1:
-                found.setdefault(values, name)
-        return list(found.values())
 
-    @staticmethod
-    def _value(names: Sequence[str], shape: Mapping[str, int]) -> int:
-        value = 1
-        for name in names:
-            value *= shape[name]
-        return value
+@cache
+def _products_by_ratios(
+    symbols: tuple[tuple[tuple[str, int], ...], ...],
+) -> dict[tuple[tuple[int, int], ...], tuple[str, ...]]:
+    """Ratios of a product's values at the shapes -> its symbols. Raises ValueError where two have the same ratios."""
+    values = _distinct(symbols)
+    found: dict[tuple[tuple[int, int], ...], tuple[str, ...]] = {}
+    for size in range(_MOST_FACTORS + 1):
+        for names in itertools.combinations_with_replacement(values, size):
+            key = _ratios([prod(values[name][place] for name in names) for place in range(len(symbols))])
+            if key in found:
+                raise ValueError(f"the shapes do not tell {found[key]} from {names}")
+            found[key] = names
+    return found
 
-    @staticmethod
-    def _ratios(sizes: Sequence[int]) -> tuple[Fraction, ...]:
-        return tuple(Fraction(size, sizes[0]) for size in sizes)
+
+def _distinct(symbols: Sequence[Sequence[tuple[str, int]]]) -> dict[str, list[int]]:
+    """Symbols with their values, without those that are constant, or a multiple of an earlier one at every shape."""
+    found: dict[str, list[int]] = {}
+    seen = {_ratios([1] * len(symbols))}
+    for places in zip(*symbols, strict=True):
+        values = [value for _, value in places]
+        if _ratios(values) not in seen:
+            seen.add(_ratios(values))
+            found[places[0][0]] = values
+    return found
+
+
+def _ratios(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """To the first, in lowest terms."""
+    divisors = [gcd(size, sizes[0]) for size in sizes]
+    return tuple((size // divisor, sizes[0] // divisor) for size, divisor in zip(sizes, divisors, strict=True))
 
 
 def _signatures(trace: MicroStepTrace) -> list[tuple[str, int | None, list[tuple[int, bool, str]]]]:

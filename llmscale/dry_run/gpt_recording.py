@@ -1,9 +1,9 @@
-"""Every branch of llmscale.model.gpt, traced at small shapes: what `scripts/record_memory.py` makes its table of."""
+"""Branches of llmscale.model.gpt, traced at small shapes: what `scripts/record_memory.py` makes its tables of."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -11,84 +11,130 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmscale.architecture.shape import Activation, GPTShape
+from llmscale.architecture.shape import GPTShape, Positions, build_shape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
-from llmscale.memory.activations.recorded import RecordedSegment
-from llmscale.memory.activations.symbols import AttentionKernel, BlockBranch, EndsBranch, PrecisionKind, shape_symbols
+from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, RecordedSegment
+from llmscale.memory.activations.symbols import (
+    AttentionKernel,
+    BlockBranch,
+    BlockStyle,
+    EndsBranch,
+    MaskKind,
+    NormKind,
+    PrecisionKind,
+    block_style,
+    shape_symbols,
+    shows_zero3_linear,
+)
 from llmscale.model.gpt import GPT
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 _PRECISIONS: dict[PrecisionKind, Precision] = {"fp32": "fp32", "16bit": "bf16", "autocast": "autocast"}
 _MODES: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
+_BOTH = (False, True)
 
-#: (sequences, tokens, heads, a number that head_dim is made of, vocabulary): no two products of symbols grow alike from
-#: one to the next. t is no multiple of 32, and t and d rounded up to what kernels round to have other ratios.
-_SHAPES = ((2, 37, 3, 13, 300), (3, 150, 5, 5, 389), (7, 290, 2, 17, 1000))
+#: (sequences, tokens, width, key-value heads, a number that head_dim is made of, width of the MLP, vocabulary): no two
+#: products of symbols grow alike from one to the next. t is no multiple of 8, and t and d rounded up to what kernels
+#: round to have other ratios.
+_SHAPES = ((3, 37, 74, 3, 11, 122, 1300), (7, 166, 46, 2, 5, 134, 2100), (5, 290, 86, 5, 17, 94, 2900))
+#: Query heads for each key-value head, where they share it.
+_SHARED = (2, 5, 3)
 #: Two, so that a block is seen to allocate what the one before did.
 _LAYERS = 2
 
+_LLAMA: Mapping[str, object] = {
+    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
+}
+#: What is recorded beside GPT-2's and OPT's blocks, with and without biases: those of the other families and of all
+#: presets, each with key-value heads of its own and with shared ones.
+_MODERN: tuple[Mapping[str, object], ...] = (
+    _LLAMA,  # Llama, Mistral, SmolLM
+    {**_LLAMA, "attention_bias": "qkv"},  # Qwen 2
+    {**_LLAMA, "qk_norm": "head"},  # Qwen 3, gpt-modern
+    {**_LLAMA, "qk_norm": "width", "norm_placement": "post"},  # OLMo 2
+)
+_GPT2: tuple[Mapping[str, object], ...] = tuple(
+    {"bias": bias, "activation": activation} for bias in _BOTH for activation in ("gelu", "relu")
+)
+#: Heads that GPT-2's blocks may have and the others' do not: wider than FlashAttention takes.
+_WIDE_HEADS: tuple[AttentionKernel, ...] = ("efficient", "math")
+
+
+def all_block_styles() -> Iterator[BlockStyle]:
+    """Every style of blocks that is recorded."""
+    for settings in (*_GPT2, *_MODERN):
+        yield block_style(_shape(0, settings, "flash", "bf16"))
+        if settings in _MODERN:
+            yield block_style(_shape(0, settings, "flash", "bf16", shares_keys=True))
+
 
 def all_block_branches() -> Iterator[BlockBranch]:
-    """Every branch that a block of a GPT can take."""
-    kernels: dict[PrecisionKind, tuple[AttentionKernel, ...]] = {
-        "fp32": ("efficient", "math"),
-        "16bit": ("flash", "flash_padded", "efficient", "math"),
-        "autocast": ("flash", "flash_padded", "efficient", "math"),
-    }
-    both = (False, True)
-    for precision, mode, dropout, bias, saves, zero3 in itertools.product(kernels, _MODES, both, both, both, both):
-        for kernel in kernels[precision]:
-            yield BlockBranch(precision, mode, dropout, bias, saves, kernel, zero3)
+    """Every branch of them that is recorded. Dropout belongs to GPT-2's blocks; with a mask heads are ordinary."""
+    for style, precision, mode, zero3 in itertools.product(all_block_styles(), _PRECISIONS, _MODES, _BOTH):
+        if zero3 and not shows_zero3_linear(style, precision, mode):
+            continue
+        is_gpt2 = style.positions == "learned"
+        flash: tuple[AttentionKernel, ...] = () if precision == "fp32" else ("flash", "flash_padded")
+        wide = _WIDE_HEADS if is_gpt2 or precision == "fp32" else ()
+        for kernel, dropout in itertools.product((*flash, *wide), _BOTH if is_gpt2 else (False,)):
+            yield BlockBranch(style, precision, mode, dropout, False, kernel, zero3)
+        yield BlockBranch(style, precision, mode, False, True, "efficient", zero3)
 
 
 def all_ends_branches() -> Iterator[EndsBranch]:
-    """Every branch that embeddings and head of a GPT can take."""
-    both = (False, True)
-    for precision in _PRECISIONS:
-        for switches in itertools.product(both, both, both, both, both):
-            yield EndsBranch(precision, *switches)
+    """Every branch that embeddings and head of these models take: dropout where the head is tied and nothing masked."""
+    found: tuple[tuple[NormKind, tuple[tuple[bool, MaskKind], ...]], ...] = (
+        ("layernorm", ((True, "none"), (False, "none"), (True, "documents"))),
+        ("layernorm_without_bias", ((True, "none"), (False, "none"), (True, "documents"))),
+        ("rmsnorm", tuple(itertools.product(_BOTH, ("none", "window", "documents")))),
+    )
+    for norm, heads in found:
+        positions: Positions = "rotary" if norm == "rmsnorm" else "learned"
+        for (tied, mask), precision in itertools.product(heads, _PRECISIONS):
+            may_drop = positions == "learned" and tied and mask == "none"
+            for dropout, *switches in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH, _BOTH):
+                yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches)
 
 
 def record_blocks(branch: BlockBranch) -> dict[str, RecordedSegment]:
     """Record one branch of the blocks. Within `fake_world`. Raises ValueError as `factor_traces`."""
-    activation: Activation = "gelu" if branch.saves_preactivation else "relu"
+    style, precision = branch.style, _PRECISIONS[branch.precision]
+    settings = {
+        **{"norm": "rmsnorm" if style.norm == "rmsnorm" else "layernorm", "bias": style.norm == "layernorm"},
+        **{"norm_placement": style.norm_placement, "positions": style.positions, "qk_norm": style.qk_norm},
+        **{"attention_bias": style.attention_bias, "mlp_bias": style.mlp_bias, "gated_mlp": style.gated_mlp},
+        **{"activation": "gelu" if style.saves_preactivation else "relu", "dropout": 0.1 if branch.dropout else 0.0},
+        **({"document_end": 0} if branch.masked else {}),
+    }
     shapes = [
-        GPTShape(
-            _LAYERS,
-            n_head,
-            n_head * _head_dim(number, branch.attention, branch.precision),
-            vocab_size,
-            seq_len,
-            activation=activation,
-            dropout=0.1 if branch.dropout else 0.0,
-            bias=branch.bias,
-        )
-        for _, seq_len, n_head, number, vocab_size in _SHAPES
+        _shape(place, settings, branch.attention, precision, shares_keys=style.shares_keys)
+        for place in range(len(_SHAPES))
     ]
     micro_batches = [sequences for sequences, *_ in _SHAPES]
-    return _record(shapes, micro_batches, branch.precision, branch.checkpointing, branch.zero3_linear)
+    found = _record(shapes, micro_batches, precision, branch.checkpointing, branch.zero3_linear)
+    return {name: segment for name, segment in found.items() if name in BLOCK_SEGMENTS}
 
 
 def record_ends(branch: EndsBranch) -> dict[str, RecordedSegment]:
     """Record one branch of embeddings and head. Within `fake_world`. Raises ValueError as `factor_traces`."""
-    kernel: AttentionKernel = "efficient" if branch.precision == "fp32" else "flash"
+    settings = {
+        **{"norm": "rmsnorm" if branch.norm == "rmsnorm" else "layernorm", "bias": branch.norm == "layernorm"},
+        **{"positions": branch.positions, "tied": branch.tied, "dropout": 0.1 if branch.dropout else 0.0},
+        **{"sliding_window": 5 if branch.mask == "window" else 0},
+        **({"document_end": 0} if branch.mask == "documents" else {}),
+    }
+    precision = _PRECISIONS[branch.precision]
+    kernel: AttentionKernel = "efficient" if precision == "fp32" or branch.mask != "none" else "flash"
     shapes = [
-        GPTShape(
-            _LAYERS,
-            n_head,
-            n_head * _head_dim(number, kernel, branch.precision),
-            vocab_size if branch.padded_vocabulary else -(-vocab_size // 128) * 128,
-            seq_len,
-            dropout=0.1 if branch.dropout else 0.0,
-            bias=branch.bias,
-        )
-        for _, seq_len, n_head, number, vocab_size in _SHAPES
+        _shape(place, settings, kernel, precision, padded_vocabulary=branch.padded_vocabulary)
+        for place in range(len(_SHAPES))
     ]
     micro_batches = [1 if branch.one_sequence else sequences for sequences, *_ in _SHAPES]
-    return _record(shapes, micro_batches, branch.precision, "none", branch.zero3_linear)
+    found = _record(shapes, micro_batches, precision, "none", branch.zero3_linear)
+    return {name: segment for name, segment in found.items() if name not in BLOCK_SEGMENTS}
 
 
 def trace_gpt(
@@ -109,32 +155,55 @@ def trace_gpt(
         autocast=precision == "autocast",
         checkpoint=build_block_checkpoint(checkpointing, {}),
         patches=[_zero3_linear] if zero_stage == 3 else [],
-        used_twice=["wte.weight"],
+        used_twice=["wte.weight"] if shape.tied else [],
+    )
+
+
+def _shape(
+    place: int,
+    settings: Mapping[str, object],
+    kernel: AttentionKernel,
+    precision: Precision,
+    *,
+    shares_keys: bool = False,
+    padded_vocabulary: bool = True,
+) -> GPTShape:
+    """One of _SHAPES with other settings."""
+    _, seq_len, n_embd, n_kv_head, number, mlp_width, vocab_size = _SHAPES[place]
+    return build_shape(
+        {
+            **{"n_layer": _LAYERS, "n_embd": n_embd, "mlp_width": mlp_width, "seq_len": seq_len},
+            **{"n_kv_head": n_kv_head, "n_head": n_kv_head * (_SHARED[place] if shares_keys else 1)},
+            "head_dim": _head_dim(number, kernel, precision),
+            "vocab_size": vocab_size if padded_vocabulary else -(-vocab_size // 128) * 128,
+            **settings,
+        }
     )
 
 
 def _record(
     shapes: list[GPTShape],
     micro_batches: list[int],
-    precision: PrecisionKind,
+    precision: Precision,
     checkpointing: CheckpointingMode,
     zero3_linear: bool,
 ) -> dict[str, RecordedSegment]:
     cases = list(zip(shapes, micro_batches, strict=True))
     stage = 3 if zero3_linear else 0
-    traces = [trace_gpt(shape, size, _PRECISIONS[precision], checkpointing, stage) for shape, size in cases]
+    traces = [trace_gpt(shape, size, precision, checkpointing, stage) for shape, size in cases]
     return factor_traces(traces, [shape_symbols(shape, size) for shape, size in cases])
 
 
-def _head_dim(number: int, kernel: AttentionKernel, precision: PrecisionKind) -> int:
-    """A head that this kernel takes, made of an odd number (llmscale.memory.activations.symbols.attention_kernel)."""
+def _head_dim(number: int, kernel: AttentionKernel, precision: Precision) -> int:
+    """An even head that this kernel takes, made of an odd number
+    (llmscale.memory.activations.symbols.attention_kernel)."""
     if kernel == "flash":
         return 8 * number
     if kernel == "flash_padded":
-        return 2 * number + 1
+        return 2 * number
     if precision == "fp32":
-        return 4 * number if kernel == "efficient" else 2 * number + 1
-    return 256 + (8 * number if kernel == "efficient" else 2 * number + 1)
+        return 4 * number if kernel == "efficient" else 2 * number
+    return 256 + (8 if kernel == "efficient" else 2) * number
 
 
 def _zero3_linear() -> AbstractContextManager[object]:

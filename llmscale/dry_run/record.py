@@ -53,6 +53,8 @@ class MicroStepTrace:
     """Storage -> bytes before rounding; of a parameter's gradient its elements."""
     kinds: dict[int, str]
     """Storage -> activation, temporary, cast or gradient."""
+    first_input: int
+    """The storage of what the first block reads."""
 
 
 def trace_micro_step(
@@ -108,6 +110,7 @@ class _Recorder:
         self._places: list[tuple[str, int | None]] = []
         self._parameters: set[int] = set()
         self._gradient_elements: dict[int, int] = {}
+        self._first_input = -1
 
     def begin(self, model: nn.Module, used_twice: Collection[str]) -> None:
         """The model is built: what is allocated from now on counts."""
@@ -131,6 +134,7 @@ class _Recorder:
             index = next(numbers)
             if index == 0:
                 self.mark("block_forward", 0)
+                self._first_input = self.tracker.number_of(x)
                 x.register_hook(lambda _: self.mark("embed_backward"))
             if checkpoint is not None:
                 block.register_forward_pre_hook(lambda *_: self._recompute(1))
@@ -155,7 +159,7 @@ class _Recorder:
         segments = [
             TracedSegment(name, block, tuple(found)) for (name, block), found in zip(self._places, events, strict=True)
         ]
-        return MicroStepTrace(tuple(segments), sizes | self._gradient_elements, kinds)
+        return MicroStepTrace(tuple(segments), sizes | self._gradient_elements, kinds, self._first_input)
 
     def _enter_phase(self) -> None:
         category = Category.ACTIVATIONS if self.forward or self._recomputing else Category.TEMPORARIES

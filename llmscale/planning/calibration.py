@@ -61,6 +61,10 @@ def beyond_rows(rows: FittedRows, shape: GPTShape, layout: EngineLayout) -> Iter
         yield f"{format_quantity(shape.num_parameters)} parameters"
     if not rows.seq_len[0] <= shape.seq_len <= rows.seq_len[1]:
         yield f"a context of {shape.seq_len:,}"
+    if (shape.norm, shape.positions, shape.gated_mlp) != ("layernorm", "learned", False):
+        yield "blocks unlike GPT-3's"
+    if shape.has_mask:
+        yield "attention with a mask"
     if layout.precision != "bf16":
         yield layout.precision
     if layout.zero_stage != 3:

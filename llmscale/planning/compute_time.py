@@ -10,6 +10,10 @@ and its constants, with `communication.SLOWDOWN`, are a least-squares fit, round
 MosaicML's llm-foundry benchmark: A100 40 and 80 GB, H100, MPT 125M to 70B (GPT-3's shapes), 8 to 512 GPUs, sequences of
 512 to 65,536, micro-batches of 4,096 tokens and more; PyTorch FSDP with Triton's FlashAttention 1, so that an H100 with
 a newer attention is faster at long sequences than this says. tests/planning/test_throughput.py holds rows and error.
+
+Blocks of other kinds are counted by the same formulas, h the width of all query heads in attention, the products as
+wide as they are; rows to compare them with there are none. A sliding window and documents that do not see each other
+save no time: with a mask, PyTorch's memory-efficient kernel computes every score, and masks it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,12 +33,23 @@ class Goal:
 
 
 @dataclass(frozen=True)
+class ChosenModel:
+    """The model that the user named."""
+
+    shape: GPTShape
+    preset: str
+    """Whose batch it has, unless another is given."""
+    keys: Mapping[str, object]
+    """What was said of it, in the keys of train.py."""
+
+
+@dataclass(frozen=True)
 class PlanRequest:
     """All that a plan depends on."""
 
     goal: Goal
     shape: GPTShape | None
-    """The model, when the user chose it."""
+    """The model, when the user chose it or its size."""
     law: ParametricLaw
     vocab_size: int
     seq_len: int
@@ -51,6 +63,8 @@ class PlanRequest:
     keep_every: int = 0
     usd_per_gpu_hour: float | None = None
     pue: float = DEFAULT_PUE
+    chosen: ChosenModel | None = None
+    """Where the user named the model."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +176,7 @@ def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShap
 
 def _choose_batch(request: PlanRequest, shape: GPTShape) -> tuple[str, int]:
     """The nearest preset, and sequences per step: the user's, or the preset's tokens."""
-    preset = nearest_preset(shape.num_parameters, request.vocab_size)
+    preset = request.chosen.preset if request.chosen else nearest_preset(shape.num_parameters, request.vocab_size)
     return preset, request.global_batch_size or max(1, PRESETS[preset].global_batch_tokens // shape.seq_len)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.errors import LlmscaleError, TrainingError
+from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.memory.zero_settings import build_layout
@@ -33,18 +34,22 @@ class OutOfMemory(TrainingError):
 
 
 def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
-    """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled."""
+    """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled, and for
+    blocks of no family, whose activations were not recorded."""
     resolved, plan = run.resolved, run.resolved.plan
     if not resolved.optimizer.steps_shards:
         return None
     layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer)
-    return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
+    try:
+        return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
+    except NotRecorded:
+        return None
 
 
 def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
     """Before step 1. `gpu_bytes` None: on a CPU."""
     if estimate is None:
-        return "memory: no estimate, it is for AdamW only"
+        return "memory: no estimate, it is for AdamW and blocks of known families only"
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
     line += f"({describe_breakdown(estimate.peak)})"

@@ -71,9 +71,18 @@ def test_flash_attention_gets_heads_of_a_multiple_of_8(calls: Calls) -> None:
 
 
 def test_attention_that_is_not_ours_is_refused(calls: Calls) -> None:
-    q = torch.empty(1, 1, 8, 8)
-    with pytest.raises(NotImplementedError, match="without a mask"):
-        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.empty(8, 8))
+    q = torch.empty(1, 2, 8, 8)
+    for mask in (torch.empty(8, 8, dtype=torch.bool), torch.empty(8, 9)[:, :8]):
+        with pytest.raises(NotImplementedError, match="only masks in the queries' type"):
+            F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    with pytest.raises(NotImplementedError, match="shared by FlashAttention alone"):
+        F.scaled_dot_product_attention(q, q[:, :1], q[:, :1], is_causal=True, enable_gqa=True)
+
+
+def test_a_mask_takes_the_memory_efficient_kernel(calls: Calls) -> None:
+    q = torch.empty(1, 2, 8, 8, dtype=torch.bfloat16)
+    F.scaled_dot_product_attention(q, q, q, attn_mask=torch.empty(8, 8, dtype=torch.bfloat16))
+    assert "_scaled_dot_product_efficient_attention" in calls.names
 
 
 def test_dropout_saves_a_mask_of_one_byte(calls: Calls) -> None:
@@ -152,7 +161,9 @@ def test_the_work_space_of_flash_attention() -> None:
     """dQ in fp32 with 200 rows rounded up to 256 and 40 columns to 64, and one fp32 number a row."""
     q = torch.empty(2, 4, 200, 40, dtype=torch.bfloat16, device="meta")
     op = _aten._scaled_dot_product_flash_attention_backward.default
-    assert kernel_workspace(op, (q, q)) == (2 * 4 * 256 * 64 * 4, 2 * 4 * 256 * 4)
+    assert kernel_workspace(op, (q, q, q)) == (2 * 4 * 256 * 64 * 4, 2 * 4 * 256 * 4)
+    # Shared keys: dK and dV of every query head.
+    assert kernel_workspace(op, (q, q, q[:, :2]))[2:] == (2 * 4 * 200 * 40 * 2,) * 2
 
 
 #: The heads that FlashAttention-2 has backward kernels for (flash_bwd_hdim*.cu), and head_size_rounded of mha_bwd
@@ -166,7 +177,7 @@ def test_closed_form_and_dry_run_round_as_flash_attention_s_source(head_dim: int
     op = _aten._scaled_dot_product_flash_attention_backward.default
     for t, rounded in {1: 128, 128: 128, 129: 256, 2048: 2048}.items():
         q = torch.empty(2, 3, t, head_dim, dtype=torch.bfloat16, device="meta")
-        assert kernel_workspace(op, (q, q)) == (6 * rounded * FLASH_HEADS[head_dim] * 4, 6 * rounded * 4)
+        assert kernel_workspace(op, (q, q, q)) == (6 * rounded * FLASH_HEADS[head_dim] * 4, 6 * rounded * 4)
         symbols = shape_symbols(GPTShape(1, 3, 3 * head_dim, 300, t), micro_batch_size=2)
         assert (symbols["t_to_128"], symbols["d_to_32_or_64"]) == (rounded, FLASH_HEADS[head_dim])
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from llmscale.architecture.families.registry import read_shape
 from llmscale.architecture.hf_config import HFModel
-from llmscale.architecture.hf_families import describe_hf_model
 from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.shape import GPTShape, build_shape, describe_gpt
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
 from llmscale.config.deepspeed.schema import parse_ds_config
@@ -31,7 +31,8 @@ LLAMA_8B = {
 
 
 def model(config: dict[str, object]) -> HFModel:
-    return HFModel("test", str(config["model_type"]), describe_hf_model(config, "test"))
+    shape = build_shape(read_shape(config, "test"))
+    return HFModel("test", str(config["model_type"]), describe_gpt(shape, shape.vocab_size))
 
 
 def layout(stage: int, world_size: int, shape: GPTShape = SHAPE) -> EngineLayout:

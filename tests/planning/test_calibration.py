@@ -84,6 +84,8 @@ def test_a_run_within_the_rows_is_calibrated_and_says_their_range_and_error(layo
         ({"ds": {"fp16": {"enabled": True}, "zero_optimization": {"stage": 3}}}, "fp16"),
         ({"ds": {**STAGE_3, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}}, "offload"),
         ({"gpu": "h100-80gb", "gpus": 1024}, "1,024 GPUs"),
+        ({"shape": replace(SEVEN_B, norm="rmsnorm")}, "blocks unlike GPT-3's"),
+        ({"shape": replace(SEVEN_B, sliding_window=512)}, "attention with a mask"),
     ],
 )
 def test_whatever_no_row_has_is_an_extrapolation(layout_of, changes: dict, beyond: str) -> None:

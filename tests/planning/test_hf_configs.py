@@ -7,13 +7,14 @@ from llmscale.planning.hf_configs import find_hf_configs, roomiest
 from llmscale.planning.largest_micro_batch import Machines
 
 GIB = 2**30
-LLAMA_8B = """{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}"""
+NEOX_8B = """{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+"intermediate_size": 16384, "vocab_size": 50432}"""
 
 
 def test_room_and_the_layout_that_leaves_most(tmp_path) -> None:
-    (tmp_path / "config.json").write_text(LLAMA_8B)
+    (tmp_path / "config.json").write_text(NEOX_8B)
     model = load_hf_model(str(tmp_path))
+    assert model is not None
     configs = find_hf_configs(model, Machines(1, 8, 80 * GIB), "bf16", None)
     assert [config.strategy.checkpointing for config in configs] == ["none"] * len(configs)
     assert {config.layout.gradient_accumulation_steps for config in configs} == {2}, "most runs accumulate"

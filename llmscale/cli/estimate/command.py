@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.machine_flags import add_machine_flags
 from llmscale.cli.quick_answer import quick_answer
+from llmscale.cli.shape_flags import MODEL_KEYS, add_shape_flags
 from llmscale.config import flag_type, limits
 from llmscale.errors import ConfigError
 
@@ -32,38 +33,18 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--model", type=flag_type.name, metavar="PRESET", help="tiny-1m ... gpt3-175b; the next three override it"
+        "--model",
+        type=flag_type.name,
+        metavar="PRESET",
+        help="tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ..., or hf:FOLDER or hf:NAME; the flags below override it",
     )
-    group.add_argument("--n-layer", type=flag_type.whole(1, limits.MAX_LAYERS), metavar="N", help="transformer blocks")
-    group.add_argument(
-        "--n-head", type=flag_type.whole(1, limits.MAX_HEADS), metavar="N", help="attention heads; must divide n_embd"
-    )
-    group.add_argument(
-        "--n-embd", type=flag_type.whole(1, limits.MAX_WIDTH), metavar="N", help="width of the residual stream"
-    )
-    group.add_argument(
-        "--seq-len",
-        type=flag_type.whole(1, limits.MAX_SEQ_LEN),
-        metavar="T",
-        help="tokens per sequence (default: the preset's)",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=flag_type.whole(1, limits.MAX_VOCAB),
-        default=50257,
-        metavar="V",
-        help="of the data set's tokenizer (default: GPT-2's 50257)",
-    )
-    group.add_argument("--activation", metavar="NAME", help="gelu, gelu_tanh or relu (default: the preset's)")
-    group.add_argument(
-        "--dropout", type=flag_type.number(0, 0.999), metavar="P", help="dropout probability (default: 0)"
-    )
-    group.add_argument("--bias", action=argparse.BooleanOptionalAction, help="biases in linear layers and norms")
+    add_shape_flags(group)
     group.add_argument(
         "--hf",
         type=flag_type.name,
         metavar="PATH|NAME",
-        help="a transformers config.json, its folder, or a name on the Hub: model states only",
+        help="a transformers config.json, its folder, or a name on the Hub; of families that are not llmscale's, model "
+        "states only",
     )
 
 
@@ -132,8 +113,17 @@ def _run(args: argparse.Namespace) -> int:
 
 def _answer(args: argparse.Namespace) -> int:
     if args.hf is not None:
-        from llmscale.cli.estimate.hugging_face import run
-    elif args.max_model:
+        from llmscale.architecture.hf_config import load_hf_model
+        from llmscale.config.hf_model import PREFIX
+
+        model = load_hf_model(args.hf)
+        if model is not None:
+            _check_states_only(args)
+            from llmscale.cli.estimate import hugging_face
+
+            return hugging_face.run(args, model)
+        args.model = f"{PREFIX}{args.hf}"
+    if args.max_model:
         from llmscale.cli.estimate.max_model import run
     else:
         from llmscale.cli.estimate.rows import run
@@ -151,20 +141,41 @@ def _print_gpus() -> int:
 #: Flags that say what to show, of which some exclude others.
 _EXCLUSIVE = (
     ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run")),
-    ("--hf", ("--ds", "--emit", "--plot", "--dry-run", "--model", "--n-layer", "--n-head", "--n-embd")),
+    ("--hf", ("--model",)),
     ("--ds", ("--emit",)),
+)
+#: What has no meaning where only the states of a model are known.
+_OF_OUR_MODEL = (
+    "--ds",
+    "--emit",
+    "--plot",
+    "--dry-run",
+    "--micro-batch-size",
+    "--activation-checkpointing",
+    "--seq-len",
 )
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    def given(flag: str) -> bool:
-        return getattr(args, flag.removeprefix("--").replace("-", "_")) not in (None, False)
-
     for flag, others in _EXCLUSIVE:
         for other in others:
-            if given(flag) and given(other):
+            if _is_given(args, flag) and _is_given(args, other):
                 raise ConfigError(f"{flag} and {other} exclude each other. Drop one of them.")
     if args.force and args.emit is None:
         raise ConfigError("--force lets --emit overwrite: it needs --emit FILE.")
     if not (args.model or args.hf or args.max_model):
         raise ConfigError("which model? Give --model PRESET (such as gpt2-1.5b), or --hf for one of transformers'.")
+
+
+def _is_given(args: argparse.Namespace, flag: str) -> bool:
+    return getattr(args, flag.removeprefix("--").replace("-", "_")) not in (None, False)
+
+
+def _check_states_only(args: argparse.Namespace) -> None:
+    keys = (f"--{key.replace('_', '-')}" for key in ("vocab_size", *MODEL_KEYS))
+    for flag in (*_OF_OUR_MODEL, *keys):
+        if _is_given(args, flag):
+            raise ConfigError(
+                f"{flag} says nothing of --hf {args.hf}, which is of no family that llmscale trains: of it only the "
+                f"model states are known. Drop {flag}."
+            )

@@ -6,23 +6,20 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from llmscale.architecture.hf_config import HFModel, load_hf_model
+from llmscale.architecture.hf_config import HFModel
 from llmscale.cli.estimate.as_json import estimate_as_dict, strategy_as_dict
 from llmscale.cli.estimate.request import read_gpu, read_hf_precision, read_machines
 from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
 from llmscale.cli.estimate.table import CATEGORIES, align, breakdown_cells, gib
-from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.hf_configs import HFConfig, find_hf_configs, roomiest
 from llmscale.planning.largest_micro_batch import Machines
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, model: HFModel) -> int:
     """0 when the states fit somewhere, 1 when they fit nowhere."""
     gpu = read_gpu(args)
     machines, precision = read_machines(args, gpu), read_hf_precision(args, gpu)
-    _check_flags(args)
-    model = load_hf_model(args.hf)
     rows = find_hf_configs(model, machines, precision, args.global_batch_size)
     if args.json:
         print(json.dumps(_as_dict(model, machines, rows), indent=1))
@@ -93,12 +90,3 @@ def _as_dict(model: HFModel, machines: Machines, rows: list[HFConfig]) -> dict[s
             for row in rows
         ],
     }
-
-
-def _check_flags(args: argparse.Namespace) -> None:
-    """Flags that only our own model's activations need say nothing here. Raises ConfigError."""
-    for flag in ("seq_len", "micro_batch_size", "activation_checkpointing", "dropout", "activation", "bias"):
-        if getattr(args, flag) is not None:
-            raise ConfigError(
-                f"--{flag.replace('_', '-')} does not go with --hf, which knows a model's states, not its activations."
-            )

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.cli.shape_flags import given_model, resolve_model
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.interconnect import get_interconnect
-from llmscale.config.presets import get_preset
-from llmscale.config.resolve import SetFacts, resolve_batch, resolve_shape
+from llmscale.config.resolve import resolve_batch
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.planning.largest_micro_batch import Job, Machines, Search
@@ -22,11 +22,8 @@ from llmscale.planning.strategy import CHECKPOINTING
 GIB = 2**30
 #: Of --max-model and --hf: what a preset decides is set below or not used.
 _ANY_MODEL = "gpt3-125m"
-#: Keys of a RunConfig that are flags here too.
-_RUN_KEYS = (
-    *("model", "n_layer", "n_head", "n_embd", "activation", "dropout", "bias", "global_batch_size"),
-    *("micro_batch_size", "precision", "activation_checkpointing"),
-)
+#: Keys of a RunConfig that are flags here too, beside those of the model.
+_RUN_KEYS = ("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing")
 #: Context and batch of `--max-model` where no model is named: GPT-3's context, and 2^20 tokens.
 _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
 
@@ -49,7 +46,7 @@ def read_request(args: argparse.Namespace) -> EstimateRequest:
     """Raises ConfigError for whatever cannot be."""
     gpu = read_gpu(args)
     machines = read_machines(args, gpu)
-    given = {key: getattr(args, key) for key in _RUN_KEYS if getattr(args, key) is not None}
+    given = given_model(args) | {key: getattr(args, key) for key in _RUN_KEYS if getattr(args, key) is not None}
     config = build_run_config({"model": _ANY_MODEL, **given})
     mode = config.activation_checkpointing
     search = Search(
@@ -66,14 +63,12 @@ def read_request(args: argparse.Namespace) -> EstimateRequest:
 
 def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -> Job:
     """Shape and global batch, as train.py would resolve them."""
-    seq_len = _read_seq_len(args)
     if args.model is None and config.global_batch_size is None:
         world_size = machines.world_size
         batch = -(-_MAX_MODEL_BATCH // world_size) * world_size
         config = config.model_copy(update={"global_batch_size": batch})
-    # Of the data set only vocabulary and context matter: its size would decide the number of steps.
-    shape = resolve_shape(config, SetFacts(args.vocab_size, seq_len, num_train_samples=1, eot_token=0))
-    plan = resolve_batch(config, seq_len, machines.world_size)
+    config, shape = resolve_model(config, args.seq_len if args.model else args.seq_len or _MAX_MODEL_SEQ_LEN)
+    plan = resolve_batch(config, shape.seq_len, machines.world_size)
     return Job(shape, plan.global_batch_size, machines, config.micro_batch_size)
 
 
@@ -117,11 +112,3 @@ def read_hf_precision(args: argparse.Namespace, gpu: GPU) -> Precision:
     """As for our own model."""
     given = {} if args.precision is None else {"precision": args.precision}
     return usable_precision(build_run_config(dict(given)).precision, gpu)
-
-
-def _read_seq_len(args: argparse.Namespace) -> int:
-    if args.seq_len is not None:
-        if args.seq_len < 1:
-            raise ConfigError(f"--seq-len must be at least 1, not {args.seq_len}.")
-        return int(args.seq_len)
-    return get_preset(args.model).seq_len if args.model is not None else _MAX_MODEL_SEQ_LEN

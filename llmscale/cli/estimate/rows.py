@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING
 from llmscale.cli.estimate.as_json import comparison_as_dict, ranking_as_dict, search_as_dict
 from llmscale.cli.estimate.request import EstimateRequest, read_request
 from llmscale.cli.estimate.table import comparison_lines, legend_lines, moment_lines, row_lines
+from llmscale.cli.shape_flags import MODEL_KEYS
 from llmscale.cli.train_command import data_words, train_command
 from llmscale.config.choices import preset_words
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.hf_model import is_published
+from llmscale.config.presets import PRESETS
 from llmscale.config.user_paths import check_output_file
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
@@ -27,7 +30,7 @@ if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and 
 
 EXIT_NOTHING_FITS = 1
 #: What train.py must be told again of what the user said here.
-_GIVEN_KEYS = ("model", "n_layer", "n_head", "n_embd", "activation", "dropout", "bias", "precision")
+_GIVEN_KEYS = ("model", *MODEL_KEYS, "precision")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -93,9 +96,11 @@ def _lines(
         f"{model}: {shape.num_parameters:,} parameters ({shape.n_layer} layers, {shape.n_head} heads, width "
         f"{shape.n_embd}, vocabulary {shape.vocab_size:,}), sequences of {shape.seq_len:,}"
     )
-    reshaped = preset_words(model, shape, "a") if model != "model" else None
+    reshaped = preset_words(model, shape, "a") if model in PRESETS else None
     if reshaped:
         yield f"  {reshaped}"
+    if is_published(model) and shape.vocab_size != shape.padded_vocab_size:
+        yield f"  its table of {shape.vocab_size:,} rows is padded to {shape.padded_vocab_size:,} here"
     precisions = " and ".join(sorted({fit.layout.precision for fit in ranking.fits}))
     yield (
         f"on {request.machines_in_words}, {precisions}, global batch {job.global_batch_size:,} sequences = "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.machine_flags import add_machine_flags
 from llmscale.cli.quick_answer import quick_answer
+from llmscale.cli.shape_flags import add_shape_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.user_paths import check_output_file
 
@@ -25,6 +26,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "question was wrong.",
     )
     _add_goal_arguments(parser.add_argument_group("goal, exactly one; or a model and one other"))
+    add_shape_flags(parser.add_argument_group("model, beside --model"))
     _add_gpu_arguments(parser.add_argument_group("machines"))
     _add_run_arguments(parser.add_argument_group("run"))
     output = parser.add_argument_group("what to show")
@@ -50,7 +52,12 @@ def _add_goal_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="X",
         help="the same in petaflop/s-days of 8.64e19 FLOPs",
     )
-    group.add_argument("--model", type=flag_type.name, metavar="PRESET", help="tiny-1m ... gpt3-175b")
+    group.add_argument(
+        "--model",
+        type=flag_type.name,
+        metavar="PRESET",
+        help="tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ..., or hf:FOLDER or hf:NAME; the model flags override it",
+    )
     group.add_argument("--params", type=flag_type.quantity(1, 1e16), metavar="N", help="parameters, such as 7B")
     group.add_argument(
         "--tokens", type=flag_type.quantity(1, limits.MAX_TOKENS), metavar="D", help="training tokens, such as 300B"
@@ -77,19 +84,6 @@ def _add_gpu_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--law", choices=["besiroglu", "hoffmann"], default="besiroglu", help="that decides (default: %(default)s)"
-    )
-    group.add_argument(
-        "--seq-len",
-        type=flag_type.whole(1, limits.MAX_SEQ_LEN),
-        metavar="T",
-        help="tokens per sequence (default: the preset's, or 2048)",
-    )
-    group.add_argument(
-        "--vocab-size",
-        type=flag_type.whole(1, limits.MAX_VOCAB),
-        default=50257,
-        metavar="V",
-        help="of the tokenizer (default: GPT-2's 50257)",
     )
     group.add_argument(
         "--global-batch-size",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
 from llmscale.cli.estimate.table import align
-from llmscale.cli.train_command import data_words, train_command
+from llmscale.cli.train_command import data_words, flag_words, train_command
 from llmscale.config.choices import preset_words
 from llmscale.config.hardware import GPUS
 from llmscale.config.human_numbers import format_quantity
@@ -174,8 +175,11 @@ def _lifetime_lines(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Ite
 def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """The words of the commands that come next."""
     shape, preset = plan.shape, PRESETS[plan.preset]
-    keys: dict[str, object] = {"model": plan.preset}
-    keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
+    if request.chosen is not None:
+        keys = dict(request.chosen.keys)
+    else:
+        keys = {"model": plan.preset}
+        keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
     asked = keys | {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
     asked |= {"global_batch_size": plan.global_batch_size}
     yield ""
@@ -197,7 +201,7 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 
 def _flags(keys: dict[str, object]) -> str:
-    return " ".join(f"--{key.replace('_', '-')} {value}" for key, value in keys.items())
+    return shlex.join(word for key, value in keys.items() for word in flag_words(key, value))
 
 
 def _energy(kwh: float) -> str:

@@ -6,12 +6,15 @@ import argparse
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.estimate.request import read_gpu
+from llmscale.cli.shape_flags import given_model, resolve_model
+from llmscale.config.arguments import build_run_config
+from llmscale.config.hf_model import default_preset
 from llmscale.config.interconnect import get_interconnect
-from llmscale.config.presets import get_preset
+from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.planning.flops import PF_DAY_FLOPS
 from llmscale.planning.placement import GPUs
-from llmscale.planning.run_plan import DEFAULT_PUE, Goal, PlanRequest
+from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, PlanRequest
 from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN
 from llmscale.planning.shape_for_size import suggest_shape
 
@@ -21,18 +24,22 @@ _OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "-
 #: What means nothing without a GPU.
 _OF_GPUS = ("--budget-usd", "--gpu-hours", "--price-per-gpu-hour", "--mfu", "--inference-mfu", "--num-nodes", "--pue")
 _DEFAULT_SEQ_LEN = 2048
+#: Whose vocabulary a model has that no one named.
+_SIZED_LIKE = "gpt3-125m"
 
 
 def read_request(args: argparse.Namespace) -> PlanRequest:
     """Raises ConfigError for whatever cannot be."""
     _check_goals(args)
     _check_machines(args)
-    shape = _read_shape(args)
+    chosen = _read_chosen_model(args)
+    shape = chosen.shape if chosen else _read_size(args)
     return PlanRequest(
         goal=_read_goal(args, shape),
         shape=shape,
+        chosen=chosen,
         law=_LAWS[args.law],
-        vocab_size=args.vocab_size,
+        vocab_size=_vocab_size(args),
         seq_len=shape.seq_len if shape else args.seq_len or _DEFAULT_SEQ_LEN,
         global_batch_size=args.global_batch_size,
         gpus=_read_gpus(args),
@@ -82,12 +89,29 @@ def _read_gpus(args: argparse.Namespace) -> GPUs | None:
     return GPUs(read_gpu(args), args.num_gpus, args.num_nodes, network, args.mfu)
 
 
-def _read_shape(args: argparse.Namespace) -> GPTShape | None:
-    if args.model is not None:
-        return get_preset(args.model).shape(args.vocab_size, args.seq_len)
+def _read_chosen_model(args: argparse.Namespace) -> ChosenModel | None:
+    """The model that --model names, changed by the flags of the model."""
+    given = given_model(args)
+    if args.model is None:
+        others = [key for key in given if key != "vocab_size"]
+        if others:
+            flag = f"--{others[0].replace('_', '-')}"
+            raise ConfigError(f"{flag} changes a model: it needs --model PRESET.")
+        return None
+    config, shape = resolve_model(build_run_config(given), args.seq_len)
+    keys = {key: getattr(config, key) for key in given if key != "vocab_size"}
+    return ChosenModel(shape, default_preset(config), keys)
+
+
+def _read_size(args: argparse.Namespace) -> GPTShape | None:
     if args.params is not None:
-        return suggest_shape(args.params, args.vocab_size, args.seq_len or _DEFAULT_SEQ_LEN)
+        return suggest_shape(args.params, _vocab_size(args), args.seq_len or _DEFAULT_SEQ_LEN)
     return None
+
+
+def _vocab_size(args: argparse.Namespace) -> int:
+    """Of a model that the plan chooses."""
+    return args.vocab_size or PRESETS[_SIZED_LIKE].vocab_size
 
 
 def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmscale.cluster.doctor.host_facts import HostFacts
-from llmscale.cluster.doctor.rows import CheckRow, green, red, split_error
+from llmscale.cluster.doctor.rows import CheckRow, green, red, split_error, yellow
 from llmscale.cluster.hostfile import Host
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.resolve import SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
+from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
 from llmscale.planning.recommend import find_smallest_change
@@ -36,6 +37,9 @@ def check_memory(
         job = Job(run.shape, plan.global_batch_size, machines, plan.micro_batch_size)
         fit = fit_at(run.ds, job, run.checkpointing, plan.micro_batch_size)
         change = None if fit.fits else find_smallest_change(run.ds, job, run.checkpointing, plan.micro_batch_size)
+    except NotRecorded as error:
+        yield yellow("memory", "not estimated", str(error))
+        return
     except ConfigError as error:
         yield red("memory", *split_error(str(error)))
         return

@@ -116,7 +116,7 @@ def estimate_activations(
     """Every tensor of a forward and a backward pass over sequences of `seq_len` tokens.
 
     `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has its own linear layers, which matter under
-    autocast: they save inputs in fp32 and no copies of weights. Raises ConfigError for a branch that was not recorded.
+    autocast: they save inputs in fp32 and no copies of weights. Raises NotRecorded for a branch that no table has.
     """
     segments = recorded_segments(
         block_branch(shape, precision, checkpointing, zero_stage),

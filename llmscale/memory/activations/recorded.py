@@ -26,14 +26,19 @@ SEGMENTS = (
 )
 #: Segments whose operators the block decides; the others' are those of embeddings and head.
 BLOCK_SEGMENTS = ("block_forward", "end_forward", "block_backward")
-#: Recorded by `python scripts/record_memory.py`.
-TABLE_PATH = Path(__file__).parent / "tables" / "gpt.json"
+#: Recorded by `python scripts/record_memory.py`: a table for each style of blocks, and one for everything around them.
+TABLES = Path(__file__).parent / "tables"
+ENDS_TABLE = "ends"
 
 #: How many of each formula are alive: `"activation 2*b*t*a*d" -> 3`. A formula is its kind, a coefficient (of bytes; of
 #: elements for a parameter's gradient) and symbols. Kinds: `activation` made by the forward pass, or again by a
 #: recomputation; `logits` the same from the first tensor over the vocabulary on; `temporary` gradients of activations
 #: and work space of kernels; `cast` weights in 16 bit that autocast made; `gradient` of a parameter.
 Counts = Mapping[str, int]
+
+
+class NotRecorded(ConfigError):
+    """A branch of the model's code that no table has."""
 
 
 @dataclass(frozen=True)
@@ -165,28 +170,25 @@ def moments_that_matter(moments: Iterable[Moment]) -> tuple[Moment, ...]:
 
 
 class RecordedTable:
-    """All branches of one model's code, as `llmscale.dry_run.factor.pack` stores them."""
+    """Branches of a model's code, as `llmscale.dry_run.factor.pack_branches` stores them."""
 
     def __init__(self, stored: Mapping[str, object]) -> None:
         self._stored = stored
 
-    def segments(self, block: BlockBranch, ends: EndsBranch) -> dict[str, RecordedSegment]:
-        """The micro-step of a model whose blocks take one branch, and embeddings and head another.
+    @property
+    def keys(self) -> set[str]:
+        """Of the branches."""
+        return set(self._branches)
 
-        Raises ConfigError when either was not recorded.
-        """
-        of_block, of_ends = self._indices("blocks", block.key), self._indices("ends", ends.key)
-        return {name: self._segment((of_block if name in BLOCK_SEGMENTS else of_ends)[name]) for name in SEGMENTS}
+    def segments(self, key: str) -> dict[str, RecordedSegment]:
+        """Of one branch. Raises KeyError when it was not recorded."""
+        return {name: self._segment(index) for name, index in self._branches[key].items()}
 
-    def _indices(self, part: str, key: str) -> dict[str, int]:
-        branches = self._stored[part]
+    @property
+    def _branches(self) -> Mapping[str, Mapping[str, int]]:
+        branches = self._stored["branches"]
         assert isinstance(branches, dict)
-        if key not in branches:
-            raise ConfigError(
-                f"the activation memory of this model was not recorded ({part}: {key}). "
-                "Use --dry-run, which needs no recording, or record it: scripts/record_memory.py."
-            )
-        return dict(branches[key])
+        return branches
 
     def _segment(self, index: int) -> RecordedSegment:
         segments = self._stored["segments"]
@@ -201,15 +203,29 @@ class RecordedTable:
 
 
 @cache
-def gpt_table() -> RecordedTable:
-    """Of llmscale.model.gpt."""
-    return RecordedTable(json.loads(TABLE_PATH.read_text()))
+def read_table(name: str) -> RecordedTable:
+    """Of llmscale.model.gpt. Raises FileNotFoundError for a style of blocks that was not recorded."""
+    return RecordedTable(json.loads((TABLES / f"{name}.json").read_text()))
 
 
 @cache
 def recorded_segments(block: BlockBranch, ends: EndsBranch) -> Mapping[str, RecordedSegment]:
-    """Of llmscale.model.gpt: its branches, which the micro-batches of a search share."""
-    return gpt_table().segments(block, ends)
+    """The micro-step of a GPT whose blocks take one branch, and embeddings and head another.
+
+    Raises NotRecorded when either was not.
+    """
+    segments = {**_segments_of(ends, ENDS_TABLE), **_segments_of(block, block.style.key)}
+    return {name: segments[name] for name in SEGMENTS}
+
+
+def _segments_of(branch: BlockBranch | EndsBranch, table: str) -> dict[str, RecordedSegment]:
+    try:
+        return read_table(table).segments(branch.key)
+    except (FileNotFoundError, KeyError):
+        raise NotRecorded(
+            f"the activation memory of this model was not recorded ({table}: {branch.key}). It trains all the same; to "
+            "estimate it, add it to llmscale/dry_run/gpt_recording.py and run scripts/record_memory.py."
+        ) from None
 
 
 def _size(formula: str, symbols: Mapping[str, int]) -> int:

@@ -2,7 +2,7 @@
 
 A recording (llmscale/dry_run/record.py) holds for one branch of the model's code at every shape: its sizes are products
 of the symbols below. Where a shape or a setting makes PyTorch run other operators, the branch is another one, and was
-recorded by itself.
+recorded by itself. What the shape alone decides is a style; each style has a table of its own.
 """
 
 from __future__ import annotations
@@ -10,43 +10,80 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from typing import Literal
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 
 #: The kernel of F.scaled_dot_product_attention on an Ampere or newer GPU: FlashAttention-2 for 16 bit and heads of up
-#: to 256, its copies padded to a multiple of 8 where the head is none; PyTorch's memory-efficient kernel for the rest,
-#: and separate matrix products where that cannot (llmscale/dry_run/cuda_kernels.py).
+#: to 256, its copies padded to a multiple of 8 where the head is none; PyTorch's memory-efficient kernel for the rest
+#: and wherever there is a mask, and separate matrix products where that cannot (llmscale/dry_run/cuda_kernels.py).
 AttentionKernel = Literal["flash", "flash_padded", "efficient", "math"]
 #: bf16 and fp16 run the same operators on tensors of the same sizes.
 PrecisionKind = Literal["fp32", "16bit", "autocast"]
+NormKind = Literal["layernorm", "layernorm_without_bias", "rmsnorm"]
+#: Of a window alone [t, t], of documents [b, 1, t, t].
+MaskKind = Literal["none", "window", "documents"]
+
+
+@dataclass(frozen=True)
+class BlockStyle:
+    """What of a block's operators the shape decides, but for its attention kernel."""
+
+    norm: NormKind
+    norm_placement: NormPlacement
+    positions: Positions
+    qk_norm: QKNorm
+    shares_keys: bool
+    """Fewer key-value heads than query heads."""
+    attention_bias: AttentionBias
+    mlp_bias: bool
+    gated_mlp: bool
+    saves_preactivation: bool
+    """The backward passes of GELU and SiLU read their input; ReLU's reads its result."""
+
+    @property
+    def key(self) -> str:
+        """The name of its table."""
+        words = [
+            *(self.norm, "behind" if self.norm_placement == "post" else "", self.positions),
+            *("" if self.qk_norm == "none" else f"qk_norm_{self.qk_norm}", "shared_keys" if self.shares_keys else ""),
+            *("" if self.attention_bias == "none" else f"attention_bias_{self.attention_bias}",),
+            *("mlp_bias" if self.mlp_bias else "", "gated" if self.gated_mlp else ""),
+            "" if self.saves_preactivation else "relu",
+        ]
+        return "-".join(filter(None, words))
 
 
 @dataclass(frozen=True)
 class BlockBranch:
     """What decides the operators of a block."""
 
+    style: BlockStyle
     precision: PrecisionKind
     checkpointing: CheckpointingMode
     dropout: bool
-    bias: bool
-    saves_preactivation: bool
-    """GELU's backward pass reads its input; ReLU's reads its result."""
+    masked: bool
+    """Attention gets a mask. Whether it is one for all sequences does not matter here: it is expanded, not copied."""
     attention: AttentionKernel
     zero3_linear: bool
-    """ZeRO-3 replaces F.linear by its own (deepspeed/runtime/zero/linear.py)."""
+    """ZeRO-3 replaces F.linear by its own (deepspeed/runtime/zero/linear.py), which shows where it casts by itself,
+    and where `selective` saves what it adds biases to."""
 
     @property
     def key(self) -> str:
-        return branch_key(self)
+        """Within the table of its style."""
+        return " ".join(str(value) for value in astuple(self)[1:])
 
 
 @dataclass(frozen=True)
 class EndsBranch:
-    """What decides the operators before and behind the blocks: embeddings, final norm, output head and loss."""
+    """What decides the operators before and behind the blocks: embeddings, mask, final norm, output head and loss."""
 
+    norm: NormKind
+    positions: Positions
+    tied: bool
+    mask: MaskKind
     precision: PrecisionKind
     dropout: bool
-    bias: bool
     zero3_linear: bool
     one_sequence: bool
     """Targets of a single sequence lie beside each other, and position gradients need no sum."""
@@ -55,45 +92,65 @@ class EndsBranch:
 
     @property
     def key(self) -> str:
-        return branch_key(self)
+        return " ".join(str(value) for value in astuple(self))
 
 
-def branch_key(branch: BlockBranch | EndsBranch) -> str:
-    """The name of a branch in a table."""
-    return " ".join(str(value) for value in astuple(branch))
+def block_style(shape: GPTShape) -> BlockStyle:
+    """The style of this shape's blocks."""
+    return BlockStyle(
+        norm=_norm_kind(shape),
+        norm_placement=shape.norm_placement,
+        positions=shape.positions,
+        qk_norm=shape.qk_norm,
+        shares_keys=shape.n_kv_head < shape.n_head,
+        attention_bias=shape.attention_bias or "none",
+        mlp_bias=bool(shape.mlp_bias),
+        gated_mlp=shape.gated_mlp,
+        saves_preactivation=shape.activation != "relu",
+    )
 
 
 def block_branch(
     shape: GPTShape, precision: Precision, checkpointing: CheckpointingMode, zero_stage: int
 ) -> BlockBranch:
     """The branch that a block of this shape takes."""
+    style = block_style(shape)
     return BlockBranch(
+        style=style,
         precision=_kind_of(precision),
         checkpointing=checkpointing,
         dropout=shape.dropout > 0,
-        bias=shape.bias,
-        saves_preactivation=shape.activation != "relu",
-        attention=attention_kernel(shape.head_dim, precision),
-        zero3_linear=zero_stage == 3,
+        masked=shape.has_mask,
+        attention=attention_kernel(shape.head_dim, precision, masked=shape.has_mask),
+        zero3_linear=zero_stage == 3 and shows_zero3_linear(style, _kind_of(precision), checkpointing),
     )
+
+
+def shows_zero3_linear(style: BlockStyle, precision: PrecisionKind, checkpointing: CheckpointingMode) -> bool:
+    """Whether ZeRO-3's linear layers save or hold anything else than PyTorch's."""
+    has_biases = style.attention_bias != "none" or style.mlp_bias
+    return precision == "autocast" or (checkpointing == "selective" and has_biases)
 
 
 def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, zero_stage: int) -> EndsBranch:
     """The branch that embeddings and head take."""
     return EndsBranch(
+        norm=_norm_kind(shape),
+        positions=shape.positions,
+        tied=shape.tied,
+        mask="documents" if shape.has_document_mask else "window" if shape.has_window else "none",
         precision=_kind_of(precision),
         dropout=shape.dropout > 0,
-        bias=shape.bias,
         zero3_linear=zero_stage == 3,
         one_sequence=micro_batch_size == 1,
         padded_vocabulary=shape.vocab_size != shape.padded_vocab_size,
     )
 
 
-def attention_kernel(head_dim: int, precision: Precision) -> AttentionKernel:
-    """Which kernel runs causal attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+def attention_kernel(head_dim: int, precision: Precision, *, masked: bool = False) -> AttentionKernel:
+    """Which kernel runs causal or masked attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     is_16bit = precision != "fp32"
-    if is_16bit and head_dim <= 256:
+    if is_16bit and head_dim <= 256 and not masked:
         return "flash_padded" if head_dim % 8 else "flash"
     return "math" if head_dim % (8 if is_16bit else 4) else "efficient"
 
@@ -104,8 +161,12 @@ def shape_symbols(shape: GPTShape, micro_batch_size: int) -> dict[str, int]:
     return {
         "b": micro_batch_size,
         "t": t,
+        "h": shape.n_embd,
         "a": shape.n_head,
+        "kv": shape.n_kv_head,
+        "qkv": shape.qkv_heads,
         "d": d,
+        "m": shape.mlp_width,
         "V": shape.vocab_size,
         "padded_V": shape.padded_vocab_size,
         "t+1": t + 1,  # a sample has one token more than the model sees at once
@@ -113,11 +174,18 @@ def shape_symbols(shape: GPTShape, micro_batch_size: int) -> dict[str, int]:
         "d_to_32_or_64": _round_up(d, 32 if d <= 128 else 64),  # its backward kernel's sum of dQ, with t in blocks
         "t_to_128": _round_up(t, 128),
         "t_to_32": _round_up(t, 32),  # the memory-efficient kernel's log-sum-exp
+        "t_to_8": _round_up(t, 8),  # rows of a mask
     }
 
 
 #: Symbols of the vocabulary: what the head makes from the first of them on is the loss's.
 VOCABULARY_SYMBOLS = frozenset({"V", "padded_V"})
+
+
+def _norm_kind(shape: GPTShape) -> NormKind:
+    if shape.norm == "rmsnorm":
+        return "rmsnorm"
+    return "layernorm" if shape.bias else "layernorm_without_bias"
 
 
 def _kind_of(precision: Precision) -> PrecisionKind:

@@ -24,6 +24,11 @@ LLAMA = {
     **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
 }
 
+NEOX = {
+    **{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"intermediate_size": 16384, "vocab_size": 50432},
+}
+
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -289,30 +294,64 @@ def test_host_memory_rules_rows_out(
     assert "no, host " in run(*words, "8")[1]
 
 
-def test_a_transformers_model(
+def test_a_transformers_model_is_estimated_as_ours(
     run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    """Of a vocabulary that is no multiple of 128."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 128_200}))
+    words = (*MACHINES, "--seq-len", "2048", "--global-batch-size", "64", "--activation-checkpointing", "full")
+    by_hf, by_model = (
+        read_json("estimate", *model, *words)
+        for model in (("--hf", str(tmp_path)), ("--model", "llama3-8b", "--vocab-size", "128200", "--norm-eps", "1e-6"))
+    )
+    sizes = {key: value for key, value in by_hf[1]["shape"].items() if key != "rope_theta"}
+    assert sizes == {key: by_model[1]["shape"][key] for key in sizes}
+    assert by_hf[1]["rows"] == by_model[1]["rows"]
+    output = run("estimate", "--hf", str(tmp_path), *words)[1]
+    assert "its table of 128,200 rows is padded to 128,256 here" in output
+
+
+def test_a_transformers_model_that_is_not_ours(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEOX))
     status, values = read_json("estimate", "--hf", str(tmp_path), *MACHINES)
     assert status == 0
-    assert (values["model"]["num_parameters"], values["model"]["family"]) == (8_030_261_248, "llama")
+    assert (values["model"]["num_parameters"], values["model"]["family"]) == (6_857_302_016, "gpt_neox")
     assert "activations are not estimated" in values["unknown"]
     assert len(values["rows"]) == 9
     on_gpu = [row for row in values["rows"] if row["strategy"]["offload_optimizer"] == "none" and row["fits"]]
     roomiest = max(on_gpu, key=lambda row: row["room_for_activations_bytes"])
     assert roomiest["strategy"]["zero_stage"] == 3
     output = run("estimate", "--hf", str(tmp_path), *MACHINES)[1]
-    assert "8,030,261,248 parameters (llama), model states only" in output
+    assert "6,857,302,016 parameters (gpt_neox), model states only" in output
     assert "rows fit; ZeRO stage 3 without offload leaves most room for activations" in output
+    status, _, error = run("estimate", "--hf", str(tmp_path), *MACHINES, "--seq-len", "64")
+    assert status == 2
+    assert "--seq-len says nothing of --hf" in error
 
 
 def test_a_transformers_model_that_is_too_large_is_status_1(
     run: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 2**16, "intermediate_size": 2**18}))
+    (tmp_path / "config.json").write_text(json.dumps(NEOX | {"hidden_size": 2**16, "intermediate_size": 2**18}))
     status, output, _ = run("estimate", "--hf", str(tmp_path), "--gpu", "t4")
     assert status == 1
     assert "Nothing fits, not even without activations" in output
+
+
+def test_the_command_repeats_the_model_that_was_given(run: Callable[..., tuple[int, str, str]]) -> None:
+    given = ("--n-kv-head", "4", "--no-tied", "--qk-norm", "head", "--sliding-window", "512")
+    words = ("estimate", "--model", "gpt-modern-124m", *given, *MACHINES)
+    _, output, _ = run(*words, "--ds", str(ROOT / "ds_configs/zero2.json"))
+    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
+    for flag in ("--model gpt-modern-124m", "--n-kv-head 4", "--no-tied", "--qk-norm head", "--sliding-window 512"):
+        assert flag in command
+
+
+def test_the_vocabulary_is_the_preset_s_published_one(read_json: Callable[..., tuple[int, dict]]) -> None:
+    for words, size in (((), 49_152), (("--vocab-size", "1000"), 1000)):
+        assert read_json("estimate", "--model", "smollm2-135m", *MACHINES, *words)[1]["shape"]["vocab_size"] == size
 
 
 def test_the_picture(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -352,7 +391,7 @@ def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
         (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
         (
             ("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"),
-            "argument --n-layer: must be a whole number of at least 1, not '0'",
+            "n_layer = '0': input should be greater than or equal to 1",
         ),
         (
             ("--model", "gpt2-1.5b", *MACHINES, "--seq-len", "-5"),

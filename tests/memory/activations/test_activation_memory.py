@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from unittest import mock
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.presets import PRESETS
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
@@ -31,6 +31,28 @@ MODES: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "autocast": torch.float32}
 
 
+#: Nothing is a multiple of anything else; width and heads are not of one size.
+ODD_SHAPE: dict[str, object] = {
+    **{"n_layer": 3, "n_head": 6, "n_embd": 104, "head_dim": 24, "mlp_width": 200, "vocab_size": 300, "seq_len": 90}
+}
+LLAMA: dict[str, object] = {
+    **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
+    **{"n_kv_head": 2, "tied": False},
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "opt": {"activation": "relu"},
+    "opt-documents": {"activation": "relu", "document_end": 5},
+    "llama": LLAMA,
+    "llama-tied": {**LLAMA, "tied": True, "n_kv_head": 6},
+    "mistral": {**LLAMA, "sliding_window": 17},
+    "qwen2": {**LLAMA, "attention_bias": "qkv", "tied": True},
+    "qwen3": {**LLAMA, "qk_norm": "head"},
+    "qwen3-documents": {**LLAMA, "qk_norm": "head", "document_end": 5},
+    "olmo2": {**LLAMA, "qk_norm": "width", "norm_placement": "post", "n_kv_head": 6},
+    "gpt-modern": {**LLAMA, "qk_norm": "head", "n_kv_head": 6, "tied": True, "head_dim": 20},
+}
+
+
 @dataclass(frozen=True)
 class Case:
     """(n_layer, n_head, n_embd, vocab_size, seq_len), sequences, and how they run."""
@@ -43,9 +65,12 @@ class Case:
     activation: str = "gelu"
     bias: bool = True
     zero_stage: int = 0
+    family: str = "gpt2"
 
     @property
     def shape(self) -> GPTShape:
+        if self.family != "gpt2":
+            return build_shape({**ODD_SHAPE, **FAMILIES[self.family]})
         return GPTShape(*self.sizes, activation=self.activation, dropout=self.dropout, bias=self.bias)
 
     def estimate(self) -> ActivationMemory:
@@ -77,7 +102,7 @@ def trace(case: Case) -> tuple[int, int, int]:
         gc.collect()
         parameters_bytes = tracker.live.total_bytes
         for parameter in model.parameters():
-            if parameter is not model.wte.weight:
+            if parameter is not model.wte.weight or not case.shape.tied:
                 parameter.register_post_accumulate_grad_hook(
                     lambda parameter: tracker.assign([parameter.grad], Category.GRADIENTS)
                 )
@@ -150,6 +175,25 @@ QUICK = [
 @pytest.mark.parametrize("case", QUICK, ids=str)
 def test_the_count_is_the_models(one_rank: None, case: Case) -> None:
     assert_the_count_is_the_models(case)
+
+
+def of_families(hows: Iterable[tuple[Precision, CheckpointingMode, int]]) -> list[Case]:
+    found = product(FAMILIES, hows)
+    return [Case(LONG, 2, precision, mode, zero_stage=stage, family=name) for name, (precision, mode, stage) in found]
+
+
+@pytest.mark.parametrize(
+    "case", of_families([("bf16", "none", 0), ("fp32", "selective", 0), ("autocast", "full", 3)]), ids=str
+)
+def test_the_count_is_the_models_in_every_family(one_rank: None, case: Case) -> None:
+    assert_the_count_is_the_models(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", of_families(product(PRECISIONS, MODES, (0, 3))), ids=str)
+def test_the_count_is_the_models_in_every_family_everywhere(one_rank: None, case: Case) -> None:
+    for micro_batch_size in (1, 5):
+        assert_the_count_is_the_models(replace(case, micro_batch_size=micro_batch_size))
 
 
 @pytest.mark.slow

@@ -1,0 +1,63 @@
+"""The flags that say which model: those of `estimate` and `plan`, and what they mean together. No torch."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, get_type_hints
+
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
+from llmscale.config import flag_type, limits
+
+if TYPE_CHECKING:  # pydantic takes longer to import than everything else, and other subcommands' --help must not wait
+    from llmscale.config.run_config import RunConfig
+
+#: What of a RunConfig says what is computed, beside the sizes that the data set decides.
+MODEL_KEYS = (*SHAPE_KEYS, "document_mask")
+
+
+def add_shape_flags(group: argparse._ArgumentGroup) -> None:
+    """Every key of a shape, as train.py has it, and the sizes that a data set would say."""
+    group.add_argument(
+        "--seq-len",
+        type=flag_type.whole(1, limits.MAX_SEQ_LEN),
+        metavar="T",
+        help="tokens per sequence (default: the model's)",
+    )
+    group.add_argument(
+        "--vocab-size",
+        type=flag_type.whole(1, limits.MAX_VOCAB),
+        metavar="V",
+        help="of the data set's tokenizer (default: the model's published one)",
+    )
+    types = get_type_hints(GPTShape)
+    for key in MODEL_KEYS:
+        flag, text = f"--{key.replace('_', '-')}", "as in train.py (default: the model's)"
+        if types.get(key, bool) in (bool, bool | None):
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+        else:
+            group.add_argument(flag, type=flag_type.name, metavar=key.rpartition("_")[2].upper(), help=text)
+
+
+def given_model(args: argparse.Namespace) -> dict[str, object]:
+    """What the user said of the model, in the keys of train.py."""
+    keys = ("model", "vocab_size", *MODEL_KEYS)
+    return {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+
+
+def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GPTShape]:
+    """The run's configuration, a published model's keys in it, and its shape. Vocabulary and context are the model's
+    own where they were not given. Raises ConfigError."""
+    from llmscale.config.hf_model import is_published, read_published_model, with_published_shape
+    from llmscale.config.presets import get_preset
+    from llmscale.config.resolve import SetFacts, resolve_shape
+
+    if is_published(config.model):
+        published = read_published_model("--model", config.model).shape
+        positions, vocab_size = published.seq_len, published.vocab_size
+        config = with_published_shape(config, None)
+    else:
+        preset = get_preset(config.model)
+        positions, vocab_size = preset.seq_len, preset.vocab_size
+    # Of the data set only vocabulary and context matter: its size would decide the number of steps.
+    facts = SetFacts(config.vocab_size or vocab_size, seq_len or positions, num_train_samples=1, eot_token=0)
+    return config, resolve_shape(config, facts)
