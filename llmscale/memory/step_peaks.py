@@ -66,7 +66,7 @@ def _blocks_forward(states: StateMemory, activations: ActivationMemory) -> Break
     """The block at whose fullest moment most is live: with ZeRO-3 not always the last."""
     blocks = range(activations.n_layer)
     before = [activations.before_block_bytes(block, forward=True) for block in blocks]
-    extras = [extra.total_bytes for extra in states.forward_course[1:-1]]
+    extras = [extra.total_bytes for extra in states.forward_course[1:-2]]
     block = max(blocks, key=lambda block: extras[block] + before[block])
     casts = (block + 1) * activations.forward_casts_per_block_bytes
     held = before[block] + activations.block_forward_peak_bytes
@@ -74,15 +74,16 @@ def _blocks_forward(states: StateMemory, activations: ActivationMemory) -> Break
 
 
 def _loss_forward(states: StateMemory, activations: ActivationMemory) -> Breakdown:
-    """Final norm, output head and loss."""
+    """Final norm, output head and loss: the fuller of what it gathers and what it computes."""
     block_casts = activations.n_layer * activations.forward_casts_per_block_bytes
     before = activations.before_block_bytes(activations.n_layer, forward=True)
     norm, head_cast = activations.saved_final_norm_bytes, activations.head_cast_bytes
-    return states.forward_course[-1] + Breakdown(
-        parameters_bytes=block_casts + head_cast,
-        activations_bytes=before - block_casts + norm,
-        logits_bytes=activations.logits_forward_peak_bytes - norm - head_cast,
+    held = Breakdown(parameters_bytes=block_casts, activations_bytes=before - block_casts + norm)
+    logits = Breakdown(
+        parameters_bytes=head_cast, logits_bytes=activations.logits_forward_peak_bytes - norm - head_cast
     )
+    moments = states.forward_course[-2] + held, states.forward_course[-1] + held + logits
+    return max(moments, key=lambda extra: extra.total_bytes)
 
 
 def _loss_backward(states: StateMemory, activations: ActivationMemory) -> Breakdown:

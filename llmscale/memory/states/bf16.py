@@ -57,7 +57,7 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, layout: EngineLayout) -> 
             gradients_bytes=sum(tensor_bytes(group.elements, "fp32") for group in groups),
             optimizer_bytes=sum(group.state_bytes for group in groups),
         ),
-        forward_course=(forward,) * (tensors.architecture.n_layer + 2),
+        forward_course=(forward,) * (tensors.architecture.n_layer + 3),
         backward_course=course,
         step=tally.take_peak(),
     )

@@ -50,7 +50,7 @@ def estimate_stage0(tensors: ParameterTensors, layout: EngineLayout) -> StateMem
     tally.hold("temporaries", master)
     return StateMemory(
         resident=Breakdown(parameters_bytes=low, optimizer_bytes=states + master),
-        forward_course=(forward,) * (tensors.architecture.n_layer + 2),
+        forward_course=(forward,) * (tensors.architecture.n_layer + 3),
         backward_course=course,
         step=tally.take_peak(),
     )

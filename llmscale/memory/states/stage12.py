@@ -39,7 +39,7 @@ def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMe
         courses.append(course)
     return StateMemory(
         resident=_resident(tensors, walk.groups, layout),
-        forward_course=(forward,) * (tensors.architecture.n_layer + 2),
+        forward_course=(forward,) * (tensors.architecture.n_layer + 3),
         # Gradients larger than a bucket, when offloaded, leave the GPU earlier in the last micro-step.
         backward_course=tuple(
             max(moments, key=lambda moment: moment.extra.total_bytes) for moments in zip(*courses, strict=True)

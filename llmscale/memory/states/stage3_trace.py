@@ -13,7 +13,7 @@ from llmscale.architecture.layers import Layer
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 
 #: fetch: DeepSpeed's hook before a module's forward or backward; release: its hook after it; gradients: those of a
-#: layer have just been computed; place: the forward pass comes to the embeddings, the next block or the head; reduced:
+#: layer have just been computed; place: the forward pass comes to the embeddings, the next block, the head or its logits; reduced:
 #: the last gradient was handed over.
 Action = Literal["fetch", "release", "gradients", "place", "reduced"]
 
@@ -154,7 +154,10 @@ def _numbered(visits: Iterable[tuple[Action, str]], numbers: dict[str, int]) -> 
 
 def _forward(before: Sequence[int], blocks: Sequence[Sequence[Event]], after: Sequence[int]) -> Pass:
     begin = [Event("fetch", _MODEL), Event("place", _MODEL), *_run_through(before)]
-    end = [Event("place", _MODEL), *_run_through(after), Event("release", _MODEL)]
+    *norms, head = after
+    end = [Event("place", _MODEL), *_run_through(norms), Event("fetch", head)]
+    # What the head gathers is there before its logits are.
+    end += [Event("place", _MODEL), Event("release", head), Event("release", _MODEL)]
     return Pass(begin, blocks, end, range(len(blocks)))
 
 

@@ -213,7 +213,7 @@ def test_table_of_the_zero_paper(stage: int, published_gb: float) -> None:
 def test_follows_the_passes_block_by_block() -> None:
     shape = GPTShape(n_layer=4, n_head=4, n_embd=256, vocab_size=1000, seq_len=64)
     states = estimate_states(shape, layout_of(shape, stage=3, ranks=8, reduce_bucket_size=300_000), "full")
-    assert len(states.forward_course) == shape.n_layer + 2
+    assert len(states.forward_course) == shape.n_layer + 3
     done = [moment.parameters_done for moment in states.backward_course]
     assert done == sorted(done)
     assert (done[0], done[-1]) == (0, shape.num_parameters)
