@@ -27,8 +27,8 @@ class StateMemory:
     resident: Breakdown
     """Between steps, on the GPU."""
     forward_course: tuple[Breakdown, ...]
-    """Live beyond that while the forward pass runs the embeddings, each block in turn, the head until it has its weights,
-    and its logits and the loss; with what earlier micro-steps have left. n_layer + 3 entries."""
+    """Live beyond that while the forward pass runs the embeddings, each block in turn, the head until it has its
+    weights, and its logits and the loss; with what earlier micro-steps have left. n_layer + 3 entries."""
     backward_course: tuple[BackwardMoment, ...]
     """The same for the backward pass, in the order of time."""
     step: Breakdown
