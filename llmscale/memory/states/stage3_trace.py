@@ -13,8 +13,8 @@ from llmscale.architecture.layers import Layer
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 
 #: fetch: DeepSpeed's hook before a module's forward or backward; release: its hook after it; gradients: those of a
-#: layer have just been computed; place: the forward pass comes to the embeddings, the next block, the head or its logits; reduced:
-#: the last gradient was handed over.
+#: layer have just been computed; place: the forward pass comes to the embeddings, the next block, the head or its
+#: logits; reduced: the last gradient was handed over.
 Action = Literal["fetch", "release", "gradients", "place", "reduced"]
 
 
