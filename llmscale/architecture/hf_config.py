@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ from llmscale.architecture.families.registry import read_shape
 from llmscale.architecture.hf_families import describe_hf_model, is_described
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
+from llmscale.untrusted.hub import fetch_from_hub, find_snapshot, hub_cache, is_offline
 from llmscale.untrusted.paths import read_regular
 
 CONFIG_NAME = "config.json"
-_TIMEOUT_S = 10.0
 #: A model on the Hub: NAME or OWNER/NAME.
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -78,9 +77,10 @@ def read_config(path_or_name: str, source: str) -> dict[str, object]:
 
 
 def find_folder(path_or_name: str) -> Path | None:
-    """The folder of that path, or the newest snapshot of that name in the Hub's cache; None when neither is here."""
-    if Path(path_or_name).is_dir():
-        return Path(path_or_name)
+    """The folder of that path, or the snapshot of that name in the Hub's cache; None when neither is here."""
+    path = Path(path_or_name)
+    if path.exists():
+        return path if path.is_dir() else path.parent
     cached = _find_in_cache(path_or_name) if _NAME.fullmatch(path_or_name) else None
     return cached and cached.parent
 
@@ -103,26 +103,23 @@ def _read(path_or_name: str, source: str) -> bytes:
 
 
 def _find_in_cache(name: str) -> Path | None:
-    """The newest snapshot's config.json."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/{CONFIG_NAME}")
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+    """The config.json of the snapshot that the branch `main` was at, or of the only one there is."""
+    snapshot = find_snapshot(name, "main", CONFIG_NAME)
+    if snapshot is not None:
+        return snapshot / CONFIG_NAME
+    found = list((hub_cache(name) / "snapshots").glob(f"*/{CONFIG_NAME}"))
+    return found[0] if len(found) == 1 else None
 
 
 def _fetch(name: str, source: str) -> bytes:
-    """From the Hub, in one attempt: huggingface_hub would retry for half a minute, and print each attempt."""
-    import urllib.request  # brings the whole of http, ssl and email
-
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    headers = {"Authorization": f"Bearer {token}"} if (token := os.environ.get("HF_TOKEN")) else {}
+    """From the Hub."""
     try:
-        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        if is_offline():
             raise OSError("HF_HUB_OFFLINE is set")
-        request = urllib.request.Request(f"{endpoint}/{name}/resolve/main/{CONFIG_NAME}", headers=headers)
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-            contents: bytes = answer.read(CONFIG_MAX_BYTES + 1)
-            return contents
+        contents = fetch_from_hub(f"{name}/resolve/main/{CONFIG_NAME}", CONFIG_MAX_BYTES)
+        if contents is None:
+            raise OSError(f"File not found: the Hub has no {CONFIG_NAME} of that name")
+        return contents
     except (OSError, ValueError) as error:
         reason = " ".join(str(getattr(error, "reason", None) or error).split())
         raise ConfigError(

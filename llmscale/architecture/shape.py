@@ -168,14 +168,16 @@ class GPTShape:
         return self.has_window or self.has_document_mask
 
     def changed(self, given: Mapping[str, object]) -> GPTShape:
-        """The same kind of model with other values of some fields. Where width or heads are given, head_dim follows,
-        and the MLP's width and the number of heads that share a key keep their ratios."""
+        """The same kind of model with other values of some fields. Where width or heads become others, head_dim
+        follows, and the MLP's width and the number of heads that share a key keep their ratios, the width in multiples
+        of 64 where the ratio is no whole number."""
         follows: dict[str, object] = {}
-        if {"n_head", "n_embd"} & given.keys():
+        if any(given.get(name, getattr(self, name)) != getattr(self, name) for name in ("n_head", "n_embd")):
             n_head, n_embd = given.get("n_head", self.n_head), given.get("n_embd", self.n_embd)
             assert isinstance(n_head, int) and isinstance(n_embd, int)
             shared = math.gcd(self.n_head // self.n_kv_head, n_head)
-            mlp_width = max(1, round(self.mlp_width / self.n_embd * n_embd))
+            ratio, rest = divmod(self.mlp_width, self.n_embd)
+            mlp_width = -(-self.mlp_width * n_embd // self.n_embd // 64) * 64 if rest else ratio * n_embd
             follows = {"n_kv_head": n_head // shared, "head_dim": 0, "mlp_width": mlp_width}
         if "bias" in given:
             follows |= {"attention_bias": None, "mlp_bias": None}

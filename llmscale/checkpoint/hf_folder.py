@@ -9,6 +9,7 @@ from pathlib import Path
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.data.prepare.atomic_folder import find_writer
 from llmscale.errors import ConfigError, DataError
+from llmscale.untrusted.paths import read_regular
 
 CONFIG_NAME = "config.json"
 GENERATION_NAME = "generation_config.json"
@@ -21,6 +22,9 @@ _NAMES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
+#: A line of every exported model card.
+CARD_MARK = "- llmscale"
+_CARD_BYTES = 1 << 20
 _SHARD_NAME = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 #: Space beyond the weights that an export asks for: a large vocabulary's tokenizer.json, and the file system's own.
 _SPARE_BYTES = 32 * 2**20
@@ -57,8 +61,21 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
         raise ConfigError(
             f"--to {out} holds '{foreign[0]}', which no export wrote, so it will not be replaced. Name another folder."
         )
+    if names and not _is_marked(out / CARD_NAME):
+        raise ConfigError(
+            f"--to {out} holds a model that no export wrote ({CARD_NAME} does not say llmscale), so it will not be "
+            "replaced. Name another folder."
+        )
     if names and not overwrite:
         raise ConfigError(f"--to {out} exists already. Name another folder, or replace it with --overwrite.")
+
+
+def _is_marked(card: Path) -> bool:
+    """Whether a model card has the tag that every export gives it."""
+    try:
+        return CARD_MARK in read_regular(card, _CARD_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return False
 
 
 def _is_ours(name: str) -> bool:

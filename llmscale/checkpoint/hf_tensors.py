@@ -138,8 +138,12 @@ def _load_pickle(path: Path) -> Mapping[str, Tensor]:
             f"{path} holds more than tensors, which only its own code could read, and that is never run. Name a folder "
             "with safetensors."
         ) from None
-    except (RuntimeError, OSError, ValueError, EOFError, KeyError) as error:
-        reason = " ".join(str(error).split())[:200]
+    except MemoryError:
+        raise
+    except (
+        Exception
+    ) as error:  # torch's own unpickler meets bytes of somebody else's: it raises whatever it stumbles on
+        reason = f"{type(error).__name__} {' '.join(str(error).split())[:200]}".strip()
         raise CheckpointError(
             f"{path} cannot be read: {reason}. Save it as safetensors with transformers' save_pretrained."
         ) from None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
 from llmscale.config.hf_model import default_preset, is_published
 from llmscale.config.human_numbers import format_quantity
@@ -24,13 +24,20 @@ def preset_words(name: str, shape: GPTShape, vocabulary_of: str = "the data set'
     if abs(shape.num_parameters / nominal - 1) <= _SAME_SIZE:
         return None
     preset = PRESETS[name]
-    sizes = [f"{key} {getattr(shape, key)}" for key in ("n_layer", "n_head", "n_embd")
-             if getattr(shape, key) != getattr(preset, key)]  # fmt: skip
-    parts = [*sizes, f"{vocabulary_of} vocabulary of {shape.vocab_size:,} and a context of {shape.seq_len:,}"]
+    parts = [f"{key} {value}" for key, value in shape_changes(name, shape).items()]
+    if (shape.vocab_size, shape.seq_len) != (preset.vocab_size, preset.seq_len) or not parts:
+        parts.append(f"{vocabulary_of} vocabulary of {shape.vocab_size:,} and a context of {shape.seq_len:,}")
     return (
         f"{name} with {', '.join(parts)}: {format_quantity(shape.num_parameters)} parameters, not "
         f"{format_quantity(nominal)}"
     )
+
+
+def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
+    """What of a shape, vocabulary and context aside, is another than its preset's; dropout is no size."""
+    preset = PRESETS[name].shape(shape.vocab_size, shape.seq_len)
+    keys = [key for key in SHAPE_KEYS if key != "dropout"]
+    return {key: getattr(shape, key) for key in keys if getattr(shape, key) != getattr(preset, key)}
 
 
 def gradient_words(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:

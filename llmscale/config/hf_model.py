@@ -24,6 +24,8 @@ from llmscale.errors import ConfigError
 PREFIX = "hf:"
 #: What a config.json decides of a run; dropout is the run's own.
 PUBLISHED_KEYS = tuple(key for key in (*SHAPE_KEYS, "vocab_size") if key != "dropout")
+#: What changes no tensor, and so may be another than the weights were trained with: a longer context begins with it.
+_FREE_KEYS = ("rope_theta", "rope_scaling", "sliding_window")
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
@@ -91,7 +93,7 @@ def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> R
         return _with_keys(config, config.model, wanted) if is_published(config.model) else config
     _check_same(wanted, weights.keys, said, f"{weights.source} ({CONFIG_NAME})", given)
     model_name = config.model if "model" in config.model_fields_set else PREFIX + weights.name
-    return _with_keys(config, model_name, weights.keys)
+    return _with_keys(config, model_name, {**weights.keys, **_free(given)})
 
 
 def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str) -> RunConfig | None:
@@ -107,7 +109,7 @@ def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str
     keys = {key: saved.get(key) for key in PUBLISHED_KEYS}
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     _check_same(given, keys, "the run", source, given)
-    return _with_keys(config, model, keys)
+    return _with_keys(config, model, {**keys, **_free(given)})
 
 
 def default_preset(config: RunConfig) -> str:
@@ -117,6 +119,10 @@ def default_preset(config: RunConfig) -> str:
         return config.model
     keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     return nearest_preset(build_shape({**keys, "seq_len": 1}).num_parameters)
+
+
+def _free(given: Mapping[str, object]) -> dict[str, object]:
+    return {key: given[key] for key in _FREE_KEYS if key in given}
 
 
 def _keys_of(shape: GPTShape) -> dict[str, object]:
@@ -133,7 +139,7 @@ def _check_same(
 ) -> None:
     """Raise ConfigError for the first key that contradicts what `source` says."""
     for key, value in wanted.items():
-        if value != keys[key]:
+        if value != keys[key] and not (key in _FREE_KEYS and key in given):
             flag = f"--{key.replace('_', '-')}"
             whose, remedy = (flag, f"Drop {flag}") if key in given else (said, f"Drop {said.split()[0]}")
             raise ConfigError(

@@ -53,7 +53,7 @@ _LLAMA32 = "config.json of Llama 3.2 without its scaling to 131,072 tokens; lear
 _QWEN3 = (
     "Yang et al. 2025, table 1, base of rotations before the long-context stage; learning rate and batch of Llama 3"
 )
-_SMOLLM2 = "config.json of SmolLM2; learning rate and batch of SmolLM (Allal et al. 2024)"
+_SMOLLM2 = "SmolLM2 before its context was made longer; learning rate and batch of SmolLM (Allal et al. 2024)"
 _MODERN = "GPT-2's depth, width and heads with Llama's norm, rotations and gated MLP, and Qwen 3's query-key norm"
 
 _LLAMA_BLOCK: Mapping[str, object] = {
@@ -77,8 +77,8 @@ def _qwen3_block(mlp_width: int, *, tied: bool) -> dict[str, object]:
     }
 
 
-def _smollm2_block(n_kv_head: int, mlp_width: int, rope_theta: float) -> dict[str, object]:
-    return {**_LLAMA_BLOCK, "n_kv_head": n_kv_head, "mlp_width": mlp_width, "rope_theta": rope_theta}
+def _smollm2_block(n_kv_head: int, mlp_width: int) -> dict[str, object]:
+    return {**_LLAMA_BLOCK, "n_kv_head": n_kv_head, "mlp_width": mlp_width}
 
 
 def _modern_block(mlp_width: int) -> dict[str, object]:
@@ -119,14 +119,10 @@ PRESETS: dict[str, Preset] = {
     "qwen3-4b": _qwen3(36, 32, 2560, learning_rate=3e-4, block=_qwen3_block(9728, tied=True)),
     "qwen3-8b": _qwen3(36, 32, 4096, learning_rate=3e-4, block=_qwen3_block(12288, tied=False)),
     "qwen3-32b": _qwen3(64, 64, 5120, learning_rate=1.5e-4, block=_qwen3_block(25600, tied=False)),
-    "smollm2-135m": _smollm2(
-        30, 9, 576, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(3, 1536, 1e5)
-    ),
-    "smollm2-360m": _smollm2(
-        32, 15, 960, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(5, 2560, 1e5)
-    ),
+    "smollm2-135m": _smollm2(30, 9, 576, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(3, 1536)),
+    "smollm2-360m": _smollm2(32, 15, 960, learning_rate=3e-3, global_batch_tokens=2**20, block=_smollm2_block(5, 2560)),
     "smollm2-1.7b": _smollm2(
-        24, 32, 2048, learning_rate=5e-4, global_batch_tokens=2**21, block=_smollm2_block(32, 8192, 1.3e5)
+        24, 32, 2048, learning_rate=5e-4, global_batch_tokens=2**21, block=_smollm2_block(32, 8192)
     ),
 }
 

@@ -112,11 +112,19 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
     if vocab_size < facts.vocab_size:
         raise ConfigError(
             f"vocab_size {vocab_size} is smaller than the data set's: {config.data} has token ids up to "
-            f"{facts.vocab_size - 1}. Drop --vocab-size, or give at least {facts.vocab_size}."
+            f"{facts.vocab_size - 1}. Give --vocab-size {facts.vocab_size} or more, or data "
+            "made with the model's tokenizer."
         )
     given = {key: value for key in SHAPE_KEYS if (value := getattr(config, key)) is not None}
     document_end = facts.eot_token if config.document_mask else None
-    return preset.shape(vocab_size, facts.seq_len).changed({**given, "document_end": document_end})
+    shape = preset.shape(vocab_size, facts.seq_len)
+    changed = shape.changed({**given, "document_end": document_end})
+    for key in ("rope_theta", "rope_scaling"):
+        if changed.positions == "learned" and getattr(changed, key) != getattr(shape, key):
+            raise ConfigError(
+                f"{key} = {given[key]!r} has no effect on learned positions. Give --positions rotary, or drop it."
+            )
+    return changed
 
 
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:

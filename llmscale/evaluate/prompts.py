@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 from llmscale.errors import ConfigError
@@ -20,8 +21,9 @@ def read_prompts(path: Path) -> list[str]:
     except OSError as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}.") from None
     prompts = []
-    for number, line in enumerate(contents.split(b"\n"), start=1):
-        if line := line.removesuffix(b"\r"):
+    # Some editors begin a file with a mark of its encoding.
+    for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
+        if (line := line.removesuffix(b"\r")).strip():
             where = f"--prompts {path}, line {number}"
             prompts.append(_prompt_of_json(line, where) if path.suffix == ".jsonl" else _text(line, where))
     if not prompts:

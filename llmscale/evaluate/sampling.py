@@ -49,13 +49,15 @@ def sample(
     *,
     seeds: Sequence[int],
     eot_token: int | None,
+    vocab_size: int | None = None,
     use_cache: bool = True,
     agree: Callable[[TokenByPrompt], TokenByPrompt] | None = None,
 ) -> Iterator[TokenByPrompt]:
     """Yield the next token of every prompt that has not ended, up to `max_new_tokens` times.
 
     Prompts are of 1 to seq_len tokens. Each draws with a generator of its own, from its number in `seeds`, so its
-    tokens do not depend on what else is in the batch; it ends before `eot_token`. The model sees the last seq_len
+    tokens do not depend on what else is in the batch; it ends before `eot_token`. Tokens are chosen among the first
+    `vocab_size`, those that the tokenizer has; a published model's table may have more. The model sees the last seq_len
     tokens, numbered from position 0. With `use_cache` it computes the new tokens alone for as long as a text fits
     seq_len; from then on every position is another one at each step, and all are computed again as without a cache.
     Both ways give the same logits but for the rounding of sums in another order, hence the same tokens in fp32 unless
@@ -78,7 +80,7 @@ def sample(
                 return
             logits = reader.next_logits(contexts)
             chosen = {
-                number: _choose(of_one, settings, generators[number])
+                number: _choose(of_one[:vocab_size], settings, generators[number])
                 for number, of_one in zip(contexts, logits, strict=True)
             }
             chosen = agree(chosen) if agree else chosen

@@ -50,6 +50,7 @@ def generate_text(
         settings,
         seeds=seeds,
         eot_token=tokenizer.eot_token,
+        vocab_size=tokenizer.vocab_size,
         use_cache=use_cache,
         agree=agree,
     )

@@ -49,7 +49,7 @@ def build_context(shape: GPTShape, positions: Tensor, dtype: torch.dtype) -> Att
     if shape.positions == "learned":
         return AttentionContext(mask=mask)
     frequencies = rotary_frequencies(shape.head_dim, shape.rope_theta, shape.rope_scaling)
-    turns = torch.tensor(frequencies, dtype=torch.float32, device=positions.device)
+    turns = torch.tensor(frequencies, dtype=torch.float32).to(positions.device, non_blocking=True)
     angles = (positions[..., None].float() * turns)[..., None, :]
     angles = torch.cat((angles, angles), dim=-1)
     return AttentionContext(angles.cos().to(dtype), angles.sin().to(dtype), mask)

@@ -65,7 +65,7 @@ class CausalSelfAttention(nn.Module):
         shared = self.shape.n_head // self.shape.n_kv_head
         # Of CUDA's kernels FlashAttention alone shares key-value heads, in 16 bit and without a mask; the others would
         # fall back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
-        is_native = mask is None and q.dtype in (torch.float16, torch.bfloat16) and self.shape.head_dim <= 256
+        is_native = mask is None and _has_flash_attention(q)
         if shared > 1 and not is_native:
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         return F.scaled_dot_product_attention(
@@ -77,6 +77,12 @@ class CausalSelfAttention(nn.Module):
             is_causal=mask is None and q.shape[2] == k.shape[2],
             enable_gqa=shared > 1 and is_native,
         )
+
+
+def _has_flash_attention(q: Tensor) -> bool:
+    """Whether PyTorch's FlashAttention takes queries like these: 16 bit, heads of up to 256, an Ampere GPU or newer."""
+    is_too_old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and not is_too_old
 
 
 class MLP(nn.Module):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint.hf_folder import CARD_MARK
 from llmscale.checkpoint.history import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
 from llmscale.config.run_config import RunConfig
@@ -63,7 +64,7 @@ def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
 library_name: transformers
 pipeline_tag: text-generation
 tags:
-- llmscale
+{CARD_MARK}
 - {facts.model_type}
 ---
 

@@ -46,17 +46,17 @@ def read_hub_files(
     `error` when `needed` cannot be had.
     """
     model, _, revision = name.partition("@")
-    snapshot = _find_snapshot(model, revision or "main", needed)
+    snapshot = find_snapshot(model, revision or "main", needed)
     names = (needed, *others)
     try:
         if snapshot is not None:
             found = {part: snapshot / part for part in names if (snapshot / part).is_file()}
             contents = {part: read_regular(path, max_bytes) for part, path in found.items()}
             return HubFiles(f"{model}@{snapshot.name}", contents)
-        if os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on"):
+        if is_offline():
             raise OSError("HF_HUB_OFFLINE is set")
         commit = _commit_of(model, revision or "main", error)
-        fetched = {part: _fetch(f"{model}/resolve/{commit}/{part}", max_bytes) for part in names}
+        fetched = {part: fetch_from_hub(f"{model}/resolve/{commit}/{part}", max_bytes) for part in names}
     except (OSError, ValueError) as fault:
         reason = " ".join(str(getattr(fault, "reason", None) or getattr(fault, "strerror", None) or fault).split())
         raise error(
@@ -69,10 +69,20 @@ def read_hub_files(
     return HubFiles(f"{model}@{commit}", present)
 
 
-def _find_snapshot(model: str, revision: str, needed: str) -> Path | None:
-    """The cached folder of a revision that holds `needed`; of a branch, what it was when it was fetched."""
+def is_offline() -> bool:
+    """Whether the user forbade the network, in huggingface_hub's words."""
+    return os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+
+
+def hub_cache(model: str) -> Path:
+    """Where huggingface_hub keeps a model on this machine."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
+    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
+
+
+def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
+    """The cached folder of a revision that holds `needed`; of a branch, what it was when it was fetched."""
+    cache = hub_cache(model)
     commit = revision
     if not _COMMIT.fullmatch(revision):
         try:
@@ -87,7 +97,7 @@ def _commit_of(model: str, revision: str, error: type[LlmscaleError]) -> str:
     """The commit that a branch or tag is at now. Raises OSError, ValueError, `error`."""
     if _COMMIT.fullmatch(revision):
         return revision
-    answer = _fetch(f"api/models/{model}/revision/{revision}", _INFO_BYTES)
+    answer = fetch_from_hub(f"api/models/{model}/revision/{revision}", _INFO_BYTES)
     if answer is None:
         raise OSError(f"the Hub knows no model {model} with a revision {revision}")
     commit = parse_json(answer, Rules(error, max_bytes=_INFO_BYTES), f"The Hub's answer about {model}").get("sha")
@@ -96,8 +106,9 @@ def _commit_of(model: str, revision: str, error: type[LlmscaleError]) -> str:
     return commit
 
 
-def _fetch(place: str, max_bytes: int) -> bytes | None:
-    """A file of the Hub; None where there is none. Raises OSError, ValueError."""
+def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
+    """A file of the Hub, `NAME/resolve/REVISION/FILE`; None where there is none. Raises OSError, ValueError."""
+    import http.client
     import urllib.error  # brings the whole of http, ssl and email
     import urllib.request
 
@@ -112,7 +123,10 @@ def _fetch(place: str, max_bytes: int) -> bytes | None:
     except urllib.error.HTTPError as fault:
         if fault.code == 404:
             return None
-        raise OSError(f"the Hub answers {fault.code} {fault.reason} for {place}") from None
+        hint = "" if fault.code not in (401, 403) else "; a model with conditions needs its reader's HF_TOKEN"
+        raise OSError(f"the Hub answers {fault.code} {fault.reason} for {place}{hint}") from None
+    except http.client.HTTPException as fault:
+        raise OSError(f"the Hub's answer for {place} breaks off or is none: {type(fault).__name__}") from None
     if len(contents) > max_bytes:
         raise ValueError(f"{place} is larger than the {max_bytes:,} bytes that it may have")
     return contents

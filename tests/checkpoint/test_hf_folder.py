@@ -24,10 +24,13 @@ def test_an_empty_folder_is_as_good_as_none_and_a_stranger_is_kept(tmp_path: Pat
     out.mkdir()
     check_hf_folder(out, tmp_path / "checkpoint", overwrite=False)
     (out / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="holds a model that no export wrote"):
+        check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
+    (out / "README.md").write_text("---\ntags:\n- llmscale\n---\n")
     check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
     with pytest.raises(ConfigError, match="exists already"):
         check_hf_folder(out, tmp_path / "checkpoint", overwrite=False)
-    for name in ("README.md", "generation_config.json", "model-00001-of-00002.safetensors", "tokenizer.json"):
+    for name in ("generation_config.json", "model-00001-of-00002.safetensors", "tokenizer.json"):
         (out / name).write_text("")
     check_hf_folder(out, tmp_path / "checkpoint", overwrite=True)
     (out / "pytorch_model.bin").write_text("")

@@ -161,7 +161,8 @@ def _read_qwen(keys: Keys) -> dict[str, object]:
     types = set(keys.texts("layer_types"))
     for name in types - {_FULL, _SLIDING}:
         raise ConfigError(f"{keys.source}: layer_types has '{name[:80]}'; llmscale has {_FULL} and {_SLIDING}.")
-    if not keys.flag("use_sliding_window", False):
+    is_null = keys.mentions("sliding_window") and not keys.has("sliding_window")
+    if is_null or not keys.flag("use_sliding_window", False):
         return shape
     if not types:
         # The first max_window_layers see everything.

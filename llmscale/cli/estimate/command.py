@@ -139,8 +139,10 @@ def _print_gpus() -> int:
 
 
 #: Flags that say what to show, of which some exclude others.
+#: What --max-model is asked for.
+_SIZES = ("--n-layer", "--n-head", "--n-embd", "--head-dim", "--n-kv-head", "--mlp-width")
 _EXCLUSIVE = (
-    ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run")),
+    ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run", *_SIZES)),
     ("--hf", ("--model",)),
     ("--ds", ("--emit",)),
 )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from llmscale.cli.estimate.table import align
 from llmscale.cli.train_command import data_words, flag_words, train_command
-from llmscale.config.choices import preset_words
+from llmscale.config.choices import preset_words, shape_changes
 from llmscale.config.hardware import GPUS
 from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS
@@ -83,6 +83,13 @@ def _with_range(value: Interval | float) -> str:
     return format_quantity(value)
 
 
+def _preset_line(name: str, changes: Mapping[str, object]) -> str:
+    """Of a model with its preset's size."""
+    if not changes:
+        return f"that is the preset {name}"
+    return f"the preset {name} with {', '.join(f'{key} {value}' for key, value in changes.items())}"
+
+
 def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     shape, preset = plan.shape, PRESETS[plan.preset]
     yield _line(
@@ -90,10 +97,11 @@ def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
         f"{shape.num_parameters:,} parameters: {shape.n_layer} layers, {shape.n_head} heads of {shape.head_dim}, width "
         f"{shape.n_embd} (vocabulary {shape.vocab_size:,})",
     )
-    if (shape.n_layer, shape.n_head, shape.n_embd) != (preset.n_layer, preset.n_head, preset.n_embd):
+    changes = shape_changes(plan.preset, shape)
+    if {"n_layer", "n_head", "n_embd"} & changes.keys():
         yield _line("", f"nearest preset: {plan.preset}, {preset.n_layer} layers, width {preset.n_embd}")
     else:
-        yield _line("", preset_words(plan.preset, shape, "a") or f"that is the preset {plan.preset}")
+        yield _line("", preset_words(plan.preset, shape, "a") or _preset_line(plan.preset, changes))
     yield _line(
         "training",
         f"{format_quantity(plan.tokens)} tokens = {plan.steps:,} steps of {plan.tokens_per_step:,} tokens "
