@@ -13,6 +13,7 @@ from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
+from llmscale.errors import ConfigError
 
 #: A model whose size differs from its preset's name by more than this is not what the name says.
 _SAME_SIZE = 0.05
@@ -34,10 +35,17 @@ def preset_words(name: str, shape: GPTShape, vocabulary_of: str = "the data set'
 
 
 def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
-    """What of a shape, vocabulary and context aside, is another than its preset's; dropout is no size."""
+    """What of a shape, vocabulary and context aside, is another than its preset's and does not follow from its sizes;
+    dropout is no size."""
     preset = PRESETS[name].shape(shape.vocab_size, shape.seq_len)
-    keys = [key for key in SHAPE_KEYS if key != "dropout"]
-    return {key: getattr(shape, key) for key in keys if getattr(shape, key) != getattr(preset, key)}
+    sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd")}
+    changed = {key: value for key, value in sizes.items() if value != getattr(preset, key)}
+    try:
+        resized = preset.changed(changed)
+    except ConfigError:  # sizes that need a head_dim of their own
+        resized = preset
+    others = [key for key in SHAPE_KEYS if key not in (*sizes, "dropout")]
+    return changed | {key: getattr(shape, key) for key in others if getattr(shape, key) != getattr(resized, key)}
 
 
 def gradient_words(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:

@@ -200,7 +200,8 @@ def _head_dim(number: int, kernel: AttentionKernel, precision: Precision) -> int
     if kernel == "flash":
         return 8 * number
     if kernel == "flash_padded":
-        return 2 * number
+        # Rounded up to 8 it must grow otherwise than the number of heads.
+        return 2 * number + 16
     if precision == "fp32":
         return 4 * number if kernel == "efficient" else 2 * number
     return 256 + (8 if kernel == "efficient" else 2) * number

@@ -73,7 +73,10 @@ NUMBERS = [
     ("train --steps NINES", r"steps = '9+\.\.\.9+'?.* \(5,00[0-9] characters\)"),
     ("train --lr ''", r"lr = '': input should be a valid number"),
     *[
-        (f"{ESTIMATE} --{flag} {value}", rf"--{flag}: must be a .*number of at least .* not '{value}'")
+        (
+            f"{ESTIMATE} --{flag} {value}",
+            rf"--{flag}: must be a .*number of at least .* not '{value}'|{flag.replace('-', '_')} = '{value}': input",
+        )
         for flag, value in (
             *(("seq-len", "0"), ("seq-len", _TOO_LARGE), ("n-layer", "1000000"), ("n-layer", "1e3")),
             *(("n-embd", _TOO_LARGE), ("vocab-size", "0"), ("vocab-size", _TOO_LARGE), ("num-gpus", "-1")),
