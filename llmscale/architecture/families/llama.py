@@ -133,11 +133,19 @@ def _tensors(shape: GPTShape) -> Iterator[HFTensor]:
         yield HFTensor("lm_head.weight", "head.weight", (shape.vocab_size, h))
 
 
+def _read_attention_bias(keys: Keys) -> str:
+    return "all" if keys.flag("attention_bias", False) else "none"
+
+
+def _has_null_window(keys: Keys) -> bool:
+    """null means none, and no entry the window of Mistral 7B v0.1."""
+    return keys.mentions("sliding_window") and not keys.has("sliding_window")
+
+
 def _read_llama(keys: Keys) -> dict[str, object]:
-    attention_bias = "all" if keys.flag("attention_bias", False) else "none"
     return {
         **_read(keys, positions=2048),
-        **{"attention_bias": attention_bias, "mlp_bias": keys.flag("mlp_bias", False)},
+        **{"attention_bias": _read_attention_bias(keys), "mlp_bias": keys.flag("mlp_bias", False)},
     }
 
 
@@ -146,9 +154,7 @@ def _write_llama(shape: GPTShape) -> dict[str, object]:
 
 
 def _read_mistral(keys: Keys) -> dict[str, object]:
-    # null means none, and no entry the window of Mistral 7B v0.1.
-    is_null = keys.mentions("sliding_window") and not keys.has("sliding_window")
-    window = 0 if is_null else keys.count("sliding_window", 4096)
+    window = 0 if _has_null_window(keys) else keys.count("sliding_window", 4096)
     return {**_read(keys, positions=131_072, kv_heads=8), "sliding_window": window}
 
 
@@ -161,8 +167,7 @@ def _read_qwen(keys: Keys) -> dict[str, object]:
     types = set(keys.texts("layer_types"))
     for name in types - {_FULL, _SLIDING}:
         raise ConfigError(f"{keys.source}: layer_types has '{name[:80]}'; llmscale has {_FULL} and {_SLIDING}.")
-    is_null = keys.mentions("sliding_window") and not keys.has("sliding_window")
-    if is_null or not keys.flag("use_sliding_window", False):
+    if _has_null_window(keys) or not keys.flag("use_sliding_window", False):
         return shape
     if not types:
         # The first max_window_layers see everything.
@@ -191,11 +196,10 @@ def _read_qwen2(keys: Keys) -> dict[str, object]:
 
 
 def _read_qwen3(keys: Keys) -> dict[str, object]:
-    attention_bias = "all" if keys.flag("attention_bias", False) else "none"
     shape = _read_qwen(keys)
     # transformers' own default, whatever the width.
     head_dim = shape["head_dim"] if keys.has("head_dim") else 128
-    return {**shape, "qk_norm": "head", "head_dim": head_dim, "attention_bias": attention_bias}
+    return {**shape, "qk_norm": "head", "head_dim": head_dim, "attention_bias": _read_attention_bias(keys)}
 
 
 def _write_qwen3(shape: GPTShape) -> dict[str, object]:
@@ -203,11 +207,10 @@ def _write_qwen3(shape: GPTShape) -> dict[str, object]:
 
 
 def _read_olmo2(keys: Keys) -> dict[str, object]:
-    attention_bias = "all" if keys.flag("attention_bias", False) else "none"
     shape = _read(keys, positions=2048, eps=1e-5)
     if str(shape["rope_scaling"]).startswith("llama3:"):
         raise ConfigError(f"{keys.source}: transformers' OLMo 2 has no llama3 rope_scaling; it has linear alone.")
-    return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": attention_bias}
+    return {**shape, "qk_norm": "width", "norm_placement": "post", "attention_bias": _read_attention_bias(keys)}
 
 
 def _write_olmo2(shape: GPTShape) -> dict[str, object]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.data.shards.set_rules import TOKENIZER_EXTRAS
+from llmscale.data.tokenizers.vocabulary_files import JSON_NAME
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.hub import read_hub_files
 from llmscale.untrusted.paths import read_regular
 
-JSON_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
 #: Read for what they say of end-of-text, and not kept.
