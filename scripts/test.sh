@@ -11,5 +11,6 @@ echo "== pytest"
 # Every rank of a distributed test is a process of its own, so one thread each is plenty.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Two at a time: most tests wait for processes of their own. A file's tests stay together, for what they share. In the
-# order of their names: files of few tests are the long ones here, and would all come last.
-pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"
+# order of their names: files of few tests are the long ones here, and would all come last. Without new workers for lost
+# ones: xdist 3.8 then waits for ever for the tests that it gave out twice.
+pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 "$@"

@@ -123,6 +123,29 @@ def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequenc
     return Ranks(processes)
 
 
+#: Of signals that the toolkit handles anywhere.
+HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM)
+
+
+@pytest.fixture(autouse=True)
+def signals_are_left_alone() -> Iterator[None]:
+    """A command that is called within this process leaves no handler, no blocked signal and no alarm behind: one would
+    end the process that runs the tests a quarter of an hour later, in the middle of another test."""
+    before = signals_of_this_process()
+    yield
+    seconds_left = signal.alarm(0)
+    after = signals_of_this_process()
+    for number, handler in before[0].items():
+        signal.signal(number, handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before[1])
+    assert (after, seconds_left) == (before, 0)
+
+
+def signals_of_this_process() -> tuple[dict[signal.Signals, object], set[signal.Signals]]:
+    """Handlers, and what is blocked."""
+    return {number: signal.getsignal(number) for number in HANDLED}, signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def shared_memory_segments() -> set[str]:
     """Names in /dev/shm, without the semaphores that Python's multiprocessing makes and unlinks at once: tests that run
     beside this one make them too."""

@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.extension_locks import remove_stale_locks
@@ -43,8 +44,12 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 def _train(args: argparse.Namespace) -> int:
     """Mistakes are said here, once, before a rank is started. Raises LlmscaleError."""
-    _end_at_signals()
-    asked, arguments = _split_flags(args.arguments)
+    with _ending_at_signals():
+        return _run_ranks(args.arguments)
+
+
+def _run_ranks(words: Sequence[str]) -> int:
+    asked, arguments = _split_flags(words)
     config = parse_run_config(arguments, _parser())
     # The ranks print; that nobody reads it is no reason to fail.
     make_output_patient()
@@ -67,16 +72,24 @@ def _train(args: argparse.Namespace) -> int:
     ).run()
 
 
-def _end_at_signals() -> None:
+@contextmanager
+def _ending_at_signals() -> Iterator[None]:
     """Until there are ranks to pass them on to. As a container's first process this one would not even die of them."""
 
     def end(number: int, _frame: object) -> None:
         _show(f"stopped by {signal.Signals(number).name} before the ranks were started")
         raise SystemExit(0)
 
-    for number in (*STOP_SIGNALS, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, end)
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+    # nohup has the last one ignored.
+    heard = [number for number in before if number != signal.SIGHUP or before[number] is not signal.SIG_IGN]
+    for number in heard:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, before[number])
 
 
 def _parser() -> FlagParser:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 
+from llmscale.cluster.doctor.process_limit import process_limit
 from llmscale.engine.network_interface import set_network_interface
 
 #: Before the JSON of the result.
@@ -41,13 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, required=True)
     parser.add_argument("--timeout-s", type=int, default=60)
     args = parser.parse_args(argv)
-    # The kernel's clock, should this process be stuck where no thread of it can run.
-    signal.alarm(args.timeout_s + SPARE_S)
-    if "LLMSCALE_ALL_REDUCE_RANK" in os.environ:
-        _give_up_after(args.timeout_s)
-        _measure(args, int(os.environ["LLMSCALE_ALL_REDUCE_RANK"]))
-        return 0
-    return _start_ranks(args, list(sys.argv[1:] if argv is None else argv))
+    with process_limit(args.timeout_s + SPARE_S):
+        if "LLMSCALE_ALL_REDUCE_RANK" in os.environ:
+            _give_up_after(args.timeout_s)
+            _measure(args, int(os.environ["LLMSCALE_ALL_REDUCE_RANK"]))
+            return 0
+        return _start_ranks(args, list(sys.argv[1:] if argv is None else argv))
 
 
 def _give_up_after(seconds: float) -> None:

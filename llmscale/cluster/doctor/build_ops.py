@@ -10,11 +10,11 @@ import argparse
 import contextlib
 import importlib
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
 
+from llmscale.cluster.doctor.process_limit import process_limit
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.engine.silence_libraries import quiet_libraries
 
@@ -38,20 +38,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     for op in args.ops:
         if op not in NVME_OPS:
             parser.error(f"{op} is not one of {', '.join(NVME_OPS)}")
-    signal.alarm(args.timeout_s)
-    for path in args.remove_lock:
-        with contextlib.suppress(FileNotFoundError):  # another host that shares the cache was faster
-            os.remove(path)
-    if not args.ops:
-        return 0
+    with process_limit(args.timeout_s):
+        for path in args.remove_lock:
+            with contextlib.suppress(FileNotFoundError):  # another host that shares the cache was faster
+                os.remove(path)
+        return _build_and_say(args.ops) if args.ops else 0
+
+
+def _build_and_say(ops: Sequence[str]) -> int:
     began = time.perf_counter()
     try:
-        build(args.ops)
+        build(ops)
     except Exception as error:  # a compiler's, a linker's or DeepSpeed's own
         words = str(error).strip().splitlines() or [type(error).__name__]
         print(words[-1], file=sys.stderr)
         return 1
-    print(f"{', '.join(args.ops)} built in {time.perf_counter() - began:.0f} s")
+    print(f"{', '.join(ops)} built in {time.perf_counter() - began:.0f} s")
     return 0
 
 

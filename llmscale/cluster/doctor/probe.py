@@ -7,7 +7,6 @@ whoever asks it: what does not answer is reported as late, and the process ends 
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from llmscale.cluster.doctor.probe_devices import gather_gpus
 from llmscale.cluster.doctor.probe_network import gather_network
 from llmscale.cluster.doctor.probe_run import gather_ds, gather_run
 from llmscale.cluster.doctor.probe_system import gather_system
+from llmscale.cluster.doctor.process_limit import process_limit
 from llmscale.errors import LlmscaleError
 
 #: Seconds beyond the request's limit after which the kernel ends the probe, should it not end itself.
@@ -70,8 +70,8 @@ def main() -> None:
     """Print the facts, then leave at once: a thread that hangs must not hold the process."""
     try:
         request = parse_request(sys.argv[1])
-        signal.alarm(int(request.timeout_s) + SPARE_S)
-        print(print_facts(gather_facts(request)), flush=True)
+        with process_limit(int(request.timeout_s) + SPARE_S):
+            print(print_facts(gather_facts(request)), flush=True)
     except LlmscaleError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         os._exit(2)
