@@ -123,8 +123,8 @@ def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequenc
     return Ranks(processes)
 
 
-#: Of signals that the toolkit handles anywhere.
-HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD, signal.SIGALRM)
+#: Signals by which a process ends unless it handles them.
+HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 
 
 @pytest.fixture(autouse=True)
