@@ -6,6 +6,9 @@ import argparse
 
 from llmscale.config import flag_type, limits
 
+#: In place of a name: all there are.
+LIST = "list"
+
 
 def add_machine_flags(
     group: argparse._ArgumentGroup, *, num_gpus: int, num_nodes: int | None, num_nodes_default: str
@@ -42,5 +45,5 @@ def add_machine_flags(
         type=flag_type.name,
         default="ib-400g",
         metavar="NAME",
-        help="between nodes (default: ib-400g)",
+        help="between nodes (default: ib-400g); `estimate --interconnect list` compares all",
     )

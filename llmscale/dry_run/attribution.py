@@ -36,6 +36,7 @@ _CATEGORIES: dict[tuple[str, str], Category] = {
     ("coalesced_collectives.py", "reduce_scatter_coalesced"): _BUCKETS,
     ("partition_parameters.py", "all_gather_coalesced"): _PARAMETERS,
     ("partition_parameters.py", "wait"): _PARAMETERS,
+    ("partition_parameters.py", "_partition_param_sec"): _PARAMETERS,
     # deepspeed/runtime/engine.py: stage 0
     ("engine.py", "allreduce_bucket"): _BUCKETS,
     ("engine.py", "buffered_allreduce_fallback"): _BUCKETS,

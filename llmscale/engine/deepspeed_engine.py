@@ -19,7 +19,7 @@ from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.engine.silence_libraries import without_memory_prints
-from llmscale.engine.zero_shards import check_deepspeed_version, reset_step_counts
+from llmscale.engine.zero_shards import check_deepspeed_version, forget_second_copies, reset_step_counts
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 
@@ -73,6 +73,7 @@ def build_engine(config: RunConfig, resolved: ResolvedStep) -> DeepSpeedEngine:
     if ours:
         sum_gradients_in_fp32(engine)
     reset_step_counts(engine)
+    forget_second_copies(engine)
     keep_gradient_norm_of_plain_optimizer(engine)
     return engine
 

@@ -186,12 +186,20 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
                     zero._partitioned_params_swap_out(index)
                 else:
                     low.data.copy_(master.data)
+        forget_second_copies(engine)
     elif hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
     elif hasattr(zero, "fp16_groups"):  # stage 0 in 16 bit
         for lows, masters in zip(zero.fp16_groups, zero.fp32_groups, strict=True):
             for low, master in zip(lows, masters, strict=True):
                 low.data.copy_(master.data)
+
+
+def forget_second_copies(engine: DeepSpeedEngine) -> None:
+    """Stage 3 with hpZ: the next forward pass gathers from all ranks again. Else it would use copies of the weights
+    that were there before; zero.Init makes them too, of the first weights."""
+    if hasattr(engine.optimizer, "invalidate_secondary_tensor"):
+        engine.optimizer.invalidate_secondary_tensor()
 
 
 def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:

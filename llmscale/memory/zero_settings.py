@@ -85,6 +85,7 @@ class EngineLayout:
     stage3_model_persistence_threshold: int
     stage3_max_live_parameters: int
     stage3_max_reuse_distance: int
+    zero_hpz_partition_size: int
     memory_efficient_linear: bool
     offload_optimizer: OffloadLayout
     offload_param: OffloadLayout
@@ -142,6 +143,7 @@ def build_layout(
         stage3_model_persistence_threshold=zero.stage3_model_persistence_threshold,
         stage3_max_live_parameters=zero.stage3_max_live_parameters,
         stage3_max_reuse_distance=zero.stage3_max_reuse_distance,
+        zero_hpz_partition_size=zero.zero_hpz_partition_size,
         memory_efficient_linear=zero.memory_efficient_linear,
         offload_optimizer=_offload(zero.offload_optimizer),
         offload_param=_offload(zero.offload_param),

@@ -7,7 +7,8 @@ parameters is one pass, an all-reduce is two.
     stage 1   the same, then parameters gathered once
     stage 2   gradients all-reduced every micro-step, then parameters gathered once
     stage 3   parameters gathered in the forward pass and, but for those still live, in the backward pass; gradients
-              reduce-scattered: every micro-step
+              reduce-scattered: every micro-step. With hpZ (zero_hpz_partition_size) all but a step's first gathers
+              stay within groups of ranks
 """
 
 from __future__ import annotations
@@ -31,11 +32,22 @@ class Traffic:
     """What one rank sends in one optimizer step."""
 
     gathered_bytes: float
-    """Parameters, whole, each time they are gathered."""
+    """Parameters, whole, each time they are gathered from all ranks."""
     reduced_bytes: float
     """Gradients, whole, once per pass of a ring."""
     collectives: int
-    """Calls, for their latency."""
+    """Calls among all ranks, for their latency."""
+    group_gathered_bytes: float = 0.0
+    """Parameters, whole, each time they are gathered within an hpZ group."""
+    group_collectives: int = 0
+    """Calls within a group."""
+    group_ranks: int = 1
+    """Ranks of an hpZ group."""
+
+    @property
+    def group_bytes_per_rank(self) -> float:
+        """Bytes through one rank's link in one direction, in the ring of its hpZ group."""
+        return self.group_gathered_bytes * (self.group_ranks - 1) / self.group_ranks
 
     def bytes_per_rank(self, ring_ranks: int) -> float:
         """Bytes through one rank's link in one direction, in a ring of all ranks that hold shards."""
@@ -51,9 +63,17 @@ def count_traffic(shape: GPTShape, layout: EngineLayout, checkpointing: Checkpoi
         gather_width = 2 if layout.precision == "autocast" else layout.parameter_width
         reduce_width = 2 if layout.precision == "autocast" else reduce_width
         gathered = elements + max(0, elements - _live_elements(layout, checkpointing))
-        passes = 3 * (shape.n_layer + 2)
+        gathers, group = shape.n_layer + 2, layout.zero_hpz_partition_size
+        # hpZ: a step's first forward pass gathers from all, and leaves the copies that the other passes gather from.
+        from_all = elements if group > 1 else micro_steps * gathered
+        passes_from_all = 1 if group > 1 else 2 * micro_steps
         return Traffic(
-            micro_steps * gathered * gather_width, micro_steps * elements * reduce_width, micro_steps * passes
+            gathered_bytes=from_all * gather_width,
+            reduced_bytes=micro_steps * elements * reduce_width,
+            collectives=(passes_from_all + micro_steps) * gathers,
+            group_gathered_bytes=(micro_steps * gathered - from_all) * gather_width,
+            group_collectives=(2 * micro_steps - passes_from_all) * gathers,
+            group_ranks=group,
         )
     scatters = layout.zero_stage > 0 and layout.reduce_scatter and not layout.use_multi_rank_bucket_allreduce
     reductions = micro_steps if layout.zero_stage == 2 else 1
@@ -92,4 +112,11 @@ def estimate_communication_s(
     """Seconds of one optimizer step that ranks wait for each other's bytes."""
     rate = ring_bytes_per_s(gpu, gpus_per_node, num_nodes, interconnect)
     latency_s = traffic.collectives * (num_nodes - 1) * interconnect.latency_s
-    return SLOWDOWN * traffic.bytes_per_rank(gpus_per_node * num_nodes) / rate + latency_s
+    waited_s = SLOWDOWN * traffic.bytes_per_rank(gpus_per_node * num_nodes) / rate + latency_s
+    if traffic.group_ranks == 1:
+        return waited_s
+    # Groups are neighbouring ranks. One that does not lie within a node crosses the network like all others.
+    nodes_per_group = 1 if gpus_per_node % traffic.group_ranks == 0 else -(-traffic.group_ranks // gpus_per_node)
+    group_rate = ring_bytes_per_s(gpu, gpus_per_node, nodes_per_group, interconnect)
+    group_latency_s = traffic.group_collectives * (nodes_per_group - 1) * interconnect.latency_s
+    return waited_s + SLOWDOWN * traffic.group_bytes_per_rank / group_rate + group_latency_s

@@ -143,8 +143,11 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
 
 
 def find_fits(search: Search) -> list[Fit]:
-    """The user's ds_configs, else every strategy that DeepSpeed can train, each at its largest micro-batch."""
-    configs = search.files or legal_strategies(search.precision, search.nvme_path, search.modes)
+    """The user's ds_configs, else every strategy that DeepSpeed can train, each at its largest micro-batch. hpZ is for
+    nodes of several GPUs, which gather faster from each other than from another node."""
+    machines = search.job.machines
+    hpz_ranks = machines.gpus_per_node if machines.num_nodes > 1 else 1
+    configs = search.files or legal_strategies(search.precision, search.nvme_path, search.modes, hpz_ranks)
     return [find_largest_fit(ds, search.job, mode) for ds, mode in configs]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.planning.largest_micro_batch import Fit, Search, find_fits
 from llmscale.planning.recommend import Recommendation, recommend
 from llmscale.planning.throughput import Throughput, estimate_throughput
@@ -40,6 +41,22 @@ def rank_configs(search: Search) -> Ranking:
     configs = tuple(RankedConfig(fit, _throughput(search, fit)) for fit in find_fits(search))
     rates = [config.throughput.tokens_per_second if config.throughput else None for config in configs]
     return Ranking(configs, recommend([config.fit for config in configs], rates))
+
+
+def fastest_by_link(search: Search) -> list[tuple[Interconnect, dict[str, float]]]:
+    """Tokens per second over every network there is, of each stage's fastest row that fits: `Strategy.stage_words` ->
+    rate. A network has no entry for a stage of which nothing fits, or of a GPU whose rate is not known."""
+    fits = [fit for fit in find_fits(search) if fit.fits]
+    found = []
+    for interconnect in INTERCONNECTS:
+        best: dict[str, float] = {}
+        for fit in fits:
+            throughput = _throughput(replace(search, interconnect=interconnect), fit)
+            if throughput is not None:
+                stage = fit.strategy.stage_words
+                best[stage] = max(best.get(stage, 0.0), throughput.tokens_per_second)
+        found.append((interconnect, best))
+    return found
 
 
 def _throughput(search: Search, fit: Fit) -> Throughput | None:

@@ -58,7 +58,7 @@ def recommend(fits: Sequence[Fit], tokens_per_second: Sequence[float | None]) ->
     return Recommendation(chosen, _why(fits[chosen], len(fitting), len(near), known_rate=best > 0))
 
 
-def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int]:
+def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int, int]:
     """What moves least and computes least comes first, and what is neither tight nor small; then the larger
     micro-batch, then more room."""
     strategy = fit.strategy
@@ -69,6 +69,7 @@ def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int]:
         fit.spare_bytes < _TIGHT * fit.machines.gpu_bytes,
         fit.plan.micro_batch_size * fit.plan.seq_len < _SMALL_MICRO_BATCH_TOKENS,
         strategy.zero_stage,
+        strategy.zero_hpz_partition_size,
         -fit.plan.micro_batch_size,
         -fit.spare_bytes,
     )
@@ -146,15 +147,17 @@ def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy
     # A folder for NVMe is something the user must name, so it is never proposed.
     offloads = [pair for pair in OFFLOADS[start:] if "nvme" not in pair] if start is not None else []
     offloads = offloads or [offload_now]
-    choices = itertools.product(range(num_sizes), modes, stages, offloads)
+    groups = sorted({now.zero_hpz_partition_size, 1}, reverse=True)
+    choices = itertools.product(range(num_sizes), modes, stages, offloads, groups)
 
-    def cost(choice: tuple[int, CheckpointingMode, int, tuple[str, str]]) -> tuple[int, int, int, int, int]:
-        size_steps, mode, stage, offload = choice
-        levels = (size_steps, modes.index(mode), stages.index(stage), offloads.index(offload))  # type: ignore[arg-type]
-        return (sum(level > 0 for level in levels), levels[3], levels[2], levels[1], levels[0])
+    def cost(choice: tuple[int, CheckpointingMode, int, tuple[str, str], int]) -> tuple[int, ...]:
+        size_steps, mode, stage, offload, group = choice
+        places = (modes.index(mode), stages.index(stage), offloads.index(offload))  # type: ignore[arg-type]
+        levels = (size_steps, *places, groups.index(group))
+        return (sum(level > 0 for level in levels), levels[3], levels[2], levels[1], levels[0], levels[4])
 
-    for size_steps, mode, stage, offload in sorted(choices, key=cost)[1:]:
-        yield size_steps, Strategy(stage, *offload, mode)
+    for size_steps, mode, stage, offload, group in sorted(choices, key=cost)[1:]:
+        yield size_steps, Strategy(stage, *offload, mode, group)
 
 
 def _without_batch(ds: DsConfig) -> DsConfig:
@@ -171,6 +174,8 @@ def _words(fit: Fit, now: Strategy, micro_batch_size: int) -> Iterator[str]:
         yield f"--activation-checkpointing {then.checkpointing}"
     if then.zero_stage != now.zero_stage:
         yield f"ZeRO stage {then.zero_stage} instead of {now.zero_stage}"
+    if then.zero_hpz_partition_size != now.zero_hpz_partition_size:
+        yield "no zero_hpz_partition_size"
     if then.offload_optimizer != now.offload_optimizer:
         yield f'offload_optimizer to "{then.offload_optimizer}"'
     if then.offload_param != now.offload_param:

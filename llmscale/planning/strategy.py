@@ -33,6 +33,13 @@ class Strategy:
     offload_optimizer: OffloadDevice
     offload_param: OffloadDevice
     checkpointing: CheckpointingMode
+    zero_hpz_partition_size: int = 1
+    """Ranks that together keep a second copy of the parameters; 1: none do."""
+
+    @property
+    def stage_words(self) -> str:
+        """`3`, or `3 hpZ`."""
+        return f"{self.zero_stage}{' hpZ' if self.zero_hpz_partition_size > 1 else ''}"
 
     @property
     def offload(self) -> str:
@@ -50,6 +57,8 @@ class Strategy:
     def describe(self) -> str:
         """In a sentence's words."""
         parts = [f"ZeRO stage {self.zero_stage}"]
+        if self.zero_hpz_partition_size > 1:
+            parts.append(f"hpZ within {self.zero_hpz_partition_size} GPUs")
         if self.offload != "-":
             parts.append(f"offload: {self.offload}")
         parts.append("no recomputation" if self.checkpointing == "none" else f"{self.checkpointing} checkpointing")
@@ -58,13 +67,18 @@ class Strategy:
 
 def strategy_of(ds: DsConfig, checkpointing: CheckpointingMode) -> Strategy:
     """Where a ds_config stands among the strategies."""
-    return Strategy(ds.zero_stage, ds.offload_optimizer_device, ds.offload_param_device, checkpointing)
+    devices = (ds.offload_optimizer_device, ds.offload_param_device)
+    group = ds.keys.zero.zero_hpz_partition_size if ds.zero_stage == 3 else 1
+    return Strategy(ds.zero_stage, *devices, checkpointing, group)
 
 
-def all_strategies() -> list[Strategy]:
-    """Every stage with every offload and checkpointing mode, legal or not."""
+def all_strategies(hpz_ranks: int = 1) -> list[Strategy]:
+    """Every stage with every offload and checkpointing mode, legal or not; stage 3 also with hpZ in groups of
+    `hpz_ranks`."""
+    stages = [(stage, 1) for stage in STAGES] + [(3, hpz_ranks)] * (hpz_ranks > 1)
     return [
-        Strategy(stage, *offload, mode) for stage, offload, mode in itertools.product(STAGES, OFFLOADS, CHECKPOINTING)
+        Strategy(stage, *offload, mode, group)
+        for (stage, group), offload, mode in itertools.product(stages, OFFLOADS, CHECKPOINTING)
     ]
 
 
@@ -84,10 +98,10 @@ def build_strategy(strategy: Strategy, precision: Precision, nvme_path: str = DE
 
 
 def legal_strategies(
-    precision: Precision, nvme_path: str, modes: Sequence[CheckpointingMode]
+    precision: Precision, nvme_path: str, modes: Sequence[CheckpointingMode], hpz_ranks: int = 1
 ) -> Iterator[tuple[DsConfig, CheckpointingMode]]:
     """The ds_config of every strategy with one of these checkpointing modes that DeepSpeed can train."""
-    for strategy in all_strategies():
+    for strategy in all_strategies(hpz_ranks):
         ds = build_strategy(strategy, precision, nvme_path) if strategy.checkpointing in modes else None
         if ds is not None:
             yield ds, strategy.checkpointing
@@ -103,6 +117,9 @@ def _with_strategy(keys: dict[str, object], strategy: Strategy, nvme_path: str) 
     changed = dict(keys)
     written = changed.pop("zero_optimization", {})
     zero = dict(cast("dict[str, object]", written)) | {"stage": strategy.zero_stage}
+    zero.pop("zero_hpz_partition_size", None)
+    if strategy.zero_hpz_partition_size > 1:
+        zero["zero_hpz_partition_size"] = strategy.zero_hpz_partition_size
     devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
     for name, device in devices.items():
         section = cast("dict[str, object]", zero.pop(name, {}))

@@ -94,3 +94,24 @@ def test_latency_grows_with_the_nodes() -> None:
     few = estimate_communication_s(Traffic(0, 0, 1000), gpu, 8, 2, network)
     many = estimate_communication_s(Traffic(0, 0, 1000), gpu, 8, 5, network)
     assert (few, many) == (pytest.approx(0.05), pytest.approx(0.2))
+
+
+def test_hpz_gathers_once_a_step_from_all_ranks_and_else_within_the_group(layout_of) -> None:
+    plain = traffic(layout_of, 3, micro_steps=4, stage3_max_reuse_distance=0)
+    hpz = traffic(layout_of, 3, micro_steps=4, stage3_max_reuse_distance=0, zero_hpz_partition_size=4)
+    assert hpz.gathered_bytes == 2 * NUM
+    assert hpz.group_gathered_bytes + hpz.gathered_bytes == plain.gathered_bytes
+    assert hpz.group_collectives + hpz.collectives == plain.collectives
+    assert hpz.group_bytes_per_rank == pytest.approx(hpz.group_gathered_bytes * 3 / 4)
+
+
+def test_hpz_pays_within_nodes_and_not_across_them(layout_of) -> None:
+    gpu, network = get_gpu("h100-80gb"), get_interconnect("ethernet-25g")
+    changes = {"micro_steps": 4, "stage3_max_reuse_distance": 0}
+
+    def waited_s(group: int) -> float:
+        found = traffic(layout_of, 3, zero_hpz_partition_size=group, **changes)
+        return estimate_communication_s(found, gpu, 4, 2, network)
+
+    assert waited_s(4) < 0.7 * waited_s(1)
+    assert waited_s(8) == pytest.approx(waited_s(1), rel=0.01)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from llmscale.cli.machine_flags import add_machine_flags
+from llmscale.cli.machine_flags import LIST, add_machine_flags
 from llmscale.cli.quick_answer import quick_answer
 from llmscale.cli.shape_flags import MODEL_KEYS, add_shape_flags
 from llmscale.config import flag_type, limits
@@ -102,7 +102,7 @@ def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.gpu == "list":
+    if args.gpu == LIST:
         return _print_gpus()
     _check_combination(args)
     if args.dry_run:
@@ -125,6 +125,8 @@ def _answer(args: argparse.Namespace) -> int:
         args.model = f"{PREFIX}{args.hf}"
     if args.max_model:
         from llmscale.cli.estimate.max_model import run
+    elif args.interconnect == LIST:
+        from llmscale.cli.estimate.links import run
     else:
         from llmscale.cli.estimate.rows import run
     return run(args)
@@ -146,6 +148,8 @@ _EXCLUSIVE = (
     ("--hf", ("--model",)),
     ("--ds", ("--emit",)),
 )
+#: What is about one row of one network.
+_OF_ONE_NETWORK = ("--hf", "--max-model", "--emit", "--plot", "--dry-run")
 #: What has no meaning where only the states of a model are known.
 _OF_OUR_MODEL = (
     "--ds",
@@ -165,6 +169,10 @@ def _check_combination(args: argparse.Namespace) -> None:
                 raise ConfigError(f"{flag} and {other} exclude each other. Drop one of them.")
     if args.force and args.emit is None:
         raise ConfigError("--force lets --emit overwrite: it needs --emit FILE.")
+    if args.interconnect == LIST:
+        for other in _OF_ONE_NETWORK:
+            if _is_given(args, other):
+                raise ConfigError(f"--interconnect {LIST} and {other} exclude each other. Drop one of them.")
     if not (args.model or args.hf or args.max_model):
         raise ConfigError("which model? Give --model PRESET (such as gpt2-1.5b), or --hf for one of transformers'.")
 

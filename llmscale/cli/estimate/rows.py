@@ -196,7 +196,7 @@ def _plot(path: Path, request: EstimateRequest, ranking: Ranking, names: list[st
 
 def _label(fit: Fit, name: str | None) -> str:
     strategy = fit.strategy
-    parts = [name] if name else [f"ZeRO {strategy.zero_stage}", strategy.offload if strategy.offload != "-" else ""]
+    parts = [name] if name else [f"ZeRO {strategy.stage_words}", strategy.offload if strategy.offload != "-" else ""]
     if strategy.checkpointing != "none":
         parts.append(f"{strategy.checkpointing} ckpt")
     return ", ".join([*filter(None, parts), f"batch {fit.plan.micro_batch_size}"])

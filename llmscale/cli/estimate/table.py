@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 #: Heads of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
 #: Columns that hold text; numbers are set to the right.
-_TEXT = {"", "offload", "checkpt", "peak in", "  fits", "moment", "ds_config", "preset", "phase", "by", "GPU", "source"}
+_TEXT = {
+    *("", "offload", "checkpt", "peak in", "  fits", "moment", "ds_config"),
+    *("preset", "phase", "by", "GPU", "source", "network"),
+}
 
 
 def align(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -58,7 +61,7 @@ def _row_cells(row: RankedConfig) -> list[str]:
     fit, estimate = row.fit, row.fit.estimate
     mode = fit.strategy.checkpointing
     return [
-        *(str(fit.strategy.zero_stage), fit.strategy.offload, "-" if mode == "none" else mode),
+        *(fit.strategy.stage_words, fit.strategy.offload, "-" if mode == "none" else mode),
         f"{fit.plan.micro_batch_size} x {fit.plan.gradient_accumulation_steps}",
         *breakdown_cells(estimate.peak),
         *(gib(estimate.reserve_bytes), gib(estimate.context_bytes), gib(estimate.total_bytes)),

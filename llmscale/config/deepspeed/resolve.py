@@ -42,9 +42,10 @@ class ModelSize(Protocol):
 def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[str, object]:
     """Plain JSON values for `deepspeed.initialize` on GPUs, none of them "auto".
 
-    Raises ConfigError when the file's batch sizes contradict the plan.
+    Raises ConfigError when the file's batch sizes contradict the plan, or its groups of ranks do not divide them.
     """
     _check_product(plan)
+    _check_groups(ds, plan)
     keys = ds.keys
     config: dict[str, object] = keys.model_dump(mode="json", exclude_unset=True, exclude_none=True)
     config.update(
@@ -80,6 +81,15 @@ def _check_product(plan: BatchPlan) -> None:
         raise ConfigError(
             f"global_batch_size {plan.global_batch_size} is not micro_batch_size {plan.micro_batch_size} x "
             f"gradient_accumulation_steps {plan.gradient_accumulation_steps} x data_parallel_size {ranks}."
+        )
+
+
+def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
+    group, ranks = ds.keys.zero.zero_hpz_partition_size, plan.ranks.shard_ranks
+    if ds.zero_stage == 3 and ranks % group:
+        raise ConfigError(
+            f"{ds.source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {ranks} ranks. Set it "
+            "to the number of GPUs per node, or delete it."
         )
 
 

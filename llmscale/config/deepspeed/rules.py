@@ -29,6 +29,7 @@ EFFECTIVE_STAGES: dict[str, frozenset[int]] = {
     "allgather_partitions": _NO_STAGE,
     "load_from_fp32_weights": _NO_STAGE,
     "sub_group_size": _STAGE_3,
+    "zero_hpz_partition_size": _STAGE_3,
     "memory_efficient_linear": _STAGE_3,
     "override_module_apply": _STAGE_3,
     "log_trace_cache_warnings": _STAGE_3,
@@ -90,6 +91,11 @@ def _offload_refusals(keys: DsFile) -> Iterator[str]:
         yield (
             f"zero_optimization.offload_param needs stage 3; at stage {stage} DeepSpeed ignores it. Set "
             "stage to 3, or delete offload_param."
+        )
+    if parameters != "none" and keys.zero.zero_hpz_partition_size > 1:
+        yield (
+            "zero_optimization.zero_hpz_partition_size keeps a second copy of the parameters on the GPUs, and "
+            "offload_param takes them away from there. Delete one of them."
         )
     if optimizer != "none" and stage == 0:
         yield (

@@ -94,6 +94,9 @@ class ZeroOptimization(Section):
     ignore_unused_parameters: Flag = True
     round_robin_gradients: Flag = False
     parameter_alignment: Flag = False
+    zero_hpz_partition_size: Positive = 1
+    """Ranks that together keep a second copy of the parameters, gathered from each other after the first use of a step:
+    ZeRO++'s hpZ (arXiv:2306.10209, section 3.2). 1: none."""
     memory_efficient_linear: Flag = True
     override_module_apply: Flag = True
     log_trace_cache_warnings: Flag = False

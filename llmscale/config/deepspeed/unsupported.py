@@ -5,7 +5,7 @@ from __future__ import annotations
 _REMOVED = "DeepSpeed removed it in 2026. Delete it."
 _OWN_LOOP = "llmscale counts micro-batches itself. Delete it."
 _CPU_ADAM = "it needs DeepSpeed's own CPU Adam, llmscale passes torch.optim.AdamW. Delete it."
-_ZERO_PLUS_PLUS = "ZeRO++ changes the loss curve and the layout of the shards that llmscale checkpoints. Delete it."
+_QUANTISED = "ranks then exchange rounded numbers, which changes the loss curve. Delete it."
 _PARALLELISM = "llmscale is data parallel only (ZeRO). Delete it."
 _CHECKPOINT_ONLY = "it configures DeepSpeed's own checkpoints, llmscale writes others. Delete it."
 _NO_BUFFERS = "the GPT has no buffers to keep in another type. Delete it."
@@ -60,10 +60,9 @@ UNSUPPORTED: dict[str, str] = {
     "zero_optimization.pipeline_loading_checkpoint": _CHECKPOINT_ONLY,
     "zero_optimization.compute_grad_norm": "llmscale clips by and logs the gradient norm. Delete it.",
     "zero_optimization.zenflow": _CPU_ADAM,
-    "zero_optimization.zero_hpz_partition_size": _ZERO_PLUS_PLUS,
-    "zero_optimization.zero_quantized_weights": _ZERO_PLUS_PLUS,
-    "zero_optimization.zero_quantized_nontrainable_weights": _ZERO_PLUS_PLUS,
-    "zero_optimization.zero_quantized_gradients": _ZERO_PLUS_PLUS,
+    "zero_optimization.zero_quantized_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_gradients": _QUANTISED,
     "zero_optimization.save_muon_momentum_buffer_in_memory": "llmscale does not train with Muon. Delete it.",
     "zero_optimization.leaf_module": "it is for mixtures of experts. Delete it.",
     "zero_optimization.offload_optimizer.super_offload": _CPU_ADAM,

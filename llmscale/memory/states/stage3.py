@@ -13,7 +13,12 @@ from llmscale.architecture.parameter_list import ParameterTensor, ParameterTenso
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
-from llmscale.memory.states.stage3_parameters import Stage3Parameters, persistent_parameters, shard_elements
+from llmscale.memory.states.stage3_parameters import (
+    Stage3Parameters,
+    persistent_parameters,
+    second_copies,
+    shard_elements,
+)
 from llmscale.memory.states.stage3_trace import Event, Pass, Stage3Trace
 from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
 from llmscale.memory.zero_settings import (
@@ -124,8 +129,9 @@ def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout
 
 
 def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> Breakdown:
-    """step: persistent parameters are released until its end; the norm in fp64; then sub-group by sub-group the
-    flattened gradients and their fp32 copy. In fp16 the check for overflows makes copies of all gradients."""
+    """step: persistent parameters are released until its end, when hpZ's copies go too; the norm in fp64; then
+    sub-group by sub-group the flattened gradients and their fp32 copy. In fp16 the check for overflows makes copies of
+    all gradients."""
     if layout.offload_optimizer.device != "none":
         return Breakdown()
     tally = Tally()
@@ -134,6 +140,7 @@ def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: En
         persistent = persistent_parameters(tensors.all, layout).values()
         released = sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, layout.model_dtype) for tensor in persistent)
         tally.drop("parameters", released)
+    tally.hold("parameters", sum(second_copies(tensors.all, layout).values()))
     everything = sum(sub_group.elements for sub_group in sub_groups)
     if layout.precision == "fp16":
         tally.touch("temporaries", tensor_bytes(everything, accumulated) + tensor_bytes(everything, "fp16") // 2)

@@ -40,6 +40,12 @@ class Stage3Parameters:
         """Gathered parameters and the bytes of a storage of their own."""
         self._flying: dict[int, _Gather] = {}
         self._users: dict[int, set[int]] = {}
+        self._uncopied = second_copies(used, layout)
+        """Parameters that have no second copy yet, and its bytes."""
+        if layout.gradient_accumulation_steps > 1:
+            # Those of the micro-steps before.
+            gone = [self._uncopied.pop(index) for index in self._elements.keys() - self._persistent if self._uncopied]
+            tally.hold("parameters", sum(gone))
 
     def begin(self) -> None:
         """reset_step, at the start of a forward pass."""
@@ -147,6 +153,7 @@ class Stage3Parameters:
 
     def _free(self, tensor: ParameterTensor) -> None:
         if tensor.index in self._live and not self._users[tensor.index]:
+            self._tally.hold("parameters", self._uncopied.pop(tensor.index, 0))
             self._tally.drop("parameters", self._live.pop(tensor.index))
             self.available -= tensor.elements
 
@@ -218,6 +225,18 @@ class Stage3Parameters:
 def shard_elements(tensor: ParameterTensor, shard_ranks: int) -> int:
     """What each rank has of a parameter, the last one padded (Init._partition_param)."""
     return -(-tensor.elements // shard_ranks)
+
+
+def second_copies(tensors: Iterable[ParameterTensor], layout: EngineLayout) -> dict[int, int]:
+    """Bytes of hpZ's copy of each parameter, by index: made when it is first released (_partition_param_sec), and given
+    up at the end of the optimizer step. A rank has its part of a group's."""
+    ranks, group = layout.ranks.shard_ranks, layout.zero_hpz_partition_size
+    if group == 1:
+        return {}
+    return {
+        tensor.index: tensor_bytes(shard_elements(tensor, ranks) * ranks // group, layout.model_dtype)
+        for tensor in tensors
+    }
 
 
 def persistent_parameters(tensors: Iterable[ParameterTensor], layout: EngineLayout) -> dict[int, ParameterTensor]:

@@ -14,6 +14,7 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.schema import read_ds_config
+from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.training.run_inputs import prepare_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -450,3 +451,25 @@ def test_without_a_precision_the_gpu_decides(read_json: Callable[..., tuple[int,
     _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu", "t4")
     assert {row["precision"] for row in values["rows"]} == {"fp16"}
     assert {row["strategy"]["zero_stage"] for row in values["rows"]} == {1, 2, 3}
+
+
+def test_which_stage_for_which_network(run: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("--model", "gpt3-13b", "--gpu", "h100-80gb", "--num-gpus", "8", "--num-nodes", "4")
+    status, output, _ = run("estimate", *words, "--interconnect", "list", "--json")
+    assert status == 0
+    rates = json.loads(output)["tokens_per_second"]
+    assert set(rates) == {interconnect.name for interconnect in INTERCONNECTS}
+    for name in ("ib-100g", "ethernet-1g"):
+        status, output, _ = run("estimate", *words, "--interconnect", name, "--json")
+        rows = json.loads(output)["rows"]
+        best = max(row["throughput"]["tokens_per_second"] for row in rows if row["fits"])
+        assert max(rates[name].values()) == pytest.approx(best)
+    # The slower the network, the more it pays to gather within nodes.
+    gains = [rates[name]["3 hpZ"] / rates[name]["3"] for name in ("ib-800g", "ib-100g", "ethernet-25g")]
+    assert 1 < gains[0] < gains[1] < gains[2]
+
+
+def test_one_node_has_no_network_to_choose(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, error = run(*COMMAND, "--interconnect", "list")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "--num-nodes" in error

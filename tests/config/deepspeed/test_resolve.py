@@ -108,6 +108,16 @@ def test_an_inconsistent_plan_is_refused() -> None:
         )
 
 
+def test_hpz_groups_must_divide_the_ranks() -> None:
+    def ranks(group: int) -> dict[str, object]:
+        return {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": group}}
+
+    plan = BatchPlan(6, 1, 1, ParallelLayout(6), seq_len=16)
+    assert resolve_ds_config(parse_ds_config(ranks(3), "my.json"), Size(100, 1000), plan)
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size 4 does not divide the 6 ranks"):
+        resolve_ds_config(parse_ds_config(ranks(4), "my.json"), Size(100, 1000), plan)
+
+
 @pytest.mark.parametrize(
     ("written", "flag", "clipping"),
     [

@@ -29,6 +29,7 @@ def zero(stage: int, **keys: object) -> dict[str, object]:
         (zero(3, offload_optimizer={"device": "nvme"}), 'offload_optimizer.device "nvme" needs nvme_path'),
         (zero(3, offload_param={"device": "nvme"}), 'offload_param.device "nvme" needs nvme_path'),
         (zero(3, offload_optimizer={**NVME, "buffer_count": 3}), "AdamW needs 4"),
+        (zero(3, offload_param=CPU, zero_hpz_partition_size=8), "Delete one of them"),
         (zero(3, offload_optimizer={**CPU, "ratio": 0.5}), "ratio 0.5 needs DeepSpeed's own CPU Adam"),
         ({**zero(1), **BF16, **FP16}, "bf16 and fp16 are both enabled"),
         ({**BF16, "torch_autocast": {"enabled": True}}, "bf16 and torch_autocast are both enabled"),

@@ -77,6 +77,8 @@ CELLS = [
     cell(2, "bf16", 64, 2, "bf16", reduce_bucket_size=SMALL, overlap_comm=True),
     cell(2, "fp16", 2, 2, "fp32", reduce_bucket_size=MEDIUM, round_robin_gradients=True),
     cell(2, "fp32", 64, 1, reduce_bucket_size=SMALL),
+    cell(3, "bf16", 8, 1, zero_hpz_partition_size=4),
+    cell(3, "fp32", 8, 2, zero_hpz_partition_size=2, checkpointing="full", **TIGHT),
     cell(2, "autocast", 8, 2),
     cell(2, "bf16", 8, 2, reduce_scatter=False, communication="fp32"),
     cell(2, "bf16", 2, 2, "bf16", reduce_bucket_size=SMALL, **OFFLOAD),

@@ -1,0 +1,50 @@
+"""`llmscale estimate --interconnect list`: which ZeRO stage for which network between nodes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+
+from llmscale.cli.estimate.as_json import search_as_dict
+from llmscale.cli.estimate.request import read_request
+from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
+from llmscale.cli.estimate.table import align
+from llmscale.config.interconnect import Interconnect
+from llmscale.errors import ConfigError
+from llmscale.planning.ranked_configs import fastest_by_link
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when something fits, 1 when nothing does. Raises ConfigError where there is no network."""
+    request = read_request(args)
+    search = request.search
+    if search.job.machines.num_nodes == 1:
+        raise ConfigError("--interconnect list compares networks between nodes; this is one node. Give --num-nodes.")
+    rates = fastest_by_link(search)
+    if args.json:
+        values = search_as_dict(search) | {
+            "tokens_per_second": {interconnect.name: best for interconnect, best in rates},
+        }
+        del values["interconnect"]
+        print(json.dumps(values, indent=1))
+    else:
+        shape = search.job.shape
+        print(
+            f"{shape.num_parameters:,} parameters on {request.machines_in_words}, {search.precision}, global batch "
+            f"{search.job.global_batch_size:,} x {shape.seq_len:,} tokens"
+        )
+        print("Estimated tokens/s of each ZeRO stage's fastest row that fits; * the fastest of a line.\n")
+        for line in _lines(rates):
+            print(line)
+    return 0 if any(best for _, best in rates) else EXIT_NOTHING_FITS
+
+
+def _lines(rates: Sequence[tuple[Interconnect, dict[str, float]]]) -> Iterator[str]:
+    stages = sorted({stage for _, best in rates for stage in best})
+    rows = []
+    for interconnect, best in rates:
+        marks = {stage: "*" * (rate == max(best.values())) for stage, rate in best.items()}
+        cells = (f"{marks[stage]}{best[stage]:,.0f}" if stage in best else "-" for stage in stages)
+        rows.append([interconnect.name, *cells, interconnect.description])
+    return align(["network", *(f"ZeRO {stage}" for stage in stages), "source"], rows)
