@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
@@ -15,7 +15,8 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
     """What is about to be trained, before step 1, with what was decided and not asked for."""
     config, resolved, manifest = run.config, run.resolved, run.location.manifest
     shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
-    for warning in resolved.ds.warnings:
+    group = resolved.ds.keys.zero.zero_hpz_partition_size if resolved.zero_stage == 3 else 1
+    for warning in (*resolved.ds.warnings, *hpz_warnings(group, world.ranks_per_node)):
         report(f"WARNING: {warning}")
     report(
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
@@ -44,6 +45,17 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
         f"{resolved.total_steps * plan.global_batch_size / num_samples:.2f} epochs; folder {config.run}, "
         f"{_checkpoints(run)}"
     )
+
+
+def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:
+    """What is wasted when groups of that many neighbouring ranks keep second copies of the parameters."""
+    if group > 1 and len(ranks_per_node) == 1:
+        yield f"zero_hpz_partition_size {group} saves no traffic on one node; the second copies only take memory."
+    elif group > 1 and any(ranks % group for ranks in ranks_per_node):
+        yield (
+            f"zero_hpz_partition_size {group}: the groups do not lie within nodes of {min(ranks_per_node)} ranks, and "
+            "gather their second copies over the network. Set it to the number of ranks per node."
+        )
 
 
 def _documents(run: PreparedRun) -> str:
