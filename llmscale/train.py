@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
+from llmscale.engine.device_settings import set_allocator_default
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
@@ -87,6 +88,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
 
 def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float) -> int:
     """Everything after the checks. `began` is when the process started, on perf_counter's clock."""
+    set_allocator_default(os.environ)
     from llmscale.training.build_session import open_session
 
     with explained_out_of_memory(run), open_session(run, stop, began) as session:

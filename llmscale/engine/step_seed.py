@@ -7,10 +7,13 @@ import random
 
 import numpy as np
 import torch
+from deepspeed.accelerator import get_accelerator
+
+from llmscale.engine.process_group import is_gpu
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed every global generator (Python, NumPy, torch on all devices) for one optimizer step on one rank.
+    """Seed every generator (Python's, NumPy's, torch's of the CPU and of this rank's GPU) for one optimizer step.
 
     A resumed run draws what the uninterrupted one would have drawn, bit for bit at the same world size; at another,
     ranks draw other numbers, as independent as before.
@@ -19,4 +22,8 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     number = int.from_bytes(digest, "little")
     random.seed(number)
     np.random.seed(number % 2**32)
-    torch.manual_seed(number % 2**63)
+    # Not torch.manual_seed: where CUDA is not in use it keeps each call for later, with a stack trace that takes longer
+    # than a small model's forward pass.
+    torch.default_generator.manual_seed(number % 2**63)
+    if is_gpu():
+        get_accelerator().manual_seed(number % 2**63)

@@ -21,6 +21,7 @@ from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.engine.deepspeed_engine import build_engine, check_precision
 from llmscale.engine.device_memory import device_memory_bytes
+from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
@@ -83,6 +84,7 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         world = join_world()
         report = report_on_main(world)
         run = run if is_gpu() else run.on_cpu()
+        allow_tf32(run.resolved.precision)
         _check_alike(run, world)
     if run.weights is not None:
         with clock.phase("published weights"):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from llmscale.config.batch_plan import BatchPlan
+from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
 from llmscale.errors import LlmscaleError, TrainingError
 from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
 
 #: A run that does not fit where the estimate says it should needs a change that saves at least this part of it.
 _LEAST_SAVING = 0.1
-
-#: Of torch's caching allocator: segments that grow leave no gaps between them.
-_ALLOCATOR_VARIABLE, _EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -106,15 +104,15 @@ def explain_out_of_memory(run: PreparedRun, message: str, gpu_bytes: int | None)
     lines.append(f"  {_advice(run, estimate, gpu_bytes)}")
     if gpu_bytes is not None and _is_lost_between_tensors(estimate, gpu_bytes):
         lines.append(
-            f"  or first {_ALLOCATOR_VARIABLE}={_EXPANDABLE}: all tensors together would fit, and the allocator loses "
-            "less memory between them with it"
+            f"  or first {ALLOCATOR_VARIABLES[0]}={EXPANDABLE_SEGMENTS}: all tensors together would fit, and the "
+            "allocator loses less memory between them with it"
         )
     return "\n".join(lines)
 
 
 def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
     fits = estimate.allocated_bytes + CONTEXT_BYTES <= gpu_bytes
-    return fits and "expandable_segments" not in os.environ.get(_ALLOCATOR_VARIABLE, "")
+    return fits and "expandable_segments" not in allocator_settings(os.environ)
 
 
 def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -> str:

@@ -7,6 +7,7 @@ from typing import cast
 
 from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
 from llmscale.config.hf_model import is_published
+from llmscale.engine.device_settings import describe_settings
 from llmscale.engine.process_group import World
 from llmscale.training.run_inputs import PreparedRun
 
@@ -32,6 +33,8 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
         f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} node(s), "
         f"{world.device_name}"
     )
+    if world.device.type != "cpu":
+        report(describe_settings())
     report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))
     report(f"gradients: {gradient_words(plan, ds_config)}")
     report(f"optimizer: {optimizer_words(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
