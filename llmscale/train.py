@@ -89,7 +89,7 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
     """Everything after the checks. `began` is when the process started, on perf_counter's clock."""
     from llmscale.training.build_session import open_session
 
-    with explained_out_of_memory(run), open_session(run, stop, began) as session:
+    with explained_out_of_memory(run), open_session(run, stop, heartbeat, began) as session:
         for step in range(session.step, run.resolved.total_steps):
             micro_batches = session.fetch(step)
             decision = session.agree(step)
