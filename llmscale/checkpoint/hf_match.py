@@ -88,13 +88,13 @@ def _explain(
         differences = [f"lacks {_first(missing)}"] if missing else []
         differences += [f"holds {_first(surplus)}"] if surplus else []
         return (
-            f"{source} is a {architecture}, not a causal language model: it {' and '.join(differences)}. Name the "
-            "model that it was made from."
+            f"{source} is of the class {architecture}, not a causal language model: it {' and '.join(differences)}. "
+            "Name the model that it was made from."
         )
     if [*missing] == [_HEAD] and is_decoder:
         return (
-            f"{source} is a {architecture}, the decoder without a head: it has no '{_HEAD}', and its config.json does "
-            "not tie the head to the token embedding. Name the folder of the whole language model."
+            f"{source} is of the class {architecture}, the decoder without a head: it has no '{_HEAD}', and its "
+            "config.json does not tie the head to the token embedding. Name the folder of the whole language model."
         )
     if [*missing] == [_HEAD]:
         return (

@@ -14,7 +14,7 @@ import pytest
 
 from llmscale.architecture.hf_config import HFModel, load_hf_model
 from llmscale.errors import ConfigError
-from tests.transformers_models import import_transformers
+from scripts.bench.transformers_package import import_transformers
 
 CONFIGS: dict[str, dict[str, object]] = {
     "opt-350m-like": {
