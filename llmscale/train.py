@@ -91,7 +91,7 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
     set_allocator_default(os.environ)
     from llmscale.training.build_session import open_session
 
-    with explained_out_of_memory(run), open_session(run, stop, began) as session:
+    with explained_out_of_memory(run), open_session(run, stop, heartbeat, began) as session:
         for step in range(session.step, run.resolved.total_steps):
             micro_batches = session.fetch(step)
             decision = session.agree(step)

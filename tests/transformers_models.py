@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +11,8 @@ from torch import Tensor
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.families.registry import family_of
 from llmscale.architecture.shape import GPTShape
-from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
+from scripts.bench.transformers_package import import_transformers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,25 +33,6 @@ def _converted(tensor: HFTensor, state: Mapping[str, Tensor]) -> Tensor:
     if tensor.skipped_rows:
         part = torch.cat((part.new_zeros(tensor.skipped_rows, *part.shape[1:]), part))
     return (part.t() if tensor.transposed else part).contiguous()
-
-
-def import_transformers() -> ModuleType:
-    """The transformers package, without torchvision where that is broken.
-
-    Streaming requires torchvision, and transformers imports it for images. One that was built for another
-    torch (a CPU torch beside PyPI's torchvision, say) fails in that import, and GPT2LMHeadModel with it.
-    Raises ConfigError where transformers is missing.
-    """
-    try:
-        import transformers
-        from transformers.utils import import_utils
-    except ImportError as error:
-        raise ConfigError("Hugging Face models need transformers below 5: `pip install 'llmscale[eval]'`.") from error
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, OSError, RuntimeError):
-        import_utils._torchvision_available = False
-    return transformers
 
 
 def hf_config(shape: GPTShape, eot_token: int, dtype: torch.dtype) -> PretrainedConfig:

@@ -6,7 +6,7 @@ when torch reads it (checkpoint/hf_tensors.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,9 @@ SAFETENSORS_SUFFIX, PICKLE_SUFFIX = ".safetensors", ".bin"
 #: The file that holds all weights or the one that says which file holds which, the safe format first.
 _SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_SUFFIX = ".index.json"
+_MAIN_FILES = tuple(f"{name}{suffix}" for name in _SINGLE_FILES for suffix in ("", INDEX_SUFFIX))
+#: Weights of other programs, and parts of a model without their index.
+_OTHER_FORMATS = (".safetensors", ".bin", ".pth", ".pt", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,23 @@ class WeightsFiles:
 
 def find_weights_files(folder: Path) -> WeightsFiles:
     """The files of a folder that `save_pretrained` wrote, or the Hub has. Raises CheckpointError."""
-    for name in _SINGLE_FILES:
-        if (folder / name).exists():
-            return WeightsFiles(folder, (_checked(folder / name),), {})
-        if (folder / f"{name}{INDEX_SUFFIX}").exists():
-            file_of = _load_index(folder / f"{name}{INDEX_SUFFIX}", Path(name).suffix)
-            return WeightsFiles(folder, tuple(_checked(folder / file) for file in sorted({*file_of.values()})), file_of)
+    main = choose_weights([name for name in _MAIN_FILES if (folder / name).exists()], str(folder))
+    if not main.endswith(INDEX_SUFFIX):
+        return WeightsFiles(folder, (_checked(folder / main),), {})
+    file_of = load_index(folder / main)
+    return WeightsFiles(folder, tuple(_checked(folder / file) for file in sorted({*file_of.values()})), file_of)
+
+
+def choose_weights(names: Collection[str], source: str) -> str:
+    """Of the files of a model the one that holds its weights, or the index that says which do. Raises CheckpointError,
+    which names `source` and what it has instead."""
+    for name in _MAIN_FILES:
+        if name in names:
+            return name
+    others = sorted(name for name in names if name.endswith(_OTHER_FORMATS))
+    has = f", but {others[0][:80]}{f' and {len(others) - 1} more' if len(others) > 1 else ''}" if others else ""
     raise CheckpointError(
-        f"{folder} holds no weights. Legal: {' or '.join(_SINGLE_FILES)}, or one of them in shards with its "
+        f"{source} holds no weights{has}. Legal: {' or '.join(_SINGLE_FILES)}, or one of them in shards with its "
         f"{INDEX_SUFFIX[1:]}."
     )
 
@@ -87,8 +99,9 @@ def collect_tensors(tensors: Iterable[StoredTensor]) -> dict[str, StoredTensor]:
     return stored
 
 
-def _load_index(path: Path, suffix: str) -> dict[str, str]:
-    """Tensor -> file. Raises CheckpointError for files outside of the folder, or of another kind."""
+def load_index(path: Path) -> dict[str, str]:
+    """Tensor -> file, of an index. Raises CheckpointError for files outside of the folder, or of another kind."""
+    suffix = Path(path.name.removesuffix(INDEX_SUFFIX)).suffix
     try:
         weight_map = load_json(path, Rules(CheckpointError, not_finite=True)).get("weight_map")
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from llmscale.architecture.families.family import HFTensor
@@ -16,6 +16,8 @@ LEGAL_DTYPES = ("F32", "F16", "BF16")
 _HARMLESS = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|attn\.(masked_)?bias)")
 _HEAD = "lm_head.weight"
 _MODEL_PREFIX = re.compile(r"[a-z]+\.")
+#: Ends of the names of transformers' classes that have this head.
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True)
@@ -41,30 +43,29 @@ class Piece:
 
 
 def match_tensors(
-    stored: Mapping[str, StoredTensor], wanted: Iterable[HFTensor], source: str
+    stored: Mapping[str, StoredTensor], wanted: Iterable[HFTensor], source: str, architecture: str = ""
 ) -> dict[str, tuple[Piece, ...]]:
     """Our parameters by name, with the stored tensors that make them.
 
-    Names may lack the prefix of the model without its head, as GPT-2's on the Hub do. Raises CheckpointError for what
-    is missing, has another shape or no floating-point type, and for what would be left out.
+    Names may lack the prefix of the model without its head, as GPT-2's on the Hub do. `architecture`: the class whose
+    weights they are said to be, for messages. Raises CheckpointError for what is missing, has another shape or no
+    floating-point type, and for what would be left out.
     """
     found: dict[str, tuple[Piece, ...]] = {}
     rest = dict(stored)
+    missing = []
     for tensor in wanted:
-        names = [name for name in (tensor.name, _MODEL_PREFIX.sub("", tensor.name, count=1)) if name in rest]
+        names = [name for name in (tensor.name, _without_prefix(tensor.name)) if name in rest]
         if not names:
-            raise CheckpointError(_missing(tensor, stored, source))
+            missing.append(tensor.name)
+            continue
         piece = Piece(tensor, rest.pop(names[0]))
         _check_tensor(piece, source)
         if tensor.parameter:
             found[tensor.parameter] = (*found.get(tensor.parameter, ()), piece)
     surplus = sorted(name for name in rest if name != _HEAD and not _HARMLESS.fullmatch(name))
-    if surplus:
-        more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
-        raise CheckpointError(
-            f"{source} holds '{surplus[0]}'{more}, which the model of its config.json has no place for. Name a folder "
-            "that save_pretrained wrote, of a causal language model."
-        )
+    if missing or surplus:
+        raise CheckpointError(_explain(missing, surplus, stored, source, architecture))
     return found
 
 
@@ -73,16 +74,47 @@ def has_unused_head(stored: Mapping[str, StoredTensor], pieces: Mapping[str, tup
     return _HEAD in stored and all(piece.stored.name != _HEAD for of in pieces.values() for piece in of)
 
 
-def _missing(tensor: HFTensor, stored: Mapping[str, StoredTensor], source: str) -> str:
-    if tensor.name == _HEAD:
+def _without_prefix(name: str) -> str:
+    return _MODEL_PREFIX.sub("", name, count=1)
+
+
+def _explain(
+    missing: Sequence[str], surplus: Sequence[str], stored: Mapping[str, StoredTensor], source: str, architecture: str
+) -> str:
+    """What the files are instead of the language model that config.json describes."""
+    is_language_model = not architecture or architecture.endswith(_LANGUAGE_MODELS)
+    is_decoder = not is_language_model and architecture.endswith("Model")
+    if not (is_language_model or is_decoder):
+        differences = [f"lacks {_first(missing)}"] if missing else []
+        differences += [f"holds {_first(surplus)}"] if surplus else []
+        return (
+            f"{source} is of the class {architecture}, not a causal language model: it {' and '.join(differences)}. "
+            "Name the model that it was made from."
+        )
+    if [*missing] == [_HEAD] and is_decoder:
+        return (
+            f"{source} is of the class {architecture}, the decoder without a head: it has no '{_HEAD}', and its "
+            "config.json does not tie the head to the token embedding. Name the folder of the whole language model."
+        )
+    if [*missing] == [_HEAD]:
         return (
             f"{source} has no '{_HEAD}', and its config.json does not tie the head to the token embedding. If the "
             'model is a tied one, its config.json lacks "tie_word_embeddings": true.'
         )
+    if missing:
+        names = [_without_prefix(name) for name in missing] if is_decoder else missing
+        return (
+            f"{source} has no {_first(names)} among its {len(stored):,} tensors: they are not of the model that its "
+            "config.json describes, or the download is not complete."
+        )
     return (
-        f"{source} has no '{tensor.name}' among its {len(stored):,} tensors: they are not of the model that its "
-        "config.json describes, or the download is not complete."
+        f"{source} holds {_first(surplus)}, which the model of its config.json has no place for. Name a folder that "
+        "save_pretrained wrote, of a causal language model."
     )
+
+
+def _first(names: Sequence[str]) -> str:
+    return f"'{names[0]}'{f' and {len(names) - 1:,} more' if len(names) > 1 else ''}"
 
 
 def _check_tensor(piece: Piece, source: str) -> None:

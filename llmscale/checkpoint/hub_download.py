@@ -1,49 +1,112 @@
-"""A model's files from the Hugging Face Hub: fetched once per node, while the other ranks wait."""
+"""A model's files from the Hugging Face Hub: fetched and verified once per node, while the other ranks wait."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
+import re
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from llmscale.checkpoint.hf_files import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
+from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
 from llmscale.engine.collectives import gather, together
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError
+from llmscale.untrusted.hub import hub_endpoint, is_offline, list_hub_files, read_token
+from llmscale.untrusted.hub_cache import find_snapshot, hub_cache, note_absent
 
-#: Weights and what describes them; nothing that is run, and no copies in other formats (they lie in folders).
-_WANTED = ("*.safetensors", "*.json")
-_UNWANTED = ("*/*",)
+#: What describes a model and its tokens; nothing that is run.
+_DESCRIPTION = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
 #: Between two looks at whether the downloads have ended: no collective waits longer, however long they take.
-_POLL_S = 2.0
+_FIRST_POLL_S, _POLL_S = 0.05, 2.0
+#: The Hub's name for the contents of a large file (its X-Linked-ETag), after which the cache names the file.
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_VERIFIED_NAME = ".llmscale-verified"
+_CHUNK_BYTES = 1 << 22
 
 
 class _Download(threading.Thread):
     """Beside the collectives, so that a download may take longer than one of them may."""
 
-    def __init__(self, name: str, source: str) -> None:
+    def __init__(self, name: str, source: str, here: Path | None) -> None:
+        """`here`: what the cache has already, whole."""
         super().__init__(daemon=True)
-        self._model, self._source = name, source
-        self.folder: Path | None = None
+        self._name, self._source = name, source
+        self._cache = hub_cache(name.partition("@")[0])
+        self._hashed_bytes = 0
+        self.folder = here
         self.failure: Exception | None = None
 
     def run(self) -> None:
         try:
-            self.folder = _snapshot(self._model, self._source)
+            self.folder = self.folder or _fetch(self._name, self._source)
+            self._verify(find_weights_files(self.folder).files)
         except Exception as error:  # raised again by the rank's own thread
             self.failure = error
 
+    def done_bytes(self) -> int:
+        """Grows while it gets on: bytes in the cache, parts of files included, and bytes that were verified."""
+        return self._hashed_bytes + sum(map(_size_bytes, self._cache.glob("blobs/*")))
 
-def download_model(name: str, source: str, here: Path | None, world: World) -> Path:
-    """The folder with a model's safetensors and JSON files in the Hub's cache on this node. Collective.
+    def _verify(self, files: Iterable[Path]) -> None:
+        """Hold files against the Hub's sha256 of them, once each. Raises CheckpointError."""
+        for blob in (path.resolve() for path in files):
+            # Copied without its links, a cache does not say what its files should be.
+            if not _SHA256.fullmatch(blob.name):
+                continue
+            status = blob.stat()
+            note, seen = self._cache / _VERIFIED_NAME / blob.name, f"{status.st_size} {status.st_mtime_ns}"
+            if note.is_file() and note.read_text(errors="replace") == seen:
+                continue
+            if (found := self._hash(blob)) != blob.name:
+                raise CheckpointError(
+                    f"{self._source}: {blob} is damaged: its sha256 is {found[:12]}..., the Hub's {blob.name[:12]}.... "
+                    "Remove it, and it is fetched again."
+                )
+            with contextlib.suppress(OSError):  # verified it is, also where nothing can be kept
+                note.parent.mkdir(exist_ok=True)
+                note.write_text(seen)
 
-    `source` names it in messages; `here` is where this node has it already. Where it has not, its first rank fetches
-    it. Raises CheckpointError on every rank.
+    def _hash(self, path: Path) -> str:
+        digest = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                self._hashed_bytes += len(chunk)
+        return digest.hexdigest()
+
+
+def provide_model(
+    name: str | None, source: str, here: Path | None, world: World, progress: Callable[[], object]
+) -> Path:
+    """The folder with a model's weights and JSON files in the Hub's cache on this node, verified. Collective.
+
+    `name`: NAME@COMMIT, None for a folder of the user's, which is `here`. `source` names it in messages; `here` is
+    where this node has it already. Where it has not, its first rank fetches it. `progress` is called on every rank when
+    any gets on. Raises DataError on every rank.
     """
-    download = _Download(name, source) if world.local_rank == 0 and here is None else None
+    download = None if name is None or world.local_rank else _Download(name, source, here)
     if download is not None:
         download.start()
-    while not all(gather(world.control, download is None or not download.is_alive())):
-        time.sleep(_POLL_S)
+    before, wait_s = list[int](), _FIRST_POLL_S
+    while True:
+        is_done = download is None or not download.is_alive()
+        ranks = gather(world.control, (is_done, download.done_bytes() if download else 0))
+        done_bytes = [number for _, number in ranks]
+        if done_bytes != before:
+            progress()
+        if all(is_done for is_done, _ in ranks):
+            break
+        before = done_bytes
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _POLL_S)
 
     def outcome() -> Path | None:
         if download is None:
@@ -58,16 +121,61 @@ def download_model(name: str, source: str, here: Path | None, world: World) -> P
     return folder
 
 
-def _snapshot(name: str, source: str) -> Path:
+def _fetch(name: str, source: str) -> Path:
+    """Exactly what is needed of NAME@COMMIT: its description, and its weights in one format, the safe one first."""
+    model, _, commit = name.partition("@")
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise ConfigError(f"{source}: the Hub needs huggingface_hub: pip install huggingface_hub.") from None
+
+    def fetch(names: Iterable[str]) -> Path:
+        # A name may look like a pattern.
+        patterns, cache = [glob.escape(name) for name in names], hub_cache(model).parent
+        endpoint, token = hub_endpoint(), read_token() or False
+        return Path(
+            snapshot_download(
+                model, revision=commit, allow_patterns=patterns, cache_dir=cache, endpoint=endpoint, token=token
+            )
+        )
+
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)))
+        if is_offline():
+            raise OSError("HF_HUB_OFFLINE is set")
+        listed = list_hub_files(name, CheckpointError)
+        main = choose_weights(listed, f"{source} on the Hub")
+        described = [part for part in listed if part in _DESCRIPTION]
+        for absent in {*VOCABULARY_NAMES} - {*listed}:
+            note_absent(model, commit, absent)
+        folder = fetch([*described, main])
+        if main.endswith(INDEX_SUFFIX):
+            folder = fetch({*load_index(folder / main).values()})
+        return folder
+    except CheckpointError:
+        raise
     except Exception as error:  # its own kinds, those of its transport, and OSError
-        reason = " ".join(str(error).split())[:300]
+        if (cached := _cached_weights(model, commit)) is not None:
+            return cached
+        reason = " ".join(str(getattr(error, "reason", None) or error).split())[:300]
         raise CheckpointError(
             f"{source} cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason}). Download its "
-            "safetensors and JSON files and name their folder; what needs permission is fetched with HF_TOKEN set."
+            "weights and JSON files and name their folder; what needs permission is fetched with HF_TOKEN set or after "
+            "`huggingface-cli login`."
         ) from None
+
+
+def _cached_weights(model: str, commit: str) -> Path | None:
+    """The cache's folder when it has all weights, though not all that describes them."""
+    folder = find_snapshot(model, commit, "config.json")
+    try:
+        return folder and find_weights_files(folder).folder
+    except CheckpointError:
+        return None
+
+
+def _size_bytes(path: Path) -> int:
+    """Of a file that may be renamed at any moment."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

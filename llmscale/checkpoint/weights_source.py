@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -52,6 +52,8 @@ class PublishedWeights:
     name: str
     pieces: Mapping[str, tuple[Piece, ...]]
     """Of each of our parameters."""
+    progress: Callable[[], object]
+    """Called before each of them is read."""
 
     def load_into(self, engine: DeepSpeedEngine, group: dist.ProcessGroup) -> None:
         together(group, lambda: self._fill(engine))
@@ -63,6 +65,7 @@ class PublishedWeights:
             for name, view in views.items():
                 if name not in self.pieces:
                     raise CheckpointError(f"{self.name} has no '{name}': its config.json describes another model.")
+                self.progress()
                 fill_view(view, self.pieces[name])
                 left.discard(name)
         if left:

@@ -73,6 +73,14 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
     _add_source_arguments(parser)
     parser.add_argument("--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the prepared set")
+    _add_token_arguments(parser)
+    _add_sample_arguments(parser)
+    _add_shard_arguments(parser)
+    parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
+    parser.set_defaults(handler=_prepare)
+
+
+def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         type=flag_type.path_or_url,
@@ -92,6 +100,9 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="special tokens written out in a text become those tokens (default: they are text)",
     )
+
+
+def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seq-len",
         type=flag_type.whole(1, limits.MAX_SEQ_LEN),
@@ -117,6 +128,9 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         action="store_true",
         help="leave the training windows in the order of the text (default: every shard is a random part of it)",
     )
+
+
+def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-mb",
         type=flag_type.whole(1, 4095),
@@ -131,8 +145,6 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="N",
         help="tokenising processes (default: one per core)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
-    parser.set_defaults(handler=_prepare)
 
 
 def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -79,7 +79,12 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what is a fault, and how often it is tried again")
     for flag, default, lowest, text in (
-        ("--start-timeout-s", 1800.0, 0.001, "a rank must finish its first step within this time"),
+        (
+            "--start-timeout-s",
+            1800.0,
+            0.001,
+            "a rank must do its first step, or more of a download, in this time",
+        ),
         ("--hang-timeout-s", 600.0, 0.001, "the longest time between two steps, validation and saves included"),
         ("--lost-after-s", 30.0, 4.0, "a host that is silent for so long is lost"),
         ("--connect-timeout-s", 45.0, 0.001, "a host that does not answer by then is left out"),

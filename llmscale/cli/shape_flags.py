@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import TYPE_CHECKING, get_type_hints
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
@@ -13,6 +14,17 @@ if TYPE_CHECKING:  # pydantic takes longer to import than everything else, and o
 
 #: What of a RunConfig says what is computed, beside the sizes that the data set decides.
 MODEL_KEYS = (*SHAPE_KEYS, "document_mask")
+
+#: Those that are numbers, within the bounds that train.py has, so that all flags of a command err in the same words.
+_NUMBERS: dict[str, Callable[[str], float]] = {
+    "n_layer": flag_type.whole(1, limits.MAX_LAYERS),
+    **dict.fromkeys(("n_head", "n_kv_head"), flag_type.whole(1, limits.MAX_HEADS)),
+    **dict.fromkeys(("n_embd", "head_dim", "mlp_width"), flag_type.whole(1, limits.MAX_WIDTH)),
+    "sliding_window": flag_type.whole(0, limits.MAX_SEQ_LEN),
+    "dropout": flag_type.number(0, 1, below=True),
+    "norm_eps": flag_type.number(0, 1, above=True),
+    "rope_theta": flag_type.number(0, limits.MAX_ROPE_THETA, above=True),
+}
 
 
 def add_shape_flags(group: argparse._ArgumentGroup) -> None:
@@ -35,7 +47,8 @@ def add_shape_flags(group: argparse._ArgumentGroup) -> None:
         if types.get(key, bool) in (bool, bool | None):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
         else:
-            group.add_argument(flag, type=flag_type.name, metavar=key.rpartition("_")[2].upper(), help=text)
+            kind = _NUMBERS.get(key, flag_type.name)
+            group.add_argument(flag, type=kind, metavar=key.rpartition("_")[2].upper(), help=text)
 
 
 def given_model(args: argparse.Namespace) -> dict[str, object]:

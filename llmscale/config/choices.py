@@ -78,6 +78,17 @@ def optimizer_words(config: RunConfig, schedule: Schedule, gradient_clipping: fl
     )
 
 
+def rate_warning(config: RunConfig, schedule: Schedule) -> str | None:
+    """Of a run that begins with trained weights and has a rate for new ones; None where there is nothing to say."""
+    if config.init_from is None or config.lr is not None:
+        return None
+    return (
+        f"the weights are trained, and the peak learning rate of {schedule.peak_lr:.2e} is {_default_of(config)} for "
+        f"training from scratch. Continue with less, such as --lr {schedule.peak_lr / 10:.1e}, or keep it with --lr "
+        f"{schedule.peak_lr:.1e}"
+    )
+
+
 def schedule_words(schedule: Schedule) -> str:
     """`117 warm-up steps, cosine to 6.00e-05`."""
     floor = f" to {schedule.peak_lr * schedule.min_lr_frac:.2e}" if schedule.name != "constant" else ""

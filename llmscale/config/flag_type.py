@@ -31,17 +31,19 @@ def whole(lowest: int, highest: int) -> Callable[[str], int]:
     return parse
 
 
-def number(lowest: float, highest: float, *, above: bool = False) -> Callable[[str], float]:
-    """A number from `lowest` (`above`: beyond it) to `highest`."""
+def number(lowest: float, highest: float, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
+    """A number from `lowest` (`above`: beyond it) to `highest` (`below`: short of it)."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not (lowest < value if above else lowest <= value) or not value <= highest:
+        is_enough = lowest < value if above else lowest <= value
+        if not is_enough or not (value < highest if below else value <= highest):
             bound = f"above {lowest:g}" if above else f"of at least {lowest:g}"
-            most = f" and at most {highest:g}" if highest <= 1 or _is_beyond(text, highest) else ""
+            most = f" and {'below' if below else 'at most'} {highest:g}"
+            most = most if highest <= 1 or _is_beyond(text, highest) else ""
             raise argparse.ArgumentTypeError(f"must be a number {bound}{most}, not '{text}'")
         return value
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.architecture.families.config_keys import Keys
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.families.registry import get_family, read_shape
-from llmscale.architecture.hf_config import CONFIG_NAME, find_folder, read_config
+from llmscale.architecture.hf_config import CONFIG_NAME, find_config
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.arguments import build_run_config
 from llmscale.config.presets import get_preset, nearest_preset
@@ -36,9 +37,14 @@ class PublishedModel:
     source: str
     """The flag and its value, for messages."""
     name: str
-    """FOLDER or NAME."""
+    """FOLDER, NAME or NAME@REVISION."""
+    hub_name: str | None
+    """NAME@COMMIT on the Hub; None for a folder of the user's."""
     folder: Path | None
-    """None: on the Hub, and not in its cache here."""
+    """With its config.json; of a model on the Hub the cache's, which may lack the rest. None where the cache cannot be
+    written."""
+    architecture: str
+    """The class that its weights are said to be of; empty where config.json does not say."""
     tensors: tuple[HFTensor, ...]
     """That its files should hold."""
     shape: GPTShape
@@ -63,15 +69,17 @@ def read_published_model(flag: str, value: str) -> PublishedModel:
         check_path(name)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}.") from None
-    folder = find_folder(name)
-    if folder is not None and (folder / _ADAPTER_CONFIG).exists():
+    path = Path(name)
+    if ((path.parent if path.is_file() else path) / _ADAPTER_CONFIG).exists():
         raise ConfigError(
             f"{source} holds {_ADAPTER_CONFIG}: an adapter, not a model. Merge it into its model (peft: "
             "merge_and_unload, then save_pretrained) and name that folder."
         )
-    config = read_config(name, source)
-    shape = build_shape(read_shape(config, source))
-    return PublishedModel(source, name, folder, tuple(get_family(config, source).tensors(shape)), shape)
+    found = find_config(name, source)
+    shape = build_shape(read_shape(found.entries, source))
+    tensors = tuple(get_family(found.entries, source).tensors(shape))
+    said = Keys(found.entries, source).texts("architectures")
+    return PublishedModel(source, name, found.hub_name, found.folder, said[0][:80] if said else "", tensors, shape)
 
 
 def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:

@@ -13,6 +13,7 @@ MAX_WIDTH = 1 << 20
 #: Tokens per sequence.
 MAX_SEQ_LEN = 1 << 24
 MAX_VOCAB = 1 << 24
+MAX_ROPE_THETA = 1e15
 #: Sequences per optimizer step.
 MAX_BATCH = 1 << 30
 #: Tokens per optimizer step.

@@ -79,7 +79,7 @@ class RunConfig(BaseModel):
     """Norms before attention and MLP, or behind them (OLMo 2); default: the preset's."""
     positions: Positions | None = None
     """Learned vectors, or rotations of queries and keys; default: the preset's."""
-    rope_theta: float | None = Field(None, gt=0, le=1e15)
+    rope_theta: float | None = Field(None, gt=0, le=limits.MAX_ROPE_THETA)
     """Base of the rotations' wavelengths; default: the preset's."""
     rope_scaling: NonBlank | None = None
     """none, linear:FACTOR, or llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN; default: the preset's."""

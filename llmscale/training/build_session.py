@@ -26,6 +26,7 @@ from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
+from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.live_run import LiveRun
 from llmscale.training.memory_report import estimate_line, estimate_run
 from llmscale.training.metrics import MetricsLog
@@ -67,18 +68,23 @@ class StartupClock:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def open_session(run: PreparedRun, stop: StopRequest, began: float) -> Session:
+def open_session(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float) -> Session:
     """Everything up to the first step. Collective. Raises LlmscaleError on every rank when it cannot start on one."""
     claim = RunFolderClaim(run.config.run)
     stop.before_early_end.append(claim.give_up)
     try:
-        return _open_session(run, stop, began, claim)
+        return _open_session(run, stop, heartbeat, began, claim)
     except BaseException:
         claim.give_up()
         raise
 
 
-def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunFolderClaim) -> Session:
+def _open_session(
+    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, claim: RunFolderClaim
+) -> Session:
+    def progress() -> None:
+        heartbeat.beat("starting")
+
     clock = StartupClock({"checks and imports": time.perf_counter() - began})
     with clock.phase("ranks"):
         world = join_world()
@@ -88,7 +94,7 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
         _check_alike(run, world)
     if run.weights is not None:
         with clock.phase("published weights"):
-            run = replace(run, weights=complete_published_weights(run.weights, run.location, world))
+            run = replace(run, weights=complete_published_weights(run.weights, run.location, world, progress))
     with clock.phase("ranks"):
         claim_one_run_folder(claim, world)
     with clock.phase("checkpoint check"):
@@ -101,7 +107,7 @@ def _open_session(run: PreparedRun, stop: StopRequest, began: float, claim: RunF
     with clock.phase("engine"):
         engine = build_engine(run.config, run.resolved)
     with clock.phase("checkpoint load"):
-        _load(run, engine, point, world, report)
+        _load(run, engine, point, world, report, progress)
     wandb_run = _start_wandb(run, world, state)
     history = enter_history(run.config.run, point, world.control, report)
     on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
@@ -205,10 +211,11 @@ def _load(
     point: ResumePoint | None,
     world: World,
     report: Callable[[str], None],
+    progress: Callable[[], object],
 ) -> None:
     """Fill the engine from the checkpoint, or from another run's weights."""
     if point is None:
-        source = _first_weights(run, world, report)
+        source = _first_weights(run, world, report, progress)
         if source is not None:
             source.load_into(engine, world.control)
             report(f"weights from {source.name}; everything else starts at step 0")
@@ -223,13 +230,16 @@ def _load(
         )
 
 
-def _first_weights(run: PreparedRun, world: World, report: Callable[[str], None]) -> WeightsSource | None:
+def _first_weights(
+    run: PreparedRun, world: World, report: Callable[[str], None], progress: Callable[[], object]
+) -> WeightsSource | None:
     """Where a run that begins has its weights from; None for none. Collective."""
     if run.weights is not None:
         for note in run.weights.notes:
             report(note)
         assert run.weights.pieces is not None
-        return PublishedWeights(f"{PREFIX}{run.weights.model.name}", run.weights.pieces)
+        model = run.weights.model
+        return PublishedWeights(f"{PREFIX}{model.hub_name or model.name}", run.weights.pieces, progress)
     if run.config.init_from is None:
         return None
     return CheckpointWeights(find_named_checkpoint(run.config.init_from, "--init-from", world.control, report))

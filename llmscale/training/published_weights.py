@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weights_files, list_safetensors
 from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
-from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
+from llmscale.config.hf_model import PublishedModel
 from llmscale.data.shards.dataset_source import SetLocation
-from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
+from llmscale.errors import CheckpointError, DataError
+from llmscale.untrusted.hub import is_known_absent, is_offline
 from llmscale.untrusted.paths import open_regular
 
 if TYPE_CHECKING:
@@ -42,28 +44,32 @@ def find_published_weights(model: PublishedModel, location: SetLocation) -> Foun
     shapes, or too many.
     """
     found = FoundWeights(model, notes=_check_positions(model, location))
-    if model.folder is None:
-        return found
     try:
+        # On the Hub alone: it must be fetched, and the cache may have a part of it.
+        if model.folder is None:
+            return found
         files = find_weights_files(model.folder)
     except CheckpointError:
-        if model.folder == Path(model.name):
+        if model.hub_name is None:
             raise
-        # The Hub's cache has a part of it.
-        return replace(found, model=replace(model, folder=None))
-    if files.are_pickles:
-        return replace(found, files=files.files)
-    return _match(found, files, list_safetensors(files), location)
+        return found
+    if model.hub_name is not None and _may_have_tokenizer(model.hub_name, files.folder):
+        return found
+    found = replace(found, files=files.files)
+    return found if files.are_pickles else _match(found, files, list_safetensors(files), location)
 
 
-def complete_published_weights(found: FoundWeights, location: SetLocation, world: World) -> FoundWeights:
-    """The rest: download what is on the Hub, look into a pickle. Collective. Raises as find_published_weights."""
-    from llmscale.checkpoint.hub_download import download_model
+def complete_published_weights(
+    found: FoundWeights, location: SetLocation, world: World, progress: Callable[[], object]
+) -> FoundWeights:
+    """The rest: download what is on the Hub and verify it, look into a pickle. Collective; `progress` is called while
+    it gets on. Raises as find_published_weights."""
+    from llmscale.checkpoint.hub_download import provide_model
     from llmscale.engine.collectives import gather, together
 
-    model, folder = found.model, found.model.folder
-    if not all(gather(world.control, folder is not None)):
-        folder = download_model(model.name, model.source, folder, world)
+    model, folder = found.model, found.model.folder if found.files else None
+    if any(gather(world.control, model.hub_name is not None)):
+        folder = provide_model(model.hub_name, model.source, folder, world, progress)
 
     def complete() -> FoundWeights:
         from llmscale.checkpoint.hf_tensors import list_tensors
@@ -71,9 +77,8 @@ def complete_published_weights(found: FoundWeights, location: SetLocation, world
         if found.pieces is not None:
             return found
         assert folder is not None
-        complete_model = _reread(model, folder) if model.folder is None else model
         files = find_weights_files(folder)
-        return _match(replace(found, model=complete_model), files, list_tensors(files), location)
+        return _match(replace(found, model=replace(model, folder=folder)), files, list_tensors(files), location)
 
     return together(world.control, complete)
 
@@ -93,21 +98,17 @@ def _fingerprint(path: Path) -> str:
     return f"{size} bytes, {digest.hexdigest()[:16]}"
 
 
-def _reread(model: PublishedModel, folder: Path) -> PublishedModel:
-    """The model as the files describe it that were downloaded."""
-    fetched = read_published_model(model.source.split()[0], f"{PREFIX}{folder}")
-    if fetched.shape != model.shape:
-        raise ConfigError(
-            f"{model.source}: the Hub's files changed while they were fetched, and are of another shape. Start again."
-        )
-    return replace(fetched, source=model.source, name=model.name)
+def _may_have_tokenizer(hub_name: str, folder: Path) -> bool:
+    """Whether a cached model lacks the vocabulary that the Hub may have of it: without one only sizes are compared."""
+    is_here = any((folder / name).is_file() for name in VOCABULARY_NAMES)
+    return not (is_here or is_offline() or all(is_known_absent(hub_name, name) for name in VOCABULARY_NAMES))
 
 
 def _match(
     found: FoundWeights, files: WeightsFiles, stored: Mapping[str, StoredTensor], location: SetLocation
 ) -> FoundWeights:
     model = found.model
-    pieces = match_tensors(stored, model.tensors, model.source)
+    pieces = match_tensors(stored, model.tensors, model.source, model.architecture)
     notes = [*found.notes, *_check_tokenizer(files.folder, location)]
     if has_unused_head(stored, pieces):
         notes.append(

@@ -11,7 +11,7 @@ import torch
 
 from llmscale.data.loader import MicroBatch
 from llmscale.data.sample_log import ids_checksum
-from llmscale.engine.collectives import Decision, agree
+from llmscale.engine.collectives import Decision, agree, gather
 from llmscale.engine.deepspeed_engine import set_learning_rate
 from llmscale.engine.loss_scaling import explain_smallest_scale
 from llmscale.engine.process_group import leave_world
@@ -110,13 +110,16 @@ class Session:
         live, total = self.live, self.live.run.resolved.total_steps
         if self.step > live.first_step:
             self.checkpoints.finish(self.step)
-        stopped = self.stop.received and self.step < total
-        why = f"stopped by {self.stop.received[0]}" if stopped else "finished"
-        if self.step < total and not stopped:
-            why = "stopped by a signal on another rank"
+        why = "finished" if self.step == total else f"stopped by {self._reason()}"
         live.report(f"{why} at step {self.step} of {total}; run folder: {live.run.config.run}")
         if live.log:
             live.log.log_event(why.split()[0], step=self.step, reason=why)
+
+    def _reason(self) -> str:
+        """Why the ranks agreed to stop: the main rank's reason, or whose it was. Collective."""
+        reasons = gather(self.live.world.control, next(iter(self.stop.received), None))
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason is not None)
+        return f"{reason} on rank {rank}" if rank else reason
 
     def _check_ids(self, step: int, ids_sum: int) -> None:
         """The ranks' samples together must be exactly the global batch that the order gives for this step."""

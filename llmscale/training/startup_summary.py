@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
-from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
+from llmscale.config.choices import (
+    batch_words,
+    gradient_words,
+    optimizer_words,
+    preset_words,
+    rate_warning,
+    steps_words,
+)
 from llmscale.config.hf_model import is_published
 from llmscale.engine.device_settings import describe_settings
 from llmscale.engine.process_group import World
@@ -38,6 +45,8 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
     report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))
     report(f"gradients: {gradient_words(plan, ds_config)}")
     report(f"optimizer: {optimizer_words(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
+    if high_rate := rate_warning(config, resolved.schedule):
+        report(f"WARNING: {high_rate}")
     report(
         f"data: {run.location.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
         f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"

@@ -1,6 +1,7 @@
-"""Small files of a model on the Hugging Face Hub: from its cache on this machine, else over the network.
+"""A model on the Hugging Face Hub, and small files of it: from its cache on this machine, else over the network.
 
-One attempt, bounded in size and time: huggingface_hub would retry for half a minute, and print each attempt.
+One attempt, bounded in size and time: huggingface_hub would retry for half a minute, and print each attempt. What is
+fetched is kept where huggingface_hub keeps it, and by one process at a time: of a host's ranks, one asks the Hub.
 """
 
 from __future__ import annotations
@@ -13,13 +14,25 @@ from pathlib import Path
 
 from llmscale.errors import LlmscaleError
 from llmscale.untrusted.documents import Rules, parse_json
-from llmscale.untrusted.paths import read_regular
+from llmscale.untrusted.hub_cache import (
+    absence_path,
+    cached_commits,
+    find_snapshot,
+    hub_home,
+    is_commit,
+    keep_files,
+    note_absent,
+    one_at_a_time,
+)
+from llmscale.untrusted.paths import is_plain_name, read_regular
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]*)?", re.ASCII)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _TIMEOUT_S = 10.0
 #: The Hub's answer about a model lists all its files.
 _INFO_BYTES = 4 << 20
+#: Those of the Hub have 37 letters; other servers may give longer ones.
+_TOKEN = re.compile(r"[!-~]{1,2000}")
+_TOKEN_FILE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -30,6 +43,8 @@ class HubFiles:
     """NAME@COMMIT, which names the same files for ever."""
     contents: dict[str, bytes]
     """By file name; those that the model lacks are left out."""
+    folder: Path | None
+    """Where the cache has them; None where it cannot be written."""
 
 
 def is_hub_name(name: str) -> bool:
@@ -38,72 +53,82 @@ def is_hub_name(name: str) -> bool:
 
 
 def read_hub_files(
-    name: str, needed: str, others: Iterable[str], max_bytes: int, error: type[LlmscaleError]
+    name: str, needed: str, others: Iterable[str], max_bytes: int, error: type[LlmscaleError], source: str = ""
 ) -> HubFiles:
     """`needed` and those of `others` that there are, each of at most `max_bytes`, all of one commit.
 
-    `name` is one that is_hub_name takes; without @REVISION it is the newest, in the cache where that has it. Raises
-    `error` when `needed` cannot be had.
+    `name` is one that is_hub_name takes; without @REVISION it is the newest, in the cache where that has `needed`.
+    `source` names it in messages. Raises `error` when `needed` cannot be had.
     """
     model, _, revision = name.partition("@")
-    snapshot = find_snapshot(model, revision or "main", needed)
-    names = (needed, *others)
+    names, source = (needed, *others), source or name
     try:
-        if snapshot is not None:
-            found = {part: snapshot / part for part in names if (snapshot / part).is_file()}
-            contents = {part: read_regular(path, max_bytes) for part, path in found.items()}
-            return HubFiles(f"{model}@{snapshot.name}", contents)
-        if is_offline():
-            raise OSError("HF_HUB_OFFLINE is set")
-        commit = _commit_of(model, revision or "main", error)
-        fetched = {part: fetch_from_hub(f"{model}/resolve/{commit}/{part}", max_bytes) for part in names}
+        snapshot = find_snapshot(model, revision or "main", needed)
+        if snapshot is None or any(_may_be_fetched(model, snapshot, part) for part in names):
+            with one_at_a_time(model):
+                return _read_or_fetch(model, revision or "main", names, max_bytes, error)
+        return HubFiles(f"{model}@{snapshot.name}", _read_snapshot(snapshot, names, max_bytes), snapshot)
+    except FileNotFoundError:
+        raise error(f"{model} on the Hub has no {needed} at the revision {revision or 'main'}.") from None
     except (OSError, ValueError) as fault:
-        reason = " ".join(str(getattr(fault, "reason", None) or getattr(fault, "strerror", None) or fault).split())
         raise error(
-            f"{name} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
-            f"({reason}). Download the model's {needed} with the files beside it, and give their folder."
+            f"{source} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
+            f"({_reason(fault)}). {cached_commits(model)}Download the model's {needed} with the files beside it, and "
+            "give their folder."
         ) from None
-    present = {part: given for part, given in fetched.items() if given is not None}
-    if needed not in present:
-        raise error(f"{model} on the Hub has no {needed} at the revision {revision or 'main'}.")
-    return HubFiles(f"{model}@{commit}", present)
+
+
+def _read_or_fetch(
+    model: str, revision: str, names: tuple[str, ...], max_bytes: int, error: type[LlmscaleError]
+) -> HubFiles:
+    """Read what the cache has and fetch the rest, the first of `names` in any case. Raises FileNotFoundError when the
+    Hub has no such file, OSError, ValueError, `error`."""
+    # Another process may have fetched them meanwhile.
+    snapshot = find_snapshot(model, revision, names[0])
+    if snapshot is None and is_offline():
+        raise OSError("HF_HUB_OFFLINE is set")
+    commit = _commit_of(model, revision, error) if snapshot is None else snapshot.name
+    contents = {} if snapshot is None else _read_snapshot(snapshot, names, max_bytes)
+    for part in names:
+        if part in contents or not (snapshot is None or _may_be_fetched(model, snapshot, part)):
+            continue
+        try:
+            fetched = fetch_from_hub(f"{model}/resolve/{commit}/{part}", max_bytes)
+        except OSError:
+            if snapshot is None:
+                raise
+            break  # without the network, what is cached is all there is
+        if fetched is not None:
+            contents[part] = fetched
+        elif part == names[0]:
+            raise FileNotFoundError(part)
+        else:
+            note_absent(model, commit, part)
+    return HubFiles(f"{model}@{commit}", contents, keep_files(model, revision, commit, contents))
+
+
+def list_hub_files(name: str, error: type[LlmscaleError]) -> list[str]:
+    """Plain names of the files of NAME@REVISION, those in its folders left out. Raises OSError, ValueError, `error`."""
+    model, _, revision = name.partition("@")
+    siblings = _ask_about(model, revision or "main", error).get("siblings")
+    names = [entry.get("rfilename") for entry in siblings if isinstance(entry, dict)] if type(siblings) is list else []
+    return [part for part in names if isinstance(part, str) and is_plain_name(part)]
+
+
+def hub_endpoint() -> str:
+    """The Hub, or what the user has in its place."""
+    return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
 def is_offline() -> bool:
     """Whether the user forbade the network, in huggingface_hub's words."""
-    return os.environ.get("HF_HUB_OFFLINE", "0").lower() in ("1", "true", "yes", "on")
+    return _is_set("HF_HUB_OFFLINE")
 
 
-def hub_cache(model: str) -> Path:
-    """Where huggingface_hub keeps a model on this machine."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / f"models--{model.replace('/', '--')}"
-
-
-def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
-    """The cached folder of a revision that holds `needed`; of a branch, what it was when it was fetched."""
-    cache = hub_cache(model)
-    commit = revision
-    if not _COMMIT.fullmatch(revision):
-        try:
-            commit = read_regular(cache / "refs" / revision, 64).decode("ascii").strip()
-        except (OSError, ValueError):
-            return None
-    folder = cache / "snapshots" / commit
-    return folder if _COMMIT.fullmatch(commit) and (folder / needed).is_file() else None
-
-
-def _commit_of(model: str, revision: str, error: type[LlmscaleError]) -> str:
-    """The commit that a branch or tag is at now. Raises OSError, ValueError, `error`."""
-    if _COMMIT.fullmatch(revision):
-        return revision
-    answer = fetch_from_hub(f"api/models/{model}/revision/{revision}", _INFO_BYTES)
-    if answer is None:
-        raise OSError(f"the Hub knows no model {model} with a revision {revision}")
-    commit = parse_json(answer, Rules(error, max_bytes=_INFO_BYTES), f"The Hub's answer about {model}").get("sha")
-    if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
-        raise ValueError("its answer names no commit")
-    return commit
+def is_known_absent(name: str, part: str) -> bool:
+    """Whether NAME@COMMIT is known to have no such file, so that nobody asks again."""
+    model, _, commit = name.partition("@")
+    return absence_path(model, commit, part).exists()
 
 
 def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
@@ -112,9 +137,8 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
     import urllib.error  # brings the whole of http, ssl and email
     import urllib.request
 
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    request = urllib.request.Request(f"{endpoint}/{place}")
-    if token := os.environ.get("HF_TOKEN"):
+    request = urllib.request.Request(f"{hub_endpoint()}/{place}")
+    if token := read_token():
         # Not to where the Hub redirects to: large files lie with others.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
@@ -123,10 +147,67 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
     except urllib.error.HTTPError as fault:
         if fault.code == 404:
             return None
-        hint = "" if fault.code not in (401, 403) else "; a model with conditions needs its reader's HF_TOKEN"
+        hint = "; a model with conditions needs its reader's login or HF_TOKEN" if fault.code in (401, 403) else ""
         raise OSError(f"the Hub answers {fault.code} {fault.reason} for {place}{hint}") from None
     except http.client.HTTPException as fault:
         raise OSError(f"the Hub's answer for {place} breaks off or is none: {type(fault).__name__}") from None
     if len(contents) > max_bytes:
         raise ValueError(f"{place} is larger than the {max_bytes:,} bytes that it may have")
     return contents
+
+
+def read_token() -> str | None:
+    """The user's token for the Hub, HF_TOKEN or what `huggingface-cli login` keeps; None for neither.
+
+    Raises OSError, ValueError, which do not show what is there.
+    """
+    if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
+        return None
+    path = Path(os.environ.get("HF_TOKEN_PATH", hub_home() / "token")).expanduser()
+    token, place = os.environ.get("HF_TOKEN", "").strip(), "HF_TOKEN"
+    if not token:
+        try:
+            token, place = read_regular(path, _TOKEN_FILE_BYTES).decode("ascii", "replace").strip(), str(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as fault:
+            raise OSError(f"the login file {path} cannot be read: {fault.strerror}") from None
+    if token and not _TOKEN.fullmatch(token):
+        raise ValueError(f"{place} holds no token: one is a line of letters, digits and signs without spaces")
+    return token or None
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "0").lower() in ("1", "true", "yes", "on")
+
+
+def _reason(fault: Exception) -> str:
+    return " ".join(str(getattr(fault, "reason", None) or getattr(fault, "strerror", None) or fault).split())
+
+
+def _commit_of(model: str, revision: str, error: type[LlmscaleError]) -> str:
+    """The commit that a branch or tag is at now. Raises OSError, ValueError, `error`."""
+    if is_commit(revision):
+        return revision
+    commit = _ask_about(model, revision, error).get("sha")
+    if not isinstance(commit, str) or not is_commit(commit):
+        raise ValueError("its answer names no commit")
+    return commit
+
+
+def _ask_about(model: str, revision: str, error: type[LlmscaleError]) -> dict[str, object]:
+    """What the Hub says of a model. Raises OSError, ValueError, `error`."""
+    answer = fetch_from_hub(f"api/models/{model}/revision/{revision}", _INFO_BYTES)
+    if answer is None:
+        raise OSError(f"the Hub knows no model {model} with a revision {revision}")
+    rules = Rules(error, max_bytes=_INFO_BYTES, not_finite=True, large_numbers=True)
+    return parse_json(answer, rules, f"The Hub's answer about {model}")
+
+
+def _read_snapshot(snapshot: Path, names: Iterable[str], max_bytes: int) -> dict[str, bytes]:
+    return {part: read_regular(snapshot / part, max_bytes) for part in names if (snapshot / part).is_file()}
+
+
+def _may_be_fetched(model: str, snapshot: Path, part: str) -> bool:
+    """Whether a file that a cached folder lacks may be on the Hub."""
+    return not ((snapshot / part).is_file() or is_offline() or absence_path(model, snapshot.name, part).exists())

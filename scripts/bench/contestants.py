@@ -6,21 +6,19 @@ learning-rate schedule and the interval at which the loss is read. All of that i
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import numpy as np
 from paced_ranks import Orders
+from transformers_package import import_transformers
 
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.config.arguments import parse_run_config
-from llmscale.errors import ConfigError
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
@@ -134,25 +132,6 @@ def run_plain(contest: Contest) -> float:
     return mean.item()
 
 
-def _import_transformers() -> ModuleType:
-    """The transformers package, without torchvision where that is broken.
-
-    Streaming requires torchvision, and transformers imports it for images. One that was built for another
-    torch (a CPU torch beside PyPI's torchvision, say) fails in that import, and GPT2LMHeadModel with it.
-    Raises ConfigError where transformers is missing.
-    """
-    try:
-        import transformers
-        from transformers.utils import import_utils
-    except ImportError as error:
-        raise ConfigError("Hugging Face models need transformers below 5: `pip install 'llmscale[eval]'`.") from error
-    try:
-        importlib.import_module("torchvision")
-    except (ImportError, OSError, RuntimeError):
-        import_utils._torchvision_available = False
-    return transformers
-
-
 def run_trainer(contest: Contest) -> float:
     """Hugging Face Trainer with DeepSpeed, with the ds_config that train.py gives to DeepSpeed."""
     import torch.distributed as dist
@@ -160,7 +139,7 @@ def run_trainer(contest: Contest) -> float:
     from llmscale.engine.process_group import is_gpu, join_world, leave_world
     from llmscale.model.gpt import GPT
 
-    transformers = _import_transformers()
+    transformers = import_transformers()
     resolved, config = contest.run.resolved, contest.run.config
     world = join_world()
     model = _model_for_trainer(GPT(resolved.shape, seed=config.seed))

@@ -14,7 +14,7 @@ import pytest
 
 from llmscale.architecture.hf_config import HFModel, load_hf_model
 from llmscale.errors import ConfigError
-from tests.transformers_models import import_transformers
+from scripts.bench.transformers_package import import_transformers
 
 CONFIGS: dict[str, dict[str, object]] = {
     "opt-350m-like": {
@@ -93,14 +93,17 @@ def test_of_a_model_that_llmscale_trains_more_is_known(tmp_path: Path) -> None:
 
 
 def test_a_name_is_found_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "hub" / "models--someone--small" / "snapshots" / "0123"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(CONFIGS["gpt_neox"]))
+    cache, commit = tmp_path / "hub" / "models--someone--small", "0123456789" * 4
+    (cache / "snapshots" / commit).mkdir(parents=True)
+    (cache / "snapshots" / commit / "config.json").write_text(json.dumps(CONFIGS["gpt_neox"]))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "v1").write_text(commit)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    model = load_hf_model("someone/small")
-    assert model is not None
-    assert model.family == "gpt_neox"
+    for revision in ("v1", commit):
+        model = load_hf_model(f"someone/small@{revision}")
+        assert model is not None
+        assert model.family == "gpt_neox"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +121,9 @@ def test_a_name_that_cannot_be_fetched_is_one_line(
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv(variable, value)
-    with pytest.raises(ConfigError, match=r"not in the Hugging Face cache, and cannot be fetched .* Download its") as e:
+    with pytest.raises(
+        ConfigError, match=r"not in the Hugging Face cache, and cannot be fetched .* Download the model's config"
+    ) as e:
         load_hf_model("someone/model-that-is-not-there")
     assert words in str(e.value)
     assert "\n" not in str(e.value)
@@ -126,19 +131,25 @@ def test_a_name_that_cannot_be_fetched_is_one_line(
 
 def test_a_name_is_fetched_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a server of our own that answers as the Hub does."""
-    folder = tmp_path / "someone" / "small" / "resolve" / "main"
+    commit = "0123456789" * 4
+    folder = tmp_path / "someone" / "small" / "resolve" / commit
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIGS["opt-no-bias"]))
+    answers = tmp_path / "api" / "models" / "someone" / "small" / "revision"
+    answers.mkdir(parents=True)
+    for revision in ("main", "v1"):
+        (answers / revision).write_text(json.dumps({"sha": commit}))
     handler = partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("HF_HOME", str(tmp_path / "empty"))
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        model = load_hf_model("someone/small")
-        assert model is not None
-        assert model.family == "opt"
-        with pytest.raises(ConfigError, match="File not found"):
+        for name in ("someone/small", "someone/small@v1", f"someone/small@{commit}"):
+            model = load_hf_model(name)
+            assert model is not None
+            assert model.family == "opt"
+        with pytest.raises(ConfigError, match="the Hub knows no model someone/else with a revision main"):
             load_hf_model("someone/else")
         server.shutdown()
 

@@ -75,7 +75,7 @@ NUMBERS = [
     *[
         (
             f"{ESTIMATE} --{flag} {value}",
-            rf"--{flag}: must be a .*number of at least .* not '{value}'|{flag.replace('-', '_')} = '{value}': input",
+            rf"--{flag}: must be a .*number of at least .* not '{value}'",
         )
         for flag, value in (
             *(("seq-len", "0"), ("seq-len", _TOO_LARGE), ("n-layer", "1000000"), ("n-layer", "1e3")),
@@ -446,6 +446,10 @@ PUBLISHED = [
     (f"{FROM}/large", r"tokenizer of 257 tokens, and the weights in .*hub/large have rows for 50,257"),
     (f"{FROM}/missing", r"hub/missing has no 'transformer.h.0.mlp.c_fc.weight' among its 15 tensors"),
     (f"{FROM}/surplus", r"hub/surplus holds 'score.weight', which the model of its config.json has no place for"),
+    (
+        f"{FROM}/none@..",
+        r"--init-from hf:hub/none@\.\. does not exist. Give a config.json, its folder, or a name on the Hub",
+    ),
     (f"{FROM}/reshaped", r"c_fc.weight' has the shape \[32, 8\], and \[8, 32\] by its config.json"),
     (f"{FROM}/int8", r"c_fc.weight' has the type I8. Legal: F32, F16, BF16"),
     (f"{FROM}/untied", r"hub/untied has no 'lm_head.weight', and its config.json does not tie"),

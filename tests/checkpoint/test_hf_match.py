@@ -57,6 +57,37 @@ def test_missing_surplus_and_other_shapes_are_named() -> None:
             match_tensors(given, WANTED, "hf:x")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "lacks", "holds", "said"),
+    [
+        ("LlamaForCausalLM", ["lm_head.weight"], [], r'its config.json lacks "tie_word_embeddings": true'),
+        (
+            "LlamaModel",
+            ["lm_head.weight"],
+            [],
+            "hf:x is of the class LlamaModel, the decoder without a head: .* the whole",
+        ),
+        ("LlamaModel", ["model.norm.weight"], [], r"hf:x has no 'norm\.weight' among its"),
+        (
+            *("LlamaForSequenceClassification", ["lm_head.weight"], ["score.weight"]),
+            "class LlamaForSequenceClassification, not a causal .* it lacks 'lm_head.weight' and holds 'score.weight'",
+        ),
+        ("LlamaForTokenClassification", [], ["score.weight"], "not a causal language model: it holds 'score.weight'"),
+        ("LlamaForCausalLM", [], ["a", "b"], "holds 'a' and 1 more, which the model"),
+    ],
+)
+def test_another_class_of_the_family_is_named(architecture: str, lacks: list[str], holds: list[str], said: str) -> None:
+    untied = SHAPE.changed({"positions": "rotary", "norm": "rmsnorm", "gated_mlp": True, "tied": False, "bias": False})
+    wanted = tuple(FAMILIES["llama"].tensors(untied))
+    is_bare = architecture == "LlamaModel"
+    stored = {t.name: StoredTensor(t.name, Path("f"), t.shape, "F32") for t in wanted if t.name not in lacks}
+    stored |= {name: StoredTensor(name, Path("f"), (2, 8), "F32") for name in holds}
+    stored = {name.removeprefix("model.") if is_bare else name: tensor for name, tensor in stored.items()}
+    with pytest.raises(CheckpointError, match=said) as caught:
+        match_tensors(stored, wanted, "hf:x", architecture)
+    assert ("tie_word_embeddings" in str(caught.value)) == (architecture == "LlamaForCausalLM" and bool(lacks))
+
+
 def test_an_untied_model_without_a_head_says_what_may_be_wrong() -> None:
     untied = GPTShape(n_layer=1, n_head=2, n_embd=8, vocab_size=20, seq_len=16, tied=False)
     with pytest.raises(CheckpointError, match=r'lacks "tie_word_embeddings": true'):

@@ -17,8 +17,8 @@ from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
 from llmscale.training.run_folder import lock_run_folder
+from scripts.bench.transformers_package import import_transformers
 from tests.conftest import REPOSITORY
-from tests.transformers_models import import_transformers
 
 pytest.importorskip("transformers")
 WEIGHTS = "model.safetensors"

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from llmscale.config.arguments import build_run_config
-from llmscale.config.choices import batch_words, gradient_words, optimizer_words, preset_words, steps_words
+from llmscale.config.choices import (
+    batch_words,
+    gradient_words,
+    optimizer_words,
+    preset_words,
+    rate_warning,
+    steps_words,
+)
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
@@ -80,3 +87,14 @@ def test_defaults_of_the_optimizer_are_written_out() -> None:
     words = optimizer_words(config, run.schedule, 0.0)
     assert "learning rate 1.00e-03, 10 warm-up steps, constant, " in words
     assert words.endswith("no clipping, dropout 0.1")
+
+
+def test_trained_weights_and_a_rate_for_new_ones_are_warned_of_once() -> None:
+    config, run = resolved(init_from="runs/other")
+    assert rate_warning(config, run.schedule) == (
+        "the weights are trained, and the peak learning rate of 6.00e-04 is gpt2-124m's for training from scratch. "
+        "Continue with less, such as --lr 6.0e-05, or keep it with --lr 6.0e-04"
+    )
+    for keys in ({"init_from": "runs/other", "lr": 6e-4}, {}):
+        config, run = resolved(**keys)
+        assert rate_warning(config, run.schedule) is None

@@ -133,10 +133,12 @@ def test_an_adapter_says_what_to_do_with_it(folder: Path) -> None:
 def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    snapshot = tmp_path / "hub" / "models--own--model" / "snapshots" / "1234"
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "hub" / "models--own--model" / "snapshots" / commit
     snapshot.parent.mkdir(parents=True)
     folder.rename(snapshot)
-    assert read_published_model("--init-from", "hf:own/model").folder == snapshot
+    found = read_published_model("--init-from", f"hf:own/model@{commit}")
+    assert (found.folder, found.hub_name) == (snapshot, f"own/model@{commit}")
     with pytest.raises(ConfigError, match=r"--init-from hf:own/other is no file or folder here.*HF_HUB_OFFLINE"):
         read_published_model("--init-from", "hf:own/other")
     for name in ("", "/no/such", "x" * 300, "../../etc"):

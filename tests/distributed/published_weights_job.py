@@ -46,7 +46,7 @@ def check(world: World, data: Path, folder: Path, ds: str, precision: str) -> No
     run = prepare_run(config, world.world_size).on_cpu()
     assert run.weights is not None and run.weights.pieces is not None
     engine = build_engine(run.config, run.resolved)
-    PublishedWeights(folder.name, run.weights.pieces).load_into(engine, world.control)
+    PublishedWeights(folder.name, run.weights.pieces, progress=int).load_into(engine, world.control)
     wanted = whole_parameters(folder, run)
     views = {key.partition("/")[2]: view for key, view in state_views(engine).items() if key.startswith("master/")}
     assert views.keys() == wanted.keys(), views.keys() ^ wanted.keys()

@@ -12,7 +12,7 @@ import torch
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
-from tests.transformers_models import import_transformers
+from scripts.bench.transformers_package import import_transformers
 
 pytest.importorskip("transformers")
 

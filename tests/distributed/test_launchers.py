@@ -60,8 +60,7 @@ class Job:
         self.process.wait(PATIENCE_S)
         self.until(lambda: not self.alive)
         output = self.output.read_text()
-        # Of two ranks that notice the end one is first, and the main rank may hear of it from the other.
-        assert why in output or "stopped by a signal on another rank" in output, output
+        assert why in output, output
         [newest] = list_checkpoints(self.run)
         assert find_damage(newest) is None
 
@@ -108,7 +107,7 @@ def test_sigterm_to_llmscale_train_and_the_same_command_goes_on(start: Callable)
     job = start("llmscale train", "--num-workers", "1")
     job.until_step(3)
     job.process.terminate()
-    job.check_saved("stopped by SIGTERM at step")
+    job.check_saved("stopped by SIGTERM")
     assert job.process.returncode == 0
     step = int(list_checkpoints(job.run)[0].name.removeprefix("step-"))
     again = start("python -m llmscale train")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-import threading
 from collections.abc import Callable, Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from llmscale.cli.main import main
 from tests.conftest import REPOSITORY, build_train_command, read_losses
+from tests.hub_server import COMMIT, Hub, serve_model
 from tests.published_models import CONFIGS, VOCAB_SIZE, save_model
 
 JOB = REPOSITORY / "tests" / "distributed" / "published_weights_job.py"
@@ -130,76 +127,40 @@ def test_a_pickle_is_looked_into_before_the_run_folder_is_made(
         file.unlink()
     torch.save({name: t for name, t in tensors.items() if "fc1" not in name}, folder / "pytorch_model.bin")
     output = train(2, "--init-from", f"hf:{folder}", expect=2)
-    assert "has no 'model.decoder.layers.0.fc1.weight' among its" in output
+    assert "has no 'model.decoder.layers.0.fc1.weight' and 3 more among its" in output
     assert not (tmp_path / "run").exists()
     torch.save(tensors, folder / "pytorch_model.bin")
     assert "finished at step 1" in train(2, "--init-from", f"hf:{folder}", "--steps", "1")
 
 
-class _Hub(SimpleHTTPRequestHandler):
-    """Of one model, own/model, at one commit: as much of the Hub as a download asks for."""
-
-    commit = "0123456789abcdef0123456789abcdef01234567"
-
-    def do_GET(self) -> None:
-        if self.path.startswith("/api/models/own/model"):
-            files = [{"rfilename": path.name} for path in Path(self.directory).iterdir()]
-            answer = json.dumps({"id": "own/model", "sha": self.commit, "siblings": files}).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-            return
-        super().do_GET()
-
-    def translate_path(self, path: str) -> str:
-        return str(Path(self.directory) / path.rpartition("/")[2])
-
-    def end_headers(self) -> None:
-        self.send_header("X-Repo-Commit", self.commit)
-        self.send_header("ETag", f'"{abs(hash(self.path))}"')
-        super().end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
-
-
 @pytest.fixture
-def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Hub has own/model, and this machine's cache no more of it than its config.json."""
+def hub(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The Hub has own/model, and this machine's cache nothing."""
     served = Path(shutil.copytree(models["qwen3"], tmp_path / "served"))
-    cached = tmp_path / "home" / "hub" / "models--own--model" / "snapshots" / _Hub.commit
-    cached.mkdir(parents=True)
-    shutil.copy(served / "config.json", cached)
-    (served / "modeling.py").write_text("raise SystemExit")
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Hub, directory=str(served)))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
-    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    for name in ("modeling.py", "consolidated.safetensors", "model.gguf"):
+        (served / name).write_text("raise SystemExit")
+    with serve_model(served, tmp_path / "home") as hub:
+        for name, value in hub.environment.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield hub
 
 
-@pytest.mark.usefixtures("hub")
-def test_what_the_cache_lacks_of_a_name_is_fetched_once(
-    train: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_exactly_what_is_needed_of_a_name_is_fetched_once(
+    train: Callable[..., str], hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "weights from hf:own/model" in train(2, "--init-from", "hf:own/model", "--steps", "1")
-    names = {path.name for path in (tmp_path / "home").rglob("*")}
-    assert "config.json" in names
-    assert "modeling.py" not in names
+    said = f"weights from hf:own/model@{COMMIT}"
+    assert said in train(2, "--init-from", "hf:own/model@main", "--steps", "1")
+    assert hub.asked.count(f"/own/model/resolve/{COMMIT}/config.json") == 1
+    weights = {path.name for path in hub.files.glob("model*.safetensors*")}
+    assert hub.cached == {*weights, "config.json", "generation_config.json"}
     shutil.rmtree(tmp_path / "run")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert "weights from hf:own/model" in train(1, "--init-from", "hf:own/model", "--steps", "1")
+    asked = len(hub.asked)
+    assert said in train(1, "--init-from", "hf:own/model", "--steps", "1")
+    assert len(hub.asked) == asked, "everything is in the cache, and that there is no tokenizer is known"
     shutil.rmtree(tmp_path / "home")
     shutil.rmtree(tmp_path / "run")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     output = train(1, "--init-from", "hf:own/model", expect=2)
     assert "hf:own/model is no file or folder here, not in the Hugging Face cache, and cannot be fetched" in output
     assert not (tmp_path / "run").exists()

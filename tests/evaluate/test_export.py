@@ -22,9 +22,9 @@ from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.evaluate import export
 from llmscale.evaluate.export import ExportedModel, export_model
 from llmscale.model.gpt import GPT
+from scripts.bench.transformers_package import import_transformers
 from tests.checkpoint.written import write_tensors
 from tests.conftest import REPOSITORY
-from tests.transformers_models import import_transformers
 
 ROTARY = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "bias": False, "activation": "silu"}
 #: By transformers' class, and what is odd about them.

@@ -111,7 +111,7 @@ def check_stopped(job: WatchedJob, run: Path, why: str) -> None:
 @pytest.mark.parametrize(
     ("number", "rank", "why"),
     [
-        (signal.SIGTERM, 1, "stopped by a signal on another rank"),
+        (signal.SIGTERM, 1, "stopped by SIGTERM on rank 1"),
         (signal.SIGUSR1, 0, "stopped by SIGUSR1"),
     ],
 )
@@ -154,7 +154,7 @@ def test_during_validation(start: Callable, tmp_path: Path) -> None:
     job.wait_for_line("step      2/")
     os.kill(job.pid(1), signal.SIGTERM)
     job.wait_for_line("validation loss")
-    check_stopped(job, tmp_path / "run", "stopped by a signal on another rank")
+    check_stopped(job, tmp_path / "run", "stopped by SIGTERM on rank 1")
 
 
 @pytest.mark.parametrize("how", ["--async-save", "--no-async-save"])

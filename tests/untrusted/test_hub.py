@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from llmscale.errors import DataError
-from llmscale.untrusted.hub import HubFiles, is_hub_name, read_hub_files
+from llmscale.untrusted.hub import HubFiles, is_hub_name, read_hub_files, read_token
 
 COMMIT, OLDER = "a" * 40, "b" * 40
 TOKEN = "hf_secret"
@@ -54,11 +57,13 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tupl
     """What a Hub on this machine was asked, with the token it was given."""
     found: list[tuple[str, str | None]] = []
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"asked": found}))
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     yield found
@@ -82,11 +87,105 @@ def test_files_come_from_one_commit_and_the_token_stays_with_the_hub(asked: list
     }
 
 
+def test_what_was_fetched_is_asked_for_once_and_found_by_huggingface_hub(
+    asked: list[tuple[str, str | None]], tmp_path: Path
+) -> None:
+    """That a file is missing, too."""
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(_read, ["org/model"] * 4))
+    assert len(asked) == 4
+    assert all(files == found[0] for files in found)
+    assert _read(f"org/model@{COMMIT}") == found[0]
+    assert len(asked) == 4
+    from huggingface_hub import _CACHED_NO_EXIST, try_to_load_from_cache
+
+    cached = partial(try_to_load_from_cache, "org/model", cache_dir=tmp_path / "hub")
+    assert cached("tokenizer.json") == str(found[0].folder / "tokenizer.json")
+    assert cached("tokenizer_config.json", revision=COMMIT) is _CACHED_NO_EXIST
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(asked: list[tuple[str, str | None]], tmp_path: Path) -> None:
+    (tmp_path / "hub").touch()
+    assert [_read("org/model").folder for _ in range(2)] == [None, None]
+    assert len(asked) == 8
+
+
+def test_the_rest_of_a_cached_model_comes_from_its_commit(
+    asked: list[tuple[str, str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the network is; where it is not, what is cached is all there is."""
+    folder = tmp_path / "hub/models--org--model/snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "tokenizer_config.json").write_text("old")
+    name, needed, other = f"org/model@{COMMIT}", "tokenizer_config.json", ["tokenizer.json"]
+    read = partial(read_hub_files, name, needed, other, 100, DataError)
+    endpoint = os.environ["HF_ENDPOINT"]
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert read().contents == {"tokenizer_config.json": b"old"}
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    assert read().contents == {"tokenizer_config.json": b"old", "tokenizer.json": b"{}"}
+    assert [path for path, _ in asked] == [f"/org/model/resolve/{COMMIT}/tokenizer.json", "/blob"]
+
+
+def test_the_token_of_a_login_is_read_and_goes_nowhere_else(
+    asked: list[tuple[str, str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home/token").write_text("hf_login\n")
+    _read("org/model")
+    assert {token for path, token in asked if path != "/blob"} == {"Bearer hf_login"}
+    assert dict(asked)["/blob"] is None
+    (tmp_path / "elsewhere").write_text("hf_other")
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "elsewhere"))
+    assert read_token() == "hf_other"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert read_token() == TOKEN
+    monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
+    assert read_token() is None
+
+
+@pytest.mark.parametrize(
+    ("contents", "text"),
+    [
+        ("hf_secret\nX-Header: 1", "holds no token"),
+        ("hf_secret" + "x" * 5000, "is larger than"),
+        ("hf_secret\0\x7f", "holds no token"),
+        ("hf_secret\u00e4", "holds no token"),
+    ],
+)
+def test_what_is_no_token_is_neither_sent_nor_shown(
+    contents: str,
+    text: str,
+    asked: list[tuple[str, str | None]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    (tmp_path / "token").write_text(contents)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
+    with pytest.raises(DataError, match=text) as caught:
+        _read("org/model")
+    assert "secret" not in str(caught.value)
+    assert not asked
+
+
+def test_no_login_is_no_error(
+    tmp_path: Path, asked: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    assert read_token() is None
+    _read("org/model")
+    assert {token for _, token in asked} == {None}
+
+
 def test_the_cache_comes_first(asked: list[tuple[str, str | None]], tmp_path: Path) -> None:
     cache = tmp_path / "hub/models--org--model"
     for commit in (COMMIT, OLDER):
         (cache / "snapshots" / commit).mkdir(parents=True)
         (cache / "snapshots" / commit / "tokenizer.json").write_text(commit)
+        (cache / ".no_exist" / commit).mkdir(parents=True)
+        (cache / ".no_exist" / commit / "tokenizer_config.json").touch()
     (cache / "refs").mkdir()
     (cache / "refs/main").write_text(OLDER)
     assert _read("org/model").name == f"org/model@{OLDER}"
@@ -95,6 +194,18 @@ def test_the_cache_comes_first(asked: list[tuple[str, str | None]], tmp_path: Pa
     (cache / "refs/main").write_text("../../x")
     assert _read("org/model").name == f"org/model@{COMMIT}"
     assert asked
+
+
+def test_a_cached_commit_that_no_branch_is_at_can_be_named(
+    asked: list[tuple[str, str | None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "hub/models--org--model/snapshots" / OLDER
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").touch()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match=f"The cache has org/model@{OLDER}, which can be named so"):
+        _read("org/model")
+    assert not asked
 
 
 @pytest.mark.parametrize(

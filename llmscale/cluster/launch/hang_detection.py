@@ -15,7 +15,7 @@ class Progress:
     began_s: float
     ranks: Iterable[int]
     start_timeout_s: float
-    """From the beginning to a rank's first finished step."""
+    """To a rank's first finished step, from its beginning or the last sign that its start gets on."""
     hang_timeout_s: float
     """Between two heartbeats of a rank that trains."""
     first_step: int | None = None
@@ -43,8 +43,7 @@ class Progress:
             if sign is not None and sign.exit_code is not None:
                 continue
             starting = sign is None or sign.phase == "starting"
-            # A start has phases without a sign of their own; only the whole is bounded.
-            quiet_s = now_s - (self.began_s if starting else since_s)
-            if quiet_s > (self.start_timeout_s if starting else self.hang_timeout_s):
+            # A start has few signs of its own: of downloads, and of weights that are read.
+            if now_s - since_s > (self.start_timeout_s if starting else self.hang_timeout_s):
                 silent.append(rank)
         return silent

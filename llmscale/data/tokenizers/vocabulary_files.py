@@ -13,6 +13,8 @@ JSON_NAME = "tokenizer.json"
 #: GPT-2's older form, with its merges in another file; OPT has no other on the Hub.
 VOCAB_NAME = "vocab.json"
 ADDED_NAME = "added_tokens.json"
+#: Of these a folder needs one.
+VOCABULARY_NAMES = (JSON_NAME, VOCAB_NAME)
 
 
 def load_vocabulary(folder: Path) -> tuple[str, dict[int, str]]:

@@ -23,11 +23,15 @@ def test_a_rank_that_stands_still_hangs_and_its_peers_with_it() -> None:
     assert p.hanging(138.0) == []
 
 
-def test_a_start_is_bounded_as_a_whole() -> None:
+def test_a_start_is_bounded_from_its_beginning_or_its_last_sign() -> None:
     p = progress()
+    p.note([sign(0, 1, None, "starting")], 101.0)
     p.note([sign(0, 1, None, "starting")], 149.0)
     assert p.hanging(150.0) == []
-    assert p.hanging(151.0) == [0, 1]
+    assert p.hanging(152.0) == [0, 1]
+    p.note([sign(0, 2, None, "starting")], 153.0)
+    assert p.hanging(202.0) == [1]
+    assert p.hanging(204.0) == [0, 1]
 
 
 def test_a_rank_that_has_ended_does_not_hang() -> None:

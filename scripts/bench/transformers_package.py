@@ -1,0 +1,27 @@
+"""The transformers package, for what is compared with it: benchmarks and tests."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from llmscale.errors import ConfigError
+
+
+def import_transformers() -> ModuleType:
+    """The transformers package, without torchvision where that is broken.
+
+    Streaming requires torchvision, and transformers imports it for images. One that was built for another
+    torch (a CPU torch beside PyPI's torchvision, say) fails in that import, and GPT2LMHeadModel with it.
+    Raises ConfigError where transformers is missing.
+    """
+    try:
+        import transformers
+        from transformers.utils import import_utils
+    except ImportError as error:
+        raise ConfigError("Hugging Face models need transformers below 5: `pip install 'llmscale[eval]'`.") from error
+    try:
+        importlib.import_module("torchvision")
+    except (ImportError, OSError, RuntimeError):
+        import_utils._torchvision_available = False
+    return transformers

@@ -1,0 +1,116 @@
+"""What is fetched of a model on the Hub, and that it is what the Hub has."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmscale.checkpoint.hub_download import provide_model
+from llmscale.engine.process_group import World
+from llmscale.errors import DataError
+from tests.hub_server import COMMIT, Hub, serve_model
+
+NAME = f"own/model@{COMMIT}"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def write_index(folder: Path, name: str, files: list[str]) -> None:
+    (folder / name).write_text(json.dumps({"weight_map": {f"t{number}": file for number, file in enumerate(files)}}))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """Of a model in two shards, with much beside them that nobody needs."""
+    files = tmp_path / "files"
+    files.mkdir()
+    beside = ("config.json", "README.md", "modeling.py", "consolidated.safetensors", "params.json", "pytorch_model.bin")
+    for name in (*beside, "tokenizer.json", "training_args.bin", "model.gguf", *SHARDS):
+        (files / name).write_text(name)
+    write_index(files, "model.safetensors.index.json", SHARDS)
+    with serve_model(files, tmp_path / "home") as served:
+        for name, value in served.environment.items():
+            monkeypatch.setenv(name, value)
+        for name in ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_TOKEN_PATH"):
+            monkeypatch.delenv(name, raising=False)
+        yield served
+
+
+def provide(here: Path | None = None, progress: object = int) -> Path:
+    assert dist.group.WORLD is not None
+    world = World(0, 1, 0, (1,), torch.device("cpu"), "cpu", dist.group.WORLD)
+    return provide_model(NAME, "--init-from hf:own/model", here, world, progress)  # type: ignore[arg-type]
+
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def test_safetensors_are_preferred_and_nothing_else_is_fetched(hub: Hub) -> None:
+    calls: list[int] = []
+    assert provide(progress=lambda: calls.append(1)) == hub.snapshot
+    assert hub.cached == {"config.json", "tokenizer.json", "model.safetensors.index.json", *SHARDS}
+    assert calls, "it got on, and said so"
+
+
+def test_a_model_of_pickles_is_fetched_as_pickles(hub: Hub) -> None:
+    for path in hub.files.glob("*model*.*"):
+        path.unlink()
+    with pytest.raises(
+        DataError,
+        match=r"hf:own/model on the Hub holds no weights, but consolidated.safetensors and 1 more\. Legal",
+    ):
+        provide()
+    names = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    for name in names:
+        (hub.files / name).write_text(name)
+    write_index(hub.files, "pytorch_model.bin.index.json", names)
+    provide()
+    assert hub.cached == {"config.json", "tokenizer.json", "pytorch_model.bin.index.json", *names}
+
+
+def test_what_is_not_what_the_hub_has_is_found_and_what_is_is_read_through_once(hub: Hub) -> None:
+    folder = provide()
+    blobs = {hashlib.sha256(name.encode()).hexdigest(): folder / name for name in SHARDS}
+    assert {path.name for path in (hub.cache / ".llmscale-verified").iterdir()} == blobs.keys()
+    asked = len(hub.asked)
+    assert provide(folder) == folder
+    assert len(hub.asked) == asked
+    digest, path = blobs.popitem()
+    path.resolve().write_text("damaged")
+    with pytest.raises(DataError, match=rf"blobs/{digest} is damaged: its sha256 is .*Remove it, and it is fetched"):
+        provide(folder)
+    path.resolve().unlink()
+    assert provide() == folder
+    assert path.read_text() == path.name
+
+
+def test_without_the_network_cached_weights_do(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("config.json", "model.safetensors"):
+        hub.snapshot.mkdir(parents=True, exist_ok=True)
+        (hub.snapshot / name).write_text(name)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert provide() == hub.snapshot
+    (hub.snapshot / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"cannot be fetched from the Hugging Face Hub .*refused") as caught:
+        provide()
+    assert len(str(caught.value).splitlines()) == 1
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DataError, match="HF_HUB_OFFLINE is set"):
+        provide()
+
+
+def test_an_index_may_not_name_files_elsewhere(hub: Hub) -> None:
+    write_index(hub.files, "model.safetensors.index.json", ["../../x.safetensors"])
+    with pytest.raises(DataError, match=r"is no \.safetensors file of this folder"):
+        provide()
+    write_index(hub.files, "model.safetensors.index.json", ["*.safetensors"])
+    (hub.cache / "snapshots").rename(hub.cache / "old")
+    with pytest.raises(DataError, match=re.escape("*.safetensors is missing")):
+        provide()
+    assert "consolidated.safetensors" not in hub.cached
