@@ -13,6 +13,8 @@ if TYPE_CHECKING:  # pydantic takes longer to import than everything else, and o
 
 #: What of a RunConfig says what is computed, beside the sizes that the data set decides.
 MODEL_KEYS = (*SHAPE_KEYS, "document_mask")
+#: All that changes a model's shape: what a printed command must repeat of what the user gave.
+_GIVEN_KEYS = ("model", *MODEL_KEYS, "vocab_size", "seq_len")
 
 
 def add_shape_flags(group: argparse._ArgumentGroup) -> None:
@@ -40,8 +42,7 @@ def add_shape_flags(group: argparse._ArgumentGroup) -> None:
 
 def given_model(args: argparse.Namespace) -> dict[str, object]:
     """What the user said of the model, in the keys of train.py."""
-    keys = ("model", "vocab_size", *MODEL_KEYS)
-    return {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+    return {key: getattr(args, key) for key in _GIVEN_KEYS if getattr(args, key) is not None}
 
 
 def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GPTShape]:
