@@ -18,9 +18,8 @@ import deepspeed
 import torch
 
 from llmscale.dry_run.factor import pack_branches
-from llmscale.dry_run.fake_world import fake_world
-from llmscale.dry_run.gpt_recording import all_block_branches, all_ends_branches, record_blocks, record_ends
-from llmscale.memory.activations.recorded import ENDS_TABLE, TABLES, RecordedSegment
+from llmscale.dry_run.gpt_recording import all_block_branches, all_ends_branches, record_branch
+from llmscale.memory.activations.recorded import TABLES, RecordedSegment, table_of
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
 
 
@@ -32,8 +31,7 @@ def main() -> None:
     # spawn: what a dry run patches in DeepSpeed must not be inherited by the next one.
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), prepare) as pool:
         for done, (branch, segments) in enumerate(pool.imap(record, branches, chunksize=8), 1):
-            table = branch.style.key if isinstance(branch, BlockBranch) else ENDS_TABLE
-            found.setdefault(table, {})[branch.key] = segments
+            found.setdefault(table_of(branch), {})[branch.key] = segments
             if done % 64 == 0:
                 print(f"{done} of {len(branches)} branches, {time.perf_counter() - began:.0f} s", flush=True)
     for name, recorded in found.items():
@@ -54,8 +52,7 @@ def prepare() -> None:
 
 def record(branch: BlockBranch | EndsBranch) -> tuple[BlockBranch | EndsBranch, dict[str, RecordedSegment]]:
     """One branch, in a process of the pool."""
-    with fake_world(1):
-        return branch, record_blocks(branch) if isinstance(branch, BlockBranch) else record_ends(branch)
+    return branch, record_branch(branch)
 
 
 def write_table(name: str, table: dict[str, object]) -> None:

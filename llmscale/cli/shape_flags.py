@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # pydantic takes longer to import than everything else, and o
 
 #: What of a RunConfig says what is computed, beside the sizes that the data set decides.
 MODEL_KEYS = (*SHAPE_KEYS, "document_mask")
+#: All that changes a model's shape: what a printed command must repeat of what the user gave.
+_GIVEN_KEYS = ("model", *MODEL_KEYS, "vocab_size", "seq_len")
 
 #: Those that are numbers, within the bounds that train.py has, so that all flags of a command err in the same words.
 _NUMBERS: dict[str, Callable[[str], float]] = {
@@ -53,8 +55,7 @@ def add_shape_flags(group: argparse._ArgumentGroup) -> None:
 
 def given_model(args: argparse.Namespace) -> dict[str, object]:
     """What the user said of the model, in the keys of train.py."""
-    keys = ("model", "vocab_size", *MODEL_KEYS)
-    return {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
+    return {key: getattr(args, key) for key in _GIVEN_KEYS if getattr(args, key) is not None}
 
 
 def resolve_model(config: RunConfig, seq_len: int | None) -> tuple[RunConfig, GPTShape]:

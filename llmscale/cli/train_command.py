@@ -5,12 +5,13 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.planning.largest_micro_batch import Fit
 
 
 def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
-    """With the ds_config `ds` on the row's machines. `keys` are those of the run that neither it nor the row says; the
-    vocabulary and the context come from the data set."""
+    """With the ds_config `ds` on the row's machines. `keys` are those of the run that neither it nor the row says; a
+    vocabulary and a context that are not among them come from the data set."""
     words = ["deepspeed"]
     machines = fit.machines
     words += ["--hostfile", "HOSTFILE"] if machines.num_nodes > 1 else ["--num_gpus", str(machines.gpus_per_node)]
@@ -25,9 +26,15 @@ def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
     return shlex.join(words)
 
 
-def data_words(seq_len: int, vocab_size: int) -> str:
-    """What the command takes for granted."""
-    return f"(on data prepared with --seq-len {seq_len} and a tokenizer of {vocab_size:,} tokens)"
+def data_words(shape: GPTShape, keys: Mapping[str, object]) -> str:
+    """What the command with `keys` takes for granted."""
+    most = "at most " if "vocab_size" in keys else ""
+    return f"(on data prepared with --seq-len {shape.seq_len} and a tokenizer of {most}{shape.vocab_size:,} tokens)"
+
+
+def model_words(keys: Mapping[str, object]) -> str:
+    """The flags of a model: `--model gpt2-124m --norm rmsnorm`."""
+    return shlex.join(word for key, value in keys.items() for word in flag_words(key, value)) or "this model"
 
 
 def flag_words(key: str, value: object) -> list[str]:

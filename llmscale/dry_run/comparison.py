@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.resolve import resolve_step
-from llmscale.errors import ConfigError
+from llmscale.dry_run.on_demand import quiet_torch
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.step_peaks import PHASES
 from llmscale.planning.largest_micro_batch import Fit
@@ -35,14 +32,8 @@ class Comparison:
 
 def compare_with_dry_run(fit: Fit, shape: GPTShape) -> Comparison:
     """Imports torch and DeepSpeed. Raises ConfigError where they are missing, or for NVMe offload."""
-    # DeepSpeed's logger writes to stdout, which belongs to the answer. Warnings are about fake tensors and old names.
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            from llmscale.engine.silence_libraries import quiet_libraries
+    with quiet_torch("--dry-run"):
+        from llmscale.dry_run.engine import dry_run
 
-            quiet_libraries()
-            from llmscale.dry_run.engine import dry_run
-        except ImportError as error:
-            raise ConfigError(f"--dry-run needs {error.name}: `pip install 'llmscale[train]'`.") from None
-        return Comparison(fit, dry_run(resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing)))
+        step = resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing)
+        return Comparison(fit, dry_run(step, fit.machines.capability))

@@ -12,13 +12,18 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import cast
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel
+from llmscale.model import block
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -29,18 +34,23 @@ _TORCH_WRAPPERS = ("_ops.py", "eval_frame.py", "_compile.py", "_python_dispatch.
 
 
 @contextmanager
-def cuda_kernels() -> Iterator[None]:
-    """Enter it inside of `FakeTensorMode` and before the `MemoryTracker`; everything is restored at the end."""
-    before = F.scaled_dot_product_attention, F.dropout, F.rms_norm
-    F.scaled_dot_product_attention, F.dropout, F.rms_norm = _attention, _dropout, _rms_norm
-    try:
-        with _RealTensors():
-            yield
-    finally:
-        F.scaled_dot_product_attention, F.dropout, F.rms_norm = before
+def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
+    """Enter it inside of `FakeTensorMode` and before the `MemoryTracker`; everything is restored at the end.
+
+    `capability` is that of the GPU; None: of an Ampere or newer one.
+    """
+    with (
+        mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, capability)),
+        mock.patch.object(F, "dropout", _dropout),
+        mock.patch.object(F, "rms_norm", _rms_norm),
+        mock.patch.object(block, "device_capability", lambda _: capability),
+        _RealTensors(),
+    ):
+        yield
 
 
 def _attention(
+    capability: ComputeCapability | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -50,17 +60,19 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of [batch, n_head, t, head_dim] as an Ampere or newer GPU runs it
-    (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp): FlashAttention in 16 bit, with key-value heads that query
-    heads share as they are; the memory-efficient kernel in fp32 and wherever there is a mask, which must be in q's type
-    with rows a multiple of 8 apart; separate matrix products where neither can. cuDNN's kernel, which recent releases
-    prefer on Hopper, saves what FlashAttention saves.
+    """`F.scaled_dot_product_attention` of [batch, n_head, t, head_dim] by the kernel that a GPU of that capability runs
+    (llmscale.architecture.attention_kernels): FlashAttention takes key-value heads that query heads share as they are;
+    a mask must be in q's type with rows a multiple of 8 apart. cuDNN's kernel, which recent releases prefer on Hopper,
+    saves what FlashAttention saves.
     """
     if torch.is_autocast_enabled("cpu"):  # on the list of what autocast runs in 16 bit
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(low) for tensor in (query, key, value))
     head_dim = query.shape[-1]
-    if query.dtype in _HALF and head_dim <= 256 and attn_mask is None:
+    kernel = attention_kernel(
+        head_dim, is_16bit=query.dtype in _HALF, masked=attn_mask is not None, capability=capability
+    )
+    if kernel in ("flash", "flash_padded"):
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
         padding = -head_dim % 8
         if padding:
@@ -69,7 +81,7 @@ def _attention(
         return y[..., :head_dim] if padding else y
     if enable_gqa:
         raise NotImplementedError("key-value heads are shared by FlashAttention alone, in 16 bit and without a mask")
-    if head_dim % (8 if query.dtype in _HALF else 4) == 0:
+    if kernel == "efficient":
         for_backward = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if attn_mask is not None:
             _refuse_other_masks(attn_mask, query)

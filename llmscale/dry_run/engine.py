@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
@@ -68,8 +69,8 @@ class DryRun:
     """What the simulation took."""
 
 
-def dry_run(resolved: ResolvedStep) -> DryRun:
-    """Simulate training on the GPUs of its plan.
+def dry_run(resolved: ResolvedStep, capability: ComputeCapability | None = None) -> DryRun:
+    """Simulate training on the GPUs of its plan, of that compute capability; None: of Ampere's or newer.
 
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
     """
@@ -78,7 +79,7 @@ def dry_run(resolved: ResolvedStep) -> DryRun:
     start = time.perf_counter()
     micro_steps = min(plan.gradient_accumulation_steps, _MOST_MICRO_STEPS)
     with contextlib.ExitStack() as stack:
-        tracker = _enter_simulation(stack, shape, plan.ranks.world_size)
+        tracker = _enter_simulation(stack, shape, plan.ranks.world_size, capability)
         with tracker.phase("build", Category.OPTIMIZER):
             engine = _build(resolved, micro_steps)
         _label(engine, tracker)
@@ -105,13 +106,15 @@ def _refuse_nvme(ds_config: Mapping[str, object]) -> None:
         )
 
 
-def _enter_simulation(stack: contextlib.ExitStack, shape: GPTShape, world_size: int) -> MemoryTracker:
+def _enter_simulation(
+    stack: contextlib.ExitStack, shape: GPTShape, world_size: int, capability: ComputeCapability | None
+) -> MemoryTracker:
     """Everything that is patched, in order; leaving the stack puts it back."""
     stack.enter_context(fake_gpu())
     stack.enter_context(fake_world(world_size))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     stack.enter_context(fake_tensors_move())
-    stack.enter_context(cuda_kernels())
+    stack.enter_context(cuda_kernels(capability))
     return stack.enter_context(
         MemoryTracker(device=GPU, classify=Attribution(shape).category_of, workspace=kernel_workspace, keep_events=True)
     )

@@ -11,14 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.dry_run.factor import factor_traces
+from llmscale.dry_run.fake_world import fake_world
 from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, RecordedSegment
 from llmscale.memory.activations.symbols import (
-    AttentionKernel,
     BlockBranch,
     BlockStyle,
     EndsBranch,
@@ -53,14 +54,16 @@ _LLAMA: Mapping[str, object] = {
 _MODERN: tuple[Mapping[str, object], ...] = (
     _LLAMA,  # Llama, Mistral, SmolLM
     {**_LLAMA, "attention_bias": "qkv"},  # Qwen 2
+    {**_LLAMA, "attention_bias": "all"},  # Llama with attention_bias
     {**_LLAMA, "qk_norm": "head"},  # Qwen 3, gpt-modern
     {**_LLAMA, "qk_norm": "width", "norm_placement": "post"},  # OLMo 2
 )
 _GPT2: tuple[Mapping[str, object], ...] = tuple(
     {"bias": bias, "activation": activation} for bias in _BOTH for activation in ("gelu", "relu")
 )
-#: Heads that GPT-2's blocks may have and the others' do not: wider than FlashAttention takes.
-_WIDE_HEADS: tuple[AttentionKernel, ...] = ("efficient", "math")
+#: Kernels without FlashAttention. In 16 bit GPT-2's blocks may have heads that it does not take; the others' have none
+#: but on GPUs older than Ampere, whose 16 bit is fp16.
+_WITHOUT_FLASH: tuple[AttentionKernel, ...] = ("efficient", "math")
 
 
 def all_block_styles() -> Iterator[BlockStyle]:
@@ -72,20 +75,26 @@ def all_block_styles() -> Iterator[BlockStyle]:
 
 
 def all_block_branches() -> Iterator[BlockBranch]:
-    """Every branch of them that is recorded. Dropout belongs to GPT-2's blocks; with a mask heads are ordinary."""
+    """Every branch of them that is recorded; with a mask there is no dropout, and heads are ordinary. What is rarer is
+    recorded when an estimate asks for it (llmscale.dry_run.on_demand)."""
     for style, precision, mode, zero3 in itertools.product(all_block_styles(), _PRECISIONS, _MODES, _BOTH):
         if zero3 and not shows_zero3_linear(style, precision, mode):
             continue
         is_gpt2 = style.positions == "learned"
         flash: tuple[AttentionKernel, ...] = () if precision == "fp32" else ("flash", "flash_padded")
-        wide = _WIDE_HEADS if is_gpt2 or precision == "fp32" else ()
-        for kernel, dropout in itertools.product((*flash, *wide), _BOTH if is_gpt2 else (False,)):
+        others = _WITHOUT_FLASH
+        if not is_gpt2 and precision != "fp32":
+            others = ("efficient",) if precision == "16bit" else ()
+        kernels = (*flash, *others)
+        dropping = kernels if is_gpt2 else kernels[:1] if precision != "autocast" else ()
+        for kernel, dropout in (*zip(kernels, itertools.repeat(False)), *zip(dropping, itertools.repeat(True))):
             yield BlockBranch(style, precision, mode, dropout, False, kernel, zero3)
         yield BlockBranch(style, precision, mode, False, True, "efficient", zero3)
 
 
 def all_ends_branches() -> Iterator[EndsBranch]:
-    """Every branch that embeddings and head of these models take: dropout where the head is tied and nothing masked."""
+    """Every branch that embeddings and head of these models take: dropout where nothing is masked, of
+    GPT-2's with a tied head, of the others without autocast."""
     found: tuple[tuple[NormKind, tuple[tuple[bool, MaskKind], ...]], ...] = (
         ("layernorm", ((True, "none"), (False, "none"), (True, "documents"))),
         ("layernorm_without_bias", ((True, "none"), (False, "none"), (True, "documents"))),
@@ -94,9 +103,15 @@ def all_ends_branches() -> Iterator[EndsBranch]:
     for norm, heads in found:
         positions: Positions = "rotary" if norm == "rmsnorm" else "learned"
         for (tied, mask), precision in itertools.product(heads, _PRECISIONS):
-            may_drop = positions == "learned" and tied and mask == "none"
+            may_drop = mask == "none" and (tied if positions == "learned" else precision != "autocast")
             for dropout, *switches in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH, _BOTH):
                 yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches)
+
+
+def record_branch(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment]:
+    """Record one branch, in a process that is no rank of a job. Raises ValueError as `factor_traces`."""
+    with fake_world(1):
+        return record_blocks(branch) if isinstance(branch, BlockBranch) else record_ends(branch)
 
 
 def record_blocks(branch: BlockBranch) -> dict[str, RecordedSegment]:
@@ -196,7 +211,7 @@ def _record(
 
 def _head_dim(number: int, kernel: AttentionKernel, precision: Precision) -> int:
     """An even head that this kernel takes, made of an odd number
-    (llmscale.memory.activations.symbols.attention_kernel)."""
+    (llmscale.architecture.attention_kernels)."""
     if kernel == "flash":
         return 8 * number
     if kernel == "flash_padded":

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from llmscale.architecture.attention_kernels import ComputeCapability
+
 
 @dataclass(frozen=True)
 class MeasuredMemory:
@@ -42,6 +44,11 @@ def device_memory_bytes() -> int | None:
     if not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+
+
+def gpu_capability() -> ComputeCapability | None:
+    """Of this rank's GPU; None on a CPU."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def free_memory_bytes() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode
@@ -79,9 +80,14 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    shape: GPTShape, micro_batch_size: int, layout: EngineLayout, checkpointing: CheckpointingMode
+    shape: GPTShape,
+    micro_batch_size: int,
+    layout: EngineLayout,
+    checkpointing: CheckpointingMode,
+    capability: ComputeCapability | None = None,
 ) -> MemoryEstimate:
-    """Every moment of a step on one rank, at its own peak."""
+    """Every moment of a step on one rank, at its own peak. `capability` is its GPU's; None: of an Ampere or newer
+    one. Raises NotRecorded."""
     # Of the accumulation, only whether there is any matters to the states, and not even that at stage 3; of
     # checkpointing, only stage 3 knows, and only whether blocks run twice.
     sharded = layout.zero_stage == 3
@@ -95,6 +101,7 @@ def estimate_memory(
         checkpointing=checkpointing,
         cpu_checkpointing=layout.cpu_checkpointing,
         zero_stage=layout.zero_stage,
+        capability=capability,
     )
     return MemoryEstimate(
         moments=find_moments(shape.architecture, states, activations),
@@ -103,7 +110,13 @@ def estimate_memory(
     )
 
 
-def estimate_least(shape: GPTShape, micro_batch_size: int, ds: DsConfig, checkpointing: CheckpointingMode) -> int:
+def estimate_least(
+    shape: GPTShape,
+    micro_batch_size: int,
+    ds: DsConfig,
+    checkpointing: CheckpointingMode,
+    capability: ComputeCapability | None = None,
+) -> int:
     """Bytes that are needed whatever DeepSpeed does: activations, and below stage 3 every parameter in 16 bit."""
     activations = _activations(
         shape,
@@ -112,6 +125,7 @@ def estimate_least(shape: GPTShape, micro_batch_size: int, ds: DsConfig, checkpo
         checkpointing=checkpointing,
         cpu_checkpointing=ds.cpu_checkpointing,
         zero_stage=ds.zero_stage,
+        capability=capability,
     )
     return activations.peak_bytes + (0 if ds.zero_stage == 3 else 2 * shape.num_parameters)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from llmscale.architecture.attention_kernels import ComputeCapability, has_flash_attention
 from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.model.attention_context import AttentionContext
 from llmscale.model.initialization import residual_std
@@ -65,7 +66,9 @@ class CausalSelfAttention(nn.Module):
         shared = self.shape.n_head // self.shape.n_kv_head
         # Of CUDA's kernels FlashAttention alone shares key-value heads, in 16 bit and without a mask; the others would
         # fall back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
-        is_native = mask is None and _has_flash_attention(q)
+        is_native = mask is None and has_flash_attention(
+            q.shape[-1], is_16bit=q.dtype in (torch.float16, torch.bfloat16), capability=device_capability(q.device)
+        )
         if shared > 1 and not is_native:
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
         return F.scaled_dot_product_attention(
@@ -79,10 +82,10 @@ class CausalSelfAttention(nn.Module):
         )
 
 
-def _has_flash_attention(q: Tensor) -> bool:
-    """Whether PyTorch's FlashAttention takes queries like these: 16 bit, heads of up to 256, an Ampere GPU or newer."""
-    is_too_old = q.is_cuda and torch.cuda.get_device_capability(q.device) < (8, 0)
-    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and not is_too_old
+def device_capability(device: torch.device) -> ComputeCapability | None:
+    """Of a GPU; None of anything else. What a dry run simulates it says in the place of this
+    (llmscale.dry_run.cuda_kernels)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 class MLP(nn.Module):

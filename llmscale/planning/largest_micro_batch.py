@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
 from llmscale.config.deepspeed.resolve import resolve_ds_config
@@ -37,6 +38,8 @@ class Machines:
     """Of one GPU, as CUDA reports it."""
     host_bytes: int | None = None
     """Of one node, for what is offloaded; None: not known, so it is not checked."""
+    capability: ComputeCapability | None = None
+    """Of the GPUs; None: not known, and taken to be Ampere's or newer."""
 
     @property
     def world_size(self) -> int:
@@ -132,7 +135,7 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     sizes = legal_micro_batches(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
-    if estimate_least(job.shape, sizes[-1], ds, checkpointing) <= job.machines.gpu_bytes:
+    if estimate_least(job.shape, sizes[-1], ds, checkpointing, job.machines.capability) <= job.machines.gpu_bytes:
         whole = fit_at(ds, job, checkpointing, sizes[-1])
         if whole.fits:
             return whole
@@ -180,7 +183,7 @@ def _bisect(
 
 
 def _fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, plan: BatchPlan, layout: EngineLayout) -> Fit:
-    estimate = estimate_memory(job.shape, plan.micro_batch_size, layout, checkpointing)
+    estimate = estimate_memory(job.shape, plan.micro_batch_size, layout, checkpointing, job.machines.capability)
     return Fit(ds, strategy_of(ds, checkpointing), plan, layout, estimate, job.machines)
 
 

@@ -39,7 +39,7 @@ class GPUs:
         return usable_precision(None, self.gpu)
 
     def machines(self, num_nodes: int) -> Machines:
-        return Machines(num_nodes, self.gpus_per_node, int(self.gpu.memory_gib * _GIB))
+        return Machines(num_nodes, self.gpus_per_node, int(self.gpu.memory_gib * _GIB), capability=self.gpu.capability)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from llmscale.architecture.shape import GPTShape
@@ -39,8 +39,6 @@ class ChosenModel:
     shape: GPTShape
     preset: str
     """Whose batch it has, unless another is given."""
-    keys: Mapping[str, object]
-    """What was said of it, in the keys of train.py."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,8 @@ class PlanRequest:
     pue: float = DEFAULT_PUE
     chosen: ChosenModel | None = None
     """Where the user named the model."""
+    given: Mapping[str, object] = field(default_factory=dict)
+    """What was said of the model, in the keys of train.py."""
 
 
 @dataclass(frozen=True)

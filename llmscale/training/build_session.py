@@ -20,7 +20,7 @@ from llmscale.data.loader import Feed
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.engine.deepspeed_engine import build_engine, check_precision
-from llmscale.engine.device_memory import device_memory_bytes
+from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
@@ -103,7 +103,7 @@ def _open_session(
     with clock.phase("data"):
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
         feed, validation_shards = _open_data(run, world, state)
-    estimate = estimate_run(run)
+    estimate = estimate_run(run, gpu_capability())
     with clock.phase("engine"):
         engine = build_engine(run.config, run.resolved)
     with clock.phase("checkpoint load"):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
 from llmscale.errors import LlmscaleError, TrainingError
@@ -31,15 +32,15 @@ class OutOfMemory(TrainingError):
     """A rank's memory was not enough."""
 
 
-def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
-    """The estimate for one rank from what DeepSpeed gets; None with Adafactor, whose states are not modelled, and for
-    blocks of no family, whose activations were not recorded."""
+def estimate_run(run: PreparedRun, capability: ComputeCapability | None) -> MemoryEstimate | None:
+    """The estimate for one rank from what DeepSpeed gets, on a GPU of that compute capability; None with Adafactor,
+    whose states are not modelled, and for a block whose activations nobody has recorded."""
     resolved, plan = run.resolved, run.resolved.plan
     if not resolved.optimizer.steps_shards:
         return None
     layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer)
     try:
-        return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
+        return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing, capability)
     except NotRecorded:
         return None
 
@@ -47,7 +48,10 @@ def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
 def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
     """Before step 1. `gpu_bytes` None: on a CPU."""
     if estimate is None:
-        return "memory: no estimate, it is for AdamW and blocks of known families only"
+        return (
+            "memory: no estimate: it is for AdamW, and for a block of no published family it needs `llmscale estimate` "
+            "of this model once"
+        )
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
     line += f"({describe_breakdown(estimate.peak)})"
@@ -79,9 +83,10 @@ def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         # torch is there already when memory runs out.
-        from llmscale.engine.device_memory import device_memory_bytes
+        from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 
-        raise OutOfMemory(explain_out_of_memory(run, str(error), device_memory_bytes())) from error
+        words = explain_out_of_memory(run, str(error), device_memory_bytes(), gpu_capability())
+        raise OutOfMemory(words) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -91,17 +96,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
-def explain_out_of_memory(run: PreparedRun, message: str, gpu_bytes: int | None) -> str:
+def explain_out_of_memory(
+    run: PreparedRun, message: str, gpu_bytes: int | None, capability: ComputeCapability | None = None
+) -> str:
     """What failed, the estimated breakdown, and the smallest change that fits: three lines, and a fourth where the
     tensors alone would fit."""
     rank = os.environ.get("RANK", "0")
     what = " ".join(message.split()) or "MemoryError"
     lines = [f"rank {rank} ran out of memory: {what[:300]}"]
-    estimate = estimate_run(run)
+    estimate = estimate_run(run, capability)
     if estimate is None:
         return lines[0]
     lines.append(f"  {estimate_line(estimate, gpu_bytes)}")
-    lines.append(f"  {_advice(run, estimate, gpu_bytes)}")
+    lines.append(f"  {_advice(run, estimate, gpu_bytes, capability)}")
     if gpu_bytes is not None and _is_lost_between_tensors(estimate, gpu_bytes):
         lines.append(
             f"  or first {ALLOCATOR_VARIABLES[0]}={EXPANDABLE_SEGMENTS}: all tensors together would fit, and the "
@@ -115,12 +122,14 @@ def _is_lost_between_tensors(estimate: MemoryEstimate, gpu_bytes: int) -> bool:
     return fits and "expandable_segments" not in allocator_settings(os.environ)
 
 
-def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -> str:
+def _advice(
+    run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None
+) -> str:
     resolved, plan = run.resolved, run.resolved.plan
     limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit))
+    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit, capability))
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:
@@ -134,6 +143,7 @@ def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -
     return f"the smallest change that fits: {' and '.join(change.words)} ({format_size(saved)} less)"
 
 
-def _machines(plan: BatchPlan, gpu_bytes: int) -> Machines:
+def _machines(plan: BatchPlan, gpu_bytes: int, capability: ComputeCapability | None) -> Machines:
     ranks_per_node = int(os.environ.get("LOCAL_SIZE", plan.ranks.world_size))
-    return Machines(max(1, plan.ranks.world_size // ranks_per_node), ranks_per_node, gpu_bytes)
+    num_nodes = max(1, plan.ranks.world_size // ranks_per_node)
+    return Machines(num_nodes, ranks_per_node, gpu_bytes, capability=capability)

@@ -83,6 +83,7 @@ def test_a_misspelt_gpu_names_the_closest_and_all() -> None:
 
 def test_cards_older_than_ampere_have_no_bf16() -> None:
     assert [gpu.name for gpu in GPUS if not gpu.has_bf16] == ["t4", "v100-16gb", "v100-32gb"]
+    assert [gpu.name for gpu in GPUS if gpu.capability < (8, 0)] == ["t4", "v100-16gb", "v100-32gb"]
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
@@ -63,6 +64,21 @@ def test_attention_takes_the_kernel_of_a_gpu(
     assert kernel in calls.names
     assert sum("attention" in name for name in calls.names) == (kernel != "bmm")
     y.float().sum().backward()
+
+
+@pytest.mark.parametrize(("capability", "shares"), [((7, 5), False), ((8, 0), True), (None, True)])
+def test_a_gpu_before_ampere_runs_the_model_s_attention_by_another_kernel(
+    capability: ComputeCapability | None, shares: bool
+) -> None:
+    """Which shares no keys: the model repeats them."""
+    shape = GPTShape(n_layer=1, n_head=4, n_kv_head=2, n_embd=64, vocab_size=100, seq_len=16)
+    with FakeTensorMode(), cuda_kernels(capability), Calls() as calls:
+        model = GPT(shape, seed=0)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.half()
+        model(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long))
+    assert ("_scaled_dot_product_flash_attention" in calls.names) == shares
+    assert ("_scaled_dot_product_efficient_attention" in calls.names) != shares
 
 
 def test_flash_attention_gets_heads_of_a_multiple_of_8(calls: Calls) -> None:

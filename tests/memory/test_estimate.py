@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
@@ -57,9 +58,15 @@ def config(stage: int, precision: Precision, **zero: object) -> DsConfig:
 
 
 def fit(
-    ds: DsConfig, shape: GPTShape, mode: CheckpointingMode, world_size: int = 8, accumulation: int = 2, size: int = 4
+    ds: DsConfig,
+    shape: GPTShape,
+    mode: CheckpointingMode,
+    world_size: int = 8,
+    accumulation: int = 2,
+    size: int = 4,
+    capability: ComputeCapability | None = None,
 ) -> Fit:
-    machines = Machines(1, world_size, 80 * GIB)
+    machines = Machines(1, world_size, 80 * GIB, capability=capability)
     return fit_at(ds, Job(shape, size * accumulation * world_size, machines), mode, size)
 
 
@@ -69,7 +76,10 @@ def peak_of_dry_run(fit: Fit, shape: GPTShape) -> dict[str, Breakdown]:
 
 
 def check(ds: DsConfig, shape: GPTShape, mode: CheckpointingMode, world_size: int = 8, accumulation: int = 2) -> None:
-    found = fit(ds, shape, mode, world_size, accumulation)
+    check_fit(fit(ds, shape, mode, world_size, accumulation), shape)
+
+
+def check_fit(found: Fit, shape: GPTShape) -> None:
     counted = peak_of_dry_run(found, shape)
     for phase, breakdown in counted.items():
         assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
@@ -115,6 +125,11 @@ def test_every_phase_of_every_family_is_that_of_the_dry_run(
 ) -> None:
     pytest.importorskip("deepspeed")
     check(config(stage, precision), FAMILIES[family], mode)
+
+
+def test_every_phase_on_a_gpu_without_flash_attention_is_that_of_the_dry_run() -> None:
+    pytest.importorskip("deepspeed")
+    check_fit(fit(config(2, "fp16"), FAMILIES["llama"], "none", capability=(7, 5)), FAMILIES["llama"])
 
 
 @pytest.mark.slow

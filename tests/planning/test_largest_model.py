@@ -9,7 +9,7 @@ import pytest
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.presets import PRESETS
 from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
-from llmscale.planning.largest_model import WIDTH_MULTIPLE, find_largest_models, interpolated_shape
+from llmscale.planning.largest_model import WIDTH_MULTIPLE, find_largest_models, interpolated_shape, scaling_family
 from llmscale.planning.strategy import Strategy, build_strategy
 from tests.planning.conftest import search
 
@@ -24,6 +24,41 @@ def test_the_family_goes_through_gpt3s_table(name: str) -> None:
     assert shape.n_layer == preset.n_layer
     assert shape.n_embd == preset.n_embd
     assert (shape.vocab_size, shape.seq_len, shape.dropout) == (50257, 2048, 0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if scaling_family(name) != "gpt3"])
+def test_a_family_with_sizes_of_its_own_goes_through_its_presets(name: str) -> None:
+    """From whichever of them the user named."""
+    family, wanted = scaling_family(name), PRESETS[name].shape(50257, 2048)
+    for other in (other for other in PRESETS if scaling_family(other) == family):
+        like = PRESETS[other].shape(50257, 2048).changed({"dropout": 0.1})
+        found = interpolated_shape(wanted.n_embd, like, family)
+        assert replace(found, dropout=0.0) == replace(wanted, norm_eps=found.norm_eps, rope_theta=found.rope_theta)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "smollm2"])
+def test_shapes_between_and_beyond_a_family_s_presets_can_be_built(family: str) -> None:
+    names = [name for name in PRESETS if scaling_family(name) == family]
+    like = PRESETS[names[0]].shape(50257, 2048)
+    widths = range(WIDTH_MULTIPLE, 20_000, WIDTH_MULTIPLE)
+    shapes = [interpolated_shape(width, like, family) for width in widths]
+    sizes = [shape.num_parameters for shape in shapes]
+    assert sizes == sorted(sizes)
+    assert {shape.head_dim for shape in shapes} == {PRESETS[name].shape(50257).head_dim for name in names}
+    wide = shapes[-1]
+    assert wide.n_embd / wide.n_layer == pytest.approx(PRESETS[names[-1]].n_embd / PRESETS[names[-1]].n_layer, rel=0.01)
+
+
+def test_a_choice_of_the_user_holds_at_every_size() -> None:
+    like = PRESETS["llama3-8b"].shape(50257, 2048).changed({"tied": True, "norm": "layernorm"})
+    assert {interpolated_shape(width, like, "llama3").tied for width in (2048, 4096, 16384)} == {True}
+    assert interpolated_shape(16384, like, "llama3").norm == "layernorm"
+
+
+def test_presets_of_gpt_2s_sizes_go_on_as_gpt_3() -> None:
+    assert {scaling_family(name) for name in ("gpt2-124m", "gpt-modern-1.5b", "tiny-1m", "hf:some/folder", None)} == {
+        "gpt3"
+    }
 
 
 def test_wider_is_always_larger_and_heads_divide() -> None:

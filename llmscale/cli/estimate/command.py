@@ -89,7 +89,9 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_output_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--emit", type=flag_type.path, metavar="FILE", help="write the recommended ds_config")
     group.add_argument("--force", action="store_true", help="let --emit overwrite")
-    group.add_argument("--max-model", action="store_true", help="the largest model of the GPT family that fits")
+    group.add_argument(
+        "--max-model", action="store_true", help="the largest model of its family that fits (default: GPT-3's)"
+    )
     group.add_argument(
         "--dry-run",
         action="store_true",

@@ -40,6 +40,11 @@ class EstimateRequest:
     search: Search
 
     @property
+    def model_keys(self) -> dict[str, object]:
+        """Of them those that say what the model is."""
+        return {key: value for key, value in self.given.items() if key not in _RUN_KEYS}
+
+    @property
     def machines_in_words(self) -> str:
         gpu = self.search.gpu
         return self.search.job.machines.in_words(f"{gpu.name} ({gpu.memory_gib:g} GiB)")
@@ -108,7 +113,7 @@ def read_machines(args: argparse.Namespace, gpu: GPU) -> Machines:
     if host_gib is not None and host_gib <= 0:
         raise ConfigError(f"--host-memory-gib must be above 0, not {host_gib:g}.")
     host_bytes = None if host_gib is None else int(host_gib * GIB)
-    return Machines(args.num_nodes, args.num_gpus, int(gpu.memory_gib * GIB), host_bytes)
+    return Machines(args.num_nodes, args.num_gpus, int(gpu.memory_gib * GIB), host_bytes, gpu.capability)
 
 
 def read_hf_precision(args: argparse.Namespace, gpu: GPU) -> Precision:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from llmscale.cli.estimate.as_json import comparison_as_dict, ranking_as_dict, search_as_dict
 from llmscale.cli.estimate.request import EstimateRequest, read_request
 from llmscale.cli.estimate.table import comparison_lines, legend_lines, moment_lines, row_lines
-from llmscale.cli.shape_flags import MODEL_KEYS
-from llmscale.cli.train_command import data_words, train_command
+from llmscale.cli.train_command import data_words, model_words, train_command
 from llmscale.config.choices import preset_words
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.hf_model import is_published
 from llmscale.config.presets import PRESETS
 from llmscale.config.user_paths import check_output_file
+from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.largest_micro_batch import Fit, Search
@@ -29,8 +29,6 @@ if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and 
     from llmscale.dry_run.comparison import Comparison
 
 EXIT_NOTHING_FITS = 1
-#: What train.py must be told again of what the user said here.
-_GIVEN_KEYS = ("model", *MODEL_KEYS, "precision")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         check_output_file("--emit", args.emit, overwrite=args.force)
     if args.plot is not None:
         check_output_file("--plot", args.plot, overwrite=True)
-    ranking = rank_configs(request.search)
+    ranking = with_recordings(lambda: rank_configs(request.search), model_words(request.model_keys))
     names = _names([ds.source for ds, _ in request.search.files])
     dry_runs = _dry_runs(request.search, ranking) if args.dry_run else []
     if args.json:
@@ -145,9 +143,10 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
     if emitted is not None:
         yield f"  written: {emitted}"
     if ds_path is not None:
-        given = {key: request.given[key] for key in _GIVEN_KEYS if key in request.given}
-        yield f"  {train_command(str(ds_path), fit, given)}"
-        yield f"  {data_words(search.job.shape.seq_len, search.job.shape.vocab_size)}"
+        keys = request.model_keys
+        precision = {"precision": request.given["precision"]} if "precision" in request.given else {}
+        yield f"  {train_command(str(ds_path), fit, keys | precision)}"
+        yield f"  {data_words(search.job.shape, keys)}"
     else:
         yield "  --emit FILE writes its ds_config and prints the train.py command."
 

@@ -124,12 +124,14 @@ def _run(args: argparse.Namespace) -> int:
 def _answer(args: argparse.Namespace) -> int:
     from llmscale.cli.plan import output as plan_output
     from llmscale.cli.plan import request as plan_request
+    from llmscale.cli.train_command import model_words
+    from llmscale.dry_run.on_demand import with_recordings
     from llmscale.planning.run_plan import make_plan
 
     request = plan_request.read_request(args)
     if args.plot is not None:
         check_output_file("--plot", args.plot, overwrite=True)
-    plan = make_plan(request)
+    plan = with_recordings(lambda: make_plan(request), model_words(request.given))
     if args.json:
         print(plan_output.to_json(request, plan))
     else:

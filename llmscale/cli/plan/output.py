@@ -183,10 +183,9 @@ def _lifetime_lines(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Ite
 def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """The words of the commands that come next."""
     shape, preset = plan.shape, PRESETS[plan.preset]
-    if request.chosen is not None:
-        keys = dict(request.chosen.keys)
-    else:
-        keys = {"model": plan.preset}
+    keys = dict(request.given)
+    if request.chosen is None:
+        keys = {"model": plan.preset, **keys}
         keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}
     asked = keys | {"seq_len": shape.seq_len, "vocab_size": shape.vocab_size}
     asked |= {"global_batch_size": plan.global_batch_size}
@@ -205,7 +204,7 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     yield f"llmscale estimate {_flags(asked)} --emit ds.json"
     if plan.placement.row is not None:
         yield train_command("ds.json", plan.placement.row.fit, keys | {"steps": plan.steps})
-        yield data_words(shape.seq_len, shape.vocab_size)
+        yield data_words(shape, keys)
 
 
 def _flags(keys: dict[str, object]) -> str:

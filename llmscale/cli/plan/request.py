@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.estimate.request import read_gpu
@@ -23,6 +24,8 @@ _MODELS = ("--model", "--params")
 _OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
 #: What means nothing without a GPU.
 _OF_GPUS = ("--budget-usd", "--gpu-hours", "--price-per-gpu-hour", "--mfu", "--inference-mfu", "--num-nodes", "--pue")
+#: Of the model flags those that need no --model.
+_OF_ANY_MODEL = ("vocab_size", "seq_len")
 _DEFAULT_SEQ_LEN = 2048
 #: Whose vocabulary a model has that no one named.
 _SIZED_LIKE = "gpt3-125m"
@@ -32,12 +35,14 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
     """Raises ConfigError for whatever cannot be."""
     _check_goals(args)
     _check_machines(args)
-    chosen = _read_chosen_model(args)
+    given = given_model(args)
+    chosen = _read_chosen_model(args, given)
     shape = chosen.shape if chosen else _read_size(args)
     return PlanRequest(
         goal=_read_goal(args, shape),
         shape=shape,
         chosen=chosen,
+        given=given,
         law=_LAWS[args.law],
         vocab_size=_vocab_size(args),
         seq_len=shape.seq_len if shape else args.seq_len or _DEFAULT_SEQ_LEN,
@@ -89,18 +94,16 @@ def _read_gpus(args: argparse.Namespace) -> GPUs | None:
     return GPUs(read_gpu(args), args.num_gpus, args.num_nodes, network, args.mfu)
 
 
-def _read_chosen_model(args: argparse.Namespace) -> ChosenModel | None:
+def _read_chosen_model(args: argparse.Namespace, given: Mapping[str, object]) -> ChosenModel | None:
     """The model that --model names, changed by the flags of the model."""
-    given = given_model(args)
     if args.model is None:
-        others = [key for key in given if key != "vocab_size"]
+        others = [key for key in given if key not in _OF_ANY_MODEL]
         if others:
             flag = f"--{others[0].replace('_', '-')}"
             raise ConfigError(f"{flag} changes a model: it needs --model PRESET.")
         return None
-    config, shape = resolve_model(build_run_config(given), args.seq_len)
-    keys = {key: getattr(config, key) for key in given if key != "vocab_size"}
-    return ChosenModel(shape, default_preset(config), keys)
+    config, shape = resolve_model(build_run_config(dict(given)), args.seq_len)
+    return ChosenModel(shape, default_preset(config))
 
 
 def _read_size(args: argparse.Namespace) -> GPTShape | None:

@@ -8,6 +8,7 @@ from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import CheckRow, green, red, split_error, yellow
 from llmscale.cluster.hostfile import Host
 from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.config.hardware import find_gpu
 from llmscale.config.resolve import SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
@@ -27,10 +28,12 @@ def check_memory(
     smallest = min(gpus, key=lambda gpu: gpu.memory_bytes)
     host_bytes = min((found.system.memory_bytes for found in facts.values() if found.system), default=None)
     world_size = sum(host.slots for host in hosts)
-    machines = Machines(len(hosts), hosts[0].slots, smallest.memory_bytes, host_bytes)
+    known_gpu = find_gpu(smallest.name)
+    capability = known_gpu.capability if known_gpu else None
+    machines = Machines(len(hosts), hosts[0].slots, smallest.memory_bytes, host_bytes, capability)
     if machines.world_size != world_size:
         # Hosts of different sizes: what is offloaded is then not compared with a host's memory.
-        machines = Machines(world_size, 1, smallest.memory_bytes)
+        machines = Machines(world_size, 1, smallest.memory_bytes, capability=capability)
     try:
         run = resolve_run(config, ds, known, world_size)
         plan = run.plan

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.memory.activations.recorded import (
@@ -112,14 +113,16 @@ def estimate_activations(
     checkpointing: CheckpointingMode,
     cpu_checkpointing: bool = False,
     zero_stage: int = 0,
+    capability: ComputeCapability | None = None,
 ) -> ActivationMemory:
     """Every tensor of a forward and a backward pass over sequences of `seq_len` tokens.
 
     `cpu_checkpointing` applies to `full` checkpointing. `zero_stage` 3 has its own linear layers, which matter under
-    autocast: they save inputs in fp32 and no copies of weights. Raises NotRecorded for a branch that no table has.
+    autocast: they save inputs in fp32 and no copies of weights. `capability` is the GPU's, which decides the kernel of
+    attention; None: of an Ampere or newer one. Raises NotRecorded for a branch that no table has.
     """
     segments = recorded_segments(
-        block_branch(shape, precision, checkpointing, zero_stage),
+        block_branch(shape, precision, checkpointing, zero_stage, capability),
         ends_branch(shape, micro_batch_size, precision, zero_stage),
     )
     micro_step = evaluate_segments(segments, shape_symbols(shape, micro_batch_size), shape.n_layer)

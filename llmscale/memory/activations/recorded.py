@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 
 from llmscale.errors import ConfigError
-from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
+from llmscale.memory.activations.recording_cache import read_recording
+from llmscale.memory.activations.symbols import BlockBranch, EndsBranch, related_branches
 from llmscale.memory.breakdown import allocated_bytes
 
 #: In the order of time. `end_forward`: the outermost autocast region ends and its cache of cast weights goes.
@@ -38,7 +40,15 @@ Counts = Mapping[str, int]
 
 
 class NotRecorded(ConfigError):
-    """A branch of the model's code that no table has."""
+    """A branch of the model's code that no table has, and nobody has recorded on this machine."""
+
+    def __init__(self, branches: Sequence[BlockBranch | EndsBranch]) -> None:
+        super().__init__(
+            "the activation memory of this model's blocks is in no table and was not recorded on this machine. It "
+            "trains all the same; `llmscale estimate` of it records them once."
+        )
+        self.branches = branches
+        """To record: it, and those that the same question may come to."""
 
 
 @dataclass(frozen=True)
@@ -214,18 +224,35 @@ def recorded_segments(block: BlockBranch, ends: EndsBranch) -> Mapping[str, Reco
 
     Raises NotRecorded when either was not.
     """
-    segments = {**_segments_of(ends, ENDS_TABLE), **_segments_of(block, block.style.key)}
-    return {name: segments[name] for name in SEGMENTS}
+    found: dict[str, RecordedSegment] = {}
+    missing: list[BlockBranch | EndsBranch] = []
+    for branch in (ends, block):
+        segments = find_segments(branch)
+        found |= segments or {}
+        if segments is None:
+            missing += (related for related in related_branches(branch) if find_segments(related) is None)
+    if missing:
+        raise NotRecorded(missing)
+    return {name: found[name] for name in SEGMENTS}
 
 
-def _segments_of(branch: BlockBranch | EndsBranch, table: str) -> dict[str, RecordedSegment]:
-    try:
-        return read_table(table).segments(branch.key)
-    except (FileNotFoundError, KeyError):
-        raise NotRecorded(
-            f"the activation memory of this model was not recorded ({table}: {branch.key}). It trains all the same; to "
-            "estimate it, add it to llmscale/dry_run/gpt_recording.py and run scripts/record_memory.py."
-        ) from None
+def table_of(branch: BlockBranch | EndsBranch) -> str:
+    """The name of the table that has a branch or would have it."""
+    return branch.style.key if isinstance(branch, BlockBranch) else ENDS_TABLE
+
+
+def find_segments(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment] | None:
+    """Of one branch, from the tables or from what was recorded on this machine; None where neither has it."""
+    with suppress(FileNotFoundError, KeyError):
+        return read_table(table_of(branch)).segments(branch.key)
+    text = read_recording(table_of(branch), branch.key)
+    # What is no recording, because a disk or a user damaged it, is recorded again.
+    with suppress(ValueError, TypeError, AttributeError, LookupError, AssertionError):
+        segments = RecordedTable(json.loads(text or "")).segments(branch.key)
+        in_block = isinstance(branch, BlockBranch)
+        is_whole = segments.keys() == {name for name in SEGMENTS if (name in BLOCK_SEGMENTS) == in_block}
+        return segments if is_whole else None
+    return None
 
 
 def _size(formula: str, symbols: Mapping[str, int]) -> int:

@@ -7,21 +7,21 @@ recorded by itself. What the shape alone decides is a style; each style has a ta
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
-from typing import Literal
+import itertools
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+from typing import Literal, get_args
 
+from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
 from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 
-#: The kernel of F.scaled_dot_product_attention on an Ampere or newer GPU: FlashAttention-2 for 16 bit and heads of up
-#: to 256, its copies padded to a multiple of 8 where the head is none; PyTorch's memory-efficient kernel for the rest
-#: and wherever there is a mask, and separate matrix products where that cannot (llmscale/dry_run/cuda_kernels.py).
-AttentionKernel = Literal["flash", "flash_padded", "efficient", "math"]
 #: bf16 and fp16 run the same operators on tensors of the same sizes.
 PrecisionKind = Literal["fp32", "16bit", "autocast"]
 NormKind = Literal["layernorm", "layernorm_without_bias", "rmsnorm"]
 #: Of a window alone [t, t], of documents [b, 1, t, t].
 MaskKind = Literal["none", "window", "documents"]
+_BOTH = (False, True)
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,13 @@ def block_style(shape: GPTShape) -> BlockStyle:
 
 
 def block_branch(
-    shape: GPTShape, precision: Precision, checkpointing: CheckpointingMode, zero_stage: int
+    shape: GPTShape,
+    precision: Precision,
+    checkpointing: CheckpointingMode,
+    zero_stage: int,
+    capability: ComputeCapability | None = None,
 ) -> BlockBranch:
-    """The branch that a block of this shape takes."""
+    """The branch that a block of this shape takes, on a GPU of that compute capability."""
     style = block_style(shape)
     return BlockBranch(
         style=style,
@@ -121,7 +125,9 @@ def block_branch(
         checkpointing=checkpointing,
         dropout=shape.dropout > 0,
         masked=shape.has_mask,
-        attention=attention_kernel(shape.head_dim, precision, masked=shape.has_mask),
+        attention=attention_kernel(
+            shape.head_dim, is_16bit=precision != "fp32", masked=shape.has_mask, capability=capability
+        ),
         zero3_linear=zero_stage == 3 and shows_zero3_linear(style, _kind_of(precision), checkpointing),
     )
 
@@ -147,12 +153,16 @@ def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, ze
     )
 
 
-def attention_kernel(head_dim: int, precision: Precision, *, masked: bool = False) -> AttentionKernel:
-    """Which kernel runs causal or masked attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    is_16bit = precision != "fp32"
-    if is_16bit and head_dim <= 256 and not masked:
-        return "flash_padded" if head_dim % 8 else "flash"
-    return "math" if head_dim % (8 if is_16bit else 4) else "efficient"
+def related_branches(branch: BlockBranch | EndsBranch) -> Iterator[BlockBranch | EndsBranch]:
+    """The branch and those that the same model takes at other ZeRO stages, micro-batches and checkpointing: a table of
+    strategies asks for all of them."""
+    if isinstance(branch, EndsBranch):
+        for zero3, one_sequence in itertools.product(_BOTH, _BOTH):
+            yield replace(branch, zero3_linear=zero3, one_sequence=one_sequence)
+        return
+    for mode, zero3 in itertools.product(get_args(CheckpointingMode), _BOTH):
+        if not zero3 or shows_zero3_linear(branch.style, branch.precision, mode):
+            yield replace(branch, checkpointing=mode, zero3_linear=zero3)
 
 
 def shape_symbols(shape: GPTShape, micro_batch_size: int) -> dict[str, int]:

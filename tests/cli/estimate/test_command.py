@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.schema import read_ds_config
+from llmscale.config.hf_model import with_published_shape
 from llmscale.config.interconnect import INTERCONNECTS
+from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.training.run_inputs import prepare_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -348,6 +352,51 @@ def test_the_command_repeats_the_model_that_was_given(run: Callable[..., tuple[i
     command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
     for flag in ("--model gpt-modern-124m", "--n-kv-head 4", "--no-tied", "--qk-norm head", "--sliding-window 512"):
         assert flag in command
+
+
+def test_the_command_builds_the_shape_that_was_estimated(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    """Also of a published model, on data whose tokenizer has fewer tokens than were asked for."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    given = ("--model", f"hf:{tmp_path}", "--vocab-size", "32000", "--seq-len", "2048", "--document-mask")
+    words = ("estimate", *given, *MACHINES, "--ds", str(ROOT / "ds_configs/zero3_offload.json"))
+    command = next(line for line in run(*words)[1].splitlines() if "llmscale/train.py" in line)
+    config = parse_run_config(command.split("llmscale/train.py ")[1].split())
+    shape = resolve_shape(with_published_shape(config, None), SetFacts(31_000, 2048, 100, 0))
+    assert asdict(shape) == {key: value for key, value in read_json(*words)[1]["shape"].items() if key in asdict(shape)}
+
+
+def test_a_block_of_no_family_without_torch_is_one_clear_error(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for words in (
+        ("estimate", "--model", "gpt2-124m", "--norm", "rmsnorm", *MACHINES),
+        ("plan", "--model", "gpt2-124m", "--norm", "rmsnorm", "--tokens", "1B", *MACHINES),
+        ("estimate", "--max-model", "--model", "gpt2-124m", "--norm", "rmsnorm", *MACHINES),
+    ):
+        status, output, error = run(*words)
+        assert (status, output) == (2, "")
+        assert "--model gpt2-124m --norm rmsnorm" in error
+        assert "llmscale[train]" in error
+
+
+def test_a_gpu_before_ampere_repeats_shared_keys(read_json: Callable[..., tuple[int, dict]]) -> None:
+    words = ("estimate", "--model", "llama3-1b", "--seq-len", "2048", "--micro-batch-size", "2", "--precision", "fp16")
+    words = (*words, "--global-batch-size", "2", "--activation-checkpointing", "none")
+    old, new = (read_json(*words, "--gpu", gpu)[1]["rows"] for gpu in ("v100-32gb", "a100-40gb"))
+    before, after = (rows[0]["estimate"]["peak"]["activations_bytes"] for rows in (old, new))
+    assert before > after
+
+
+def test_the_largest_model_of_a_family_is_scaled_by_its_presets(run: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full")
+    output = run(*words, "--model", "llama3-8b")[1]
+    assert "llama3-3b" in output
+    assert "gpt3" not in output.lower() and "gpt-3" not in output.lower()
+    assert "blocks are gpt-modern-124m's" in run(*words, "--model", "gpt-modern-124m")[1]
 
 
 def test_the_vocabulary_is_the_preset_s_published_one(read_json: Callable[..., tuple[int, dict]]) -> None:

@@ -109,6 +109,8 @@ def test_the_commands_that_come_next_are_right(
     assert train.partition(" --micro-batch-size ")[2] in said, "the same micro-batch and checkpointing"
     flags = train.replace("ds.json", str(ds)).partition("llmscale/train.py ")[2].split()
     ranks = 16 if "--hostfile HOSTFILE" in train else int(train.split("--num_gpus ")[1].split()[0])
+    assert flags[flags.index("--seq-len") + 1] == "2048"
+    flags[flags.index("--seq-len") + 1] = "32"  # the tiny set's
     config = parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")])
     assert prepare_run(config, ranks).resolved.plan.global_batch_size == 128
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.presets import PRESETS
@@ -50,6 +51,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3-documents": {**LLAMA, "qk_norm": "head", "document_end": 5},
     "olmo2": {**LLAMA, "qk_norm": "width", "norm_placement": "post", "n_kv_head": 6},
     "gpt-modern": {**LLAMA, "qk_norm": "head", "n_kv_head": 6, "tied": True, "head_dim": 20},
+    "llama-dropout": {**LLAMA, "dropout": 0.1},
+    "qwen3-dropout": {**LLAMA, "qk_norm": "head", "dropout": 0.1, "tied": True},
+    "llama-attention-bias": {**LLAMA, "attention_bias": "all"},
 }
 
 
@@ -66,6 +70,7 @@ class Case:
     bias: bool = True
     zero_stage: int = 0
     family: str = "gpt2"
+    capability: ComputeCapability | None = None
 
     @property
     def shape(self) -> GPTShape:
@@ -80,6 +85,7 @@ class Case:
             precision=self.precision,
             checkpointing=self.mode,
             zero_stage=self.zero_stage,
+            capability=self.capability,
         )
 
 
@@ -94,7 +100,8 @@ def trace(case: Case) -> tuple[int, int, int]:
     """Bytes saved at the end of the forward pass, and the peaks of the forward and of the backward pass, without
     parameters and their gradients; of the token table's gradients, which are summed, all are counted."""
     checkpoint = build_block_checkpoint(case.mode, {})
-    with FakeTensorMode(), cuda_kernels(), MemoryTracker(workspace=kernel_workspace, keep_events=True) as tracker:
+    kernels = cuda_kernels(case.capability)
+    with FakeTensorMode(), kernels, MemoryTracker(workspace=kernel_workspace, keep_events=True) as tracker:
         with tracker.phase("build", Category.PARAMETERS):
             model = GPT(case.shape, seed=0, checkpoint=checkpoint)
             for parameter in model.parameters():
@@ -177,9 +184,17 @@ def test_the_count_is_the_models(one_rank: None, case: Case) -> None:
     assert_the_count_is_the_models(case)
 
 
+#: With dropout autocast is recorded only where somebody asks for it.
+DROPPING = ("llama-dropout", "qwen3-dropout")
+
+
 def of_families(hows: Iterable[tuple[Precision, CheckpointingMode, int]]) -> list[Case]:
     found = product(FAMILIES, hows)
-    return [Case(LONG, 2, precision, mode, zero_stage=stage, family=name) for name, (precision, mode, stage) in found]
+    return [
+        Case(LONG, 2, precision, mode, zero_stage=stage, family=name)
+        for name, (precision, mode, stage) in found
+        if name not in DROPPING or precision != "autocast"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -187,6 +202,28 @@ def of_families(hows: Iterable[tuple[Precision, CheckpointingMode, int]]) -> lis
 )
 def test_the_count_is_the_models_in_every_family(one_rank: None, case: Case) -> None:
     assert_the_count_is_the_models(case)
+
+
+#: A GPU before Ampere: no FlashAttention, so that shared keys are repeated, and other heads in fp32.
+OLD = [
+    *(Case(LONG, 2, "fp16", mode, family=name, capability=(7, 5)) for name, mode in
+      (("llama", "none"), ("qwen3", "selective"), ("qwen2", "full"), ("mistral", "none"))),
+    Case(LONG, 2, "fp16", "none", 0.1, capability=(7, 5)),
+    Case(ODD, 1, "fp32", "none", capability=(7, 0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OLD, ids=str)
+def test_the_count_is_the_models_on_a_gpu_before_ampere(one_rank: None, case: Case) -> None:
+    assert_the_count_is_the_models(case)
+
+
+def test_shared_keys_that_no_kernel_shares_take_memory() -> None:
+    new = Case(LONG, 2, "fp16", "none", family="llama")
+    saved = [saved_bytes(case.estimate()) for case in (new, replace(new, capability=(7, 5)))]
+    shape = new.shape
+    repeated = 2 * 2 * 2 * shape.seq_len * shape.head_dim * (shape.n_head - shape.n_kv_head)
+    assert saved[1] - saved[0] >= shape.n_layer * repeated
 
 
 @pytest.mark.slow

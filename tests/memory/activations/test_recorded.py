@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.fake_world import fake_world
 from llmscale.dry_run.gpt_recording import all_block_branches, all_ends_branches, record_blocks, record_ends
 from llmscale.dry_run.record import trace_micro_step
-from llmscale.errors import ConfigError
 from llmscale.memory.activations.recorded import (
     ENDS_TABLE,
     TABLES,
     MicroStep,
+    NotRecorded,
     RecordedSegment,
     evaluate_segments,
     read_table,
@@ -104,13 +105,20 @@ def test_every_preset_is_recorded(name: str) -> None:
         recorded_segments(block_branch(shape, precision, mode, stage), ends_branch(shape, 1, precision, stage))
 
 
-def test_a_branch_that_was_not_recorded_is_an_error_that_names_it() -> None:
+def test_what_was_not_recorded_is_an_error_that_says_what_to_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All that a table of strategies will ask for, and nothing that there is."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     unknown = replace(BLOCKS[0], attention="paged")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="paged"):
+    with pytest.raises(NotRecorded) as caught:
         recorded_segments(unknown, ENDS[0])
-    style = replace(BLOCKS[0].style, norm="batchnorm")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="batchnorm"):
-        recorded_segments(replace(BLOCKS[0], style=style), ENDS[0])
+    assert unknown in caught.value.branches
+    assert {branch.checkpointing for branch in caught.value.branches} == {"none", "selective", "full"}
+    style, ends = replace(BLOCKS[0].style, qk_norm="head"), replace(ENDS[0], positions="rotary")
+    with pytest.raises(NotRecorded) as caught:
+        recorded_segments(replace(BLOCKS[0], style=style), ends)
+    assert {type(branch) for branch in caught.value.branches} == {BlockBranch, EndsBranch}
 
 
 #: Sequences, tokens, heads, head_dim: multiples of 512 where it matters, so that rounding adds nothing.

@@ -1,0 +1,35 @@
+"""Which of PyTorch's CUDA kernels runs `F.scaled_dot_product_attention`: what the model relies on, and what the memory
+estimate and the dry run count by. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+#: FlashAttention-2, its copies of heads padded to a multiple of 8 where `flash_padded`; PyTorch's memory-efficient
+#: kernel; separate matrix products.
+AttentionKernel = Literal["flash", "flash_padded", "efficient", "math"]
+#: Of a GPU, as torch.cuda.get_device_capability has it: (8, 0) is an A100.
+ComputeCapability = tuple[int, int]
+
+AMPERE: ComputeCapability = (8, 0)
+#: Widest head that FlashAttention-2 takes.
+_WIDEST_FLASH_HEAD = 256
+
+
+def has_flash_attention(head_dim: int, *, is_16bit: bool, capability: ComputeCapability | None) -> bool:
+    """Whether FlashAttention takes causal attention without a mask. `capability` None: of a GPU that is not known, or
+    simulated: taken to be an Ampere or newer one."""
+    is_new = capability is None or capability >= AMPERE
+    return is_16bit and head_dim <= _WIDEST_FLASH_HEAD and is_new
+
+
+def attention_kernel(
+    head_dim: int, *, is_16bit: bool, masked: bool = False, capability: ComputeCapability | None = None
+) -> AttentionKernel:
+    """The kernel of causal or masked attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
+    if not masked and has_flash_attention(head_dim, is_16bit=is_16bit, capability=capability):
+        return "flash_padded" if head_dim % 8 else "flash"
+    # minimum_gemm_alignment: what tensor cores read at once, which take fp32 from Ampere on.
+    is_old = capability is not None and capability < AMPERE
+    multiple = 8 if is_16bit else 1 if is_old else 4
+    return "math" if head_dim % multiple else "efficient"

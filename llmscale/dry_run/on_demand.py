@@ -1,0 +1,85 @@
+"""Records blocks that no table has when an estimate asks for them. No torch until one does."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from llmscale.errors import ConfigError
+from llmscale.memory.activations.recorded import NotRecorded, table_of
+from llmscale.memory.activations.recording_cache import cache_folder, write_recordings
+from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
+
+Answer = TypeVar("Answer")
+#: Seconds of one branch on one core.
+_BRANCH_S = 1.5
+#: To import torch and DeepSpeed.
+_IMPORT_S = 5
+
+
+@contextlib.contextmanager
+def quiet_torch(needed_by: str) -> Iterator[None]:
+    """Where torch and DeepSpeed are imported and run for an answer on stdout. Raises ConfigError where they are
+    missing; `needed_by` says what needs them."""
+    # DeepSpeed's logger writes to stdout, which belongs to the answer. Warnings are about fake tensors and old names.
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from llmscale.engine.silence_libraries import quiet_libraries
+
+            quiet_libraries()
+            import deepspeed  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(f"{needed_by} needs {error.name}: `pip install 'llmscale[train]'`.") from None
+        yield
+
+
+def with_recordings(answer: Callable[[], Answer], model: str) -> Answer:
+    """What `answer` returns; blocks that it asks for and that nobody has recorded are recorded first, and kept.
+
+    `model`: the user's flags that make it, for messages. Raises ConfigError without torch.
+    """
+    known: set[BlockBranch | EndsBranch] = set()
+    while True:
+        try:
+            return answer()
+        except NotRecorded as missing:
+            branches = missing.branches
+            # What has just been kept is read again: else this would never end.
+            if known.intersection(branches):
+                raise
+            known.update(branches)
+            _record(branches, model)
+
+
+def _record(branches: Sequence[BlockBranch | EndsBranch], model: str) -> None:
+    with quiet_torch(
+        f"{model} makes blocks whose memory is in no table. To record it from the model itself, an estimate"
+    ):
+        seconds = _IMPORT_S + _BRANCH_S * len(branches)
+        _say(f"{model}: blocks that are in no table. Recording their memory once, about {seconds:.0f} s ...")
+        began = time.perf_counter()
+        from llmscale.dry_run.factor import pack_branches
+        from llmscale.dry_run.gpt_recording import record_branch
+
+        gc.collect()
+        gc.freeze()  # collections that a trace asks for need not look at what the libraries made
+        try:
+            found = {
+                (table_of(branch), branch.key): json.dumps(pack_branches({branch.key: record_branch(branch)}))
+                for branch in branches
+            }
+        finally:
+            gc.unfreeze()
+        write_recordings(found)
+        _say(f"recorded in {time.perf_counter() - began:.0f} s, kept in {cache_folder()}")
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)

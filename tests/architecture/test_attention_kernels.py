@@ -1,0 +1,28 @@
+"""Which kernel a GPU runs attention with."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel, has_flash_attention
+
+T4, V100, A100, RTX5090 = (7, 5), (7, 0), (8, 0), (12, 0)
+
+
+@pytest.mark.parametrize("capability", [None, A100, RTX5090])
+def test_flash_attention_needs_16_bit_heads_of_up_to_256_and_no_mask(capability: ComputeCapability | None) -> None:
+    def kernel(head_dim: int, *, is_16bit: bool = True, masked: bool = False) -> str:
+        return attention_kernel(head_dim, is_16bit=is_16bit, masked=masked, capability=capability)
+
+    assert (kernel(64), kernel(256), kernel(36)) == ("flash", "flash", "flash_padded")
+    assert (kernel(264), kernel(64, masked=True), kernel(64, is_16bit=False)) == ("efficient",) * 3
+    assert (kernel(258), kernel(36, masked=True), kernel(34, is_16bit=False)) == ("math",) * 3
+
+
+@pytest.mark.parametrize("capability", [T4, V100])
+def test_gpus_before_ampere_have_no_flash_attention(capability: ComputeCapability) -> None:
+    assert not has_flash_attention(64, is_16bit=True, capability=capability)
+    assert attention_kernel(64, is_16bit=True, capability=capability) == "efficient"
+    assert attention_kernel(36, is_16bit=True, capability=capability) == "math"
+    # Without tensor cores for fp32 nothing needs to be aligned.
+    assert attention_kernel(33, is_16bit=False, capability=capability) == "efficient"
