@@ -45,4 +45,5 @@ def compare_with_dry_run(fit: Fit, shape: GPTShape) -> Comparison:
             from llmscale.dry_run.engine import dry_run
         except ImportError as error:
             raise ConfigError(f"--dry-run needs {error.name}: `pip install 'llmscale[train]'`.") from None
-        return Comparison(fit, dry_run(resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing)))
+        resolved = resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing, fit.layout.optimizer)
+        return Comparison(fit, dry_run(resolved))

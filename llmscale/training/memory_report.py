@@ -49,7 +49,7 @@ def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
 def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
     """Before step 1. `gpu_bytes` None: on a CPU."""
     if estimate is None:
-        return "memory: no estimate, it is for AdamW and blocks of known families only"
+        return "memory: no estimate, it is for AdamW, Muon and blocks of known families only"
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
     line += f"({describe_breakdown(estimate.peak)})"
@@ -122,7 +122,7 @@ def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -
     limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit))
+    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit), optimizer=resolved.optimizer)
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:

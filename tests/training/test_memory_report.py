@@ -72,7 +72,9 @@ def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
 def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_path: Path) -> None:
     run = prepared("--optimizer", "adafactor", "--ds", str(ROOT / "ds_configs/zero0.json"))
     assert estimate_run(run) is None
-    assert estimate_line(None, 24 * GIB) == "memory: no estimate, it is for AdamW and blocks of known families only"
+    assert (
+        estimate_line(None, 24 * GIB) == "memory: no estimate, it is for AdamW, Muon and blocks of known families only"
+    )
     assert "estimate" not in measured_line(None, MeasuredMemory(GIB, GIB))
     assert "ran out of memory" in explain_out_of_memory(run, "CUDA out of memory.", 24 * GIB)
 
