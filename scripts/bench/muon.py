@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
     parser.add_argument("--tokens", type=int, default=400_000, help="of AdamW's runs (default: 400,000)")
     parser.add_argument("--batch-tokens", type=int, default=2048, help="of an optimizer step (default: 2,048)")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3], metavar="LR")
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3], metavar="LR")
     parser.add_argument("--share", type=float, default=0.75, help="of AdamW's steps, for Muon (default: 0.75)")
     parser.add_argument("--model", default=MODEL, help=f"default: {MODEL}")
     parser.add_argument("--precision", default="autocast", help="default: autocast; fp32 takes twice the time")
