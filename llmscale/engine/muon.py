@@ -4,7 +4,7 @@ DeepSpeed's own Muon orthogonalises inside of ZeRO, before the norm and the clip
 orthogonalised update and stage 0 the gradient. This one is an ordinary torch optimizer: ZeRO steps it with gradients
 that are reduced, unscaled and clipped, as it steps AdamW, and its momentum lies where the master weights lie, so that
 checkpoints cut both alike. What is left is that a matrix is orthogonalised as a whole: those that ZeRO has cut are
-brought together on one rank each, and everyone gets the own part back (`llmscale.config.muon` says by whom).
+brought together on one rank each, and every rank gets its own part back (`llmscale.config.muon` says by whom).
 """
 
 from __future__ import annotations
