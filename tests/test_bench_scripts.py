@@ -22,6 +22,7 @@ SCRIPTS = (
     "init_from_memory",
     "memory_grid",
     "modern_blocks",
+    "muon",
     "order_memory",
     "order_quality",
     "resume_matrix",

@@ -23,6 +23,13 @@ class Parameter:
     """Within its layer, as in a state dict."""
     shape: tuple[int, ...]
     kind: ParameterKind
+    row_blocks: tuple[int, ...] = ()
+    """Rows of each of the matrices that lie in it one below the other, such as those of q, k and v; empty: one."""
+
+    @property
+    def matrix_rows(self) -> tuple[int, ...]:
+        """Rows of each of its matrices."""
+        return self.row_blocks or self.shape[:1]
 
     @cached_property
     def elements(self) -> int:
@@ -88,9 +95,10 @@ def rms_norm(name: str, width: int) -> Layer:
     return layer_norm(name, width, bias=False)
 
 
-def linear(name: str, inputs: int, outputs: int, *, bias: bool) -> Layer:
-    """[..., inputs] -> [..., outputs]."""
-    parameters = (Parameter("weight", (outputs, inputs), "matrix"), Parameter("bias", (outputs,), "vector"))
+def linear(name: str, inputs: int, outputs: int, *, bias: bool, row_blocks: tuple[int, ...] = ()) -> Layer:
+    """[..., inputs] -> [..., outputs]; `row_blocks`: the outputs of several linear layers that are computed as one."""
+    weight = Parameter("weight", (outputs, inputs), "matrix", row_blocks)
+    parameters = (weight, Parameter("bias", (outputs,), "vector"))
     return Layer(name, parameters if bias else parameters[:1], work=Work(matmul_flops=2 * inputs * outputs))
 
 

@@ -248,7 +248,11 @@ def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
     names = ("attn.q_norm", "attn.k_norm")
     turned = (elementwise(queries + keys),) if shape.positions == "rotary" else ()
     return (
-        linear("attn.qkv", shape.n_embd, queries + 2 * keys, bias=shape.attention_bias != "none"),
+        linear(
+            *("attn.qkv", shape.n_embd, queries + 2 * keys),
+            bias=shape.attention_bias != "none",
+            row_blocks=(queries, keys, keys),
+        ),
         *(rms_norm(name, width) for name, width in zip(names, of_norms, strict=False)),
         *turned,
         attention(shape.n_head, shape.head_dim),
@@ -258,8 +262,9 @@ def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
 
 def _mlp_layers(shape: GPTShape) -> tuple[Layer, ...]:
     m, bias = shape.mlp_width, bool(shape.mlp_bias)
+    hidden = (m, m) if shape.gated_mlp else (m,)
     return (
-        linear("mlp.up", shape.n_embd, 2 * m if shape.gated_mlp else m, bias=bias),
+        linear("mlp.up", shape.n_embd, sum(hidden), bias=bias, row_blocks=hidden),
         elementwise(2 * m if shape.gated_mlp else m),
         linear("mlp.down", m, shape.n_embd, bias=bias),
     )

@@ -70,9 +70,10 @@ def batch_words(config: RunConfig) -> Iterator[str]:
 def optimizer_words(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
     """Optimizer and schedule, with every default written out."""
     preset = "" if config.lr is not None else f" ({_default_of(config)})"
-    adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer == "adamw" else ""
+    adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer != "adafactor" else ""
+    factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
     return (
-        f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}, {schedule_words(schedule)}, "
+        f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}{factor}, {schedule_words(schedule)}, "
         f"weight decay {config.weight_decay:g}{adam}, "
         f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, dropout {config.dropout:g}"
     )

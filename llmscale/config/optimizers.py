@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmscale.architecture.description import Architecture
 from llmscale.architecture.layers import ParameterKind
 from llmscale.architecture.parameter_list import ParameterTensor
+from llmscale.config.muon import matrices_of
 from llmscale.errors import ConfigError
 
-OptimizerName = Literal["adamw", "adafactor"]
+OptimizerName = Literal["adamw", "muon", "adafactor"]
 
 _FP32_BYTES = 4
 
@@ -33,6 +34,8 @@ class OptimizerGroup:
     scalars: tuple[str, ...]
     """One-element tensors, of every tensor that is stepped."""
     learning_rate_factor: float = 1.0
+    is_orthogonalised: bool = False
+    """Whether its updates are matrices that are orthogonalised as a whole (llmscale.config.muon)."""
 
     @property
     def state_bytes(self) -> int:
@@ -77,6 +80,24 @@ class OptimizerSpec:
         read."""
         return 2 * self.state_bytes_per_weight(model) + _FP32_BYTES
 
+    def with_matrix_factor(self, factor: float) -> OptimizerSpec:
+        """The same with `factor` times the learning rate for what is orthogonalised."""
+        changed = (
+            replace(group, learning_rate_factor=factor) if group.is_orthogonalised else group for group in self.groups
+        )
+        return replace(self, groups=tuple(changed))
+
+    def step_flops(self, model: Architecture) -> int:
+        """Of matrix products in one step, once over all ranks; what is done element by element is not counted."""
+        kinds = {kind for group in self.groups if group.is_orthogonalised for kind in group.kinds}
+        layers = (layer for _, layer in model.all_layers())
+        parameters = (p for layer in layers for p in layer.parameters if p.kind in kinds)
+        return sum(
+            matrix.newton_schulz_flops
+            for parameter in parameters
+            for _, matrix in matrices_of(parameter.matrix_rows, parameter.shape[1], ())
+        )
+
     def check_stage(self, zero_stage: int) -> None:
         """Raise ConfigError where ZeRO would give it flat one-dimensional shards that it cannot step."""
         if zero_stage and not self.steps_shards:
@@ -95,10 +116,20 @@ ADAMW = OptimizerSpec(
         OptimizerGroup("no_decay", frozenset({"vector"}), False, ("exp_avg", "exp_avg_sq"), ("step",)),
     ),
 )
+#: Jordan et al. 2024: momentum, orthogonalised, for the blocks' matrices; AdamW for embeddings, the output head, biases
+#: and norms.
+MUON = OptimizerSpec(
+    "muon",
+    (
+        OptimizerGroup("muon", frozenset({"matrix"}), True, ("momentum_buffer",), (), is_orthogonalised=True),
+        replace(ADAMW.groups[0], kinds=frozenset({"embedding"})),
+        ADAMW.groups[1],
+    ),
+)
 #: With AdamW's states as a bound: its sums over rows and columns are smaller, and not modelled.
 ADAFACTOR = OptimizerSpec("adafactor", ADAMW.groups, steps_shards=False)
 
 
 def get_optimizer(name: OptimizerName) -> OptimizerSpec:
     """What a run's `optimizer` key names."""
-    return {spec.name: spec for spec in (ADAMW, ADAFACTOR)}[name]
+    return {spec.name: spec for spec in (ADAMW, MUON, ADAFACTOR)}[name]

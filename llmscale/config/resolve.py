@@ -83,9 +83,15 @@ class ResolvedRun(ResolvedStep):
         return replace(self, ds_config=without_pinned_memory(self.ds_config))
 
 
-def resolve_step(ds: DsConfig, shape: GPTShape, plan: BatchPlan, checkpointing: CheckpointingMode) -> ResolvedStep:
-    """With AdamW; fill what the ds_config leaves open. Raises ConfigError when it contradicts the plan."""
-    return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing, ADAMW)
+def resolve_step(
+    ds: DsConfig,
+    shape: GPTShape,
+    plan: BatchPlan,
+    checkpointing: CheckpointingMode,
+    optimizer: OptimizerSpec = ADAMW,
+) -> ResolvedStep:
+    """Fill what the ds_config leaves open. Raises ConfigError when it contradicts the plan."""
+    return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing, optimizer)
 
 
 def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
@@ -95,8 +101,21 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     schedule = resolve_schedule(config, plan, facts.num_train_samples)
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
-    optimizer = get_optimizer(config.optimizer)
+    optimizer = resolve_optimizer(config)
     return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, schedule)
+
+
+def resolve_optimizer(config: RunConfig) -> OptimizerSpec:
+    """The optimizer with the run's own learning-rate factor. Raises ConfigError for a factor without effect."""
+    spec = get_optimizer(config.optimizer)
+    if config.muon_lr_factor is None:
+        return spec
+    if spec.name != "muon":
+        raise ConfigError(
+            f"muon_lr_factor = {config.muon_lr_factor:g} has no effect on optimizer '{spec.name}'. Give --optimizer "
+            "muon, or drop it."
+        )
+    return spec.with_matrix_factor(config.muon_lr_factor)
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:

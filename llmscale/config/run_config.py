@@ -133,7 +133,10 @@ class RunConfig(BaseModel):
 
     # optimizer and schedule
     optimizer: OptimizerName = "adamw"
-    """Adafactor works at ZeRO stage 0 only."""
+    """muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. Adafactor works at ZeRO stage 0
+    only."""
+    muon_lr_factor: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
+    """Muon: learning rate of the blocks' matrices over that of everything else; default 1."""
     lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
     """Peak learning rate; default: the preset's."""
     schedule: ScheduleName = "cosine"
@@ -151,7 +154,7 @@ class RunConfig(BaseModel):
     weight_decay: float = Field(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY)
     """Decoupled weight decay, on parameters of two or more dimensions only."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    """AdamW: decay of the first moment."""
+    """AdamW: decay of the first moment; Muon's momentum is 0.95."""
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
     """AdamW: decay of the second moment."""
     eps: float = Field(1e-8, ge=1e-30, le=1.0)

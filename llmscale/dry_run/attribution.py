@@ -45,6 +45,7 @@ _CATEGORIES: dict[tuple[str, str], Category] = {
     ("gradient_sums.py", "add"): _GRADIENTS,
     ("gradient_sums.py", "hand_over"): _GRADIENTS,
     ("adam.py", "_init_group"): Category.OPTIMIZER,
+    ("muon.py", "_momentum_of"): Category.OPTIMIZER,
     ("checkpointing.py", "backward"): Category.ACTIVATIONS,
 }
 

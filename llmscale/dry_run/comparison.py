@@ -35,5 +35,5 @@ def compare_with_dry_run(fit: Fit, shape: GPTShape) -> Comparison:
     with quiet_torch("--dry-run"):
         from llmscale.dry_run.engine import dry_run
 
-        step = resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing)
+        step = resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing, fit.layout.optimizer)
         return Comparison(fit, dry_run(step, fit.machines.capability))

@@ -30,7 +30,7 @@ from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_gpu import GPU, fake_gpu
 from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
-from llmscale.engine.deepspeed_engine import build_engine
+from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
 
@@ -127,7 +127,10 @@ def _build(resolved: ResolvedStep, micro_steps: int) -> DeepSpeedEngine:
         "gradient_accumulation_steps": micro_steps,
         "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
     }
-    return build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated))
+    engine = build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated))
+    # Muon has nothing to orthogonalise for a step of length 0.
+    set_learning_rate(engine, resolved.optimizer, 1.0)
+    return engine
 
 
 def _train_step(

@@ -10,6 +10,8 @@ from torch import nn
 
 from llmscale.architecture.layers import ParameterKind
 from llmscale.config.optimizers import OptimizerSpec
+from llmscale.engine.muon import Muon
+from llmscale.engine.process_group import is_gpu
 
 
 class ParameterGroup(TypedDict):
@@ -50,7 +52,7 @@ def build_optimizer(
     betas: tuple[float, float],
     eps: float,
 ) -> torch.optim.Optimizer:
-    """A torch optimizer over the model's parameters.
+    """A torch optimizer over the model's parameters; Muon must be bound to the engine.
 
     AdamW is torch's own fused kernel on every device: on a CPU, where offloaded states live, it needs no extension to
     be compiled, which DeepSpeed's CPUAdam does.
@@ -58,4 +60,23 @@ def build_optimizer(
     groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), kinds, spec, weight_decay)]
     if spec.name == "adafactor":
         return torch.optim.Adafactor(groups, lr=lr, weight_decay=weight_decay)
+    if spec.name == "muon":
+        orthogonalised = {group.name for group in spec.groups if group.is_orthogonalised}
+        return Muon(
+            groups,
+            orthogonalised=orthogonalised,
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            eps=eps,
+            dtype=newton_schulz_dtype(),
+        )
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+
+def newton_schulz_dtype() -> torch.dtype:
+    """bf16 on GPUs that have it, as Muon was published; a CPU has nothing faster than fp32."""
+    from deepspeed.accelerator import get_accelerator
+
+    has_bf16 = is_gpu() and torch.bfloat16 in get_accelerator().supported_dtypes()
+    return torch.bfloat16 if has_bf16 else torch.float32

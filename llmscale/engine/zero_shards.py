@@ -8,14 +8,17 @@ of them become views of flat tensors named after the parameter.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from llmscale.config.muon import Part
 from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -217,6 +220,54 @@ def placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
     return _stage0_placements(engine)
 
 
+def parts_of_all_ranks(engine: DeepSpeedEngine) -> dict[str, tuple[Part, ...]]:
+    """Which rank of `shard_group` has what of each trainable parameter; nothing where every rank has all of it."""
+    zero = engine.optimizer
+    if hasattr(zero, "fp32_partitioned_groups_flat"):
+        ranks = dist.get_world_size(shard_group(engine))
+        return {name: _equal_parts(param, ranks) for name, param in _trainable(engine)}
+    groups, flats = _flat_groups(engine)
+    flat_of = {id(param): flat for params, flat in zip(groups, flats, strict=True) for param in params}
+    ranks = dist.get_world_size(shard_group(engine)) if flats else 1
+    return {
+        name: _parts_of_flat(param, flat_of[id(param)], ranks)
+        for name, param in _trainable(engine)
+        if id(param) in flat_of
+    }
+
+
+def shard_group(engine: DeepSpeedEngine) -> dist.ProcessGroup | None:
+    """The ranks that ZeRO divides states over; None: all of them."""
+    return getattr(engine.optimizer, "dp_process_group", None)
+
+
+def _equal_parts(param: torch.nn.Parameter, ranks: int) -> tuple[Part, ...]:
+    """Stage 3: equal pieces, the last ones shorter or empty."""
+    size, total = param.ds_tensor.ds_numel, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
+    pieces = (Part(rank, rank * size, min(size, total - rank * size)) for rank in range(ranks))
+    return tuple(piece for piece in pieces if piece.length > 0)
+
+
+def _flat_groups(engine: DeepSpeedEngine) -> tuple[list[list[torch.nn.Parameter]], list[Tensor]]:
+    """Stages 1 and 2: each group's parameters, and the flat tensor that they are views of; at other stages nothing."""
+    zero = engine.optimizer
+    if hasattr(zero, "bf16_groups"):  # BF16_Optimizer
+        return zero.bf16_groups, zero.bf16_groups_flat
+    return getattr(zero, "bit16_groups", []), getattr(zero, "bit16_groups_flat", [])
+
+
+def _offset_in_flat(param: torch.nn.Parameter, flat: Tensor) -> int:
+    return int(param.storage_offset()) - int(flat.storage_offset())
+
+
+def _parts_of_flat(param: torch.nn.Parameter, flat: Tensor, ranks: int) -> tuple[Part, ...]:
+    """Stages 1 and 2: the flat tensor, of which the parameter is a view, is cut into equal partitions."""
+    begin, size = _offset_in_flat(param, flat), flat.numel() // ranks
+    end = begin + param.numel()
+    cuts = [begin, *range((begin // size + 1) * size, end, size), end]
+    return tuple(Part(start // size, start - begin, stop - start) for start, stop in itertools.pairwise(cuts))
+
+
 def _places_by_flat(engine: DeepSpeedEngine) -> list[list[Placement]]:
     """Placements that lie in the same flat tensor, together."""
     flats: dict[int, list[Placement]] = {}
@@ -289,20 +340,22 @@ def _stage0_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
 
 
 def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
-    optimizer = inner_optimizer(engine)
-    group_of = {
-        id(param): index
-        for index, group in enumerate(getattr(engine.optimizer, "bit16_groups", None) or engine.optimizer.bf16_groups)
-        for param in group
-    }
+    """Not by DeepSpeed's own `_hp_mapping`, which takes the parameters in the module's order where
+    `round_robin_gradients` has laid them in another."""
+    optimizer, rank = inner_optimizer(engine), dist.get_rank(shard_group(engine))
+    parts = parts_of_all_ranks(engine)
+    groups, flats = _flat_groups(engine)
+    group_of = {id(param): index for index, params in enumerate(groups) for param in params}
     for name, param in _trainable(engine):
-        group = optimizer.param_groups[group_of[id(param)]]
-        flat, mapping = group["params"][0], param._hp_mapping  # type: ignore[attr-defined]  # DeepSpeed sets it
-        if mapping is None:
+        index = group_of[id(param)]
+        group = optimizer.param_groups[index]
+        flat = group["params"][0]
+        part = next((part for part in parts[name] if part.rank == rank), None)
+        if part is None:
             yield Placement(name, group["name"], flat, 0, 0, 0, param.numel())
         else:
-            here, there = mapping.hp_fragment_address, mapping.lp_fragment_address
-            yield Placement(name, group["name"], flat, here.start, there.start, here.numel, param.numel())
+            begin = _offset_in_flat(param, flats[index]) - rank * flat.numel()
+            yield Placement(name, group["name"], flat, begin + part.start, part.start, part.length, param.numel())
 
 
 def _stage3_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:

@@ -13,6 +13,7 @@ from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
+from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
 from llmscale.memory.zero_settings import EngineLayout, build_layout
@@ -63,6 +64,7 @@ class Job:
     machines: Machines
     micro_batch_size: int | None = None
     """Fixed by the user; None: the largest that fits."""
+    optimizer: OptimizerSpec = ADAMW
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ class Fit:
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Fit:
     """One micro-batch. Raises ConfigError when it does not divide a rank's share of the global batch."""
     plan = _plan(job, micro_batch_size)
-    return _fit(ds, job, checkpointing, plan, build_layout(resolve_ds_config(ds, job.shape, plan), plan.ranks))
+    layout = build_layout(resolve_ds_config(ds, job.shape, plan), plan.ranks, job.optimizer)
+    return _fit(ds, job, checkpointing, plan, layout)
 
 
 def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Fit:
@@ -141,7 +144,7 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
             return whole
     # What the file says is resolved once: of the plan, only the accumulation matters to the layout.
     smallest = _plan(job, sizes[0])
-    layout = build_layout(resolve_ds_config(ds, job.shape, smallest), smallest.ranks)
+    layout = build_layout(resolve_ds_config(ds, job.shape, smallest), smallest.ranks, job.optimizer)
     return _bisect(ds, job, checkpointing, sizes[:-1], layout)
 
 

@@ -78,11 +78,13 @@ def estimate_throughput(
     compute_s = micro_step_s * plan.gradient_accumulation_steps
     communication_s = estimate_communication_s(traffic, gpu, ranks_per_node, num_nodes, interconnect)
     offload_s = estimate_offload_s(shape, plan.micro_batch_size, layout, traffic, gpu, ranks_per_node, HostRates())
-    optimizer_s = 0.0
+    # Stage 0 steps everything on every rank. Muon's matrix products run on the GPU wherever the states lie.
+    sharing_ranks = layout.ranks.shard_ranks if layout.zero_stage else 1
+    step_flops = layout.optimizer.step_flops(shape.architecture) / sharing_ranks
+    optimizer_s = step_flops / (gpu.dense_16bit_flops * kernel_efficiency(gpu).matmul)
     if layout.offload_optimizer.device == "none":
         moved_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
-        share = shape.num_parameters / (layout.ranks.shard_ranks if layout.zero_stage else 1)
-        optimizer_s = share * moved_bytes / memory_bytes_per_s(gpu)
+        optimizer_s += shape.num_parameters / sharing_ranks * moved_bytes / memory_bytes_per_s(gpu)
     rows = fitted_rows(gpu)
     step_s = compute_s + communication_s + optimizer_s + offload_s
     tokens_per_second = plan.tokens_per_step / step_s

@@ -49,8 +49,8 @@ def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str
     """Before step 1. `gpu_bytes` None: on a CPU."""
     if estimate is None:
         return (
-            "memory: no estimate: it is for AdamW, and for a block of no published family it needs `llmscale estimate` "
-            "of this model once"
+            "memory: no estimate: it is for AdamW and Muon, and for a block of no published family it needs `llmscale "
+            "estimate` of this model once"
         )
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
     line = f"memory: estimated peak {format_size(estimate.allocated_bytes)} {where}, in {estimate.peak_moment} "
@@ -129,7 +129,8 @@ def _advice(
     limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit, capability))
+    machines = _machines(plan, limit, capability)
+    job = Job(resolved.shape, plan.global_batch_size, machines, optimizer=resolved.optimizer)
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:

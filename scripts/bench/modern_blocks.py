@@ -66,8 +66,14 @@ def train(args: argparse.Namespace, data: Path, model: str, rate: float, seed: i
             *("--precision", args.precision, "--num-workers", "0", "--save-every", "0", "--no-async-save"),
             *("--val-every", str(steps), "--val-samples", str(args.val_samples)),
         )
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return float([record["loss"] for record in records if record["kind"] == "validation"][-1])
+        losses = read_validations(run)
+    return losses[max(losses, key=int)]
+
+
+def read_validations(run: Path) -> dict[str, float]:
+    """Validation losses by step."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {str(record["step"]): float(record["loss"]) for record in records if record["kind"] == "validation"}
 
 
 def best_rate(losses: dict[str, dict[str, float]], seed: int) -> str:

@@ -90,7 +90,7 @@ def test_several_allowed_changes() -> None:
         (["--dropout", "1.0"], "dropout = '1.0': input should be less than 1"),
         (["--lr", "-1"], "lr = '-1': input should be greater than 0"),
         (["--schedule", "cosinus"], "schedule = 'cosinus': input should be 'cosine', 'linear', 'constant' or 'wsd'"),
-        (["--optimizer", "sgd"], "optimizer = 'sgd': input should be 'adamw' or 'adafactor'"),
+        (["--optimizer", "sgd"], "optimizer = 'sgd': input should be 'adamw', 'muon' or 'adafactor'"),
         (["--precision", "fp8"], "precision = 'fp8': input should be 'fp32', 'bf16', 'fp16' or 'autocast'"),
         (["--allow-changed", "datas"], "allow_changed = 'datas' is not known. Did you mean 'data'? Legal: global_"),
         (["--config", "run.json"], "--config run.json: the suffix says the format, and must be .yaml, .yml or .toml."),

@@ -4,7 +4,7 @@ import pytest
 
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.optimizers import ADAFACTOR, ADAMW, OptimizerGroup, OptimizerSpec
+from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON, OptimizerGroup, OptimizerSpec
 from llmscale.errors import ConfigError
 
 MODEL = GPTShape(2, 2, 8, 100, 4).architecture
@@ -56,3 +56,26 @@ def test_adafactor_is_refused_under_zero_and_told_what_to_use(stage: int) -> Non
 
 def test_adafactor_runs_at_stage_0() -> None:
     ADAFACTOR.check_stage(0)
+
+
+def test_muon_holds_four_bytes_less_of_every_matrix_element() -> None:
+    matrices = MODEL.elements_by_kind["matrix"]
+    assert MUON.state_bytes(MODEL) == ADAMW.state_bytes(MODEL) - 4 * matrices
+    groups = dict(MUON.group_tensors(ParameterTensors(MODEL).all))
+    assert [(group.name, group.decays) for group in groups] == [("muon", True), ("decay", True), ("no_decay", False)]
+    of_muon = groups[MUON.groups[0]]
+    assert all(tensor.block is not None and len(tensor.parameter.shape) == 2 for tensor in of_muon)
+    assert sum(tensor.elements for tensor in of_muon) == matrices
+
+
+def test_muons_matrix_products_are_counted_per_q_k_and_v() -> None:
+    """Blocks of width 8: four of 8 x 8, the MLP's two of 8 x 32."""
+    square, wide = (5 * (4 * 8 * 8 * columns + 2 * 8**3) for columns in (8, 32))
+    assert MUON.step_flops(MODEL) == 2 * (4 * square + 2 * wide)
+    assert ADAMW.step_flops(MODEL) == 0
+
+
+def test_the_factor_is_for_matrices_alone() -> None:
+    changed = MUON.with_matrix_factor(2.5)
+    assert [group.learning_rate_factor for group in changed.groups] == [2.5, 1.0, 1.0]
+    assert changed.state_bytes(MODEL) == MUON.state_bytes(MODEL)

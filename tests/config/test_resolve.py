@@ -113,12 +113,21 @@ def test_a_ds_config_that_contradicts_the_batch_is_refused() -> None:
         (["--global-batch-size", "8", "--micro-batch-size", "3"], "Legal micro-batches: 1, 2."),
         (["--global-batch-size", "8", "--steps", "5", "--warmup-steps", "9"], "warmup_steps 9 must be less than the 5"),
         (["--model", "gpt5"], "model 'gpt5' is not a preset."),
+        (["--muon-lr-factor", "2"], "muon_lr_factor = 2 has no effect on optimizer 'adamw'. Give --optimizer muon"),
     ],
 )
 def test_what_cannot_work_is_refused(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve(*flags)
     assert said in str(raised.value)
+
+
+def test_muons_matrices_have_a_learning_rate_of_their_own() -> None:
+    factors = [
+        [group.learning_rate_factor for group in resolve("--optimizer", "muon", *flags).optimizer.groups]
+        for flags in ((), ("--muon-lr-factor", "0.5"))
+    ]
+    assert factors == [[1.0, 1.0, 1.0], [0.5, 1.0, 1.0]]
 
 
 def test_a_run_folder_names_all_ranks() -> None:

@@ -40,13 +40,15 @@ def test_a_missing_folder_is_one_clear_error(ranks: Callable, train_command: Cal
 
 @pytest.mark.slow
 @pytest.mark.skipif(not async_io_is_compatible(), reason="libaio is not installed")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_saves_and_resumes_to_and_from_nvme(
-    ranks: Callable, train_command: Callable, nvme_config: Path, tmp_path: Path
+    ranks: Callable, train_command: Callable, nvme_config: Path, tmp_path: Path, optimizer: str
 ) -> None:
     def train(ds: str, run: str) -> dict[int, float]:
         # Wide enough that a group's states are above the 1 MiB from which DeepSpeed swaps.
         flags = ("--n-layer", "4", "--n-head", "4", "--n-embd", "128", "--precision", "fp32", "--lr", "1e-3")
-        job = ranks(train_command("--ds", ds, "--steps", "8", "--save-every", "4", *flags, "--run", run), 1)
+        flags += ("--optimizer", optimizer, "--run", run)
+        job = ranks(train_command("--ds", ds, "--steps", "8", "--save-every", "4", *flags), 1)
         (output,) = job.wait(900)
         assert job.exit_codes == [0], output
         return read_losses(Path(run))

@@ -11,6 +11,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
+from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.throughput import Throughput, estimate_throughput
 
@@ -139,3 +140,24 @@ def test_fewer_ranks_than_a_node_has_gpus_stay_inside_it(layout_of) -> None:
     found = estimate(layout_of, BF16 | {"zero_optimization": {"stage": 1}}, world_size=2)
     volume = GPTShape(24, 16, 2048, 50304, 2048).num_parameters * 2 * 3 / 2
     assert found.communication_s == pytest.approx(1.15 * volume / 450e9)
+
+
+def test_muons_products_are_shared_by_the_ranks_that_share_the_states(layout_of) -> None:
+    """On the GPU under offload too; AdamW has none."""
+    shape = GPTShape(*MPT["1b"], 50368, 2048)
+    plan = build_batch_plan(global_batch_size=16, ranks=ParallelLayout(16), seq_len=2048, micro_batch_size=1)
+
+    def optimizer_s(stage: int, optimizer: OptimizerSpec, **zero: object) -> float:
+        layout = replace(
+            layout_of(BF16 | {"zero_optimization": {"stage": stage, **zero}}, shape, plan), optimizer=optimizer
+        )
+        network, gpu = get_interconnect("ib-400g"), get_gpu("h100-80gb")
+        found = estimate_throughput(shape, plan, layout, "none", gpu, gpus_per_node=8, interconnect=network)
+        assert found is not None
+        return found.optimizer_s
+
+    products = optimizer_s(2, MUON, offload_optimizer={"device": "cpu"})
+    assert products > 0 == optimizer_s(2, ADAMW, offload_optimizer={"device": "cpu"})
+    assert optimizer_s(0, MUON) == pytest.approx(16 * optimizer_s(2, MUON))
+    # Four bytes less of a matrix's element are read and written.
+    assert products < optimizer_s(2, MUON) < products + optimizer_s(2, ADAMW)

@@ -22,6 +22,7 @@ def search_as_dict(search: Search) -> dict[str, object]:
     return {
         "shape": {**asdict(job.shape), "num_parameters": job.shape.num_parameters},
         "global_batch_size": job.global_batch_size,
+        "optimizer": job.optimizer.name,
         "gpu": asdict(search.gpu),
         "interconnect": search.interconnect.name,
         "machines": {**asdict(machines), "world_size": machines.world_size},

@@ -75,6 +75,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "--precision", metavar="NAME", help="bf16, fp16, fp32 or autocast (default: the ds_config's, else bf16; "
         "fp16 on a GPU without it)",
     )  # fmt: skip
+    group.add_argument("--optimizer", metavar="NAME", help="adamw or muon (default: adamw)")
     group.add_argument(
         "--activation-checkpointing", metavar="MODE", help="none, selective or full only (default: all of them)"
     )

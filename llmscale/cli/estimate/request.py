@@ -14,6 +14,7 @@ from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.interconnect import get_interconnect
+from llmscale.config.optimizers import OptimizerSpec, get_optimizer
 from llmscale.config.resolve import resolve_batch
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
@@ -26,7 +27,7 @@ _ANY_MODEL = "gpt3-125m"
 #: Likewise, where all networks are asked for.
 _ANY_INTERCONNECT = "ib-400g"
 #: Keys of a RunConfig that are flags here too, beside those of the model.
-_RUN_KEYS = ("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing")
+_RUN_KEYS = ("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing", "optimizer")
 #: Context and batch of `--max-model` where no model is named: GPT-3's context, and 2^20 tokens.
 _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
 
@@ -77,7 +78,14 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         config = config.model_copy(update={"global_batch_size": batch})
     config, shape = resolve_model(config, args.seq_len if args.model else args.seq_len or _MAX_MODEL_SEQ_LEN)
     plan = resolve_batch(config, shape.seq_len, machines.world_size)
-    return Job(shape, plan.global_batch_size, machines, config.micro_batch_size)
+    return Job(shape, plan.global_batch_size, machines, config.micro_batch_size, _read_optimizer(config))
+
+
+def _read_optimizer(config: RunConfig) -> OptimizerSpec:
+    spec = get_optimizer(config.optimizer)
+    if not spec.steps_shards:
+        raise ConfigError(f"--optimizer {spec.name}: its states are not modelled. Legal: adamw, muon.")
+    return spec
 
 
 def _read_ds_file(path: Path, config: RunConfig, gpu: GPU) -> tuple[DsConfig, CheckpointingMode]:

@@ -15,6 +15,7 @@ from llmscale.cli.train_command import data_words, model_words, train_command
 from llmscale.config.choices import preset_words
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.hf_model import is_published
+from llmscale.config.optimizers import ADAMW
 from llmscale.config.presets import PRESETS
 from llmscale.config.user_paths import check_output_file
 from llmscale.dry_run.on_demand import with_recordings
@@ -100,9 +101,10 @@ def _lines(
     if is_published(model) and shape.vocab_size != shape.padded_vocab_size:
         yield f"  its table of {shape.vocab_size:,} rows is padded to {shape.padded_vocab_size:,} here"
     precisions = " and ".join(sorted({fit.layout.precision for fit in ranking.fits}))
+    optimizer = "" if job.optimizer is ADAMW else f"{job.optimizer.name}, "
     yield (
-        f"on {request.machines_in_words}, {precisions}, global batch {job.global_batch_size:,} sequences = "
-        f"{job.global_batch_size * shape.seq_len:,} tokens"
+        f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {job.global_batch_size:,} sequences "
+        f"= {job.global_batch_size * shape.seq_len:,} tokens"
     )
     yield ""
     chosen = ranking.recommendation.index if ranking.recommendation else None

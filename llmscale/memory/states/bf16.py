@@ -5,11 +5,13 @@ Follows deepspeed/runtime/bf16_optimizer.py, BF16_Optimizer; DeepSpeedEngine._do
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
 from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
-from llmscale.memory.states.flat_groups import build_flat_groups
+from llmscale.memory.states.flat_groups import FlatGroup, build_flat_groups
 from llmscale.memory.states.stage0 import reduce_in_buckets
 from llmscale.memory.states.state_memory import StateMemory
 from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
@@ -59,8 +61,15 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, layout: EngineLayout) -> 
         ),
         forward_course=(forward,) * (tensors.architecture.n_layer + 3),
         backward_course=course,
-        step=tally.take_peak(),
+        step=_step(groups, tally),
     )
+
+
+def _step(groups: Sequence[FlatGroup], tally: Tally) -> Breakdown:
+    """All groups at once, from their partitions of the sums."""
+    for group in groups:
+        tally.touch("temporaries", group.orthogonalising_bytes(from_host=False))
+    return tally.take_peak()
 
 
 def _add(tensor: ParameterTensor, tally: Tally) -> None:

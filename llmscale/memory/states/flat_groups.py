@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup
+from llmscale.memory.states.muon import orthogonalising_bytes
 from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout, state_tensor_bytes, tensor_bytes
 
 #: DeepSpeedZeroOptimizer.nccl_start_alignment_factor, in elements.
@@ -56,6 +58,20 @@ class FlatGroup:
             length = min(end, (rank + 1) * self.partition) - offset
             yield rank, length
             offset += length
+
+    def orthogonalising_bytes(self, *, from_host: bool) -> int:
+        """What the step of this group takes beside its states; 0 where nothing is orthogonalised."""
+        if not self.optimizer.is_orthogonalised:
+            return 0
+        return orthogonalising_bytes(
+            ((tensor, tuple(self._parts(tensor))) for tensor in self.tensors), from_host=from_host
+        )
+
+    def _parts(self, tensor: ParameterTensor) -> Iterator[Part]:
+        start = 0
+        for rank, length in self.pieces(tensor):
+            yield Part(rank, start, length)
+            start += length
 
     @cached_property
     def _offset_of(self) -> dict[int, int]:

@@ -9,6 +9,7 @@ from llmscale.config.deepspeed.sections import Dtype
 from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
+from llmscale.memory.states.muon import orthogonalising_bytes
 from llmscale.memory.states.state_memory import StateMemory
 from llmscale.memory.zero_settings import EngineLayout, state_tensor_bytes, tensor_bytes
 
@@ -48,6 +49,8 @@ def estimate_stage0(tensors: ParameterTensors, layout: EngineLayout) -> StateMem
     )
     # FP16_UnfusedOptimizer.step: gradients in fp32 beside those in 16 bit, until the step is over.
     tally.hold("temporaries", master)
+    orthogonalised = [(tensor, ()) for tensor in tensors.all if group_of(tensor.kind).is_orthogonalised]
+    tally.touch("temporaries", orthogonalising_bytes(orthogonalised, from_host=False))
     return StateMemory(
         resident=Breakdown(parameters_bytes=low, optimizer_bytes=states + master),
         forward_course=(forward,) * (tensors.architecture.n_layer + 3),

@@ -321,10 +321,12 @@ class _Walk:
         self.own.clear()
 
     def step(self) -> Breakdown:
-        """step: the norm, then group by group flattening, the fp32 copy of the gradients and the fused update."""
-        if self.offload:
-            return self.tally.take_peak()
+        """step: the norm, then group by group flattening, the fp32 copy of the gradients and the update."""
         tally, groups = self.tally, self.groups
+        if self.offload:
+            for group in groups:
+                tally.touch("temporaries", group.orthogonalising_bytes(from_host=True))
+            return tally.take_peak()
         tally.take_peak()
         for group in groups:
             for length in group.local.values():
@@ -332,8 +334,9 @@ class _Walk:
         for position, group in enumerate(groups):
             if position == len(groups) - 1:
                 self._clear_gradients()
-            if not self.compact:
-                tally.hold("temporaries", tensor_bytes(group.partition, self.dtype))
-                if self.dtype != "fp32":
-                    tally.touch("temporaries", tensor_bytes(group.partition, "fp32"))
+            flat = 0 if self.compact else tensor_bytes(group.partition, self.dtype)
+            cast = 0 if self.compact or self.dtype == "fp32" else tensor_bytes(group.partition, "fp32")
+            tally.touch("temporaries", flat + cast)
+            # The cast takes the flat tensor's place.
+            tally.touch("temporaries", (cast or flat) + group.orthogonalising_bytes(from_host=False))
         return tally.take_peak()

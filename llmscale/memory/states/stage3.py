@@ -10,9 +10,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
+from llmscale.memory.states.muon import orthogonalising_bytes
 from llmscale.memory.states.stage3_parameters import (
     Stage3Parameters,
     persistent_parameters,
@@ -79,6 +81,7 @@ class _SubGroup:
     index: int
     """Of its group."""
     group: OptimizerGroup
+    tensors: tuple[ParameterTensor, ...]
     shards: tuple[int, ...]
     """Elements that a rank has of each parameter."""
 
@@ -86,20 +89,32 @@ class _SubGroup:
     def elements(self) -> int:
         return sum(self.shards)
 
+    def orthogonalising_bytes(self, ranks: int, *, from_host: bool) -> int:
+        """What its step takes beside its states; 0 where nothing is orthogonalised."""
+        if not self.group.is_orthogonalised:
+            return 0
+        parts = [_parts(tensor.elements, shard, ranks) for tensor, shard in zip(self.tensors, self.shards, strict=True)]
+        return orthogonalising_bytes(zip(self.tensors, parts, strict=True), from_host=from_host)
+
+
+@lru_cache(maxsize=256)
+def _parts(elements: int, shard: int, ranks: int) -> tuple[Part, ...]:
+    """Of a parameter, cut into equal pieces; the last one may be shorter, or empty."""
+    holders = range(min(ranks, -(-elements // shard)))
+    return tuple(Part(rank, rank * shard, min(shard, elements - rank * shard)) for rank in holders)
+
 
 def _build_sub_groups(tensors: ParameterTensors, layout: EngineLayout) -> list[_SubGroup]:
     """A sub-group is closed when a rank's part of it has reached `sub_group_size` (_create_fp16_sub_groups)."""
     found: list[_SubGroup] = []
     for index, (group, members) in enumerate(layout.optimizer.group_tensors(tensors.all)):
         current: list[int] = []
-        elements = 0
         for position, tensor in enumerate(members):
-            shard = shard_elements(tensor, layout.ranks.shard_ranks)
-            current.append(shard)
-            elements += shard
-            if elements >= layout.sub_group_size or position == len(members) - 1:
-                found.append(_SubGroup(index, group, tuple(current)))
-                current, elements = [], 0
+            current.append(shard_elements(tensor, layout.ranks.shard_ranks))
+            if sum(current) >= layout.sub_group_size or position == len(members) - 1:
+                together = tuple(members[position + 1 - len(current) : position + 1])
+                found.append(_SubGroup(index, group, together, tuple(current)))
+                current = []
     return found
 
 
@@ -132,10 +147,12 @@ def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: En
     """step: persistent parameters are released until its end, when hpZ's copies go too; the norm in fp64; then
     sub-group by sub-group the flattened gradients and their fp32 copy. In fp16 the check for overflows makes copies of
     all gradients."""
-    if layout.offload_optimizer.device != "none":
-        return Breakdown()
     tally = Tally()
     ranks, accumulated = layout.ranks.shard_ranks, layout.grad_accum_dtype
+    if layout.offload_optimizer.device != "none":
+        for sub_group in sub_groups:
+            tally.touch("temporaries", sub_group.orthogonalising_bytes(ranks, from_host=True))
+        return tally.take_peak()
     if ranks > 1 or layout.offload_param.device != "none":
         persistent = persistent_parameters(tensors.all, layout).values()
         released = sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, layout.model_dtype) for tensor in persistent)
@@ -150,7 +167,7 @@ def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: En
     for sub_group in sub_groups:
         flat = tensor_bytes(sub_group.elements, accumulated) if len(sub_group.shards) > 1 else 0
         cast = tensor_bytes(sub_group.elements, "fp32") if accumulated != "fp32" else 0
-        tally.touch("temporaries", flat + cast)
+        tally.touch("temporaries", flat + cast + sub_group.orthogonalising_bytes(ranks, from_host=False))
     return tally.take_peak()
 
 

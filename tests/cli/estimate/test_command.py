@@ -522,3 +522,19 @@ def test_one_node_has_no_network_to_choose(run: Callable[..., tuple[int, str, st
     status, _, error = run(*COMMAND, "--interconnect", "list")
     assert (status, error.count("\n")) == (2, 1)
     assert "--num-nodes" in error
+
+
+def test_muon_needs_less_memory_and_adafactor_has_no_estimate(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    flags = (*COMMAND, "--ds", str(ROOT / "ds_configs" / "zero0.json"), "--micro-batch-size", "1")
+    found = {name: read_json(*flags, "--optimizer", name)[1] for name in ("adamw", "muon")}
+    held = {
+        name: values["rows"][0]["estimate"]["moments"]["forward"]["optimizer_bytes"] for name, values in found.items()
+    }
+    assert {name: values["optimizer"] for name, values in found.items()} == {"adamw": "adamw", "muon": "muon"}
+    matrices = 48 * 12 * 1600**2
+    assert held["adamw"] - held["muon"] == pytest.approx(4 * matrices, rel=1e-3)
+    status, _, error = run(*flags, "--optimizer", "adafactor")
+    assert status == 2
+    assert "--optimizer adafactor: its states are not modelled. Legal: adamw, muon." in error

@@ -13,6 +13,7 @@ import warnings
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.memory.states.by_stage import estimate_states
@@ -24,19 +25,20 @@ SHAPE = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8)
 
 
 def resolve(cell: dict) -> ResolvedStep:
-    """A cell's keys: stage, precision, ranks, accumulation, and `zero` and `top` for the ds_config."""
+    """A cell's keys: stage, precision, ranks, accumulation, and `zero` and `top` for the ds_config; `optimizer`."""
     precision, accumulation, ranks = cell["precision"], cell["accumulation"], cell["ranks"]
     config = {"zero_optimization": {"stage": cell["stage"], **cell.get("zero", {})}, **cell.get("top", {})}
     if precision != "fp32":
         section = "torch_autocast" if precision == "autocast" else precision
         config[section] = {**config.get(section, {}), "enabled": True}
     plan = BatchPlan(accumulation * ranks, 1, accumulation, ParallelLayout(ranks), SHAPE.seq_len)
-    return resolve_step(parse_ds_config(config, "cell"), SHAPE, plan, cell.get("checkpointing", "none"))
+    optimizer = get_optimizer(cell.get("optimizer", "adamw"))
+    return resolve_step(parse_ds_config(config, "cell"), SHAPE, plan, cell.get("checkpointing", "none"), optimizer)
 
 
 def estimate(cell: dict) -> StateMemory:
     resolved = resolve(cell)
-    layout = build_layout(resolved.ds_config, resolved.plan.ranks)
+    layout = build_layout(resolved.ds_config, resolved.plan.ranks, resolved.optimizer)
     return estimate_states(SHAPE, layout, resolved.checkpointing)
 
 

@@ -49,6 +49,7 @@ def cell(stage: int, precision: str, ranks: int, accumulation: int, sums: str | 
     communication = zero.pop("communication", None)
     if communication:
         top["communication_data_type"] = communication
+    optimizer = zero.pop("optimizer", "adamw")
     if zero.pop("immediate", False):
         top["bf16"] = {"enabled": True, "immediate_grad_update": True}
     return {
@@ -57,6 +58,7 @@ def cell(stage: int, precision: str, ranks: int, accumulation: int, sums: str | 
         "ranks": ranks,
         "accumulation": accumulation,
         "checkpointing": checkpointing,
+        "optimizer": optimizer,
         "zero": zero,
         "top": top,
     }
@@ -90,6 +92,12 @@ CELLS = [
     cell(3, "autocast", 8, 1, reduce_bucket_size=MEDIUM),
     cell(3, "bf16", 8, 2, reduce_scatter=False, reduce_bucket_size=MEDIUM),
     cell(3, "fp16", 8, 2, reduce_bucket_size=SMALL, checkpointing="full", **OFFLOAD_ALL),
+    cell(0, "fp32", 2, 1, optimizer="muon"),
+    cell(1, "bf16", 2, 2, optimizer="muon"),
+    cell(2, "bf16", 8, 1, "bf16", optimizer="muon", reduce_bucket_size=SMALL),
+    cell(2, "bf16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL, **OFFLOAD),
+    cell(3, "bf16", 8, 1, optimizer="muon", reduce_bucket_size=MEDIUM, **TIGHT),
+    cell(3, "bf16", 2, 1, optimizer="muon", **OFFLOAD),
 ]
 
 #: More of the same kinds.
@@ -118,11 +126,14 @@ def all_cells() -> list[dict]:
             for bucket in (None,) if stage == 0 else (None, SMALL, MEDIUM):
                 zero = {"reduce_bucket_size": bucket} if bucket else {}
                 found.append(cell(stage, precision, ranks, accumulation, sums, **zero))
+                if bucket != MEDIUM:
+                    found.append(cell(stage, precision, ranks, accumulation, sums, optimizer="muon", **zero))
     return found
 
 
 def name_of(wanted: dict) -> str:
-    extras = [str(value) for value in (*wanted["top"].values(), *wanted["zero"].items(), wanted["checkpointing"])]
+    extras = [str(value) for value in (*wanted["top"].values(), *wanted["zero"].items())]
+    extras += [wanted["checkpointing"], wanted["optimizer"]]
     parts = (f"stage{wanted['stage']}", wanted["precision"], f"N{wanted['ranks']}", f"acc{wanted['accumulation']}")
     return "-".join((*parts, *extras))
 
