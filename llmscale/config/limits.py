@@ -31,6 +31,7 @@ MAX_WORKERS = 1024
 #: What fp32 can hold: that a rate is merely bad, the loss will say.
 MAX_LEARNING_RATE = 1e38
 MAX_WEIGHT_DECAY = 100.0
+MAX_Z_LOSS = 1.0
 #: As good as none.
 MAX_CLIPPING = 1e9
 MAX_MINUTES = 366 * 24 * 60

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.loss_settings import LossSettings
 from llmscale.config.resolve import resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
@@ -45,4 +46,5 @@ def compare_with_dry_run(fit: Fit, shape: GPTShape) -> Comparison:
             from llmscale.dry_run.engine import dry_run
         except ImportError as error:
             raise ConfigError(f"--dry-run needs {error.name}: `pip install 'llmscale[train]'`.") from None
-        return Comparison(fit, dry_run(resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing)))
+        loss = LossSettings(fit.loss_chunk_tokens)
+        return Comparison(fit, dry_run(resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing, loss)))

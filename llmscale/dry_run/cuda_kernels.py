@@ -31,13 +31,13 @@ _TORCH_WRAPPERS = ("_ops.py", "eval_frame.py", "_compile.py", "_python_dispatch.
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
     """Enter it inside of `FakeTensorMode` and before the `MemoryTracker`; everything is restored at the end."""
-    before = F.scaled_dot_product_attention, F.dropout, F.rms_norm
-    F.scaled_dot_product_attention, F.dropout, F.rms_norm = _attention, _dropout, _rms_norm
+    before = F.scaled_dot_product_attention, F.dropout, F.rms_norm, F.log_softmax
+    F.scaled_dot_product_attention, F.dropout, F.rms_norm, F.log_softmax = _attention, _dropout, _rms_norm, _log_softmax
     try:
         with _RealTensors():
             yield
     finally:
-        F.scaled_dot_product_attention, F.dropout, F.rms_norm = before
+        F.scaled_dot_product_attention, F.dropout, F.rms_norm, F.log_softmax = before
 
 
 def _attention(
@@ -104,6 +104,18 @@ def _rms_norm(
     if torch.is_autocast_enabled("cpu"):
         input, weight = input.float(), weight.float()
     return cast(Tensor, _FusedRMSNorm.apply(input, weight))
+
+
+def _log_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`F.log_softmax`, whose CUDA kernel makes fp32 of 16 bit by itself (aten/src/ATen/native/SoftMax.cpp)."""
+    if input.dtype in _HALF and dtype == torch.float32:
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise NotImplementedError("log-softmax of 16 bit in fp32 is routed without gradients alone")
+        return torch.empty_like(input, dtype=dtype)
+    assert dim is not None
+    return torch.log_softmax(input, dim, dtype=dtype)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -13,6 +13,7 @@ from functools import cached_property, lru_cache
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.by_stage import estimate_states
@@ -79,7 +80,11 @@ class MemoryEstimate:
 
 
 def estimate_memory(
-    shape: GPTShape, micro_batch_size: int, layout: EngineLayout, checkpointing: CheckpointingMode
+    shape: GPTShape,
+    micro_batch_size: int,
+    layout: EngineLayout,
+    checkpointing: CheckpointingMode,
+    loss_chunk_tokens: int = CHUNK_TOKENS,
 ) -> MemoryEstimate:
     """Every moment of a step on one rank, at its own peak."""
     # Of the accumulation, only whether there is any matters to the states, and not even that at stage 3; of
@@ -95,6 +100,7 @@ def estimate_memory(
         checkpointing=checkpointing,
         cpu_checkpointing=layout.cpu_checkpointing,
         zero_stage=layout.zero_stage,
+        loss_chunk_tokens=loss_chunk_tokens,
     )
     return MemoryEstimate(
         moments=find_moments(shape.architecture, states, activations),
@@ -103,7 +109,13 @@ def estimate_memory(
     )
 
 
-def estimate_least(shape: GPTShape, micro_batch_size: int, ds: DsConfig, checkpointing: CheckpointingMode) -> int:
+def estimate_least(
+    shape: GPTShape,
+    micro_batch_size: int,
+    ds: DsConfig,
+    checkpointing: CheckpointingMode,
+    loss_chunk_tokens: int = CHUNK_TOKENS,
+) -> int:
     """Bytes that are needed whatever DeepSpeed does: activations, and below stage 3 every parameter in 16 bit."""
     activations = _activations(
         shape,
@@ -112,6 +124,7 @@ def estimate_least(shape: GPTShape, micro_batch_size: int, ds: DsConfig, checkpo
         checkpointing=checkpointing,
         cpu_checkpointing=ds.cpu_checkpointing,
         zero_stage=ds.zero_stage,
+        loss_chunk_tokens=loss_chunk_tokens,
     )
     return activations.peak_bytes + (0 if ds.zero_stage == 3 else 2 * shape.num_parameters)
 

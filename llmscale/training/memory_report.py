@@ -41,7 +41,9 @@ def estimate_run(run: PreparedRun) -> MemoryEstimate | None:
         return None
     layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer)
     try:
-        return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing)
+        return estimate_memory(
+            resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing, resolved.loss.chunk_tokens
+        )
     except NotRecorded:
         return None
 
@@ -122,7 +124,9 @@ def _advice(run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None) -
     limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
-    job = Job(resolved.shape, plan.global_batch_size, _machines(plan, limit))
+    job = Job(
+        resolved.shape, plan.global_batch_size, _machines(plan, limit), loss_chunk_tokens=resolved.loss.chunk_tokens
+    )
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:
