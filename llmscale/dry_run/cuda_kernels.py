@@ -2,8 +2,8 @@
 
 Some operators keep other things for the backward pass on a GPU than on a CPU: attention (another fused kernel), dropout
 (a mask of one byte an element, not a scaled one in the input's type), layer norm (statistics in fp32) and RMS norm
-(fused, not taken apart). Autograd treats fake tensors differently where it sums gradients. And some kernels allocate
-memory while they run, which no tensor shows: `kernel_workspace`.
+(fused, not taken apart); log-softmax makes fp32 of 16 bit without a copy. Autograd treats fake tensors differently
+where it sums gradients. And some kernels allocate memory while they run, which no tensor shows: `kernel_workspace`.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: _Context, gradient: Tensor, _: object) -> tuple[Tensor, Tensor, None, None]:
         of_x, of_weight = ctx.saved_tensors
-        scale = gradient / len(of_x)
-        # The products are taken in fp32 and rounded once.
+        # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
+        scale = (gradient / len(of_x)).reshape(1)
         x_gradient = torch.mul(of_x, scale, out=torch.empty_like(of_x))
         weight_gradient = torch.mul(of_weight, scale, out=torch.empty_like(of_weight, dtype=ctx.weight_dtype))
         return x_gradient, weight_gradient, None, None
