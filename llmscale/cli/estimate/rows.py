@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and 
 
 EXIT_NOTHING_FITS = 1
 #: What train.py must be told again of what the user said here.
-_GIVEN_KEYS = ("model", *MODEL_KEYS, "precision")
+_GIVEN_KEYS = ("model", *MODEL_KEYS, "precision", "loss_chunk_tokens")
 
 
 def run(args: argparse.Namespace) -> int:

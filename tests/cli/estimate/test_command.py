@@ -450,3 +450,16 @@ def test_without_a_precision_the_gpu_decides(read_json: Callable[..., tuple[int,
     _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu", "t4")
     assert {row["precision"] for row in values["rows"]} == {"fp16"}
     assert {row["strategy"]["zero_stage"] for row in values["rows"]} == {1, 2, 3}
+
+
+def test_smaller_chunks_of_the_loss_have_fewer_logits_and_the_command_repeats_them(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--model", "gpt2-124m", *MACHINES, "--micro-batch-size", "16", "--global-batch-size", "128")
+    peaks = {}
+    for chunk in (512, 2048):
+        _, values = read_json(*words, "--loss-chunk-tokens", str(chunk))
+        peaks[chunk] = values["rows"][0]["estimate"]["moments"]["loss forward"]["logits_bytes"]
+    assert 0 < peaks[512] < peaks[2048]
+    _, output, _ = run(*words, "--ds", "ds_configs/zero2.json", "--loss-chunk-tokens", "512")
+    assert "--loss-chunk-tokens 512" in next(line for line in output.splitlines() if "llmscale/train.py" in line)
