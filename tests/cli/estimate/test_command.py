@@ -145,10 +145,10 @@ def test_a_ds_config_that_does_not_fit_gets_the_smallest_change(run: Callable[..
     status, output, _ = run("estimate", "--model", "gpt3-2.7b", *MACHINES, "--ds", zero0)
     assert status == 1
     assert "The smallest change that fits: ZeRO stage " in output
-    status, output, _ = run(*COMMAND, "--micro-batch-size", "128")
+    status, output, _ = run(*COMMAND, "--micro-batch-size", "512", "--global-batch-size", "4096")
     assert status == 1
     assert "--micro-batch-size " in output
-    assert " instead of 128" in output
+    assert " instead of 512" in output
 
 
 def test_several_ds_configs_stand_side_by_side_and_are_explained(
