@@ -1,12 +1,14 @@
 """Records the activation memory of llmscale's model in every branch of its code, for llmscale.memory.activations.
 
-python scripts/record_memory.py
+python scripts/record_memory.py [TABLE ...]
 
-Run it after a change in llmscale/model/, or for another torch or DeepSpeed than the tables name.
+Run it after a change in llmscale/model/, or for another torch or DeepSpeed than the tables name. TABLE: record these
+alone, such as `ends` after a change in the output head or the loss.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import multiprocessing
@@ -24,9 +26,16 @@ from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
 
 
 def main() -> None:
-    """Record everything, on all cores, and replace the tables."""
+    """Record on all cores, and replace the tables."""
     began = time.perf_counter()
     branches = [*all_block_branches(), *all_ends_branches()]
+    names = {table_of(branch) for branch in branches}
+    parser = argparse.ArgumentParser(description="Record activation memory.")
+    parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables to record; default: all")
+    wanted = set(parser.parse_args().tables) or names
+    if unknown := sorted(wanted - names):
+        parser.error(f"no table is called {unknown[0]}. There are: {', '.join(sorted(names))}")
+    branches = [branch for branch in branches if table_of(branch) in wanted]
     found: dict[str, dict[str, dict[str, RecordedSegment]]] = {}
     # spawn: what a dry run patches in DeepSpeed must not be inherited by the next one.
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), prepare) as pool:
@@ -37,7 +46,7 @@ def main() -> None:
     for name, recorded in found.items():
         write_table(name, {"torch": torch.__version__, "deepspeed": deepspeed.__version__, **pack_branches(recorded)})
     for path in TABLES.glob("*.json"):
-        if path.stem not in found:
+        if path.stem not in names:
             path.unlink()
     size = sum(path.stat().st_size for path in TABLES.glob("*.json"))
     print(f"{TABLES}: {len(branches)} branches in {len(found)} tables, {size:,} bytes")

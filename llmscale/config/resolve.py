@@ -11,6 +11,7 @@ from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hf_model import default_preset
+from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
@@ -45,6 +46,7 @@ class ResolvedStep:
     """What `deepspeed.initialize` gets: nothing in it is open."""
     checkpointing: CheckpointingMode
     optimizer: OptimizerSpec
+    loss: LossSettings
 
     @property
     def precision(self) -> Precision:
@@ -89,9 +91,10 @@ def resolve_step(
     plan: BatchPlan,
     checkpointing: CheckpointingMode,
     optimizer: OptimizerSpec = ADAMW,
+    loss: LossSettings = DEFAULT_LOSS,
 ) -> ResolvedStep:
     """Fill what the ds_config leaves open. Raises ConfigError when it contradicts the plan."""
-    return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing, optimizer)
+    return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing, optimizer, loss)
 
 
 def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: int) -> ResolvedRun:
@@ -102,7 +105,8 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
     optimizer = resolve_optimizer(config)
-    return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, schedule)
+    loss = LossSettings(config.loss_chunk_tokens, config.z_loss)
+    return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, loss, schedule)
 
 
 def resolve_optimizer(config: RunConfig) -> OptimizerSpec:

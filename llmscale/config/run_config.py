@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
 from llmscale.config import limits
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.optimizers import OptimizerName
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 
@@ -167,6 +168,13 @@ class RunConfig(BaseModel):
     """Overrides the ds_config's precision."""
     activation_checkpointing: CheckpointingMode | None = None
     """Overrides the ds_config's activation checkpointing."""
+
+    # the loss
+    loss_chunk_tokens: int = Field(CHUNK_TOKENS, ge=1, le=limits.MAX_BATCH_TOKENS)
+    """Tokens of a micro-batch whose logits exist at a time: fewer take less memory and more time."""
+    z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
+    """Weight of the mean squared log-sum-exp of the logits in the gradients, such as 1e-4; 0: none. The printed loss is
+    without it."""
 
     # the loop
     seed: int = Field(1337, ge=0, le=limits.MAX_SEED)

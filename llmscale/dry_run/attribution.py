@@ -44,6 +44,7 @@ _CATEGORIES: dict[tuple[str, str], Category] = {
     # llmscale/engine/gradient_sums.py: stage 0 in bf16
     ("gradient_sums.py", "add"): _GRADIENTS,
     ("gradient_sums.py", "hand_over"): _GRADIENTS,
+    ("loss.py", "forward"): Category.LOGITS,
     ("adam.py", "_init_group"): Category.OPTIMIZER,
     ("muon.py", "_momentum_of"): Category.OPTIMIZER,
     ("checkpointing.py", "backward"): Category.ACTIVATIONS,

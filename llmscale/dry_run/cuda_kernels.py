@@ -2,8 +2,8 @@
 
 Some operators keep other things for the backward pass on a GPU than on a CPU: attention (another fused kernel), dropout
 (a mask of one byte an element, not a scaled one in the input's type), layer norm (statistics in fp32) and RMS norm
-(fused, not taken apart). Autograd treats fake tensors differently where it sums gradients. And some kernels allocate
-memory while they run, which no tensor shows: `kernel_workspace`.
+(fused, not taken apart); log-softmax makes fp32 of 16 bit without a copy. Autograd treats fake tensors differently
+where it sums gradients. And some kernels allocate memory while they run, which no tensor shows: `kernel_workspace`.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, capability)),
         mock.patch.object(F, "dropout", _dropout),
         mock.patch.object(F, "rms_norm", _rms_norm),
+        mock.patch.object(F, "log_softmax", _log_softmax),
         mock.patch.object(block, "device_capability", lambda _: capability),
         _RealTensors(),
     ):
@@ -116,6 +117,18 @@ def _rms_norm(
     if torch.is_autocast_enabled("cpu"):
         input, weight = input.float(), weight.float()
     return cast(Tensor, _FusedRMSNorm.apply(input, weight))
+
+
+def _log_softmax(
+    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> Tensor:
+    """`F.log_softmax`, whose CUDA kernel makes fp32 of 16 bit by itself (aten/src/ATen/native/SoftMax.cpp)."""
+    if input.dtype in _HALF and dtype == torch.float32:
+        if torch.is_grad_enabled() and input.requires_grad:
+            raise NotImplementedError("log-softmax of 16 bit in fp32 is routed without gradients alone")
+        return torch.empty_like(input, dtype=dtype)
+    assert dim is not None
+    return torch.log_softmax(input, dim, dtype=dtype)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from unittest import mock
 
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.loss_settings import LossSettings
 from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.fake_world import fake_world
 from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
@@ -41,6 +42,8 @@ _BOTH = (False, True)
 #: products of symbols grow alike from one to the next. t is no multiple of 8, and t and d rounded up to what kernels
 #: round to have other ratios.
 _SHAPES = ((3, 37, 74, 3, 11, 122, 1300), (7, 166, 46, 2, 5, 134, 2100), (5, 290, 86, 5, 17, 94, 2900))
+#: Tokens of a chunk of the loss at each of them, for all sequences and for one: three chunks, the last one smaller.
+_CHUNKS = ((41, 13), (431, 59), (521, 101))
 #: Query heads for each key-value head, where they share it.
 _SHARED = (2, 5, 3)
 #: Two, so that a block is seen to allocate what the one before did.
@@ -104,7 +107,7 @@ def all_ends_branches() -> Iterator[EndsBranch]:
         positions: Positions = "rotary" if norm == "rmsnorm" else "learned"
         for (tied, mask), precision in itertools.product(heads, _PRECISIONS):
             may_drop = mask == "none" and (tied if positions == "learned" else precision != "autocast")
-            for dropout, *switches in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH, _BOTH):
+            for dropout, *switches in itertools.product(_BOTH if may_drop else (False,), _BOTH, _BOTH):
                 yield EndsBranch(norm, positions, tied, mask, precision, dropout, *switches)
 
 
@@ -143,17 +146,20 @@ def record_ends(branch: EndsBranch) -> dict[str, RecordedSegment]:
     }
     precision = _PRECISIONS[branch.precision]
     kernel: AttentionKernel = "efficient" if precision == "fp32" or branch.mask != "none" else "flash"
-    shapes = [
-        _shape(place, settings, kernel, precision, padded_vocabulary=branch.padded_vocabulary)
-        for place in range(len(_SHAPES))
-    ]
+    shapes = [_shape(place, settings, kernel, precision) for place in range(len(_SHAPES))]
     micro_batches = [1 if branch.one_sequence else sequences for sequences, *_ in _SHAPES]
-    found = _record(shapes, micro_batches, precision, "none", branch.zero3_linear)
+    chunks = None if branch.one_chunk else [chunk[branch.one_sequence] for chunk in _CHUNKS]
+    found = _record(shapes, micro_batches, precision, "none", False, chunks)
     return {name: segment for name, segment in found.items() if name not in BLOCK_SEGMENTS}
 
 
 def trace_gpt(
-    shape: GPTShape, micro_batch_size: int, precision: Precision, checkpointing: CheckpointingMode, zero_stage: int
+    shape: GPTShape,
+    micro_batch_size: int,
+    precision: Precision,
+    checkpointing: CheckpointingMode,
+    zero_stage: int,
+    loss_chunk_tokens: int,
 ) -> MicroStepTrace:
     """One micro-step of a GPT. Within `fake_world`, because DeepSpeed's checkpointing asks for its rank."""
 
@@ -163,7 +169,7 @@ def trace_gpt(
         return loss
 
     return trace_micro_step(
-        lambda run_block: GPT(shape, seed=0, checkpoint=run_block),
+        lambda run_block: GPT(shape, seed=0, checkpoint=run_block, loss=LossSettings(loss_chunk_tokens)),
         loss_of,
         n_layer=shape.n_layer,
         dtype=_DTYPES[precision],
@@ -181,7 +187,6 @@ def _shape(
     precision: Precision,
     *,
     shares_keys: bool = False,
-    padded_vocabulary: bool = True,
 ) -> GPTShape:
     """One of _SHAPES with other settings."""
     _, seq_len, n_embd, n_kv_head, number, mlp_width, vocab_size = _SHAPES[place]
@@ -190,7 +195,7 @@ def _shape(
             **{"n_layer": _LAYERS, "n_embd": n_embd, "mlp_width": mlp_width, "seq_len": seq_len},
             **{"n_kv_head": n_kv_head, "n_head": n_kv_head * (_SHARED[place] if shares_keys else 1)},
             "head_dim": _head_dim(number, kernel, precision),
-            "vocab_size": vocab_size if padded_vocabulary else -(-vocab_size // 128) * 128,
+            "vocab_size": vocab_size,
             **settings,
         }
     )
@@ -202,11 +207,14 @@ def _record(
     precision: Precision,
     checkpointing: CheckpointingMode,
     zero3_linear: bool,
+    chunks: Sequence[int] | None = None,
 ) -> dict[str, RecordedSegment]:
-    cases = list(zip(shapes, micro_batches, strict=True))
+    """`chunks`: tokens of a chunk of the loss at each shape; without, all tokens at once."""
+    whole = [shape.seq_len * size for shape, size in zip(shapes, micro_batches, strict=True)]
+    cases = list(zip(shapes, micro_batches, chunks or whole, strict=True))
     stage = 3 if zero3_linear else 0
-    traces = [trace_gpt(shape, size, precision, checkpointing, stage) for shape, size in cases]
-    return factor_traces(traces, [shape_symbols(shape, size) for shape, size in cases])
+    traces = [trace_gpt(shape, size, precision, checkpointing, stage, chunk) for shape, size, chunk in cases]
+    return factor_traces(traces, [shape_symbols(*case) for case in cases])
 
 
 def _head_dim(number: int, kernel: AttentionKernel, precision: Precision) -> int:

@@ -38,7 +38,7 @@ def build_model(resolved: ResolvedStep, *, seed: int) -> nn.Module:
     checkpoint = build_block_checkpoint(resolved.checkpointing, section if isinstance(section, dict) else {})
     is_sharded, ds_config = resolved.zero_stage == 3, dict(resolved.ds_config)
     with deepspeed.zero.Init(config_dict_or_path=ds_config) if is_sharded else contextlib.nullcontext():
-        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint)
+        return GPT(resolved.shape, seed=seed, checkpoint=checkpoint, loss=resolved.loss)
 
 
 def build_engine(config: RunConfig, resolved: ResolvedStep) -> DeepSpeedEngine:

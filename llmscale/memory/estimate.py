@@ -14,6 +14,7 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.by_stage import estimate_states
@@ -85,6 +86,7 @@ def estimate_memory(
     layout: EngineLayout,
     checkpointing: CheckpointingMode,
     capability: ComputeCapability | None = None,
+    loss_chunk_tokens: int = CHUNK_TOKENS,
 ) -> MemoryEstimate:
     """Every moment of a step on one rank, at its own peak. `capability` is its GPU's; None: of an Ampere or newer
     one. Raises NotRecorded."""
@@ -102,6 +104,7 @@ def estimate_memory(
         cpu_checkpointing=layout.cpu_checkpointing,
         zero_stage=layout.zero_stage,
         capability=capability,
+        loss_chunk_tokens=loss_chunk_tokens,
     )
     return MemoryEstimate(
         moments=find_moments(shape.architecture, states, activations),
@@ -116,6 +119,7 @@ def estimate_least(
     ds: DsConfig,
     checkpointing: CheckpointingMode,
     capability: ComputeCapability | None = None,
+    loss_chunk_tokens: int = CHUNK_TOKENS,
 ) -> int:
     """Bytes that are needed whatever DeepSpeed does: activations, and below stage 3 every parameter in 16 bit."""
     activations = _activations(
@@ -126,6 +130,7 @@ def estimate_least(
         cpu_checkpointing=ds.cpu_checkpointing,
         zero_stage=ds.zero_stage,
         capability=capability,
+        loss_chunk_tokens=loss_chunk_tokens,
     )
     return activations.peak_bytes + (0 if ds.zero_stage == 3 else 2 * shape.num_parameters)
 

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
 from llmscale.model.attention_context import AttentionContext, build_context, compute_dtype, positions_in_documents
 from llmscale.model.block import Block
 from llmscale.model.head import OutputHead, TiedHead
 from llmscale.model.kv_cache import KVCache, Places
 from llmscale.model.layers import Embedding, build_norm
-from llmscale.model.loss import next_token_loss
 
 
 class BlockCheckpoint(Protocol):
@@ -34,7 +34,14 @@ class GPT(nn.Module):
     `checkpoint` runs the blocks wherever gradients are wanted; without it every activation is kept.
     """
 
-    def __init__(self, shape: GPTShape, *, seed: int, checkpoint: BlockCheckpoint | None = None) -> None:
+    def __init__(
+        self,
+        shape: GPTShape,
+        *,
+        seed: int,
+        checkpoint: BlockCheckpoint | None = None,
+        loss: LossSettings = DEFAULT_LOSS,
+    ) -> None:
         super().__init__()
         self.shape, self.checkpoint = shape, checkpoint
         generator = torch.Generator().manual_seed(seed)
@@ -43,7 +50,7 @@ class GPT(nn.Module):
             self.wpe = Embedding(shape.seq_len, shape.n_embd, generator)
         self.blocks = nn.ModuleList(Block(shape, generator) for _ in range(shape.n_layer))
         self.ln_f = build_norm(shape)
-        self.head = TiedHead(self.wte, shape.vocab_size) if shape.tied else OutputHead(shape, generator)
+        self.head = TiedHead(self.wte, shape.vocab_size, loss) if shape.tied else OutputHead(shape, generator, loss)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None, at: Tensor | None = None
@@ -85,7 +92,8 @@ class GPT(nn.Module):
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
-            return next_token_loss(self.ln_f, self.head, x, targets)
+            loss: Tensor = self.head(self.ln_f(x), targets)
+            return loss
         logits: Tensor = self.head(self.ln_f(x))
         return logits
 

@@ -1,32 +1,48 @@
-"""From the residual stream to logits."""
+"""From the residual stream to logits, or to their loss."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.loss_settings import LossSettings
 from llmscale.model.initialization import INIT_STD, fill_normal_
 from llmscale.model.layers import Embedding
+from llmscale.model.loss import chunked_cross_entropy
 
 
 class _Head(nn.Module):
-    def __init__(self, weight: Tensor, vocab_size: int) -> None:
+    def __init__(self, weight: Tensor, vocab_size: int, loss: LossSettings) -> None:
         super().__init__()
-        self.weight, self.vocab_size = weight, vocab_size
+        self.weight, self.vocab_size, self.loss = weight, vocab_size, loss
+        self.mean_z_squared: Tensor | None = None
+        """Of the last micro-batch that was trained on, a scalar in fp32; None without a z-loss."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision, without the padding rows: a view."""
-        return F.linear(x, self.weight)[..., : self.vocab_size]
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision, without the padding rows: a view.
+
+        With `targets`, ids [batch, t]: their mean cross-entropy in nats, a scalar in fp32. It is taken here and not by
+        the caller, because ZeRO-3 holds the weights only while this module runs.
+        """
+        if targets is None:
+            return F.linear(x, self.weight)[..., : self.vocab_size]
+        settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
+        loss, z_squared = chunked_cross_entropy(x, self.weight, targets, self.vocab_size, settings)
+        if self.training:
+            self.mean_z_squared = z_squared
+        return loss
 
 
 class OutputHead(_Head):
     """A head with weights of its own, [padded_vocab_size, n_embd] as the token embedding."""
 
-    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+    def __init__(self, shape: GPTShape, generator: torch.Generator, loss: LossSettings) -> None:
         weight = nn.Parameter(torch.empty(shape.padded_vocab_size, shape.n_embd))
-        super().__init__(weight, shape.vocab_size)
+        super().__init__(weight, shape.vocab_size, loss)
         fill_normal_(self.weight, INIT_STD, generator)
 
 
@@ -37,8 +53,8 @@ class TiedHead(_Head):
     state dicts: the weights are there under the embedding's name.
     """
 
-    def __init__(self, embedding: Embedding, vocab_size: int) -> None:
-        super().__init__(embedding.weight, vocab_size)
+    def __init__(self, embedding: Embedding, vocab_size: int, loss: LossSettings) -> None:
+        super().__init__(embedding.weight, vocab_size, loss)
 
     def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
         """Nothing to save."""

@@ -1,17 +1,144 @@
-"""The training loss, from the last block's result on: what computes it another way replaces this one function."""
+"""The training loss of a linear head, some tokens at a time: the logits of one chunk are all that ever exist.
+
+The gradients of the hidden states and of the head's weights are made in the forward pass, while a chunk's logits are
+there; the backward pass only multiplies them by what comes from above. The matrix products are the same three as
+without chunks. Liger Kernel (Hsu et al. 2024) does so too; this differs in what training in 16 bit depends on: the
+weights' gradient is summed over chunks in fp32, and divided by the number of tokens only in the backward pass, together
+with the product with the loss scale, which in fp16 would else come too late.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from llmscale.config.loss_settings import LossSettings
 
 
-def next_token_loss(norm: nn.Module, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy over all positions in nats, a scalar in fp32.
+@dataclass(frozen=True)
+class _Job:
+    vocab_size: int
+    settings: LossSettings
+    dtype: torch.dtype
+    """Of the matrix products."""
+    wants_gradients: bool
 
-    x is the residual stream [batch, t, n_embd], targets are token ids [batch, t]. The normalised stream is made here
-    and not by the caller, who would hold it beside the logits.
+
+def chunked_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, settings: LossSettings
+) -> tuple[Tensor, Tensor | None]:
+    """Mean cross-entropy in nats of softmax(x weight^T) over all positions, and with a z-loss the mean of z^2: scalars
+    in fp32.
+
+    x: [..., n_embd]; weight: [rows, n_embd], of which those from `vocab_size` on are padding without logits; targets:
+    ids [...]. z is the log-sum-exp of a position's logits. A z-loss (PaLM, Chowdhery et al. 2022, section 5; ST-MoE,
+    Zoph et al. 2022, equation 5) is in the gradients and not in the value, so that losses with and without it compare:
+    the first result's gradients are those of cross-entropy + settings.z_loss x mean z^2.
     """
-    logits = head(norm(x))
-    # The head's result is a view; in 16 bit, float() is the one copy that cross-entropy in fp32 needs anyway.
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+    device = x.device.type
+    job = _Job(
+        vocab_size,
+        settings,
+        torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
+        # Asked here: within a Function grad mode is off.
+        torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
+    )
+    with torch.autocast(device, enabled=False):
+        loss, z_squared = _ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), job)
+    return loss, z_squared
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    weight_dtype: torch.dtype
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """x [tokens, n_embd], weight [rows, n_embd], targets [tokens] -> two scalars in fp32."""
+
+    @staticmethod
+    def forward(ctx: _Context, x: Tensor, weight: Tensor, targets: Tensor, job: _Job) -> tuple[Tensor, Tensor | None]:
+        tokens, chunk_tokens = len(x), job.settings.chunk_tokens
+        losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
+        z = torch.empty_like(losses) if job.settings.z_loss else None
+        weight_cast = weight.to(job.dtype)
+        gradients = _Gradients(x, weight_cast, is_one_chunk=tokens <= chunk_tokens) if job.wants_gradients else None
+        for start in range(0, tokens, chunk_tokens):
+            chunk = slice(start, min(start + chunk_tokens, tokens))
+            _run_chunk(chunk, x, weight_cast, targets, job, losses, z, gradients)
+        if gradients is not None:
+            ctx.weight_dtype = weight.dtype
+            ctx.save_for_backward(gradients.of_x, gradients.of_weight)
+        return losses.mean(), None if z is None else z.square().mean()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, gradient: Tensor, _: object) -> tuple[Tensor, Tensor, None, None]:
+        of_x, of_weight = ctx.saved_tensors
+        # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
+        scale = (gradient / len(of_x)).reshape(1)
+        x_gradient = torch.mul(of_x, scale, out=torch.empty_like(of_x))
+        weight_gradient = torch.mul(of_weight, scale, out=torch.empty_like(of_weight, dtype=ctx.weight_dtype))
+        return x_gradient, weight_gradient, None, None
+
+
+class _Gradients:
+    """Of the summed loss: of_x [tokens, n_embd] in x's type, of_weight [rows, n_embd] summed over chunks in fp32."""
+
+    of_weight: Tensor
+
+    def __init__(self, x: Tensor, weight: Tensor, *, is_one_chunk: bool) -> None:
+        self.of_x = torch.empty_like(x)
+        self._is_one_chunk = is_one_chunk
+        if not is_one_chunk:
+            self.of_weight = torch.zeros_like(weight, dtype=torch.float32)
+
+    def add(self, chunk: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
+        """of_logits: [chunk, rows], x: [chunk, n_embd], weight: [rows, n_embd], all in one type."""
+        self.of_x[chunk] = torch.mm(of_logits, weight)
+        if self._is_one_chunk:
+            self.of_weight = torch.mm(of_logits.t(), x)
+        elif x.dtype == torch.float32:
+            self.of_weight.addmm_(of_logits.t(), x)
+        else:
+            self.of_weight.add_(torch.mm(of_logits.t(), x))
+
+
+def _run_chunk(
+    chunk: slice,
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    job: _Job,
+    losses: Tensor,
+    z: Tensor | None,
+    gradients: _Gradients | None,
+) -> None:
+    """The losses of some positions, their z where there is a z-loss, and their share of the gradients."""
+    part, target = x[chunk].to(job.dtype), targets[chunk, None]
+    # Whole rows, padding too: a product as wide as the vocabulary alone may be no multiple of what tensor cores take.
+    logits = torch.mm(part, weight.t())
+    logits[:, job.vocab_size :] = -torch.inf
+    log_probs = F.log_softmax(logits, 1, dtype=torch.float32)
+    of_target = log_probs.gather(1, target)
+    losses[chunk] = -of_target[:, 0]
+    if z is not None:
+        z[chunk] = (logits.gather(1, target) - of_target)[:, 0]
+    if gradients is None:
+        return
+    # softmax - onehot takes the place of the logits. The target's is taken in fp32, where little may be left of it.
+    if z is None:
+        torch.exp(log_probs, out=logits)
+        logits.scatter_(1, target, of_target.expm1_().to(job.dtype))
+    else:
+        # d z^2 / d logits = 2 z softmax
+        factor = 1 + 2 * job.settings.z_loss * z[chunk, None]
+        at_target = of_target.expm1() + (factor - 1) * of_target.exp()
+        torch.mul(log_probs.exp_(), factor, out=logits)
+        logits.scatter_(1, target, at_target.to(job.dtype))
+    del log_probs
+    gradients.add(chunk, logits, part, weight)

@@ -13,6 +13,7 @@ from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
@@ -65,6 +66,8 @@ class Job:
     micro_batch_size: int | None = None
     """Fixed by the user; None: the largest that fits."""
     optimizer: OptimizerSpec = ADAMW
+    loss_chunk_tokens: int = CHUNK_TOKENS
+    """As train.py takes it."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,7 @@ class Fit:
     layout: EngineLayout
     estimate: MemoryEstimate
     machines: Machines
+    loss_chunk_tokens: int
 
     @property
     def spare_bytes(self) -> int:
@@ -138,7 +142,10 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     sizes = legal_micro_batches(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
-    if estimate_least(job.shape, sizes[-1], ds, checkpointing, job.machines.capability) <= job.machines.gpu_bytes:
+    least = estimate_least(
+        job.shape, sizes[-1], ds, checkpointing, job.machines.capability, loss_chunk_tokens=job.loss_chunk_tokens
+    )
+    if least <= job.machines.gpu_bytes:
         whole = fit_at(ds, job, checkpointing, sizes[-1])
         if whole.fits:
             return whole
@@ -186,8 +193,12 @@ def _bisect(
 
 
 def _fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, plan: BatchPlan, layout: EngineLayout) -> Fit:
-    estimate = estimate_memory(job.shape, plan.micro_batch_size, layout, checkpointing, job.machines.capability)
-    return Fit(ds, strategy_of(ds, checkpointing), plan, layout, estimate, job.machines)
+    estimate = estimate_memory(
+        *(job.shape, plan.micro_batch_size, layout, checkpointing, job.machines.capability),
+        loss_chunk_tokens=job.loss_chunk_tokens,
+    )
+    strategy = strategy_of(ds, checkpointing)
+    return Fit(ds, strategy, plan, layout, estimate, job.machines, job.loss_chunk_tokens)
 
 
 def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:

@@ -40,7 +40,10 @@ def estimate_run(run: PreparedRun, capability: ComputeCapability | None) -> Memo
         return None
     layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer)
     try:
-        return estimate_memory(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing, capability)
+        return estimate_memory(
+            *(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing, capability),
+            loss_chunk_tokens=resolved.loss.chunk_tokens,
+        )
     except NotRecorded:
         return None
 
@@ -130,7 +133,13 @@ def _advice(
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
     machines = _machines(plan, limit, capability)
-    job = Job(resolved.shape, plan.global_batch_size, machines, optimizer=resolved.optimizer)
+    job = Job(
+        resolved.shape,
+        plan.global_batch_size,
+        machines,
+        optimizer=resolved.optimizer,
+        loss_chunk_tokens=resolved.loss.chunk_tokens,
+    )
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:

@@ -22,7 +22,10 @@ class StepMetrics:
     tokens_seen: int
     """Tokens trained on since step 0, over all ranks."""
     loss: float
-    """Mean over the global batch, in nats per token; null in metrics.jsonl when it is NaN or infinite."""
+    """Mean over the global batch, in nats per token, without the z-loss; null in metrics.jsonl when it is NaN or
+    infinite."""
+    z_loss: float | None
+    """--z-loss times the mean squared log-sum-exp of the logits, over every rank's last micro-batch; None without."""
     lr: float
     grad_norm: float | None
     """Global norm before clipping; infinite when the step was skipped, which is null in metrics.jsonl."""
@@ -104,10 +107,11 @@ def format_step(m: StepMetrics, total_steps: int) -> str:
     """The console line of one step."""
     scale = "" if m.loss_scale is None else f" | scale {m.loss_scale:g}"
     skipped = f" | skipped {m.skipped_steps}" if m.skipped_steps else ""
+    z_loss = "" if m.z_loss is None else f" | z-loss {m.z_loss:.2e}"
     norm = "-" if m.grad_norm is None else f"{m.grad_norm:.3f}"
     mfu = "-" if m.mfu is None else f"{m.mfu:.1%}"
     return (
-        f"step {m.step:>6}/{total_steps} | loss {m.loss:.4f} | lr {m.lr:.2e} | norm {norm}{scale}{skipped} "
+        f"step {m.step:>6}/{total_steps} | loss {m.loss:.4f}{z_loss} | lr {m.lr:.2e} | norm {norm}{scale}{skipped} "
         f"| {m.tokens_per_second:,.0f} tok/s ({m.tokens_per_second_per_device:,.0f}/device) | mfu {mfu} "
         f"| mem {m.peak_memory_bytes / 2**30:.2f} GiB | eta {format_duration(m.eta_s)}"
     )

@@ -1,16 +1,138 @@
+"""The loss in chunks against the whole one in double precision, and against PyTorch's own in the same precision."""
+
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor
 
-from llmscale.model.loss import next_token_loss
+from llmscale.config.loss_settings import LossSettings
+from llmscale.model.loss import chunked_cross_entropy
+
+BATCH, T, WIDTH, VOCABULARY, ROWS = 3, 50, 64, 1001, 1024
+TOKENS = BATCH * T
+#: One token, no divisor of the number of tokens, a divisor, all, more than all.
+CHUNKS = (1, 64, 50, TOKENS, 10 * TOKENS)
 
 
-def test_mean_cross_entropy_in_fp32_of_the_normalised_stream() -> None:
-    torch.manual_seed(0)
-    norm, head = nn.LayerNorm(4).bfloat16(), nn.Linear(4, 7, bias=False).bfloat16()
-    x, targets = torch.randn(2, 3, 4, dtype=torch.bfloat16), torch.randint(7, (2, 3))
-    loss = next_token_loss(norm, head, x, targets)
-    assert loss.dtype == torch.float32
-    assert torch.equal(loss, F.cross_entropy(head(norm(x)).float().reshape(6, 7), targets.reshape(6)))
+@dataclass(frozen=True)
+class Result:
+    loss: Tensor
+    x_gradient: Tensor
+    weight_gradient: Tensor
+    z_squared: Tensor | None = None
+
+
+def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Targets are a view, as the model gets them."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(BATCH, T, WIDTH, generator=generator), torch.randn(ROWS, WIDTH, generator=generator)
+    targets = torch.randint(VOCABULARY, (BATCH, T + 1), generator=generator)[:, 1:]
+    return x.to(dtype).requires_grad_(), (0.1 * weight).to(dtype).requires_grad_(), targets
+
+
+def whole(
+    dtype: torch.dtype, *, inputs_in: torch.dtype | None = None, z_loss: float = 0.0, gradient: float = 1.0
+) -> Result:
+    x, weight, targets = inputs(inputs_in or dtype)
+    x, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (x, weight))
+    logits = F.linear(x, weight)[..., :VOCABULARY]
+    logits = logits if dtype == torch.float64 else logits.float()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    z_squared = logits.logsumexp(-1).square().mean()
+    (gradient * (loss + z_loss * z_squared)).backward()
+    return Result(loss.detach(), x.grad / gradient, weight.grad / gradient, z_squared.detach())
+
+
+def chunked(dtype: torch.dtype, chunk_tokens: int, *, z_loss: float = 0.0, gradient: float = 1.0) -> Result:
+    x, weight, targets = inputs(dtype)
+    loss, z_squared = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(chunk_tokens, z_loss))
+    (gradient * loss).backward()
+    return Result(loss.detach(), x.grad / gradient, weight.grad / gradient, z_squared)
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+def test_loss_and_gradients_in_fp32_are_the_whole_ones(chunk_tokens: int, z_loss: float) -> None:
+    exact = whole(torch.float64, inputs_in=torch.float32, z_loss=z_loss)
+    found = chunked(torch.float32, chunk_tokens, z_loss=z_loss, gradient=0.25)
+    assert found.loss.dtype == torch.float32
+    assert abs(float(found.loss - exact.loss)) < 1e-6
+    assert error(found.x_gradient, exact.x_gradient) < 1e-6
+    assert error(found.weight_gradient, exact.weight_gradient) < 1e-6
+    if z_loss:
+        assert error(found.z_squared, exact.z_squared) < 1e-6
+    else:
+        assert found.z_squared is None
+
+
+@pytest.mark.parametrize("chunk_tokens", CHUNKS)
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.bfloat16, 1.0), (torch.float16, 65536.0)])
+def test_16_bit_is_as_near_as_without_chunks(dtype: torch.dtype, scale: float, chunk_tokens: int) -> None:
+    """fp16 with a loss scale, without which its gradients are too small to be numbers."""
+    exact = whole(torch.float64, inputs_in=dtype)
+    plain, found = whole(dtype, gradient=scale), chunked(dtype, chunk_tokens, gradient=scale)
+    assert error(found.loss, exact.loss) < 1e-5
+    assert error(found.x_gradient, exact.x_gradient) < 1.5 * error(plain.x_gradient, exact.x_gradient)
+    assert error(found.weight_gradient, exact.weight_gradient) < 1.5 * error(
+        plain.weight_gradient, exact.weight_gradient
+    )
+
+
+def test_under_autocast_products_are_in_16_bit_and_gradients_in_the_type_of_the_weights() -> None:
+    x, weight, targets = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
+    loss.backward()
+    exact = whole(torch.float64, inputs_in=torch.float32)
+    assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
+    assert 1e-4 < error(weight.grad, exact.weight_gradient) < 0.01
+    assert error(x.grad, exact.x_gradient) < 0.01
+
+
+@pytest.mark.parametrize("chunk_tokens", [64, TOKENS])
+def test_padding_rows_take_no_part_whatever_is_in_them(chunk_tokens: int) -> None:
+    x, weight, targets = inputs(torch.float32)
+    with torch.no_grad():
+        weight[VOCABULARY:] = 1000.0
+    loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(chunk_tokens))
+    loss.backward()
+    usual = chunked(torch.float32, chunk_tokens)
+    assert torch.equal(loss, usual.loss)
+    assert torch.equal(weight.grad[:VOCABULARY], usual.weight_gradient[:VOCABULARY])
+    assert not weight.grad[VOCABULARY:].any()
+    assert torch.allclose(x.grad, usual.x_gradient, atol=1e-9)
+
+
+def test_a_sure_and_right_guess_keeps_its_small_gradient() -> None:
+    """In bf16 a probability next to 1 is 1: softmax - 1 must be taken before it is rounded."""
+    x = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.tensor([[7.0, 0.0], [0.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
+    loss, _ = chunked_cross_entropy(x, weight, torch.tensor([0]), 2, LossSettings(8))
+    loss.backward()
+    wanted = -1 / (1 + torch.tensor(7.0).exp())
+    assert float(weight.grad[0, 0]) == pytest.approx(float(wanted), rel=2**-7)
+
+
+def test_without_gradients_nothing_of_them_is_kept() -> None:
+    x, weight, targets = inputs(torch.float32)
+    with torch.no_grad():
+        loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
+    assert not loss.requires_grad
+    assert torch.equal(loss, chunked(torch.float32, 64).loss)
+
+
+def test_a_second_backward_pass_gives_the_same_again() -> None:
+    x, weight, targets = inputs(torch.float32)
+    loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
+    loss.backward(retain_graph=True)
+    first = weight.grad.clone()
+    loss.backward()
+    assert torch.equal(weight.grad, 2 * first)

@@ -12,6 +12,7 @@ METRICS = StepMetrics(
     step=20,
     tokens_seen=163_840,
     loss=3.14159,
+    z_loss=None,
     lr=6e-4,
     grad_norm=0.5,
     loss_scale=None,
@@ -106,3 +107,8 @@ def test_wandb_gets_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
     assert "train/loss_scale" not in train, "what is unknown is left out"
     assert (validation, validation_step) == ({"validation/loss": 2.5}, 20)
     assert run.finished
+
+
+def test_a_z_loss_is_shown_beside_the_loss() -> None:
+    assert "| loss 3.1416 | z-loss 2.50e-03 |" in format_step(replace(METRICS, z_loss=0.0025), total_steps=100)
+    assert "z-loss" not in format_step(METRICS, total_steps=100)

@@ -9,6 +9,7 @@ from llmscale.cli.machine_flags import LIST, add_machine_flags
 from llmscale.cli.quick_answer import quick_answer
 from llmscale.cli.shape_flags import MODEL_KEYS, add_shape_flags
 from llmscale.config import flag_type, limits
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:  # the real imports wait until the command runs: other subcommands' --help must not wait for them
@@ -78,6 +79,12 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--optimizer", metavar="NAME", help="adamw or muon (default: adamw)")
     group.add_argument(
         "--activation-checkpointing", metavar="MODE", help="none, selective or full only (default: all of them)"
+    )
+    group.add_argument(
+        "--loss-chunk-tokens",
+        type=flag_type.whole(1, limits.MAX_BATCH_TOKENS),
+        metavar="N",
+        help=f"tokens whose logits exist at a time (default {CHUNK_TOKENS:,}, as train.py's)",
     )
     group.add_argument(
         "--ds", type=flag_type.path, nargs="+", metavar="FILE", help="explain these ds_configs, side by side"
@@ -161,6 +168,7 @@ _OF_OUR_MODEL = (
     "--dry-run",
     "--micro-batch-size",
     "--activation-checkpointing",
+    "--loss-chunk-tokens",
     "--seq-len",
 )
 

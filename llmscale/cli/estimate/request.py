@@ -27,7 +27,10 @@ _ANY_MODEL = "gpt3-125m"
 #: Likewise, where all networks are asked for.
 _ANY_INTERCONNECT = "ib-400g"
 #: Keys of a RunConfig that are flags here too, beside those of the model.
-_RUN_KEYS = ("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing", "optimizer")
+_RUN_KEYS = (
+    *("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing"),
+    *("optimizer", "loss_chunk_tokens"),
+)
 #: Context and batch of `--max-model` where no model is named: GPT-3's context, and 2^20 tokens.
 _MAX_MODEL_SEQ_LEN, _MAX_MODEL_BATCH = 2048, 512
 
@@ -78,7 +81,14 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         config = config.model_copy(update={"global_batch_size": batch})
     config, shape = resolve_model(config, args.seq_len if args.model else args.seq_len or _MAX_MODEL_SEQ_LEN)
     plan = resolve_batch(config, shape.seq_len, machines.world_size)
-    return Job(shape, plan.global_batch_size, machines, config.micro_batch_size, _read_optimizer(config))
+    return Job(
+        shape,
+        plan.global_batch_size,
+        machines,
+        config.micro_batch_size,
+        _read_optimizer(config),
+        config.loss_chunk_tokens,
+    )
 
 
 def _read_optimizer(config: RunConfig) -> OptimizerSpec:

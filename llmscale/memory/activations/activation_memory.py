@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.memory.activations.recorded import (
     MicroStep,
     Moment,
@@ -50,13 +51,14 @@ class ActivationMemory:
     """The same during the forward pass, whose cache holds the copies of all weights to its end in every mode, but with
     ZeRO-3 of the biases alone."""
     head_cast_bytes: int
-    """Autocast's copy of the token table, from the output head to its backward pass."""
+    """Autocast's copy of the token table, as far as the output head leaves it behind."""
     saved_embedding_bytes: int
     """Until the end of the backward pass: the micro-batch's token ids, positions, the embedding's dropout mask."""
     saved_final_norm_bytes: int
-    """The last block's result, the final norm's statistics and its result."""
+    """The last block's result, the final norm's statistics, and what the loss keeps before the first tensor over the
+    vocabulary: the targets, and the gradient of the norm's result."""
     logits_saved_bytes: int
-    """Log-softmax of the logits in fp32 and the targets, for the loss's backward pass; the loss itself."""
+    """The gradient of the head's weights, which is made with the loss; the loss itself."""
     block_forward_peak_bytes: int
     """What one block holds at the fullest moment of its forward pass, input, saved tensors and casts included."""
     logits_forward_peak_bytes: int
@@ -114,6 +116,7 @@ def estimate_activations(
     cpu_checkpointing: bool = False,
     zero_stage: int = 0,
     capability: ComputeCapability | None = None,
+    loss_chunk_tokens: int = CHUNK_TOKENS,
 ) -> ActivationMemory:
     """Every tensor of a forward and a backward pass over sequences of `seq_len` tokens.
 
@@ -123,9 +126,9 @@ def estimate_activations(
     """
     segments = recorded_segments(
         block_branch(shape, precision, checkpointing, zero_stage, capability),
-        ends_branch(shape, micro_batch_size, precision, zero_stage),
+        ends_branch(shape, micro_batch_size, precision, loss_chunk_tokens),
     )
-    micro_step = evaluate_segments(segments, shape_symbols(shape, micro_batch_size), shape.n_layer)
+    micro_step = evaluate_segments(segments, shape_symbols(shape, micro_batch_size, loss_chunk_tokens), shape.n_layer)
     stream_bytes_per_element = (
         4 if precision in ("fp32", "autocast") else 2
     )  # autocast leaves the residual stream alone

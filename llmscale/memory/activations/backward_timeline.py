@@ -19,15 +19,13 @@ def follow_backward(
     tally: Tally,
     *,
     dtype: Dtype,
-    sums_in_place: bool,
     hook: GradientHook,
     end: Callable[[], None],
 ) -> tuple[BackwardMoment, ...]:
     """Let gradients of type `dtype` appear in order, hand each to `hook`, and call `end` after the last.
 
-    The tied table's gradient from the head waits through the whole pass for the one from the look-up. Autograd adds the
-    two in place only where the first is a tensor of its own, which autocast's casts make it; else it is a view of a
-    transposed one, and the sum a third tensor.
+    The tied table's gradient from the head waits through the whole pass for the one from the look-up, which is added to
+    it in place.
     """
     course = []
     done = 0
@@ -45,7 +43,7 @@ def follow_backward(
         for tensor in together:
             hook(tensor)
     if tensors.tied:
-        tally.touch("gradients", table_bytes if sums_in_place else 2 * table_bytes)
+        tally.touch("gradients", table_bytes)
     else:
         tally.hold("gradients", table_bytes)
         done += tensors.table.elements

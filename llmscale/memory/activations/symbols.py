@@ -84,11 +84,10 @@ class EndsBranch:
     mask: MaskKind
     precision: PrecisionKind
     dropout: bool
-    zero3_linear: bool
     one_sequence: bool
     """Targets of a single sequence lie beside each other, and position gradients need no sum."""
-    padded_vocabulary: bool
-    """The loss reads a slice of the logits."""
+    one_chunk: bool
+    """All logits exist at once, and the head's gradient is no sum over chunks (llmscale.model.loss)."""
 
     @property
     def key(self) -> str:
@@ -138,7 +137,7 @@ def shows_zero3_linear(style: BlockStyle, precision: PrecisionKind, checkpointin
     return precision == "autocast" or (checkpointing == "selective" and has_biases)
 
 
-def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, zero_stage: int) -> EndsBranch:
+def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, loss_chunk_tokens: int) -> EndsBranch:
     """The branch that embeddings and head take."""
     return EndsBranch(
         norm=_norm_kind(shape),
@@ -147,9 +146,8 @@ def ends_branch(shape: GPTShape, micro_batch_size: int, precision: Precision, ze
         mask="documents" if shape.has_document_mask else "window" if shape.has_window else "none",
         precision=_kind_of(precision),
         dropout=shape.dropout > 0,
-        zero3_linear=zero_stage == 3,
         one_sequence=micro_batch_size == 1,
-        padded_vocabulary=shape.vocab_size != shape.padded_vocab_size,
+        one_chunk=micro_batch_size * shape.seq_len <= loss_chunk_tokens,
     )
 
 
@@ -157,17 +155,17 @@ def related_branches(branch: BlockBranch | EndsBranch) -> Iterator[BlockBranch |
     """The branch and those that the same model takes at other ZeRO stages, micro-batches and checkpointing: a table of
     strategies asks for all of them."""
     if isinstance(branch, EndsBranch):
-        for zero3, one_sequence in itertools.product(_BOTH, _BOTH):
-            yield replace(branch, zero3_linear=zero3, one_sequence=one_sequence)
+        for one_chunk, one_sequence in itertools.product(_BOTH, _BOTH):
+            yield replace(branch, one_chunk=one_chunk, one_sequence=one_sequence)
         return
     for mode, zero3 in itertools.product(get_args(CheckpointingMode), _BOTH):
         if not zero3 or shows_zero3_linear(branch.style, branch.precision, mode):
             yield replace(branch, checkpointing=mode, zero3_linear=zero3)
 
 
-def shape_symbols(shape: GPTShape, micro_batch_size: int) -> dict[str, int]:
+def shape_symbols(shape: GPTShape, micro_batch_size: int, loss_chunk_tokens: int) -> dict[str, int]:
     """Symbol -> number. The rounded ones are what kernels and the vocabulary's padding round to."""
-    t, d = shape.seq_len, shape.head_dim
+    t, d, tokens = shape.seq_len, shape.head_dim, micro_batch_size * shape.seq_len
     return {
         "b": micro_batch_size,
         "t": t,
@@ -185,7 +183,13 @@ def shape_symbols(shape: GPTShape, micro_batch_size: int) -> dict[str, int]:
         "t_to_128": _round_up(t, 128),
         "t_to_32": _round_up(t, 32),  # the memory-efficient kernel's log-sum-exp
         "t_to_8": _round_up(t, 8),  # rows of a mask
+        # tokens of the loss's chunks but for the last one, and of that; of a single chunk b t
+        **({} if tokens <= loss_chunk_tokens else _chunk_symbols(tokens, loss_chunk_tokens)),
     }
+
+
+def _chunk_symbols(tokens: int, chunk_tokens: int) -> dict[str, int]:
+    return {"c": chunk_tokens, "c_last": tokens - (tokens - 1) // chunk_tokens * chunk_tokens}
 
 
 #: Symbols of the vocabulary: what the head makes from the first of them on is the loss's.

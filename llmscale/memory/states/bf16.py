@@ -50,9 +50,7 @@ def estimate_bf16_optimizer(tensors: ParameterTensors, layout: EngineLayout) -> 
                 _add(tensor, tally)
         reduce_in_buckets([group.elements for group in groups], "fp32", layout, tally)
 
-    course = follow_backward(
-        tensors, tally, dtype="bf16", sums_in_place=layout.precision == "autocast", hook=hook, end=end
-    )
+    course = follow_backward(tensors, tally, dtype="bf16", hook=hook, end=end)
     return StateMemory(
         resident=Breakdown(
             parameters_bytes=sum(tensor_bytes(group.elements, "bf16") for group in groups),

@@ -44,9 +44,7 @@ def estimate_stage0(tensors: ParameterTensors, layout: EngineLayout) -> StateMem
             tally.drop("gradients", tensor_bytes(tensor.elements, "fp32"))
         reduce_in_buckets([tensor.elements for tensor in tensors.all], dtype, layout, tally)
 
-    course = follow_backward(
-        tensors, tally, dtype=dtype, sums_in_place=layout.precision == "autocast", hook=hook, end=end
-    )
+    course = follow_backward(tensors, tally, dtype=dtype, hook=hook, end=end)
     # FP16_UnfusedOptimizer.step: gradients in fp32 beside those in 16 bit, until the step is over.
     tally.hold("temporaries", master)
     orthogonalised = [(tensor, ()) for tensor in tensors.all if group_of(tensor.kind).is_orthogonalised]

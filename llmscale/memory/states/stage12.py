@@ -32,7 +32,6 @@ def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMe
             tensors,
             walk.tally,
             dtype=walk.dtype,
-            sums_in_place=layout.precision == "autocast",
             hook=walk.hook,
             end=walk.end,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from llmscale.config.hardware import model_flops_utilisation
@@ -30,13 +31,16 @@ class LogSteps(StepAction):
 
     def act(self, done: DoneStep) -> None:
         live = self._live
-        loss = done.loss / live.world.world_size
-        dist.all_reduce(loss)
-        value, norm = loss.item(), gradient_norm(live.engine)
+        z_squared = live.engine.module.head.mean_z_squared
+        local = done.loss if z_squared is None else torch.stack((done.loss, z_squared))
+        losses = local / live.world.world_size
+        dist.all_reduce(losses)
+        (value, *rest), norm = losses.reshape(-1).tolist(), gradient_norm(live.engine)
+        z_loss = live.run.resolved.loss.z_loss * rest[0] if rest else None
         interval = live.meter.read()
         if live.log is None:
             return
-        live.log.log_step(self._metrics(done.step, value, norm, interval))
+        live.log.log_step(self._metrics(done.step, value, z_loss, norm, interval))
         if gone := live.claim.find_loss():
             live.report(f"WARNING: {gone}")
 
@@ -44,7 +48,9 @@ class LogSteps(StepAction):
         if self._live.log:
             self._live.log.close()
 
-    def _metrics(self, step: int, loss: float, norm: float | None, interval: StepTimes) -> StepMetrics:
+    def _metrics(
+        self, step: int, loss: float, z_loss: float | None, norm: float | None, interval: StepTimes
+    ) -> StepMetrics:
         live, resolved = self._live, self._live.run.resolved
         rate = resolved.plan.tokens_per_step / interval.step_s
         per_device = rate / live.world.world_size
@@ -53,6 +59,7 @@ class LogSteps(StepAction):
             step=step,
             tokens_seen=live.tokens_seen(step),
             loss=loss,
+            z_loss=z_loss,
             lr=resolved.schedule.learning_rate(step - 1),
             grad_norm=norm,
             loss_scale=loss_scale(live.engine),

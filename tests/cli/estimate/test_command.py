@@ -150,10 +150,10 @@ def test_a_ds_config_that_does_not_fit_gets_the_smallest_change(run: Callable[..
     status, output, _ = run("estimate", "--model", "gpt3-2.7b", *MACHINES, "--ds", zero0)
     assert status == 1
     assert "The smallest change that fits: ZeRO stage " in output
-    status, output, _ = run(*COMMAND, "--micro-batch-size", "128")
+    status, output, _ = run(*COMMAND, "--micro-batch-size", "512", "--global-batch-size", "4096")
     assert status == 1
     assert "--micro-batch-size " in output
-    assert " instead of 128" in output
+    assert " instead of 512" in output
 
 
 def test_several_ds_configs_stand_side_by_side_and_are_explained(
@@ -538,3 +538,16 @@ def test_muon_needs_less_memory_and_adafactor_has_no_estimate(
     status, _, error = run(*flags, "--optimizer", "adafactor")
     assert status == 2
     assert "--optimizer adafactor: its states are not modelled. Legal: adamw, muon." in error
+
+
+def test_smaller_chunks_of_the_loss_have_fewer_logits_and_the_command_repeats_them(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--model", "gpt2-124m", *MACHINES, "--micro-batch-size", "16", "--global-batch-size", "128")
+    peaks = {}
+    for chunk in (512, 2048):
+        _, values = read_json(*words, "--loss-chunk-tokens", str(chunk))
+        peaks[chunk] = values["rows"][0]["estimate"]["moments"]["loss forward"]["logits_bytes"]
+    assert 0 < peaks[512] < peaks[2048]
+    _, output, _ = run(*words, "--ds", "ds_configs/zero2.json", "--loss-chunk-tokens", "512")
+    assert "--loss-chunk-tokens 512" in next(line for line in output.splitlines() if "llmscale/train.py" in line)

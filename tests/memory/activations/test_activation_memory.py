@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.loss_settings import LossSettings
 from llmscale.config.presets import PRESETS
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_world import fake_world
@@ -71,6 +72,7 @@ class Case:
     zero_stage: int = 0
     family: str = "gpt2"
     capability: ComputeCapability | None = None
+    loss_chunk_tokens: int = 600
 
     @property
     def shape(self) -> GPTShape:
@@ -86,6 +88,7 @@ class Case:
             checkpointing=self.mode,
             zero_stage=self.zero_stage,
             capability=self.capability,
+            loss_chunk_tokens=self.loss_chunk_tokens,
         )
 
 
@@ -103,7 +106,7 @@ def trace(case: Case) -> tuple[int, int, int]:
     kernels = cuda_kernels(case.capability)
     with FakeTensorMode(), kernels, MemoryTracker(workspace=kernel_workspace, keep_events=True) as tracker:
         with tracker.phase("build", Category.PARAMETERS):
-            model = GPT(case.shape, seed=0, checkpoint=checkpoint)
+            model = GPT(case.shape, seed=0, checkpoint=checkpoint, loss=LossSettings(case.loss_chunk_tokens))
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(DTYPES[case.precision])
         gc.collect()
@@ -176,6 +179,7 @@ QUICK = [
     Case((2, 2, 640, 300, 128), 2, "bf16", "none"),  # heads of 320, too wide for FlashAttention
     *(Case(LONG, 2, precision, mode, 0.1, zero_stage=3) for precision in ("bf16", "autocast") for mode in MODES),
     Case(WORDY, 2, "autocast", "full", zero_stage=3),
+    *(Case(WORDY, 2, precision, "none", loss_chunk_tokens=chunk) for precision in PRECISIONS for chunk in (31, 64)),
 ]
 
 

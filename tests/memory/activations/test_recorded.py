@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.presets import PRESETS
 from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.fake_world import fake_world
@@ -102,7 +103,7 @@ def test_every_branch_is_in_the_table() -> None:
 def test_every_preset_is_recorded(name: str) -> None:
     shape = PRESETS[name].shape(50257)
     for precision, mode, stage in product(("fp32", "bf16", "autocast"), ("none", "selective", "full"), (0, 3)):
-        recorded_segments(block_branch(shape, precision, mode, stage), ends_branch(shape, 1, precision, stage))
+        recorded_segments(block_branch(shape, precision, mode, stage), ends_branch(shape, 1, precision, CHUNK_TOKENS))
 
 
 def test_what_was_not_recorded_is_an_error_that_says_what_to_record(

@@ -1,0 +1,21 @@
+"""How the training loss is computed. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Half as many would halve the logits, and pass twice as often over the sum of the head's gradient.
+CHUNK_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """Of the output head's loss."""
+
+    chunk_tokens: int = CHUNK_TOKENS
+    """Tokens of a micro-batch whose logits exist at a time."""
+    z_loss: float = 0.0
+    """Weight of the mean squared log-sum-exp of the logits; 0: none."""
+
+
+DEFAULT_LOSS = LossSettings()

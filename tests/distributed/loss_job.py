@@ -1,0 +1,108 @@
+"""Rank script of test_loss.py: one optimizer step with the loss in small chunks, and how far loss and gradients are
+from those of the whole loss in double precision, without DeepSpeed.
+
+Reads a JSON list of cells from its first argument; the main rank prints one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.loss_settings import LossSettings
+from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import resolve_step
+from llmscale.config.run_config import RunConfig
+from llmscale.engine.deepspeed_engine import build_engine
+from llmscale.engine.process_group import join_world, leave_world
+from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.train_step import train_step
+from llmscale.engine.zero_shards import inner_optimizer, placements
+from llmscale.model.gpt import GPT
+
+MICRO_BATCH = 3
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61, "seq_len": 8}
+SHAPES = {
+    "gpt2": build_shape(SMALL),
+    "gpt2-documents": build_shape({**SMALL, "document_end": 3}),
+    "llama": build_shape(
+        {**SMALL, "norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
+        | {"tied": False, "n_kv_head": 1}
+    ),
+}
+#: Of 24 tokens: four chunks, the last one smaller; and all at once.
+CHUNKS = {"small": 7, "whole": 1000}
+
+
+def tokens_of(rank: int, accumulation: int, shape: GPTShape) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(rank)
+    size = (MICRO_BATCH, shape.seq_len + 1)
+    return [torch.randint(shape.vocab_size, size, generator=draw) for _ in range(accumulation)]
+
+
+def exact_step(cell: dict, shape: GPTShape, world_size: int, rank: int) -> tuple[float, dict[str, Tensor]]:
+    """A rank's loss, and the gradients that all ranks have together."""
+    model, own = GPT(shape, seed=0).double(), 0.0
+    parts = world_size * cell["accumulation"]
+    for of_rank in range(world_size):
+        for tokens in tokens_of(of_rank, cell["accumulation"], shape):
+            logits = model(tokens[:, :-1])
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            ((loss + cell["z_loss"] * logits.logsumexp(-1).square().mean()) / parts).backward()
+            own += float(loss.detach()) / cell["accumulation"] if of_rank == rank else 0.0
+    return own, {name: param.grad.view(-1) for name, param in model.named_parameters()}
+
+
+def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
+    shape, accumulation = SHAPES[cell["shape"]], cell["accumulation"]
+    loss, exact = exact_step(cell, shape, world_size, rank)
+    plan = BatchPlan(
+        MICRO_BATCH * accumulation * world_size, MICRO_BATCH, accumulation, ParallelLayout(world_size), shape.seq_len
+    )
+    precision = {"autocast": "torch_autocast"}.get(cell["precision"], cell["precision"])
+    config = {"zero_optimization": {"stage": cell["stage"]}, **({} if precision == "fp32" else {precision: ON})}
+    settings = LossSettings(CHUNKS[cell["chunks"]], cell["z_loss"])
+    resolved = resolve_step(
+        parse_ds_config(config, "job").with_flags(None, 0.0), shape, plan, cell["checkpointing"], settings
+    )
+    engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
+    places, optimizer = list(placements(engine)), inner_optimizer(engine)
+    seen: dict[str, tuple[int, Tensor]] = {}
+    step = optimizer.step
+
+    def watched_step(*args: object, **kwargs: object) -> object:
+        for place in places:
+            if place.flat.grad is not None:
+                view = place.view(place.flat.grad)
+                seen[place.name] = (view.start, view.local.clone())
+        return step(*args, **kwargs)
+
+    optimizer.step = watched_step
+    device = torch.device("cpu")
+    found = float(train_step(engine, tokens_of(rank, accumulation, shape), device, PhaseTimer(device)))
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name, (start, gradient) in seen.items():
+        wanted = exact[name][start : start + gradient.numel()]
+        squares += torch.stack([(gradient.double() - wanted).square().sum(), wanted.square().sum()])
+    dist.all_reduce(squares)
+    engine.destroy()
+    return {"loss": abs(found - loss), "gradient": float((squares[0] / squares[1]).sqrt())}
+
+
+ON = {"enabled": True}
+
+if __name__ == "__main__":
+    world = join_world()
+    for wanted in json.loads(sys.argv[1]):
+        errors = run(wanted, world.rank, world.world_size)
+        if world.is_main:
+            print(json.dumps(errors), flush=True)
+    leave_world()

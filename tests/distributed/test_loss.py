@@ -1,0 +1,60 @@
+"""The loss in chunks is the whole one at every stage, and its gradients are."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+#: Of the loss in nats, of the norm of all gradients. 16-bit products round as they do without chunks.
+ERRORS = {"fp32": (1e-6, 1e-6), "bf16": (0.01, 0.02), "autocast": (0.01, 0.02)}
+
+
+def cell(stage: int, shape: str = "gpt2", **settings: object) -> dict[str, object]:
+    usual = {"precision": "fp32", "checkpointing": "none", "accumulation": 1, "chunks": "small", "z_loss": 0.0}
+    return {"stage": stage, "shape": shape, **usual, **settings}
+
+
+def check(ranks: Callable, cells: list[dict[str, object]]) -> None:
+    job = ranks([str(Path(__file__).with_name("loss_job.py")), json.dumps(cells)], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
+    assert len(found) == len(cells), outputs[0]
+    for wanted, errors in zip(cells, found, strict=True):
+        loss, gradient = ERRORS[str(wanted["precision"])]
+        assert errors["loss"] < loss, wanted
+        assert errors["gradient"] < gradient, wanted
+
+
+def test_every_stage_has_the_whole_loss_and_its_gradients(ranks: Callable) -> None:
+    cells = [
+        cell(0, accumulation=4),
+        cell(1, "llama", z_loss=0.1),
+        cell(2, "gpt2-documents", checkpointing="full", accumulation=4),
+        cell(3, "gpt2", checkpointing="selective", accumulation=4, z_loss=0.1),
+        cell(3, "llama", accumulation=4),
+        cell(3, "llama", chunks="whole"),
+        cell(0, precision="bf16"),
+        cell(2, precision="autocast"),
+        cell(3, "gpt2", precision="autocast"),
+    ]
+    check(ranks, cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_whole_grid(ranks: Callable, stage: int) -> None:
+    grid = itertools.product(
+        ("gpt2", "gpt2-documents", "llama"), ERRORS, ("none", "selective", "full"), (1, 4), ("small", "whole")
+    )
+    check(
+        ranks,
+        [
+            cell(stage, shape, precision=precision, checkpointing=mode, accumulation=accumulation, chunks=chunks)
+            for shape, precision, mode, accumulation, chunks in grid
+        ],
+    )
