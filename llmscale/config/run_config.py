@@ -18,6 +18,7 @@ NonBlank = Annotated[str, AfterValidator(check_text)]
 PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
 UserPath = Annotated[Path, BeforeValidator(check_path)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+CompileMode = Literal["auto", "on", "off"]
 
 #: What may differ from the checkpoint only when the user says so; the text is what the change breaks.
 CHANGES_THAT_BREAK = {
@@ -164,6 +165,10 @@ class RunConfig(BaseModel):
     """Overrides the ds_config's precision."""
     activation_checkpointing: CheckpointingMode | None = None
     """Overrides the ds_config's activation checkpointing."""
+
+    # speed
+    compile: CompileMode = "auto"
+    """Compile the blocks with torch.compile: on, off, or auto: on GPUs, when the run is long enough to pay for it."""
 
     # the loop
     seed: int = Field(1337, ge=0, le=limits.MAX_SEED)

@@ -31,6 +31,7 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
         f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} node(s), "
         f"{world.device_name}"
     )
+    report(f"blocks: {run.compilation.describe()}")
     report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))
     report(f"gradients: {gradient_words(plan, ds_config)}")
     report(f"optimizer: {optimizer_words(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
