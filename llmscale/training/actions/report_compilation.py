@@ -27,6 +27,8 @@ class ReportCompilation(StepAction):
                 f"WARNING: the compiler failed on {describe_ranks(failed)}, whose blocks run eagerly: "
                 f"{failures[failed[0]]}. --compile off does not try."
             )
+        elif not compiler.graphs:
+            live.report("WARNING: torch compiled nothing, as where TORCHDYNAMO_DISABLE is set; blocks run eagerly.")
         if compiler.graphs:
             graphs = f"{compiler.graphs} graph{'s' if compiler.graphs > 1 else ''}"
             live.report(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
