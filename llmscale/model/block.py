@@ -81,13 +81,9 @@ class CausalSelfAttention(nn.Module):
 
 def _has_flash_attention(q: Tensor) -> bool:
     """Whether PyTorch's FlashAttention takes queries like these: 16 bit, heads of up to 256, an Ampere GPU or newer."""
-    is_too_old = _is_older_than_ampere(q.device)
+    # Not get_device_capability, at which torch.compile's graph would break.
+    is_too_old = q.is_cuda and torch.cuda.get_device_properties(q.device).major < 8
     return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256 and not is_too_old
-
-
-@torch.compiler.assume_constant_result  # a graph is compiled for one device
-def _is_older_than_ampere(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
 
 
 class MLP(nn.Module):
