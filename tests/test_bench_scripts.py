@@ -17,6 +17,7 @@ SCRIPTS = (
     "chaos",
     "checkpoint",
     "cluster_chaos",
+    "compile",
     "engine_overhead",
     "export_memory",
     "init_from_memory",

@@ -57,6 +57,8 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
 
 def build_run_config(values: dict[str, object]) -> RunConfig:
     """A RunConfig from plain values; ConfigError names the first key that is wrong, its value and what is legal."""
+    if isinstance(values.get("compile"), bool):  # YAML's on and off
+        values = {**values, "compile": "on" if values["compile"] else "off"}
     for key, value in values.items():
         # pydantic takes true for 1; YAML makes true of yes and on.
         if (

@@ -19,6 +19,7 @@ NonBlank = Annotated[str, AfterValidator(check_text)]
 PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
 UserPath = Annotated[Path, BeforeValidator(check_path)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
+CompileMode = Literal["auto", "on", "off"]
 
 #: What may differ from the checkpoint only when the user says so; the text is what the change breaks.
 CHANGES_THAT_BREAK = {
@@ -175,6 +176,10 @@ class RunConfig(BaseModel):
     z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
     """Weight of the mean squared log-sum-exp of the logits in the gradients, such as 1e-4; 0: none. The printed loss is
     without it."""
+
+    # speed
+    compile: CompileMode = "auto"
+    """Compile the blocks with torch.compile: on, off, or auto: on GPUs, when the run is long enough to pay for it."""
 
     # the loop
     seed: int = Field(1337, ge=0, le=limits.MAX_SEED)

@@ -158,6 +158,11 @@ class _RealTensors(TorchDispatchMode):
       always makes a third.
     """
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a graph does when it runs is seen here, how it is compiled is not."""
+        return True
+
     def __torch_dispatch__(
         self,
         func: torch._ops.OpOverload,

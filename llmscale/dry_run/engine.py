@@ -30,6 +30,7 @@ from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
 from llmscale.dry_run.fake_gpu import GPU, fake_gpu
 from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
+from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
@@ -69,7 +70,9 @@ class DryRun:
     """What the simulation took."""
 
 
-def dry_run(resolved: ResolvedStep, capability: ComputeCapability | None = None) -> DryRun:
+def dry_run(
+    resolved: ResolvedStep, capability: ComputeCapability | None = None, compiler: BlockCompiler | None = None
+) -> DryRun:
     """Simulate training on the GPUs of its plan, of that compute capability; None: of Ampere's or newer.
 
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
@@ -81,7 +84,7 @@ def dry_run(resolved: ResolvedStep, capability: ComputeCapability | None = None)
     with contextlib.ExitStack() as stack:
         tracker = _enter_simulation(stack, shape, plan.ranks.world_size, capability)
         with tracker.phase("build", Category.OPTIMIZER):
-            engine = _build(resolved, micro_steps)
+            engine = _build(resolved, micro_steps, compiler)
         _label(engine, tracker)
         _watch_gradients(engine, tracker)
         gc.collect()
@@ -120,14 +123,14 @@ def _enter_simulation(
     )
 
 
-def _build(resolved: ResolvedStep, micro_steps: int) -> DeepSpeedEngine:
+def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | None) -> DeepSpeedEngine:
     plan = resolved.plan
     simulated = {
         **resolved.ds_config,
         "gradient_accumulation_steps": micro_steps,
         "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
     }
-    engine = build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated))
+    engine = build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated), compiler)
     # Muon has nothing to orthogonalise for a step of length 0.
     set_learning_rate(engine, resolved.optimizer, 1.0)
     return engine

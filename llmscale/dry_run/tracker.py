@@ -104,6 +104,11 @@ class MemoryTracker(TorchDispatchMode):
         self._peaks: dict[str, Peak] = {}
         self._peak_totals: Counter[str] = Counter()
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """What a graph does when it runs is seen here, how it is compiled is not."""
+        return True
+
     def number_of(self, tensor: Tensor) -> int:
         """The number of a live tensor's storage in `events`. Raises KeyError for one that was never seen."""
         return self._live[id(tensor.untyped_storage())].number

@@ -101,7 +101,7 @@ def _run_selective(block: nn.Module, x: Tensor, *context: object) -> Tensor:
         run,
         x,
         use_reentrant=False,
-        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+        context_fn=partial(create_selective_checkpoint_contexts, save_products),
         # ZeRO-3 saves empty shards in the forward pass and whole weights in the recomputation: shapes differ.
         determinism_check="none",
     )
@@ -127,7 +127,7 @@ class _Anchor(torch.autograd.Function):
         return gradient
 
 
-def _policy(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
+def save_products(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Save an operator's result or recompute it.
 
     Attention with dropout is recomputed: were it skipped, the random numbers of every dropout after it in

@@ -8,7 +8,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.config.deepspeed.sections import Precision
@@ -16,6 +16,7 @@ from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
 from llmscale.engine.muon import Muon
 from llmscale.engine.optimizer import build_optimizer
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-def build_model(resolved: ResolvedStep, *, seed: int) -> nn.Module:
+def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
     """The GPT; at stage 3 sharded while it is built, so that it may be larger than one device."""
     import deepspeed
 
@@ -41,7 +42,7 @@ def build_model(resolved: ResolvedStep, *, seed: int) -> nn.Module:
         return GPT(resolved.shape, seed=seed, checkpoint=checkpoint, loss=resolved.loss)
 
 
-def build_engine(config: RunConfig, resolved: ResolvedStep) -> DeepSpeedEngine:
+def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompiler | None = None) -> DeepSpeedEngine:
     """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run the
     precision."""
     import deepspeed
@@ -54,6 +55,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep) -> DeepSpeedEngine:
     check_precision(resolved.precision)
     model = build_model(resolved, seed=config.seed)
     tensors = ParameterTensors(resolved.shape.architecture)
+    if compiler is not None:
+        compiler.compile_blocks(model, zero_stage=resolved.zero_stage, checkpointing=resolved.checkpointing)
     optimizer = build_optimizer(
         model,
         tensors.kinds,

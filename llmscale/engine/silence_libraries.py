@@ -1,4 +1,4 @@
-"""Silence three messages of the libraries that tell a user nothing they could act on, and only those. No torch."""
+"""Silence four messages of the libraries that tell a user nothing they could act on, and only those. No torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ def quiet_libraries() -> None:
 
     - torch 2.13 deprecates two collectives that DeepSpeed 0.19 still calls; both work.
     - torch.distributed.checkpoint says that it loads in a single process, which is what was asked for.
+    - torch.compile says of selective checkpointing that it must not contain in-place operators; a block has none.
     - DeepSpeed says on every rank of a CPU machine that it found no GPU; train.py prints the device it uses. The choice
       stays DeepSpeed's: setting DS_ACCELERATOR instead would need its whole detection of vendors again.
     """
@@ -28,10 +29,12 @@ def quiet_libraries() -> None:
     )
     # DeepSpeed's own name of its logger; a filter outlives the level that DeepSpeed sets at import.
     logging.getLogger("DeepSpeed").addFilter(_is_news)
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith("Setting accelerator to CPU.")
+    known = ("Setting accelerator to CPU.", "Detected that context_fn is passed to torch.utils.checkpoint")
+    return not record.getMessage().strip().startswith(known)
 
 
 @contextmanager

@@ -85,7 +85,11 @@ class CausalSelfAttention(nn.Module):
 def device_capability(device: torch.device) -> ComputeCapability | None:
     """Of a GPU; None of anything else. What a dry run simulates it says in the place of this
     (llmscale.dry_run.cuda_kernels)."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    # Not get_device_capability, at which torch.compile's graph would break.
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
 
 
 class MLP(nn.Module):

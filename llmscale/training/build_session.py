@@ -19,11 +19,13 @@ from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.collectives import on_main_rank, together
+from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_precision
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
+from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.heartbeat import Heartbeat
@@ -100,12 +102,14 @@ def _open_session(
     with clock.phase("checkpoint check"):
         point = _choose_checkpoint(run, world, report)
     state = point.state if point else None
+    run = replace(run, compilation=_decide_compilation(run, world, state))
     with clock.phase("data"):
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
         feed, validation_shards = _open_data(run, world, state)
     estimate = estimate_run(run, gpu_capability())
     with clock.phase("engine"):
-        engine = build_engine(run.config, run.resolved)
+        compiler = BlockCompiler(run.compilation.backend) if run.compilation.backend else None
+        engine = build_engine(run.config, run.resolved, compiler)
     with clock.phase("checkpoint load"):
         _load(run, engine, point, world, report, progress)
     wandb_run = _start_wandb(run, world, state)
@@ -115,6 +119,7 @@ def _open_session(
         run=run,
         world=world,
         engine=engine,
+        compiler=compiler,
         feed=feed,
         validation_shards=validation_shards,
         state=state,
@@ -154,6 +159,21 @@ def _open_data(run: PreparedRun, world: World, state: RunState | None) -> tuple[
     start_sample, saved_order = (state.samples_seen, state.saved_order) if state else (0, None)
     feed = together(world.control, lambda: open_feed(run, world, start_sample=start_sample, saved_order=saved_order))
     return feed, together(world.control, lambda: open_validation(run))
+
+
+def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) -> Compilation:
+    """The main rank's GPU counts, for ZeRO-3 gathers the weights of compiled blocks in other portions. Collective."""
+    steps_left = run.resolved.total_steps - (state.step if state else 0)
+    return on_main_rank(
+        world.control,
+        lambda: decide_compilation(
+            run.config.compile,
+            run.resolved,
+            device_type=world.device.type,
+            device_name=world.device_name,
+            steps_left=steps_left,
+        ),
+    )
 
 
 def _announce(live: LiveRun) -> None:

@@ -49,6 +49,7 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
         "world_size": resolved.plan.ranks.world_size,
         "micro_batch_size": resolved.plan.micro_batch_size,
         "activation_checkpointing": resolved.checkpointing,
+        "compile": run.compilation.backend or "off",
     }
 
 

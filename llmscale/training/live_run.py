@@ -10,6 +10,7 @@ from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.loader import Feed
 from llmscale.data.shards.token_shards import TokenShards
+from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.metrics import MetricsLog
@@ -28,6 +29,8 @@ class LiveRun:
     run: PreparedRun
     world: World
     engine: DeepSpeedEngine
+    compiler: BlockCompiler | None
+    """Of the engine's blocks; None where they run eagerly."""
     feed: Feed
     validation_shards: TokenShards | None
     state: RunState | None

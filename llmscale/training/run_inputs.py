@@ -26,6 +26,7 @@ from llmscale.config.run_config import RunConfig
 from llmscale.data.shards.dataset_source import SetLocation, open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.training.published_weights import FoundWeights, find_published_weights
 
 
@@ -39,6 +40,8 @@ class PreparedRun:
     """As on GPUs."""
     weights: FoundWeights | None = None
     """Published weights that the run begins with."""
+    compilation: Compilation = EAGER
+    """Decided where the device is known."""
 
     def on_cpu(self) -> PreparedRun:
         """The same where there is no GPU."""

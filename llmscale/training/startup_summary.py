@@ -40,6 +40,7 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
         f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} node(s), "
         f"{world.device_name}"
     )
+    report(f"blocks: {run.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())
     report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))

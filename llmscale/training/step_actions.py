@@ -6,6 +6,7 @@ from llmscale.training.actions.action import StepAction
 from llmscale.training.actions.log_steps import LogSteps
 from llmscale.training.actions.nonfinite_guard import EndWhenLost
 from llmscale.training.actions.record_samples import RecordSamples
+from llmscale.training.actions.report_compilation import ReportCompilation
 from llmscale.training.actions.report_memory import ReportMemory
 from llmscale.training.actions.report_startup import ReportStartup
 from llmscale.training.actions.sample_text import SampleText
@@ -17,7 +18,10 @@ def build_actions(live: LiveRun) -> list[StepAction]:
     """The actions of a run in the order in which they happen at one step; a checkpoint follows. Collective."""
     config, log = live.run.config, LogSteps(live)
     actions: list[StepAction] = [RecordSamples(live)] if config.record_samples else []
-    actions += [ReportStartup(live), ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]
+    actions.append(ReportStartup(live))
+    if live.compiler is not None:
+        actions.append(ReportCompilation(live, live.compiler))
+    actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]
     if live.validation_shards:
         actions.append(Validate(live, live.validation_shards))
     if config.sample_every:

@@ -392,7 +392,7 @@ SUGGESTIONS = [
     ("llmscale train --learning_rate 1", r"unknown argument '--learning-rate'\. Did you mean '--lr'\?"),
     (f"{PREPARE} --input texts --out o --noshuffle", r"Did you mean '--no-shuffle'\?"),
     ("train --device cpu", r"unknown argument '--device'\. `train.py --help` lists all"),
-    ("train --compile", r"unknown argument '--compile'\. `train.py"),
+    ("train --compile yes", r"compile = 'yes': input should be 'auto', 'on' or 'off'"),
     ("train --config iters.yaml", r"unknown key 'max_iters'\. Did you mean 'steps'\?"),
     ("train --model GPT2-124M", r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?"),
     ("train --model gpt2", r"Did you mean 'gpt2-124m'\?"),

@@ -66,6 +66,14 @@ def test_keys_of_a_file_may_be_kebab_case(tmp_path: Path) -> None:
     assert parse_run_config(["--config", str(path)]).global_batch_size == 8
 
 
+@pytest.mark.parametrize(
+    ("text", "mode"), [("on", "on"), ("off", "off"), ("true", "on"), ("'on'", "on"), ("auto", "auto")]
+)
+def test_on_and_off_in_yaml_are_words(text: str, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"compile: {text}\n")
+    assert parse_run_config(["--config", str(tmp_path / "run.yaml")]).compile == mode
+
+
 def test_the_launcher_s_local_rank_is_accepted_in_both_spellings() -> None:
     for word in ("--local_rank=3", "--local-rank=3"):
         assert parse_run_config([word, "--steps=5"]).steps == 5

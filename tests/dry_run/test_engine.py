@@ -27,12 +27,12 @@ from llmscale.errors import ConfigError
 
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=128, vocab_size=500, seq_len=32)
 
-def run(stage, *, ranks=4, accumulation=1, shape=SHAPE, checkpointing="none", section=None, **zero):
+def run(stage, *, ranks=4, accumulation=1, shape=SHAPE, checkpointing="none", section=None, compiler=None, **zero):
     plan = BatchPlan(2 * accumulation * ranks, 2, accumulation, ParallelLayout(ranks), shape.seq_len)
     config = {"zero_optimization": {"stage": stage, **zero}, "bf16": {"enabled": True}}
     if section is not None:
         config["activation_checkpointing"] = section
-    return dry_run(resolve_step(parse_ds_config(config, "test"), shape, plan, checkpointing))
+    return dry_run(resolve_step(parse_ds_config(config, "test"), shape, plan, checkpointing), compiler=compiler)
 
 def numbers(result):
     return [result.resident.as_dict(), result.forward.as_dict(), result.backward.as_dict(), result.step.as_dict(),
@@ -126,3 +126,30 @@ except ConfigError as error:
 """)
     assert isinstance(said, str)
     assert message in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "mode"),
+    [
+        (3, "selective"),
+        *[
+            pytest.param(stage, mode, marks=pytest.mark.slow)
+            for stage in range(4)
+            for mode in ("none", "selective", "full")
+            if (stage, mode) != (3, "selective")
+        ],
+    ],
+)
+def test_compiled_blocks_never_need_more(stage: int, mode: str) -> None:
+    """Run operator by operator, so without what inductor fuses; at stage 3 with blocks that are gathered as a whole."""
+    eager, compiled, failure = in_a_process(f"""
+from llmscale.engine.compilation import BlockCompiler
+torch._dynamo.config.disable = False
+compiler = BlockCompiler("aot_eager")
+results = [run({stage}, checkpointing="{mode}"), run({stage}, checkpointing="{mode}", compiler=compiler)]
+totals = [[part.total_bytes for part in (r.resident, r.forward, r.backward, r.step)] for r in results]
+assert compiler.graphs == {2 if mode == "full" else 1}
+print(json.dumps([*totals, compiler.failure]))
+""")
+    assert failure is None
+    assert all(more <= less for more, less in zip(compiled, eager, strict=True)), (eager, compiled)

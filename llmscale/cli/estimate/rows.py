@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and 
     from llmscale.dry_run.comparison import Comparison
 
 EXIT_NOTHING_FITS = 1
+#: Beside those of the model, what train.py must be told again of what the user said here.
+_TOLD_KEYS = ("precision", "optimizer", "loss_chunk_tokens")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,8 +148,8 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
         yield f"  written: {emitted}"
     if ds_path is not None:
         keys = request.model_keys
-        precision = {"precision": request.given["precision"]} if "precision" in request.given else {}
-        yield f"  {train_command(str(ds_path), fit, keys | precision)}"
+        told = {key: request.given[key] for key in _TOLD_KEYS if key in request.given}
+        yield f"  {train_command(str(ds_path), fit, keys | told)}"
         yield f"  {data_words(search.job.shape, keys)}"
     else:
         yield "  --emit FILE writes its ds_config and prints the train.py command."

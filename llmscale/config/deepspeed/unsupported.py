@@ -23,7 +23,7 @@ UNSUPPORTED: dict[str, str] = {
     "wandb": "DeepSpeed would start a second wandb run. Delete it and use --wandb.",
     "comet": "metrics are in the run folder's metrics.jsonl. Delete it.",
     "managed_gradient_accumulation": _OWN_LOOP,
-    "compile": "llmscale does not call engine.compile(), so DeepSpeed would ignore it. Delete it.",
+    "compile": "llmscale compiles the blocks itself, at every stage. Delete it and use --compile.",
     "autotuning": "use `llmscale estimate` to choose stage, offload and micro-batch. Delete it.",
     "data_efficiency": _DATA,
     "hybrid_engine": "it generates text during RLHF, llmscale pre-trains. Delete it.",

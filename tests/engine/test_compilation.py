@@ -1,0 +1,156 @@
+"""Run as a script, this file compiles in a process of its own: pytest's own has TORCHDYNAMO_DISABLE."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.model.gpt import GPT
+from llmscale.model.kv_cache import KVCache
+from llmscale.planning.compilation import CompileBackend
+from tests.conftest import REPOSITORY
+
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "vocab_size": 300, "seq_len": 32}
+BLOCKS: dict[str, dict[str, object]] = {
+    "gpt2": {"dropout": 0.1},
+    "llama": {
+        **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True},
+        **{"n_kv_head": 2, "qk_norm": "head", "mlp_width": 90, "tied": False, "sliding_window": 9, "document_end": 3},
+    },
+}
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("inductor")
+
+
+def run_job(cache: Path, *arguments: str, **variables: str) -> dict:
+    """What this file printed, run as a script."""
+    own = {"TORCHDYNAMO_DISABLE": "0", "TORCHINDUCTOR_CACHE_DIR": str(cache), "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, **own, **variables}
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Detected that context_fn" not in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def assert_one_graph_and_the_losses_of_eager(found: dict) -> None:
+    """Between steps there were validation, with a smaller last batch, and sampling with a cache."""
+    assert (found["graphs"], found["compiled"]["failure"]) == (1, None)
+    assert found["breaks"] == 0
+    assert found["compiled"]["text"] == found["eager"]["text"]
+    for name in ("losses", "norms", "validation"):
+        assert len(found["eager"][name]) == STEPS
+        assert found["compiled"][name] == pytest.approx(found["eager"][name], abs=1e-6), name
+
+
+def test_one_graph_whatever_the_blocks_and_what_they_keep(inductor_cache: Path) -> None:
+    """Dropout, document masks, windows, rotary positions; checkpointing in the graph and not."""
+    found = run_job(inductor_cache, "aot_eager", "gpt2/none", "llama/selective")
+    for outcome in found.values():
+        assert_one_graph_and_the_losses_of_eager(outcome)
+    # What selective checkpointing saves of eager blocks it saves of compiled ones too.
+    kept = {way: found["llama/selective"][way]["kept"] for way in ("eager", "compiled")}
+    assert kept["compiled"] <= kept["eager"]
+
+
+@pytest.mark.slow
+def test_inductor_computes_every_kind_of_block_as_eager_does(inductor_cache: Path) -> None:
+    names = [f"{block}/{mode}" for block in BLOCKS for mode in ("none", "selective")]
+    for outcome in run_job(inductor_cache, "inductor", *names).values():
+        assert_one_graph_and_the_losses_of_eager(outcome)
+        assert outcome["compiled"]["kept"] <= outcome["eager"]["kept"]
+
+
+@pytest.mark.parametrize("mode", ["selective", pytest.param("none", marks=pytest.mark.slow)])
+def test_blocks_go_on_eagerly_where_there_is_no_compiler(mode: str, tmp_path: Path) -> None:
+    found = run_job(tmp_path, "inductor", f"gpt2/{mode}", CXX="no-such-compiler")[f"gpt2/{mode}"]
+    assert found["compiled"]["failure"]
+    assert "\n" not in found["compiled"]["failure"]
+    assert found["compiled"]["losses"] == found["eager"]["losses"]
+    assert found["compiled"]["norms"] == found["eager"]["norms"]
+
+
+def main(backend: CompileBackend, names: Iterable[str]) -> None:
+    quiet_libraries()
+    torch.set_num_threads(1)
+    print(json.dumps({name: outcome_of(backend, *name.split("/")) for name in names}))
+
+
+def outcome_of(backend: CompileBackend, block: str, mode: CheckpointingMode) -> dict[str, object]:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    shape = build_shape({**SIZES, **BLOCKS[block]})
+    eager = train(GPT(shape, seed=1, checkpoint=build_block_checkpoint(mode, {})), shape)
+    model, compiler = GPT(shape, seed=1, checkpoint=build_block_checkpoint(mode, {})), BlockCompiler(backend)
+    compiler.compile_blocks(model, zero_stage=0, checkpointing=mode)
+    compiled = train(model, shape)
+    return {
+        "eager": eager,
+        "compiled": {**compiled, "failure": compiler.failure, "compile_s": compiler.compile_s},
+        "graphs": compiler.graphs,
+        "breaks": sum(counters["graph_break"].values()),
+    }
+
+
+def train(model: GPT, shape: GPTShape) -> dict[str, object]:
+    """Steps with what a run does between them: validation, and a sample that grows token by token."""
+    draw = torch.Generator().manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found: dict[str, list] = {"losses": [], "norms": [], "validation": [], "text": []}
+    for step in range(STEPS):
+        tokens = torch.randint(0, shape.vocab_size, (4, shape.seq_len + 1), generator=draw)
+        torch.manual_seed(step)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        found["losses"].append(loss.item())
+        found["norms"].append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            found["validation"].append(sum(model(t[:, :-1], t[:, 1:]).item() for t in (tokens[:2], tokens[3:])))
+            found["text"].append(sample(model, shape))
+        model.train()
+    return {**found, "kept": kept_for_backward(model, shape)}
+
+
+def sample(model: GPT, shape: GPTShape) -> list[int]:
+    cache, tokens = KVCache(shape, 1, 12), torch.tensor([[5, 3, 7]])
+    text: list[int] = []
+    while len(text) < 8:
+        tokens = model(tokens, cache=cache)[:, -1:].argmax(-1)
+        text.append(int(tokens))
+    return text
+
+
+def kept_for_backward(model: GPT, shape: GPTShape) -> float:
+    """What a forward pass leaves for the backward pass, in fp32 elements per position and channel."""
+    tokens = torch.zeros(4, shape.seq_len, dtype=torch.long)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        loss: Tensor = model(tokens, tokens)
+    left = sum(event.self_cpu_memory_usage for event in profile.key_averages())
+    loss.backward()
+    return left / 4 / (tokens.numel() * shape.n_embd)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])  # type: ignore[arg-type]
