@@ -104,6 +104,6 @@ def one_at_a_time(model: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             locks = cache.parent / ".locks" / cache.name
             locks.mkdir(parents=True, exist_ok=True)
-            lock = opened.enter_context(open(locks / "llmscale.lock", "wb"))
+            lock = opened.enter_context(open(locks / "llmscale-lock", "wb"))
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
