@@ -222,14 +222,6 @@ def test_the_count_is_the_models_on_a_gpu_before_ampere(one_rank: None, case: Ca
     assert_the_count_is_the_models(case)
 
 
-def test_shared_keys_that_no_kernel_shares_take_memory() -> None:
-    new = Case(LONG, 2, "fp16", "none", family="llama")
-    saved = [saved_bytes(case.estimate()) for case in (new, replace(new, capability=(7, 5)))]
-    shape = new.shape
-    repeated = 2 * 2 * 2 * shape.seq_len * shape.head_dim * (shape.n_head - shape.n_kv_head)
-    assert saved[1] - saved[0] >= shape.n_layer * repeated
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", of_families(product(PRECISIONS, MODES, (0, 3))), ids=str)
 def test_the_count_is_the_models_in_every_family_everywhere(one_rank: None, case: Case) -> None:
