@@ -19,8 +19,13 @@ _WIDEST_FLASH_HEAD = 256
 def has_flash_attention(head_dim: int, *, is_16bit: bool, capability: ComputeCapability | None) -> bool:
     """Whether FlashAttention takes causal attention without a mask. `capability` None: of a GPU that is not known, or
     simulated: taken to be an Ampere or newer one."""
-    is_new = capability is None or capability >= AMPERE
-    return is_16bit and head_dim <= _WIDEST_FLASH_HEAD and is_new
+    if not is_16bit or head_dim > _WIDEST_FLASH_HEAD:
+        return False
+    if capability is None:
+        return True
+    # Cards with less shared memory cannot train heads of these widths (check_requires_grad_and_head_dim_gt192_...).
+    is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+    return capability >= AMPERE and not (is_small and 192 < head_dim <= 224)
 
 
 def attention_kernel(

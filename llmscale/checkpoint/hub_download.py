@@ -156,7 +156,9 @@ def _fetch(name: str, source: str) -> Path:
     except Exception as error:  # its own kinds, those of its transport, and OSError
         if (cached := _cached_weights(model, commit)) is not None:
             return cached
-        reason = " ".join(str(getattr(error, "reason", None) or error).split())[:300]
+        # Without the query of an address, in which the Hub puts the right to read a file.
+        words = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", str(getattr(error, "reason", None) or error))
+        reason = " ".join(words.split())[:300]
         raise CheckpointError(
             f"{source} cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason}). Download its "
             "weights and JSON files and name their folder; what needs permission is fetched with HF_TOKEN set or after "

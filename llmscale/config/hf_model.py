@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.architecture.families.config_keys import Keys
 from llmscale.architecture.families.family import HFTensor
 from llmscale.architecture.families.registry import get_family, read_shape
 from llmscale.architecture.hf_config import CONFIG_NAME, find_config
@@ -78,8 +77,10 @@ def read_published_model(flag: str, value: str) -> PublishedModel:
     found = find_config(name, source)
     shape = build_shape(read_shape(found.entries, source))
     tensors = tuple(get_family(found.entries, source).tensors(shape))
-    said = Keys(found.entries, source).texts("architectures")
-    return PublishedModel(source, name, found.hub_name, found.folder, said[0][:80] if said else "", tensors, shape)
+    # For messages alone: what is odd there is no reason to refuse the model.
+    classes = found.entries.get("architectures")
+    said = classes[0][:80] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
+    return PublishedModel(source, name, found.hub_name, found.folder, said, tensors, shape)
 
 
 def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:

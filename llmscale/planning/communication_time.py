@@ -57,11 +57,11 @@ class Traffic:
 def count_traffic(shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode) -> Traffic:
     """Traffic of one optimizer step."""
     elements, micro_steps = shape.num_parameters, layout.gradient_accumulation_steps
-    reduce_width = BYTES_PER_ELEMENT[layout.communication_dtype]
+    reduce_width = BYTES_PER_ELEMENT[
+        layout.zero_communication_dtype if layout.zero_stage else layout.communication_dtype
+    ]
     if layout.zero_stage == 3:
-        # torch_autocast gathers and reduces in bf16, whatever the parameters are stored in.
-        gather_width = 2 if layout.precision == "autocast" else layout.parameter_width
-        reduce_width = 2 if layout.precision == "autocast" else reduce_width
+        gather_width = layout.parameter_width
         gathered = elements + max(0, elements - _live_elements(layout, checkpointing))
         gathers, group = shape.n_layer + 2, layout.zero_hpz_partition_size
         # hpZ: a step's first forward pass gathers from all, and leaves the copies that the other passes gather from.
@@ -116,7 +116,8 @@ def estimate_communication_s(
     if traffic.group_ranks == 1:
         return waited_s
     # Groups are neighbouring ranks. One that does not lie within a node crosses the network like all others.
-    nodes_per_group = 1 if gpus_per_node % traffic.group_ranks == 0 else -(-traffic.group_ranks // gpus_per_node)
+    is_within = gpus_per_node % traffic.group_ranks == 0
+    nodes_per_group = 1 if is_within else max(2, -(-traffic.group_ranks // gpus_per_node))
     group_rate = ring_bytes_per_s(gpu, gpus_per_node, nodes_per_group, interconnect)
     group_latency_s = traffic.group_collectives * (nodes_per_group - 1) * interconnect.latency_s
     return waited_s + SLOWDOWN * traffic.group_bytes_per_rank / group_rate + group_latency_s

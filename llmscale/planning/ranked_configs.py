@@ -43,18 +43,19 @@ def rank_configs(search: Search) -> Ranking:
     return Ranking(configs, recommend([config.fit for config in configs], rates))
 
 
-def fastest_by_link(search: Search) -> list[tuple[Interconnect, dict[str, float]]]:
+def fastest_by_link(search: Search) -> list[tuple[Interconnect, dict[str, float]]] | None:
     """Tokens per second over every network there is, of each stage's fastest row that fits: `Strategy.stage_words` ->
-    rate. A network has no entry for a stage of which nothing fits, or of a GPU whose rate is not known."""
+    rate, for the stages of which something fits. None when the GPU's rate is not known."""
     fits = [fit for fit in find_fits(search) if fit.fits]
     found = []
     for interconnect in INTERCONNECTS:
         best: dict[str, float] = {}
         for fit in fits:
             throughput = _throughput(replace(search, interconnect=interconnect), fit)
-            if throughput is not None:
-                stage = fit.strategy.stage_words
-                best[stage] = max(best.get(stage, 0.0), throughput.tokens_per_second)
+            if throughput is None:
+                return None
+            stage = fit.strategy.stage_words
+            best[stage] = max(best.get(stage, 0.0), throughput.tokens_per_second)
         found.append((interconnect, best))
     return found
 

@@ -110,7 +110,7 @@ class Session:
         live, total = self.live, self.live.run.resolved.total_steps
         if self.step > live.first_step:
             self.checkpoints.finish(self.step)
-        why = "finished" if self.step == total else f"stopped by {self._reason()}"
+        why = "finished" if self.step >= total else f"stopped by {self._reason()}"
         live.report(f"{why} at step {self.step} of {total}; run folder: {live.run.config.run}")
         if live.log:
             live.log.log_event(why.split()[0], step=self.step, reason=why)

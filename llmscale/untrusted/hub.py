@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from llmscale.errors import LlmscaleError
 from llmscale.untrusted.documents import Rules, parse_json
@@ -25,6 +27,10 @@ from llmscale.untrusted.hub_cache import (
     one_at_a_time,
 )
 from llmscale.untrusted.paths import is_plain_name, read_regular
+
+if TYPE_CHECKING:
+    import urllib.request
+    from http.client import HTTPMessage
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _TIMEOUT_S = 10.0
@@ -52,6 +58,10 @@ def is_hub_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+class _Refused(OSError):
+    """The Hub has answered, and not with the file."""
+
+
 def read_hub_files(
     name: str, needed: str, others: Iterable[str], max_bytes: int, error: type[LlmscaleError], source: str = ""
 ) -> HubFiles:
@@ -73,8 +83,8 @@ def read_hub_files(
     except (OSError, ValueError) as fault:
         raise error(
             f"{source} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
-            f"({_reason(fault)}). {cached_commits(model)}Download the model's {needed} with the files beside it, and "
-            "give their folder."
+            f"({_reason(fault)}). {cached_commits(model, needed)}Download the model's {needed} with the files beside "
+            "it, and give their folder."
         ) from None
 
 
@@ -94,6 +104,8 @@ def _read_or_fetch(
             continue
         try:
             fetched = fetch_from_hub(f"{model}/resolve/{commit}/{part}", max_bytes)
+        except _Refused:
+            raise
         except OSError:
             if snapshot is None:
                 raise
@@ -139,21 +151,48 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
 
     request = urllib.request.Request(f"{hub_endpoint()}/{place}")
     if token := read_token():
-        # Not to where the Hub redirects to: large files lie with others.
+        # Not to other hosts that the Hub redirects to: large files lie with others.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
-        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
+        with _opener().open(request, timeout=_TIMEOUT_S) as answer:
             contents: bytes = answer.read(max_bytes + 1)
+            is_cut_off = len(contents) <= max_bytes and bool(answer.length)
     except urllib.error.HTTPError as fault:
         if fault.code == 404:
             return None
         hint = "; a model with conditions needs its reader's login or HF_TOKEN" if fault.code in (401, 403) else ""
-        raise OSError(f"the Hub answers {fault.code} {fault.reason} for {place}{hint}") from None
+        raise _Refused(f"the Hub answers {fault.code} {fault.reason} for {place}{hint}") from None
     except http.client.HTTPException as fault:
         raise OSError(f"the Hub's answer for {place} breaks off or is none: {type(fault).__name__}") from None
+    if is_cut_off:
+        # read() itself says nothing of it when it was given a size.
+        raise OSError(f"the Hub's answer for {place} breaks off after {len(contents):,} bytes")
     if len(contents) > max_bytes:
         raise ValueError(f"{place} is larger than the {max_bytes:,} bytes that it may have")
     return contents
+
+
+def _opener() -> urllib.request.OpenerDirector:
+    """Follows redirects, with the token where they stay with the same host, such as to a model's new name."""
+    import urllib.request
+
+    class SameHost(urllib.request.HTTPRedirectHandler):
+        def redirect_request(
+            self,
+            req: urllib.request.Request,
+            fp: IO[bytes],
+            code: int,
+            msg: str,
+            headers: HTTPMessage,
+            newurl: str,
+        ) -> urllib.request.Request | None:
+            again = super().redirect_request(req, fp, code, msg, headers, newurl)
+            token = req.unredirected_hdrs.get("Authorization")
+            if again is not None and token and urlsplit(newurl)[:2] == urlsplit(req.full_url)[:2]:
+                again.add_unredirected_header("Authorization", token)
+            return again
+
+    return urllib.request.build_opener(SameHost)
 
 
 def read_token() -> str | None:

@@ -48,9 +48,10 @@ def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
     return folder if is_commit(commit) and (folder / needed).is_file() else None
 
 
-def cached_commits(model: str) -> str:
-    """What to ask for where the cache has a model, and not what this revision was at."""
-    commits = [path.name for path in (hub_cache(model) / "snapshots").glob("*") if is_commit(path.name)]
+def cached_commits(model: str, needed: str) -> str:
+    """What to ask for where the cache has that file of a model, and not what this revision was at."""
+    found = (hub_cache(model) / "snapshots").glob("*")
+    commits = [path.name for path in found if is_commit(path.name) and (path / needed).is_file()]
     return f"The cache has {model}@{min(commits)}, which can be named so. " if commits else ""
 
 

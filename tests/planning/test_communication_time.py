@@ -60,9 +60,9 @@ def test_stage_3_does_not_gather_again_what_is_still_live(layout_of) -> None:
     assert passes(traffic(layout_of, 3, stage3_max_reuse_distance=10**12)) == pytest.approx(2)
 
 
-def test_stage_3_autocast_travels_in_16_bits(layout_of) -> None:
+def test_stage_3_autocast_travels_in_fp32(layout_of) -> None:
     changes = {"precision": "autocast", "communication_dtype": "fp32", "stage3_max_reuse_distance": 0}
-    assert passes(traffic(layout_of, 3, **changes)) == pytest.approx(3)
+    assert passes(traffic(layout_of, 3, **changes)) == pytest.approx(2 * 3)
 
 
 def test_one_rank_has_nothing_to_say() -> None:

@@ -100,6 +100,10 @@ def test_the_same_command_again_says_so_and_succeeds(ranks: Callable, train_comm
     assert "gradients: summed over 4 micro-steps in fp32, reduced over 2 ranks in bf16" in output
     assert "tiny-1m with n_layer 2, n_head 2, n_embd 32, the data set's vocabulary of 257" in output
     assert "bf16_optimizer" not in output, "DeepSpeed's prints of its memory"
+    shorter = ranks([*command, "--steps", "3"], 2)
+    output = shorter.wait()[0]
+    assert shorter.exit_codes == [0, 0], output
+    assert "finished at step 4 of 3" in output
     again = ranks(command, 2)
     output = again.wait()[0]
     assert again.exit_codes == [0, 0], output

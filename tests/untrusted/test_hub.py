@@ -37,6 +37,19 @@ class _Hub(http.server.BaseHTTPRequestHandler):
             self._answer(b"{}")
         elif self.path == f"/org/model/resolve/{OLDER}/tokenizer.json":
             self._answer(b"[]" * 100)
+        elif self.path == "/api/models/org/old-name/revision/main":
+            self.send_response(307)
+            self.send_header("Location", "/api/models/org/model/revision/main")
+            self.end_headers()
+        elif self.path == "/api/models/org/short/revision/main":
+            self._answer(json.dumps({"sha": COMMIT}).encode())
+        elif self.path == f"/org/short/resolve/{COMMIT}/tokenizer.json":
+            self.send_response(200)
+            self.send_header("Content-Length", "90")
+            self.end_headers()
+            self.wfile.write(b'{"a": 1}')
+        elif self.path.startswith("/org/busy/"):
+            self.send_error(503)
         elif self.path.startswith("/api/models/org/locked"):
             self.send_error(401)
         else:
@@ -143,6 +156,28 @@ def test_the_token_of_a_login_is_read_and_goes_nowhere_else(
     assert read_token() == TOKEN
     monkeypatch.setenv("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")
     assert read_token() is None
+
+
+def test_a_renamed_model_is_asked_for_with_the_token_too(asked: list[tuple[str, str | None]]) -> None:
+    with pytest.raises(DataError, match=r"has no tokenizer\.json"):
+        _read("org/old-name")
+    assert dict(asked)["/api/models/org/model/revision/main"] == f"Bearer {TOKEN}"
+
+
+def test_an_answer_that_breaks_off_is_not_kept(asked: list[tuple[str, str | None]], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="breaks off after 8 bytes"):
+        _read("org/short")
+    assert not [path for path in (tmp_path / "hub").rglob("tokenizer.json")]
+
+
+def test_a_hub_that_is_busy_is_not_taken_for_one_without_the_rest(
+    asked: list[tuple[str, str | None]], tmp_path: Path
+) -> None:
+    folder = tmp_path / "hub" / "models--org--busy" / "snapshots" / COMMIT
+    folder.mkdir(parents=True)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="the Hub answers 503"):
+        _read(f"org/busy@{COMMIT}")
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,7 @@ _OF_OUR_MODEL = (
     "--micro-batch-size",
     "--activation-checkpointing",
     "--loss-chunk-tokens",
+    "--optimizer",
     "--seq-len",
 )
 

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator, Sequence
 
 from llmscale.cli.estimate.as_json import search_as_dict
 from llmscale.cli.estimate.request import read_request
 from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
 from llmscale.cli.estimate.table import align
+from llmscale.cli.train_command import model_words
 from llmscale.config.interconnect import Interconnect
+from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
 from llmscale.planning.ranked_configs import fastest_by_link
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when something fits, 1 when nothing does. Raises ConfigError where there is no network."""
+    """0 when something fits, 1 when nothing does. Raises ConfigError where there is no network, or no rate known."""
     request = read_request(args)
     search = request.search
     if search.job.machines.num_nodes == 1:
         raise ConfigError("--interconnect list compares networks between nodes; this is one node. Give --num-nodes.")
-    rates = fastest_by_link(search)
+    rates = with_recordings(lambda: fastest_by_link(search), model_words(request.model_keys))
+    if rates is None:
+        raise ConfigError(
+            f"--interconnect list compares tokens/s; the rate of {search.gpu.name} in {search.precision} is not known."
+        )
     if args.json:
         values = search_as_dict(search) | {
             "tokens_per_second": {interconnect.name: best for interconnect, best in rates},
@@ -37,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
         print("Estimated tokens/s of each ZeRO stage's fastest row that fits; * the fastest of a line.\n")
         for line in _lines(rates):
             print(line)
+    if not any(best for _, best in rates):
+        print("Nothing fits: without --interconnect list the table says by how much.", file=sys.stderr)
     return 0 if any(best for _, best in rates) else EXIT_NOTHING_FITS
 
 

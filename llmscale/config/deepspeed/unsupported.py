@@ -63,7 +63,8 @@ UNSUPPORTED: dict[str, str] = {
     "zero_optimization.zero_quantized_weights": _QUANTISED,
     "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
     "zero_optimization.zero_quantized_gradients": _QUANTISED,
-    "zero_optimization.save_muon_momentum_buffer_in_memory": "llmscale does not train with Muon. Delete it.",
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "it is for DeepSpeed's Muon, and "
+    "--optimizer muon is llmscale's own. Delete it.",
     "zero_optimization.leaf_module": "it is for mixtures of experts. Delete it.",
     "zero_optimization.offload_optimizer.super_offload": _CPU_ADAM,
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _CPU_ADAM,
