@@ -12,9 +12,8 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
-from typing import cast
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -39,8 +38,13 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
 
     `capability` is that of the GPU; None: of an Ampere or newer one.
     """
+
+    def attention(*args: Any, **kwargs: Any) -> Tensor:
+        # Not a partial, which torch.compile does not take for a function.
+        return _attention(capability, *args, **kwargs)
+
     with (
-        mock.patch.object(F, "scaled_dot_product_attention", partial(_attention, capability)),
+        mock.patch.object(F, "scaled_dot_product_attention", attention),
         mock.patch.object(F, "dropout", _dropout),
         mock.patch.object(F, "rms_norm", _rms_norm),
         mock.patch.object(F, "log_softmax", _log_softmax),

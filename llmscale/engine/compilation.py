@@ -41,6 +41,8 @@ class BlockCompiler:
         """Seconds that the forward passes took in which that happened."""
         self.failure: str | None = None
         """The compiler's words, once it has failed."""
+        self.on_failure: Callable[[str], None] | None = None
+        """Told of a failure of a later graph, such as of a context that another step has."""
         self._backend = backend
 
     def compile_blocks(self, model: GPT, *, zero_stage: int, checkpointing: CheckpointingMode) -> None:
@@ -82,6 +84,8 @@ class BlockCompiler:
             y = compiled(block, *tensors)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
             self.failure = _in_one_line(error)
+            if self.on_failure is not None:
+                self.on_failure(self.failure)
             return eager(block, *tensors)
         if self.graphs > graphs:
             self.compile_s += time.perf_counter() - began

@@ -17,6 +17,7 @@ from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
 from llmscale.engine.muon import Muon
 from llmscale.engine.optimizer import build_optimizer
@@ -110,7 +111,7 @@ def check_precision(precision: Precision) -> None:
             f"this {accelerator.device_name()} has no fp16 arithmetic. Use bf16: a ds_config with "
             '"bf16": {"enabled": true}, or --precision bf16.'
         )
-    if precision == "bf16" and torch.bfloat16 not in dtypes:
+    if precision == "bf16" and not has_bf16():
         raise ConfigError(
             f"this {accelerator.device_name()} has no bf16 arithmetic. Use fp16 (ds_configs/zero2_fp16.json) or "
             "--precision fp32."

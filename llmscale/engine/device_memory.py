@@ -51,6 +51,15 @@ def gpu_capability() -> ComputeCapability | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def has_bf16() -> bool:
+    """Whether this rank's device computes in bf16 and does not only store it, as CUDA's older than Ampere do."""
+    from deepspeed.accelerator import get_accelerator
+
+    if torch.cuda.is_available():
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    return torch.bfloat16 in get_accelerator().supported_dtypes()
+
+
 def free_memory_bytes() -> int:
     """Memory that this process could still take: of its GPU, or of a host without one."""
     if torch.cuda.is_available():

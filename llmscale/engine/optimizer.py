@@ -10,6 +10,7 @@ from torch import nn
 
 from llmscale.architecture.layers import ParameterKind
 from llmscale.config.optimizers import OptimizerSpec
+from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.muon import Muon
 from llmscale.engine.process_group import is_gpu
 
@@ -76,7 +77,4 @@ def build_optimizer(
 
 def newton_schulz_dtype() -> torch.dtype:
     """bf16 on GPUs that have it, as Muon was published; a CPU has nothing faster than fp32."""
-    from deepspeed.accelerator import get_accelerator
-
-    has_bf16 = is_gpu() and torch.bfloat16 in get_accelerator().supported_dtypes()
-    return torch.bfloat16 if has_bf16 else torch.float32
+    return torch.bfloat16 if is_gpu() and has_bf16() else torch.float32

@@ -7,7 +7,6 @@ import random
 
 import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from llmscale.engine.process_group import is_gpu
 
@@ -26,4 +25,6 @@ def seed_step(seed: int, step: int, rank: int) -> None:
     # than a small model's forward pass.
     torch.default_generator.manual_seed(number % 2**63)
     if is_gpu():
+        from deepspeed.accelerator import get_accelerator
+
         get_accelerator().manual_seed(number % 2**63)

@@ -55,6 +55,7 @@ def chunked_cross_entropy(
 class _Context(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
     weight_dtype: torch.dtype
+    times_too_small: float
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -66,14 +67,17 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
         z = torch.empty_like(losses) if job.settings.z_loss else None
         weight_cast = weight.to(job.dtype)
-        gradients = _Gradients(x, weight_cast, is_one_chunk=tokens <= chunk_tokens) if job.wants_gradients else None
+        gradients = _Gradients(x, weight_cast, chunk_tokens) if job.wants_gradients else None
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, tokens))
             _run_chunk(chunk, x, weight_cast, targets, job, losses, z, gradients)
         if gradients is not None:
-            ctx.weight_dtype = weight.dtype
+            ctx.weight_dtype, ctx.times_too_small = weight.dtype, gradients.times_too_small
             ctx.save_for_backward(gradients.of_x, gradients.of_weight)
-        return losses.mean(), None if z is None else z.square().mean()
+        z_squared = None if z is None else z.square().mean()
+        if z_squared is not None:
+            ctx.mark_non_differentiable(z_squared)
+        return losses.mean(), z_squared
 
     @staticmethod
     @once_differentiable
@@ -82,7 +86,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
         scale = (gradient / len(of_x)).reshape(1)
         x_gradient = torch.mul(of_x, scale, out=torch.empty_like(of_x))
-        weight_gradient = torch.mul(of_weight, scale, out=torch.empty_like(of_weight, dtype=ctx.weight_dtype))
+        weight_scale = scale * ctx.times_too_small
+        weight_gradient = torch.mul(of_weight, weight_scale, out=torch.empty_like(of_weight, dtype=ctx.weight_dtype))
         return x_gradient, weight_gradient, None, None
 
 
@@ -90,16 +95,23 @@ class _Gradients:
     """Of the summed loss: of_x [tokens, n_embd] in x's type, of_weight [rows, n_embd] summed over chunks in fp32."""
 
     of_weight: Tensor
+    """Too small by `times_too_small`."""
 
-    def __init__(self, x: Tensor, weight: Tensor, *, is_one_chunk: bool) -> None:
+    def __init__(self, x: Tensor, weight: Tensor, chunk_tokens: int) -> None:
         self.of_x = torch.empty_like(x)
-        self._is_one_chunk = is_one_chunk
-        if not is_one_chunk:
+        self._is_one_chunk = len(x) <= chunk_tokens
+        # The sum over a chunk's tokens would leave the range of fp16 before it is divided by their number, whatever the
+        # loss scale: where all tokens have one target it is as large as the chunk. A power of two costs no digits.
+        is_fp16 = weight.dtype == torch.float16
+        self.times_too_small = 2.0 ** max(0, min(len(x), chunk_tokens).bit_length() - 6) if is_fp16 else 1.0
+        if not self._is_one_chunk:
             self.of_weight = torch.zeros_like(weight, dtype=torch.float32)
 
     def add(self, chunk: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
         """of_logits: [chunk, rows], x: [chunk, n_embd], weight: [rows, n_embd], all in one type."""
         self.of_x[chunk] = torch.mm(of_logits, weight)
+        if self.times_too_small != 1:
+            x = x / self.times_too_small
         if self._is_one_chunk:
             self.of_weight = torch.mm(of_logits.t(), x)
         elif x.dtype == torch.float32:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from llmscale.config.deepspeed.sections import DsFile
 from llmscale.config.hardware import GPUS, find_gpu
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import CompileMode
@@ -58,11 +59,22 @@ def decide_compilation(
         return Compilation("inductor", "--compile on")
     if device_type != "cuda":
         return Compilation(None, f"--compile auto compiles on GPUs, and this is a {device_type}")
+    if _gathers_less_than_a_block(run):
+        why = "--compile auto: a compiled block is gathered whole, and this ds_config keeps fewer parameters alive"
+        return Compilation(None, why)
     left_s = _compute_s(run, device_name) * steps_left
     kind = "" if find_gpu(device_name) else " on the fastest GPU that is known"
     words = f"--compile auto: at least {_duration(left_s)} of computing are left{kind}, and compiling pays from "
     words += _duration(_WORTH_S)
     return Compilation("inductor" if left_s >= _WORTH_S else None, words)
+
+
+def _gathers_less_than_a_block(run: ResolvedRun) -> bool:
+    """Whether stage 3 is asked to keep less than a block's parameters: then eager blocks, layer by layer, need less
+    memory than compiled ones."""
+    zero = DsFile.model_validate(run.ds_config).zero
+    kept = min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+    return zero.stage == 3 and kept < run.shape.num_parameters // run.shape.n_layer
 
 
 def _compute_s(run: ResolvedRun, device_name: str) -> float:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.dry_run import gpt_recording
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
@@ -50,8 +51,8 @@ def ask() -> Ask:
 
 def activations(shape: GPTShape) -> ActivationMemory:
     """Of two sequences in bf16 at ZeRO stage 2."""
-    segments = recorded_segments(block_branch(shape, "bf16", "none", 2), ends_branch(shape, 2, "bf16", 2))
-    micro_step = evaluate_segments(segments, shape_symbols(shape, 2), shape.n_layer)
+    segments = recorded_segments(block_branch(shape, "bf16", "none", 2), ends_branch(shape, 2, "bf16", CHUNK_TOKENS))
+    micro_step = evaluate_segments(segments, shape_symbols(shape, 2, CHUNK_TOKENS), shape.n_layer)
     return assemble_activations(micro_step, 2 * 2 * shape.seq_len * shape.n_embd)
 
 
@@ -90,7 +91,7 @@ def test_what_is_damaged_is_recorded_again(cache: Path, ask: Ask) -> None:
 
 def known_branches() -> tuple[BlockBranch, EndsBranch]:
     shape = GPTShape(n_layer=2, n_head=3, n_embd=72, vocab_size=300, seq_len=90, document_end=5)
-    return block_branch(shape, "bf16", "none", 2), ends_branch(shape, 2, "bf16", 2)
+    return block_branch(shape, "bf16", "none", 2), ends_branch(shape, 2, "bf16", CHUNK_TOKENS)
 
 
 def test_without_torch_the_error_names_the_flags_and_the_extra(

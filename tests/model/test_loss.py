@@ -136,3 +136,17 @@ def test_a_second_backward_pass_gives_the_same_again() -> None:
     first = weight.grad.clone()
     loss.backward()
     assert torch.equal(weight.grad, 2 * first)
+
+
+@pytest.mark.parametrize("chunk_tokens", [2048, 16384])
+def test_in_fp16_many_tokens_with_one_target_do_not_overflow(chunk_tokens: int) -> None:
+    """The gradient of that target's row is a sum over all of them, divided by their number only afterwards."""
+    x = torch.full((16384, 8), 8.0).requires_grad_()
+    weight, targets = torch.zeros(16, 8, requires_grad=True), torch.zeros(16384, dtype=torch.long)
+    F.cross_entropy(F.linear(x, weight), targets).backward()
+    expected = weight.grad
+    x, weight = x.detach().half().requires_grad_(), weight.detach().half().requires_grad_()
+    loss, _ = chunked_cross_entropy(x, weight, targets, 16, LossSettings(chunk_tokens))
+    (64 * loss).backward()
+    assert expected is not None and weight.grad is not None
+    torch.testing.assert_close(weight.grad.float() / 64, expected, rtol=2e-3, atol=1e-6)

@@ -96,7 +96,10 @@ def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
         f"reserve and context are assumed, not measured: {reserve} that the allocator holds beyond the tensors, and "
         f"{context} for CUDA, its libraries and NCCL."
     )
-    yield "activ counts blocks that run eagerly; compiled ones (train's --compile) keep no more."
+    yield (
+        "activ counts blocks that run eagerly; compiled ones (train's --compile) keep no more, and at stage 3 gather a "
+        "block at a time."
+    )
     yield from _gradient_lines([row.fit for row in rows])
     if any(row.fit.host_bytes_per_node for row in rows):
         host = rows[0].fit.machines.host_bytes

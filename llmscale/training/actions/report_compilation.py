@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmscale.engine.collectives import gather
 from llmscale.engine.compilation import BlockCompiler
+from llmscale.files.append import warn_on_stderr
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 from llmscale.training.rank_differences import describe_ranks
@@ -32,3 +33,9 @@ class ReportCompilation(StepAction):
         if compiler.graphs:
             graphs = f"{compiler.graphs} graph{'s' if compiler.graphs > 1 else ''}"
             live.report(f"blocks: {graphs} compiled in {compiler.compile_s:.1f} s")
+        # Each rank for itself: a later failure is no moment at which ranks meet.
+        compiler.on_failure = self._warn
+
+    def _warn(self, failure: str) -> None:
+        rank = self._live.world.rank
+        warn_on_stderr(f"WARNING: the compiler failed on rank {rank}, whose blocks run eagerly from now on: {failure}.")
