@@ -86,7 +86,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
         scale = (gradient / len(of_x)).reshape(1)
         x_gradient = torch.mul(of_x, scale, out=torch.empty_like(of_x))
-        weight_scale = scale * ctx.times_too_small
+        weight_scale = scale if ctx.times_too_small == 1 else scale * ctx.times_too_small
         weight_gradient = torch.mul(of_weight, weight_scale, out=torch.empty_like(of_weight, dtype=ctx.weight_dtype))
         return x_gradient, weight_gradient, None, None
 

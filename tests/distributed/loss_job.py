@@ -71,7 +71,7 @@ def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
     config = {"zero_optimization": {"stage": cell["stage"]}, **({} if precision == "fp32" else {precision: ON})}
     settings = LossSettings(CHUNKS[cell["chunks"]], cell["z_loss"])
     resolved = resolve_step(
-        parse_ds_config(config, "job").with_flags(None, 0.0), shape, plan, cell["checkpointing"], settings
+        parse_ds_config(config, "job").with_flags(None, 0.0), shape, plan, cell["checkpointing"], loss=settings
     )
     engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
     places, optimizer = list(placements(engine)), inner_optimizer(engine)
