@@ -86,8 +86,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
         scale = (gradient / len(of_x)).reshape(1)
         x_gradient = torch.mul(of_x, scale, out=torch.empty_like(of_x))
-        weight_scale = scale if ctx.times_too_small == 1 else scale * ctx.times_too_small
-        weight_gradient = torch.mul(of_weight, weight_scale, out=torch.empty_like(of_weight, dtype=ctx.weight_dtype))
+        weight_gradient = torch.mul(
+            of_weight, scale.mul_(ctx.times_too_small), out=torch.empty_like(of_weight, dtype=ctx.weight_dtype)
+        )
         return x_gradient, weight_gradient, None, None
 
 
@@ -110,14 +111,19 @@ class _Gradients:
     def add(self, chunk: slice, of_logits: Tensor, x: Tensor, weight: Tensor) -> None:
         """of_logits: [chunk, rows], x: [chunk, n_embd], weight: [rows, n_embd], all in one type."""
         self.of_x[chunk] = torch.mm(of_logits, weight)
-        if self.times_too_small != 1:
-            x = x / self.times_too_small
         if self._is_one_chunk:
-            self.of_weight = torch.mm(of_logits.t(), x)
+            self.of_weight = self._product(of_logits, x)
         elif x.dtype == torch.float32:
             self.of_weight.addmm_(of_logits.t(), x)
         else:
-            self.of_weight.add_(torch.mm(of_logits.t(), x))
+            self.of_weight.add_(self._product(of_logits, x))
+
+    def _product(self, of_logits: Tensor, x: Tensor) -> Tensor:
+        """Made smaller where it is still in the product's own precision, before it is rounded."""
+        if self.times_too_small == 1:
+            return torch.mm(of_logits.t(), x)
+        product = torch.empty(of_logits.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+        return product.addmm_(of_logits.t(), x, beta=0, alpha=1 / self.times_too_small)
 
 
 def _run_chunk(
