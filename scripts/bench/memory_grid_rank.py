@@ -25,7 +25,9 @@ def main() -> None:
     config, run = resolve(cell)
     measured = measure_on_gpu(cell, config, run) if how == "gpu" else measure_dry(run)
     layout = build_layout(run.ds_config, run.plan.ranks)
-    estimate = estimate_memory(run.shape, cell.micro_batch_size, layout, run.checkpointing, run.loss.chunk_tokens)
+    estimate = estimate_memory(
+        run.shape, cell.micro_batch_size, layout, run.checkpointing, loss_chunk_tokens=run.loss.chunk_tokens
+    )
     estimates = {
         "llmscale": estimate.peak.total_bytes,
         "deepspeed": deepspeed_bytes(cell, run.shape),
