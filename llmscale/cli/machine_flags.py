@@ -8,6 +8,7 @@ from llmscale.config import flag_type, limits
 
 #: In place of a name: all there are.
 LIST = "list"
+DEFAULT_INTERCONNECT = "ib-400g"
 
 
 def add_machine_flags(
@@ -43,7 +44,7 @@ def add_machine_flags(
     group.add_argument(
         "--interconnect",
         type=flag_type.name,
-        default="ib-400g",
+        default=DEFAULT_INTERCONNECT,
         metavar="NAME",
-        help="between nodes (default: ib-400g); `estimate --interconnect list` compares all",
+        help=f"between nodes (default: {DEFAULT_INTERCONNECT}); `estimate --interconnect list` compares all",
     )

@@ -68,8 +68,7 @@ class Strategy:
 def strategy_of(ds: DsConfig, checkpointing: CheckpointingMode) -> Strategy:
     """Where a ds_config stands among the strategies."""
     devices = (ds.offload_optimizer_device, ds.offload_param_device)
-    group = ds.keys.zero.zero_hpz_partition_size if ds.zero_stage == 3 else 1
-    return Strategy(ds.zero_stage, *devices, checkpointing, group)
+    return Strategy(ds.zero_stage, *devices, checkpointing, ds.zero_hpz_partition_size)
 
 
 def all_strategies(hpz_ranks: int = 1) -> list[Strategy]:

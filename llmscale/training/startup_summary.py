@@ -23,8 +23,8 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
     """What is about to be trained, before step 1, with what was decided and not asked for."""
     config, resolved, manifest = run.config, run.resolved, run.location.manifest
     shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
-    group = resolved.ds.keys.zero.zero_hpz_partition_size if resolved.zero_stage == 3 else 1
-    for warning in (*resolved.ds.warnings, *hpz_warnings(group, world.ranks_per_node)):
+    hpz = hpz_warnings(resolved.ds.zero_hpz_partition_size, world.ranks_per_node)
+    for warning in (*resolved.ds.warnings, *hpz):
         report(f"WARNING: {warning}")
     report(
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from engine_overhead import prepare_text, slowest
+from engine_overhead import add_run_arguments, prepare_text, slowest
 from machine import describe_circumstances, describe_machine, save_result
 from paced_ranks import REPOSITORY, Job, Orders
 
@@ -54,23 +54,14 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny-10m", help="preset (default: tiny-10m)")
-    parser.add_argument("--layers", type=int, default=4, help="blocks, instead of the preset's (default: 4)")
-    parser.add_argument("--seq-len", type=int, default=256, help="of the text that is prepared (default: 256)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step over all ranks (default: 8)")
+    add_run_arguments(parser)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "autocast"], help="default: fp32")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks per run (default: 1)")
-    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank (default: 1)")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each run (default: 8)")
-    parser.add_argument("--steps", type=int, default=1, help="steps per turn (default: 1)")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4), help="default: all")
     parser.add_argument(
         "--modes", nargs="+", default=["none", "selective", "full"], help="default: none selective full"
     )
-    parser.add_argument("--data", type=Path, help="a prepared set of --seq-len, instead of the standard library's text")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
     parser.add_argument("--rank-job", nargs=3, metavar=("STAGE", "MODE", "WAY"), help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

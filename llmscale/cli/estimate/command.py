@@ -175,16 +175,15 @@ _OF_OUR_MODEL = (
 
 
 def _check_combination(args: argparse.Namespace) -> None:
-    for flag, others in _EXCLUSIVE:
+    given: list[tuple[str, tuple[str, ...]]] = [(flag, others) for flag, others in _EXCLUSIVE if _is_given(args, flag)]
+    if args.interconnect == LIST:
+        given.append((f"--interconnect {LIST}", _OF_ONE_NETWORK))
+    for flag, others in given:
         for other in others:
-            if _is_given(args, flag) and _is_given(args, other):
+            if _is_given(args, other):
                 raise ConfigError(f"{flag} and {other} exclude each other. Drop one of them.")
     if args.force and args.emit is None:
         raise ConfigError("--force lets --emit overwrite: it needs --emit FILE.")
-    if args.interconnect == LIST:
-        for other in _OF_ONE_NETWORK:
-            if _is_given(args, other):
-                raise ConfigError(f"--interconnect {LIST} and {other} exclude each other. Drop one of them.")
     if not (args.model or args.hf or args.max_model):
         raise ConfigError("which model? Give --model PRESET (such as gpt2-1.5b), or --hf for one of transformers'.")
 

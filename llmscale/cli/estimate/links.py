@@ -44,9 +44,10 @@ def run(args: argparse.Namespace) -> int:
         print("Estimated tokens/s of each ZeRO stage's fastest row that fits; * the fastest of a line.\n")
         for line in _lines(rates):
             print(line)
-    if not any(best for _, best in rates):
-        print("Nothing fits: without --interconnect list the table says by how much.", file=sys.stderr)
-    return 0 if any(best for _, best in rates) else EXIT_NOTHING_FITS
+    if any(best for _, best in rates):
+        return 0
+    print("Nothing fits: without --interconnect list the table says by how much.", file=sys.stderr)
+    return EXIT_NOTHING_FITS
 
 
 def _lines(rates: Sequence[tuple[Interconnect, dict[str, float]]]) -> Iterator[str]:

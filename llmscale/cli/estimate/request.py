@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.cli.machine_flags import LIST
+from llmscale.cli.machine_flags import DEFAULT_INTERCONNECT, LIST
 from llmscale.cli.shape_flags import given_model, resolve_model
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
@@ -24,8 +24,6 @@ from llmscale.planning.strategy import CHECKPOINTING
 GIB = 2**30
 #: Of --max-model and --hf: what a preset decides is set below or not used.
 _ANY_MODEL = "gpt3-125m"
-#: Likewise, where all networks are asked for.
-_ANY_INTERCONNECT = "ib-400g"
 #: Keys of a RunConfig that are flags here too, beside those of the model.
 _RUN_KEYS = (
     *("global_batch_size", "micro_batch_size", "precision", "activation_checkpointing"),
@@ -64,7 +62,7 @@ def read_request(args: argparse.Namespace) -> EstimateRequest:
     search = Search(
         _read_job(args, config, machines),
         gpu,
-        get_interconnect(_ANY_INTERCONNECT if args.interconnect == LIST else args.interconnect),
+        get_interconnect(DEFAULT_INTERCONNECT if args.interconnect == LIST else args.interconnect),
         usable_precision(config.precision, gpu),
         (mode,) if mode else CHECKPOINTING,
         args.nvme_path,

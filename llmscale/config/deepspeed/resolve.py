@@ -85,8 +85,8 @@ def _check_product(plan: BatchPlan) -> None:
 
 
 def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
-    group, ranks = ds.keys.zero.zero_hpz_partition_size, plan.ranks.shard_ranks
-    if ds.zero_stage == 3 and ranks % group:
+    group, ranks = ds.zero_hpz_partition_size, plan.ranks.shard_ranks
+    if ranks % group:
         raise ConfigError(
             f"{ds.source}: zero_optimization.zero_hpz_partition_size {group} does not divide the {ranks} ranks. Set it "
             "to the number of GPUs per node, or delete it."

@@ -39,6 +39,11 @@ class DsConfig:
         return self.keys.zero.stage
 
     @property
+    def zero_hpz_partition_size(self) -> int:
+        """Ranks of a group that keeps second copies of the parameters; 1: none does, as below stage 3."""
+        return self.keys.zero.zero_hpz_partition_size if self.zero_stage == 3 else 1
+
+    @property
     def precision(self) -> Precision:
         return self.keys.precision
 
