@@ -22,6 +22,9 @@ _LAUNCHER_CHECK_S = 0.5
 #: rank is last: the others' connections to it would break, and say so at length.
 _START_GRACE_S = 2.0
 _MAIN_RANK_LATER_S = 0.5
+#: A rank installs its handlers in its first tenth of a second; on a machine that is busy with something else, later.
+_HANDLERS_PATIENCE_S = 10.0
+_HANDLERS_CHECK_S = 0.05
 
 
 @dataclass
@@ -121,24 +124,55 @@ class StopRequest:
         if self._early_reason is not None or not self._starting:
             return
         self._early_reason = why
+        # A thread of its own: a second SIGINT must still be heard.
+        threading.Thread(target=self._end_together, name="early end", daemon=True).start()
+
+    def _end_together(self) -> None:
         # One that was not told would wait for this one.
         _tell_other_ranks()
-        wait_s = _START_GRACE_S + (_MAIN_RANK_LATER_S if os.environ.get("RANK", "0") == "0" else 0.0)
-        timer = threading.Timer(wait_s, self.end_now)
-        timer.daemon = True
-        timer.start()
+        time.sleep(_START_GRACE_S + (_MAIN_RANK_LATER_S if os.environ.get("RANK", "0") == "0" else 0.0))
+        self.end_now()
 
 
 def _tell_other_ranks() -> None:
-    """SIGTERM to the other ranks of this job on this host: those that meet at the same place."""
-    ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
+    """SIGTERM to the other ranks of this job on this host, each once it has installed its handlers: before that it would
+    die of the signal, and the job would count as failed."""
+    told: set[int] = set()
+    deadline = time.monotonic() + _HANDLERS_PATIENCE_S
+    while True:
+        others = _find_other_ranks() - told
+        late = time.monotonic() > deadline
+        for pid in others:
+            if late or _catches_sigterm(pid):
+                told.add(pid)
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGTERM)
+        if late or others <= told:
+            return
+        time.sleep(_HANDLERS_CHECK_S)
+
+
+def _find_other_ranks() -> set[int]:
+    """Processes of this job's other ranks on this host: those that meet at the same place. Empty for one rank alone."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        return
+        return set()
+    ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
+    our_rank = f"RANK={os.environ.get('RANK', '0')}".encode()
+    found = set()
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):  # another user's, or gone
             variables = set((folder / "environ").read_bytes().split(b"\0"))
-            pid = int(folder.name)
-            if ours <= variables and pid != os.getpid() and any(word.startswith(b"RANK=") for word in variables):
-                os.kill(pid, signal.SIGTERM)
-        except OSError:
-            continue  # another user's, or gone
+            is_rank = any(word.startswith(b"RANK=") for word in variables)
+            if ours <= variables and is_rank and our_rank not in variables:
+                found.add(int(folder.name))
+    return found
+
+
+def _catches_sigterm(pid: int) -> bool:
+    """Whether a process has a handler for SIGTERM, as the kernel shows it."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True  # gone: nothing to wait for
+    caught = int(status.partition("SigCgt:")[2].split(maxsplit=1)[0], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)

@@ -144,3 +144,18 @@ def test_the_signals_of_a_forked_data_worker_do_not_count() -> None:
         "print('alive')\n"
     )
     assert run_python(code) == (0, "alive\n", "")
+
+
+def test_a_rank_that_has_no_handlers_yet_is_told_once_it_has() -> None:
+    """On a busy machine one rank may be seconds behind the other; it too ends with status 0."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
+    behind = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(2)\n" + START + "time.sleep(1000)"],
+        env={**os.environ, **job, "RANK": "0"},
+    )
+    try:
+        ended = run_python("os.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(1000)\n", START, **job, RANK="1")
+        assert ended == (0, "", "")
+        assert behind.wait(HANG_S) == 0
+    finally:
+        behind.kill()
