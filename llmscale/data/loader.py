@@ -35,8 +35,9 @@ from llmscale.data.order.sample_order import (
     MOST_CANONICAL_NODES,
     SampleOrder,
 )
+from llmscale.data.order.stream_order import StreamOrder
 from llmscale.data.shards.dataset_source import SetLocation
-from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 
 #: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.
@@ -75,7 +76,7 @@ class FeedPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
-def rank_sample_ids(order: SampleOrder, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
+def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
     """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
     positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
     return order.sample_ids(shard_batch(positions, order.rows(positions), plan.layout))
@@ -90,8 +91,8 @@ class Feed(Iterator[MicroBatch]):
 
     def __init__(
         self,
-        shards: TokenShards,
-        order: SampleOrder,
+        shards: WindowReader,
+        order: StreamOrder,
         plan: FeedPlan,
         *,
         start_sample: int = 0,
@@ -215,7 +216,7 @@ class _Failure(NamedTuple):
 class _WindowDataset(Dataset[_Windows]):
     """Reads one micro-batch at a time."""
 
-    def __init__(self, shards: TokenShards) -> None:
+    def __init__(self, shards: WindowReader) -> None:
         self._shards = shards
 
     def __getitem__(self, index: int) -> _Windows:
@@ -232,7 +233,7 @@ class _WindowDataset(Dataset[_Windows]):
 class _MicroBatchIds(Sampler[list[int]]):
     """Sample ids of one micro-batch after the other, for ever. Runs in the main process."""
 
-    def __init__(self, order: SampleOrder, plan: FeedPlan, start_sample: int) -> None:
+    def __init__(self, order: StreamOrder, plan: FeedPlan, start_sample: int) -> None:
         self._order = order
         self._plan = plan
         self._start_sample = start_sample

@@ -38,6 +38,15 @@ class ShardReader(Protocol):
     def get_item(self, idx: int) -> dict[str, NDArray[np.unsignedinteger]]: ...
 
 
+class WindowReader(Protocol):
+    """Windows by sample id, of one set or of several."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, sample_ids: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """Windows of samples [b], uint16 or uint32 [b, T + 1]. Raises DataError."""
+
+
 class TokenShards:
     """The windows of one split, by sample id.
 
