@@ -37,7 +37,7 @@ from llmscale.data.order.sample_order import (
 )
 from llmscale.data.order.stream_order import StreamOrder
 from llmscale.data.shards.dataset_source import SetLocation
-from llmscale.data.shards.token_shards import TokenShards, WindowReader
+from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 
 #: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.
@@ -84,6 +84,8 @@ def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int) -> ND
 
 class Feed(Iterator[MicroBatch]):
     """Micro-batches from stream position `start_sample` on. Its workers start at once: build it before anything slow.
+    `num_workers` processes read ahead, none reads in the training process; `pin_memory` page-locks micro-batches, for
+    asynchronous copies to a GPU.
 
     Iterating raises DataError, with the same text whether the fault happened here or in a worker; MachineError when a
     worker was killed.
@@ -289,8 +291,8 @@ def _exit_with_parent(parent: int) -> None:
 
 
 @dataclass(frozen=True)
-class FeedSettings:
-    """How the training split is ordered and read."""
+class OrderSettings:
+    """How the training split of a set is ordered."""
 
     seed: int
     """Of the sample order."""
@@ -302,15 +304,11 @@ class FeedSettings:
     """Samples of a row that are shuffled together."""
     saved_order: Mapping[str, object] | None = None
     """The identity of the order that a run began with: its algorithm, and what the two settings above leave open."""
-    num_workers: int = 0
-    """Processes per rank that read ahead; 0 reads in the training process (30 us a sample)."""
-    pin_memory: bool = False
-    """Page-lock micro-batches, for asynchronous copies to a GPU."""
     cache_limit_bytes: int | None = None
     """Of a remote set's local cache; None is no limit."""
 
 
-def build_order(location: SetLocation, settings: FeedSettings) -> SampleOrder:
+def build_order(location: SetLocation, settings: OrderSettings) -> SampleOrder:
     """The sample order of the training split, from the manifest alone. Raises DataError when the saved order is none of
     ours."""
     sizes = [shard.num_samples for shard in location.manifest.splits["train"].shards]
@@ -327,7 +325,7 @@ def build_order(location: SetLocation, settings: FeedSettings) -> SampleOrder:
     )
 
 
-def _is_read_in_blocks(location: SetLocation, settings: FeedSettings) -> bool:
+def _is_read_in_blocks(location: SetLocation, settings: OrderSettings) -> bool:
     """Whether a new run should need few shards at a time: of a set too large for a node. Where neighbours are
     strangers that costs no randomness; else only a set that has to be fetched is worth it."""
     num_bytes = sum(shard.bytes for shard in location.manifest.splits["train"].shards)
@@ -340,21 +338,3 @@ def _saved_number(saved: Mapping[str, object], name: str, most: int) -> int | No
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
         return value
     raise DataError(f"The saved order of samples has {name} {value!r}; it must be in 1..{most:,}, or none.")
-
-
-def build_feed(
-    location: SetLocation,
-    settings: FeedSettings,
-    plan: FeedPlan,
-    *,
-    start_sample: int = 0,
-) -> Feed:
-    """One rank's micro-batches from stream position `start_sample` on; see Feed. `location` comes from `open_set`."""
-    return Feed(
-        TokenShards(location, "train", cache_limit_bytes=settings.cache_limit_bytes),
-        build_order(location, settings),
-        plan,
-        start_sample=start_sample,
-        num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory,
-    )

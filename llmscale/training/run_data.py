@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmscale.checkpoint.run_state import RunState
-from llmscale.data.loader import Feed, FeedPlan, FeedSettings, build_order
+from llmscale.data.loader import Feed, FeedPlan, OrderSettings, build_order
 from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
 from llmscale.data.mix.recipe import MAX_PERIOD
 from llmscale.data.mix.training_sets import MixedShards
@@ -62,7 +62,7 @@ def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
     skips = place_skips(run.config.skip_steps, state, run.resolved.plan.global_batch_size)
     saved = state.saved_order if state else {}
     orders = [
-        build_order(location, feed_settings(run, _of_set(saved, name) if run.sets.recipe else saved))
+        build_order(location, order_settings(run, _of_set(saved, name) if run.sets.recipe else saved))
         for name, location in zip(run.sets.names, run.sets.locations, strict=True)
     ]
     mix: MixedOrder | None = None
@@ -85,17 +85,15 @@ def run_identity(run: PreparedRun, state: RunState) -> dict[str, object]:
     return run.identity(build_stream(run, state).identity)
 
 
-def feed_settings(run: PreparedRun, saved_order: Mapping[str, object]) -> FeedSettings:
-    """How a training split is ordered and read."""
+def order_settings(run: PreparedRun, saved_order: Mapping[str, object]) -> OrderSettings:
+    """How a training split is ordered."""
     config = run.config
-    return FeedSettings(
+    return OrderSettings(
         seed=config.seed,
         shuffle=config.shuffle,
         num_canonical_nodes=config.num_canonical_nodes,
         block_size=config.shuffle_block_size,
         saved_order=saved_order,
-        num_workers=config.num_workers,
-        pin_memory=is_gpu(),
         cache_limit_bytes=_cache_limit_bytes(run),
     )
 
@@ -103,15 +101,15 @@ def feed_settings(run: PreparedRun, saved_order: Mapping[str, object]) -> FeedSe
 def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sample: int) -> Feed:
     """This rank's micro-batches from stream position `start_sample` on. Raises DataError when a shard is not as it
     was."""
-    plan, settings = run.resolved.plan, feed_settings(run, {})
+    plan = run.resolved.plan
     layout = RankLayout(world.rank, world.ranks_per_node)
     return Feed(
         _open_shards(run, "train"),
         stream.order,
         FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps),
         start_sample=start_sample,
-        num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory,
+        num_workers=run.config.num_workers,
+        pin_memory=is_gpu(),
     )
 
 
