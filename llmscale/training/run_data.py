@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmscale.checkpoint.run_state import RunState
+from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed, FeedPlan, OrderSettings, build_order
 from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
 from llmscale.data.mix.recipe import MAX_PERIOD
-from llmscale.data.mix.training_sets import MixedShards
+from llmscale.data.mix.training_sets import MixedShards, TrainingSets
 from llmscale.data.order.rank_sharding import RankLayout
 from llmscale.data.order.sample_order import SampleOrder
 from llmscale.data.order.stream_order import Ranges, SkippingOrder, StreamOrder
@@ -19,7 +20,7 @@ from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.engine.process_group import World, is_gpu
 from llmscale.errors import CheckpointError
 from llmscale.training.run_inputs import PreparedRun
-from llmscale.training.skipped_steps import SKIPPED_KEY, Skip, as_plain_skips, place_skips, ranges
+from llmscale.training.skipped_steps import SKIPPED_KEY, Skip, as_plain_skips, place_skips, ranges, saved_skips
 
 #: The key of a run's identity under which a checkpoint keeps the proportions of a mix as they were and will be.
 STAGES_KEY = "stages"
@@ -60,16 +61,32 @@ def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
     """The samples of a run that begins, or that goes on from a checkpoint. Raises CheckpointError, ConfigError,
     DataError."""
     skips = place_skips(run.config.skip_steps, state, run.resolved.plan.global_batch_size)
-    saved = state.saved_order if state else {}
+    stages = _stages(run, state, ranges(skips)) if run.sets.recipe else ()
+    return _compose(run.config, run.sets, state.saved_order if state else {}, stages, skips)
+
+
+def stream_of_checkpoint(config: RunConfig, sets: TrainingSets, state: RunState) -> SampleStream:
+    """The samples as a checkpoint says that its run saw and will see them. Raises CheckpointError, DataError."""
+    stages = saved_stages(state.identity, len(sets.names)) if sets.recipe else ()
+    return _compose(config, sets, state.saved_order, stages, saved_skips(state.identity))
+
+
+def _compose(
+    config: RunConfig,
+    sets: TrainingSets,
+    saved: Mapping[str, object],
+    stages: tuple[PlacedStage, ...],
+    skips: tuple[Skip, ...],
+) -> SampleStream:
     orders = [
-        build_order(location, order_settings(run, _of_set(saved, name) if run.sets.recipe else saved))
-        for name, location in zip(run.sets.names, run.sets.locations, strict=True)
+        build_order(location, order_settings(config, _of_set(saved, name) if sets.recipe else saved))
+        for name, location in zip(sets.names, sets.locations, strict=True)
     ]
     mix: MixedOrder | None = None
     identity: dict[str, object] = {"order": _plain_identity(orders[0])}
-    if run.sets.recipe is not None:
-        mix = MixedOrder(orders, _stages(run, state, ranges(skips)))
-        by_set = {name: _plain_identity(order) for name, order in zip(run.sets.names, orders, strict=True)}
+    if sets.recipe is not None:
+        mix = MixedOrder(orders, stages)
+        by_set = {name: _plain_identity(order) for name, order in zip(sets.names, orders, strict=True)}
         identity = {
             "order": {"algorithm": _MIX_ALGORITHM, "sets": by_set},
             STAGES_KEY: [[stage.begin, list(stage.shares)] for stage in mix.stages],
@@ -85,16 +102,15 @@ def run_identity(run: PreparedRun, state: RunState) -> dict[str, object]:
     return run.identity(build_stream(run, state).identity)
 
 
-def order_settings(run: PreparedRun, saved_order: Mapping[str, object]) -> OrderSettings:
+def order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> OrderSettings:
     """How a training split is ordered."""
-    config = run.config
     return OrderSettings(
         seed=config.seed,
         shuffle=config.shuffle,
         num_canonical_nodes=config.num_canonical_nodes,
         block_size=config.shuffle_block_size,
         saved_order=saved_order,
-        cache_limit_bytes=_cache_limit_bytes(run),
+        cache_limit_bytes=_cache_limit_bytes(config),
     )
 
 
@@ -136,14 +152,14 @@ def parts_of_run(run: PreparedRun, mix: MixedOrder) -> np.ndarray:
 
 
 def _open_shards(run: PreparedRun, split: str) -> WindowReader:
-    limit_bytes = _cache_limit_bytes(run)
+    limit_bytes = _cache_limit_bytes(run.config)
     if run.sets.recipe is None:
         return TokenShards(run.sets.first, split, cache_limit_bytes=limit_bytes)
     return MixedShards(run.sets.locations, split, limit_bytes)
 
 
-def _cache_limit_bytes(run: PreparedRun) -> int | None:
-    limit = run.config.cache_limit_gib
+def _cache_limit_bytes(config: RunConfig) -> int | None:
+    limit = config.cache_limit_gib
     return None if limit is None else int(limit * 2**30)
 
 

@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.sample_log import load_recorded
+from llmscale.training.step_samples import find_step_samples
 from tests.conftest import REPOSITORY
 
 STEPS, BATCH = 8, 8
@@ -65,6 +68,12 @@ def records(run: Path, kind: str) -> dict[int, dict]:
     return {record["step"]: record for record in map(json.loads, lines) if record["kind"] == kind}
 
 
+def offsets(sets: TrainingSets) -> dict[str, int]:
+    """What is added to a set's own ids where all sets count together."""
+    sizes = [location.manifest.splits["train"].num_samples for location in sets.locations]
+    return dict(zip(sets.names, (0, *accumulate(sizes)), strict=False))
+
+
 def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(train: Callable, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     train(one, 1)
@@ -82,6 +91,10 @@ def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(train: C
         share = 0.75 if step <= 4 else 0.25
         by_set = record["loss_by_set"]
         assert share * by_set["words"] + (1 - share) * by_set["digits"] == pytest.approx(record["loss"], abs=1e-5)
+    for step in (1, 5, STEPS):
+        found = find_step_samples(two, step)
+        ids = sorted(sample.sample_id + offsets(found.sets)[sample.set_name] for sample in found.samples)
+        assert ids == expected[step - 1].tolist()
     losses = [records(run, "validation")[STEPS] for run in (one, two)]
     assert losses[0]["loss_by_set"] == pytest.approx(losses[1]["loss_by_set"], abs=1e-4)
     assert set(losses[0]["loss_by_set"]) == {"words", "digits"}
@@ -94,4 +107,5 @@ def test_steps_that_are_left_out_stay_left_out(train: Callable, tiny_set: Path, 
     output = train(cut, 1, "--data", str(tiny_set), "--steps", "6")
     assert "left out: steps 3:5" in output, "the run keeps it"
     seen, kept = load_recorded(whole), load_recorded(cut)
+    assert sorted(sample.sample_id for sample in find_step_samples(cut, 3).samples) == kept[2].tolist()
     assert [kept[step].tolist() for step in range(6)] == [seen[step].tolist() for step in (0, 1, 4, 5, 6, 7)]
