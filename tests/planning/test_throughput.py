@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import csv
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +11,9 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
-from llmscale.planning.throughput import Throughput, estimate_throughput
+from llmscale.planning.kernels import Kernels
+from llmscale.planning.throughput import Throughput, estimate_step, estimate_throughput
+from tests.planning.published_runs import fsdp_traffic, read_rows
 
 #: MPT's shapes: n_layer, n_head, n_embd.
 MPT = {
@@ -30,42 +30,42 @@ MPT = {
 BF16 = {"bf16": {"enabled": True}}
 
 
-def published_rows() -> list[dict[str, str]]:
-    lines = (Path(__file__).parent / "llm_foundry_rows.csv").read_text().splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+def fitted_to() -> list[dict[str, str]]:
+    return read_rows("llm_foundry_rows.csv")
 
 
 def predict(row: dict[str, str], layout_of) -> float:
-    """Tokens per second and GPU of a published row. FSDP's FULL_SHARD is stage 3 that keeps nothing live; SHARD_GRAD_OP
-    gathers once; mixed precision DEFAULT reduces in fp32, PURE in bf16."""
-    gpus, micro = int(row["gpus"]), int(row["micro_batch_size"])
+    """Tokens per second and GPU of a published row. FULL_SHARD gathers twice, SHARD_GRAD_OP once; mixed precision DEFAULT
+    reduces in fp32, PURE in bf16."""
+    gpus, micro, steps = int(row["gpus"]), int(row["micro_batch_size"]), int(row["accumulation"])
     shape = GPTShape(*MPT[row["model"]], 50368, int(row["seq_len"]))
     plan = build_batch_plan(
-        global_batch_size=gpus * micro * int(row["accumulation"]),
+        global_batch_size=gpus * micro * steps,
         ranks=ParallelLayout(gpus),
         seq_len=shape.seq_len,
         micro_batch_size=micro,
     )
-    layout = replace(
-        layout_of(BF16 | {"zero_optimization": {"stage": 3}}, shape, plan),
-        communication_dtype="fp32" if row["mixed_precision"] == "DEFAULT" else "bf16",
-        stage3_max_reuse_distance=0 if row["sharding"] == "FULL_SHARD" else 10**15,
-    )
-    found = estimate_throughput(
+    traffic = fsdp_traffic(
         shape,
-        plan,
-        layout,
+        gathers=steps * (2 if row["sharding"] == "FULL_SHARD" else 1),
+        scatters=steps,
+        gradient_bytes=4 if row["mixed_precision"] == "DEFAULT" else 2,
+    )
+    found = estimate_step(
+        *(shape, plan, layout_of(BF16 | {"zero_optimization": {"stage": 3}}, shape, plan)),
         "full" if row["recompute"] == "1" else "none",
         get_gpu(row["gpu"]),
+        traffic,
         gpus_per_node=8,
         interconnect=get_interconnect("roce-200g" if row["gpu"].startswith("a100") else "ib-400g"),
+        kernels=Kernels("flash-1", loss_chunk_tokens=None),
     )
     assert found is not None
     return found.tokens_per_second / gpus
 
 
 def test_error_on_the_published_rows_is_as_documented(layout_of) -> None:
-    rows = published_rows()
+    rows = fitted_to()
     errors = np.array([predict(row, layout_of) / float(row["tokens_per_second_per_gpu"]) - 1 for row in rows])
     assert len(rows) == 209
     assert np.median(abs(errors)) < 0.035
@@ -76,7 +76,7 @@ def test_error_on_the_published_rows_is_as_documented(layout_of) -> None:
 
 @pytest.mark.parametrize("gpu", ["a100-40gb", "a100-80gb", "h100-80gb"])
 def test_no_card_is_flattered(layout_of, gpu: str) -> None:
-    rows = [row for row in published_rows() if row["gpu"] == gpu]
+    rows = [row for row in fitted_to() if row["gpu"] == gpu]
     errors = [predict(row, layout_of) / float(row["tokens_per_second_per_gpu"]) - 1 for row in rows]
     assert abs(float(np.median(errors))) < 0.03
 
