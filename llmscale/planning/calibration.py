@@ -50,32 +50,8 @@ ERROR_WITHIN = "error within them 2 % in the median, 7 % for 9 of 10"
 #: Of published runs beyond the rows, by the kinds of ways in which they are: published rate over estimated one.
 SEEN_BEYOND: Mapping[tuple[str, ...], tuple[float, ...]] = {
     ("blocks",): (
-        0.81,
-        0.87,
-        0.88,
-        0.89,
-        0.90,
-        0.92,
-        0.93,
-        0.93,
-        0.94,
-        0.94,
-        0.94,
-        0.95,
-        0.95,
-        0.96,
-        0.98,
-        1.01,
-        1.01,
-        1.04,
-        1.05,
-        1.05,
-        1.06,
-        1.07,
-        1.08,
-        1.09,
-        1.13,
-        1.14,
+        *(0.81, 0.87, 0.88, 0.89, 0.90, 0.92, 0.93, 0.93, 0.94, 0.94, 0.94, 0.95, 0.95, 0.96, 0.98, 1.01, 1.01, 1.04),
+        *(1.05, 1.05, 1.06, 1.07, 1.08, 1.09, 1.13, 1.14),
     ),
     ("blocks", "fewer GPUs"): (0.86, 0.87),
     ("blocks", "fewer GPUs", "h200"): (1.07, 1.09, 1.10),
@@ -162,15 +138,15 @@ def calibrate(shape: GPTShape, layout: EngineLayout, gpu: GPU) -> Calibration:
 
 def _seen_words(kinds: set[str]) -> str:
     """How far published runs were from the estimate that lay beyond the rows in some of these ways and in no other. Of
-    larger ones only larger ones tell."""
-    alike = [
-        rate
+    larger ones only larger ones tell, and of a way in which none of them lay they tell nothing."""
+    alike = {
+        ways: rates
         for ways, rates in SEEN_BEYOND.items()
         if kinds.issuperset(ways) and ("larger" in ways) == ("larger" in kinds)
-        for rate in rates
-    ]
-    if not alike:
+    }
+    if not kinds.issubset(kind for ways in alike for kind in ways):
         return "no published run like it is known"
-    runs = "1 published run like it" if len(alike) == 1 else f"{len(alike)} published runs like it"
-    low, high = min(alike), max(alike)
+    rates = [rate for group in alike.values() for rate in group]
+    runs = "1 published run like it" if len(rates) == 1 else f"{len(rates)} published runs like it"
+    low, high = min(rates), max(rates)
     return f"{runs} reached {low:.2f}" + (f" to {high:.2f}" if high > low else "") + " times the estimate"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from llmscale.architecture.attention_kernels import attention_kernel
@@ -107,7 +108,7 @@ class KernelEfficiency:
 def _interpolate(rates: dict[int, int], seq_len: int) -> float:
     """By the logarithm of the context; what lies outside is taken to be as at the end."""
     lengths = sorted(rates)
-    for below, above in zip(lengths, lengths[1:], strict=False):
+    for below, above in pairwise(lengths):
         if below <= seq_len <= above:
             share = math.log2(seq_len / below) / math.log2(above / below)
             return rates[below] + share * (rates[above] - rates[below])

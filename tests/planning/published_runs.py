@@ -157,7 +157,7 @@ class PublishedRun:
 
     def beyond_kinds(self, layout_of: LayoutOf) -> tuple[str, ...]:
         """The kinds of ways in which it lies beyond the rows of the fit, sorted."""
-        plan, layout = self._plan_and_layout(layout_of)
+        layout = self._plan_and_layout(layout_of)[1]
         return tuple(sorted({way.kind for way in beyond_rows(self.shape, layout, get_gpu(self.row["gpu"]))}))
 
     @property
