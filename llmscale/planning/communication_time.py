@@ -75,7 +75,7 @@ def count_traffic(
     ]
     if layout.zero_stage == 3:
         gather_width = layout.parameter_width
-        gathered = elements + max(0, elements - _kept_elements(layout, checkpointing))
+        gathered = _gathered_elements(shape, layout, checkpointing)
         matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
         gathers = _calls(
             elements, layout.stage3_prefetch_bucket_size, shape.n_layer + 2 if compiled_blocks else matrices
@@ -102,16 +102,19 @@ def count_traffic(
     return Traffic(gathered, reduced, 2 * reductions * buckets + gathers)
 
 
-def _kept_elements(layout: EngineLayout, checkpointing: CheckpointingMode) -> int:
-    """Parameters of the last blocks that the backward pass finds still gathered.
+def _gathered_elements(shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode) -> int:
+    """Parameters that stage 3 gathers in a micro-step's two passes. A tied embedding is there for its look-up and again
+    for the head.
 
-    DeepSpeed keeps what is used again within `stage3_max_reuse_distance` elements. From a block's forward pass to its
-    backward pass the blocks behind it pass by twice, three times when they are recomputed. It also keeps what its
-    prefetcher came across while it was there, and that looks `stage3_prefetch_bucket_size` elements ahead: a model no
-    larger than the bucket is gathered once.
+    Of the last blocks the backward pass finds some still gathered. DeepSpeed keeps what is used again within
+    `stage3_max_reuse_distance` elements: from a block's forward pass to its backward pass the blocks behind it pass by
+    twice, three times when they are recomputed. It also keeps what its prefetcher came across while it was there, and
+    that looks `stage3_prefetch_bucket_size` elements ahead: a model no larger than the bucket is gathered once.
     """
     uses = 2 if checkpointing == "none" else 3
-    return max(layout.stage3_max_reuse_distance // uses, layout.stage3_prefetch_bucket_size)
+    kept = max(layout.stage3_max_reuse_distance // uses, layout.stage3_prefetch_bucket_size)
+    one_pass = shape.num_parameters + (shape.tensors.table.elements if shape.tied else 0)
+    return 2 * one_pass - kept if kept < one_pass else shape.num_parameters
 
 
 def _calls(elements: int, bucket_size: int, tensors: int) -> int:

@@ -19,7 +19,7 @@ How a line is expressed: `recomputed` is the share of blocks that are recomputed
 matrix products runs in fused kernels, by torch.compile or by hand, and counts as compiled; a fused `loss` counts as one
 chunk, for it moves as much. A network that its source does not state is that of NVIDIA's reference design, 200 Gbit/s
 for an A100 and 400 for an H100. FSDP gathers twice and scatters once every micro-step, by block; with `no_sync` it
-scatters at the last one.
+scatters at the last one. `ZERO3` is DeepSpeed's, with its defaults.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from llmscale.config.interconnect import Interconnect
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.zero_settings import EngineLayout
 from llmscale.planning.calibration import beyond_rows
-from llmscale.planning.communication_time import Traffic
+from llmscale.planning.communication_time import Traffic, count_traffic
 from llmscale.planning.kernels import Kernels
 from llmscale.planning.throughput import Throughput, estimate_step
 from tests.planning.conftest import LayoutOf
@@ -197,7 +197,9 @@ class PublishedRun:
         per_node = max(1, int(row["gpus_per_node"]) // together)
         gradient_bytes = _GRADIENT_BYTES[row["reduce"]]
         sharding = row["sharding"]
-        if self._stage == 3:
+        if sharding == "ZERO3":
+            traffic = count_traffic(shape, layout, checkpointing)
+        elif self._stage == 3:
             scatters = 1 if "no_sync" in sharding else steps
             group = per_node if sharding == "HSDP" else 1
             traffic = fsdp_traffic(

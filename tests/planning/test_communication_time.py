@@ -18,7 +18,7 @@ from llmscale.planning.communication_time import (
     ring_bytes_per_s,
 )
 
-SHAPE = GPTShape(24, 16, 2048, 50304, 2048)
+SHAPE = GPTShape(24, 16, 2048, 50304, 2048, tied=False)
 NUM = SHAPE.num_parameters
 
 
@@ -81,6 +81,16 @@ def test_stage_3_gathers_what_its_prefetcher_has_seen_once(layout_of) -> None:
     )
     some = traffic(layout_of, 3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=NUM // 4)
     assert passes(some) == pytest.approx(3 - 1 / 4, rel=1e-6)
+
+
+def test_stage_3_gathers_a_tied_embedding_for_the_head_too(layout_of) -> None:
+    tied = replace(SHAPE, tied=True)
+    plan = build_batch_plan(global_batch_size=8, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=1)
+    layout = replace(
+        layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, tied, plan), **NOTHING_STAYS
+    )
+    table = 50304 * 2048
+    assert count_traffic(tied, layout, "none").gathered_bytes == 2 * 2 * (tied.num_parameters + table)
 
 
 def test_stage_3_gathers_compiled_blocks_as_a_whole_and_eager_ones_by_matrix(layout_of) -> None:

@@ -9,7 +9,7 @@ from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.communication_time import count_traffic
 from llmscale.planning.offload_time import HostRates, estimate_offload_s
 
-SHAPE = GPTShape(24, 16, 2048, 50304, 2048)
+SHAPE = GPTShape(24, 16, 2048, 50304, 2048, tied=False)
 GPU = get_gpu("a100-80gb")
 NUM = SHAPE.num_parameters
 
