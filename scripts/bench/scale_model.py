@@ -21,6 +21,7 @@ from machine import save_result
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.presets import get_preset
+from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.largest_micro_batch import Job, Machines, Search
 from llmscale.planning.ranked_configs import RankedConfig, rank_configs
 from llmscale.report.save_figure import save_figure
@@ -66,14 +67,15 @@ def estimate(args: argparse.Namespace, interconnect: Interconnect, gpus: int) ->
     search = Search(Job(shape, args.sequences_per_gpu * gpus, machines), gpu, interconnect, "bf16")
     best: dict[str, RankedConfig] = {}
     for config in rank_configs(search).configs:
-        if config.throughput is None or not config.fit.fits or config.fit.strategy.offload != "-":
+        stage, throughput = config.fit.strategy.stage_words, config.throughput
+        if throughput is None or not config.fit.fits or config.fit.strategy.offload != "-":
             continue
-        stage = config.fit.strategy.stage_words
-        known = best.get(stage)
-        if known is None or known.throughput.tokens_per_second < config.throughput.tokens_per_second:
+        known = best[stage].throughput if stage in best else None
+        if known is None or known.tokens_per_second < throughput.tokens_per_second:
             best[stage] = config
     for stage, config in best.items():
         throughput = config.throughput
+        assert throughput is not None
         yield Point(
             network=interconnect.name,
             stage=stage,
@@ -125,19 +127,21 @@ def plot(path: Path, points: list[Point], args: argparse.Namespace) -> None:
     figure, panels = pyplot.subplots(1, len(NETWORKS), figsize=(14, 4.2), sharey=True, layout="constrained")
     stages = list(dict.fromkeys(point.stage for point in points))
     lines = lines_of(points)
+    last_row = nearest_rows(get_gpu(args.gpu)).gpus[1]
     for axes, network in zip(panels, NETWORKS, strict=True):
         for stage, colour in zip(stages, COLOURS, strict=False):
             line = lines.get((network, stage), {})
             rates = [point.tokens_per_second_per_gpu for point in line.values()]
             axes.plot(list(line), rates, color=colour, marker="o", markersize=3, label=f"ZeRO {stage}")
-        axes.set(xscale="log", xlabel="GPUs", ylim=(0, None))
+        axes.set(xscale="log", xlabel="GPUs", xlim=(GPUS[0] / 1.3, 1.3 * GPUS[-1]), ylim=(0, None))
         axes.set_xticks(GPUS[::3], [f"{gpus:,}" for gpus in GPUS[::3]])
         axes.minorticks_off()
         axes.grid(alpha=0.25)
-        axes.set_title(get_interconnect(network).description, fontsize=9, loc="left")
+        axes.axvspan(last_row, 1.3 * GPUS[-1], color="0.5", alpha=0.12, label="more GPUs than any row of the fit")
+        axes.set_title(f"{network}\n{get_interconnect(network).description}", fontsize=8, loc="left")
     panels[0].set_ylabel("tokens/s per GPU, estimated")
     panels[-1].legend(fontsize=8, frameon=False)
-    words = f"{args.model} in bf16 on {args.gpu}, {args.sequences_per_gpu} sequences per GPU and step: a model, not measured"
+    words = f"{args.model} in bf16 on {args.gpu}, {args.sequences_per_gpu} sequences per GPU and step: not measured"
     figure.suptitle(words, fontsize=10, x=0.01, ha="left")
     save_figure(figure, path)
 
@@ -146,13 +150,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     points = [point for name in NETWORKS for gpus in GPUS for point in estimate(args, get_interconnect(name), gpus)]
     print_table(points, args)
-    save_result(
-        args.json,
-        {
-            "settings": {key: str(value) for key, value in vars(args).items() if key not in ("json", "plot")},
-            "points": [asdict(point) for point in points],
-        },
-    )
+    settings = {name: getattr(args, name) for name in ("model", "gpu", "sequences_per_gpu")}
+    save_result(args.json, {"settings": settings, "points": [asdict(point) for point in points]})
     if args.plot:
         plot(args.plot, points, args)
 
