@@ -44,8 +44,8 @@ FITTED = (
     FittedRows(("a100-40gb", "a100-80gb"), "A100", (8, 128), (125e6, 70e9), (512, 65_536)),
     FittedRows(("h100-80gb",), "H100", (8, 512), (760e6, 70e9), (512, 65_536)),
 )
-#: Relative error of tokens/s on the rows.
-ERROR_WITHIN = "error within them 2 % in the median, 7 % for 9 of 10"
+#: Relative error of tokens/s on the rows; llmscale runs FlashAttention-2, whose speed is its paper's.
+ERROR_WITHIN = "error on them, which ran FlashAttention 1, 2 % in the median, 7 % for 9 of 10"
 
 #: Of published runs beyond the rows, by the kinds of ways in which they are: published rate over estimated one.
 SEEN_BEYOND: Mapping[tuple[str, ...], tuple[float, ...]] = {

@@ -75,7 +75,7 @@ def count_traffic(
     ]
     if layout.zero_stage == 3:
         gather_width = layout.parameter_width
-        gathered = _gathered_elements(shape, layout, checkpointing)
+        gathered = _gathered_elements(shape, layout, checkpointing, compiled_blocks)
         matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
         gathers = _calls(
             elements, layout.stage3_prefetch_bucket_size, shape.n_layer + 2 if compiled_blocks else matrices
@@ -102,19 +102,38 @@ def count_traffic(
     return Traffic(gathered, reduced, 2 * reductions * buckets + gathers)
 
 
-def _gathered_elements(shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode) -> int:
-    """Parameters that stage 3 gathers in a micro-step's two passes. A tied embedding is there for its look-up and again
-    for the head.
+def _gathered_elements(
+    shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode, compiled_blocks: bool
+) -> float:
+    """Parameters that stage 3 gathers in a micro-step's two passes, each of which needs a tied embedding twice: for the
+    look-up and for the head. What the passes find still gathered they do not gather again.
 
-    Of the last blocks the backward pass finds some still gathered. DeepSpeed keeps what is used again within
-    `stage3_max_reuse_distance` elements: from a block's forward pass to its backward pass the blocks behind it pass by
-    twice, three times when they are recomputed. It also keeps what its prefetcher came across while it was there, and
-    that looks `stage3_prefetch_bucket_size` elements ahead: a model no larger than the bucket is gathered once.
+    DeepSpeed keeps what is used again within `stage3_max_reuse_distance` elements. From a block's forward pass to its
+    backward pass the blocks behind it pass by twice, three times when they are recomputed.
     """
+    elements = shape.num_parameters
+    needed = 2 * (elements + (shape.tensors.table.elements if shape.tied else 0))
     uses = 2 if checkpointing == "none" else 3
-    kept = max(layout.stage3_max_reuse_distance // uses, layout.stage3_prefetch_bucket_size)
-    one_pass = shape.num_parameters + (shape.tensors.table.elements if shape.tied else 0)
-    return 2 * one_pass - kept if kept < one_pass else shape.num_parameters
+    kept = max(layout.stage3_max_reuse_distance // uses, _seen_elements(shape, layout, compiled_blocks))
+    return elements + max(0.0, 1 - kept / elements) * (needed - elements)
+
+
+def _seen_elements(shape: GPTShape, layout: EngineLayout, compiled_blocks: bool) -> float:
+    """Parameters that are kept because DeepSpeed's prefetcher comes across them before they were used and released.
+
+    With every module that runs it goes on by `stage3_prefetch_bucket_size` elements, so that it is through with both
+    passes' first N before the modules are, if the bucket is larger than a module on average. It is then as far ahead
+    as `stage3_max_live_parameters` lets it. (DeepSpeed 0.19.8, PartitionedParameterCoordinator.fetch_sub_module;
+    tests/distributed/test_traffic.py counts it.)
+    """
+    model = shape.architecture
+    # A block, its attention and its MLP are modules too, and so is the model.
+    of_block = 1 if compiled_blocks else 3 + sum(1 for layer in model.block if layer.name)
+    modules = model.n_layer * of_block + len(model.before_blocks) + len(model.after_blocks) + 1
+    reached = layout.stage3_prefetch_bucket_size * modules
+    if reached <= shape.num_parameters:
+        return 0
+    return min(layout.stage3_max_live_parameters, shape.num_parameters * (1 - shape.num_parameters / reached))
 
 
 def _calls(elements: int, bucket_size: int, tensors: int) -> int:

@@ -22,8 +22,9 @@ SHAPE = GPTShape(24, 16, 2048, 50304, 2048, tied=False)
 NUM = SHAPE.num_parameters
 
 
-#: Stage 3 that keeps nothing and looks nowhere ahead.
-NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+#: Stage 3 that looks nowhere ahead, and that keeps nothing either.
+NO_PREFETCH = {"stage3_prefetch_bucket_size": 0}
+NOTHING_STAYS = {"stage3_max_reuse_distance": 0, **NO_PREFETCH}
 
 
 def traffic(layout_of, stage: int, *, micro_steps: int = 1, checkpointing: CheckpointingMode = "none", **changes):
@@ -65,8 +66,9 @@ def test_stage_3_gathers_twice_and_scatters_once(layout_of) -> None:
 def test_stage_3_does_not_gather_again_what_is_still_live(layout_of) -> None:
     # With DeepSpeed's 1e9 and no recomputation, the last 5e8 parameters are still gathered.
     expected = 3 - 5e8 / NUM
-    assert passes(traffic(layout_of, 3)) == pytest.approx(expected)
-    assert passes(traffic(layout_of, 3, checkpointing="full")) > passes(traffic(layout_of, 3))
+    none, full = (traffic(layout_of, 3, checkpointing=mode, **NO_PREFETCH) for mode in ("none", "full"))
+    assert passes(none) == pytest.approx(expected)
+    assert passes(full) > passes(none)
     assert passes(traffic(layout_of, 3, stage3_max_reuse_distance=10**12)) == pytest.approx(2)
 
 
@@ -76,11 +78,17 @@ def test_stage_3_autocast_travels_in_fp32(layout_of) -> None:
 
 
 def test_stage_3_gathers_what_its_prefetcher_has_seen_once(layout_of) -> None:
-    assert passes(traffic(layout_of, 3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=NUM)) == pytest.approx(
-        2
-    )
-    some = traffic(layout_of, 3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=NUM // 4)
-    assert passes(some) == pytest.approx(3 - 1 / 4, rel=1e-6)
+    def gathered(bucket: int, **changes: int) -> float:
+        changes = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": bucket, **changes}
+        return passes(traffic(layout_of, 3, **changes)) - 1
+
+    assert gathered(NUM, stage3_max_live_parameters=10 * NUM) == pytest.approx(1, abs=0.01)
+    # Nine modules a block and five more; two buckets for what one module has on average: half of it is seen.
+    average = NUM // (24 * 9 + 5)
+    assert gathered(2 * average, stage3_max_live_parameters=10 * NUM) == pytest.approx(1.5, abs=0.01)
+    assert gathered(average // 2) == 2
+    # It runs ahead no further than parameters may live.
+    assert gathered(NUM, stage3_max_live_parameters=NUM // 4) == pytest.approx(1.75, abs=0.01)
 
 
 def test_stage_3_gathers_a_tied_embedding_for_the_head_too(layout_of) -> None:
@@ -98,8 +106,8 @@ def test_stage_3_gathers_compiled_blocks_as_a_whole_and_eager_ones_by_matrix(lay
     layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, SHAPE, plan)
     layout = replace(layout, **NOTHING_STAYS, reduce_bucket_size=NUM)
     eager, compiled = (count_traffic(SHAPE, layout, "none", compiled_blocks=compiled) for compiled in (False, True))
-    # Four matrices a block and two embeddings, in two passes, and one reduction.
-    assert (eager.collectives, compiled.collectives) == (2 * (24 * 4 + 2) + 1, 2 * (24 + 2) + 1)
+    # Four matrices a block, two embeddings and the head, in two passes, and one reduction.
+    assert (eager.collectives, compiled.collectives) == (2 * (24 * 4 + 3) + 1, 2 * (24 + 2) + 1)
     assert eager.gathered_bytes == compiled.gathered_bytes
 
 

@@ -133,12 +133,20 @@ def _compiled_line(found: Sequence[Throughput]) -> str:
 
 
 def _calibration_lines(found: Sequence[Throughput]) -> Iterator[str]:
-    """What the estimates rest on: once for all that are alike but for the ways in which they lie beyond the rows."""
-    by_error: dict[tuple[str, str], dict[str, None]] = {}
+    """What the estimates rest on, and how far off it is known to be: once for all that are alike but for the ways in
+    which they lie beyond the rows."""
+    by_basis: dict[str, dict[str, dict[str, None]]] = {}
     for row in found:
-        by_error.setdefault((row.rests_on, row.error), {}).update(dict.fromkeys(row.beyond))
-    for (rests_on, error), beyond in by_error.items():
-        yield f"  ~ {rests_on}: {', '.join(sorted(beyond))}; {error}." if beyond else f"  {rests_on}; {error}."
+        errors = by_basis.setdefault(row.rests_on, {})
+        errors.setdefault(row.error, {}).update(dict.fromkeys(row.beyond))
+    for rests_on, errors in by_basis.items():
+        mark = "  ~" if any(errors.values()) else " "
+        parts = [f"{', '.join(sorted(beyond))}; {error}" if beyond else error for error, beyond in errors.items()]
+        if len(parts) == 1:
+            yield f"{mark} {rests_on}{':' if any(errors.values()) else ';'} {parts[0]}."
+        else:
+            yield f"{mark} {rests_on}:"
+            yield from (f"      {part}." for part in parts)
 
 
 def moment_lines(moments: Mapping[str, Breakdown], peak: str) -> Iterator[str]:
