@@ -10,7 +10,7 @@ Of 51 other published runs, from 9 sources and none of them used for the fit, th
 percentile of 20 % (tests/planning/published_runs.py has the rule by which they count, published_runs.csv the runs).
 It is 3 to 8 % for IBM's, torchtitan's and the Kempner Institute's FSDP and for llm.c, 12 to 18 % for OLMo-core,
 TinyLlama, Hugging Face and FlashAttention's paper, and 25 to 43 % for Lambda's, whose micro-batches have 4,096
-tokens; the median is 12 % without IBM's 16 runs and 13 % with one vote for every source, nearly always too fast. How
+tokens; the median is 12 % without IBM's 16 runs and 13 % with one vote for every source, mostly too fast. How
 communication and arithmetic overlap cannot be told from the rows, whose networks are fast: that it is the square root
 of the sum of squares was chosen among three forms with those runs in view (added, their median error is 15 %; hidden
 as long as possible, 11 %). Runs beyond the rows are marked (`llmscale.planning.calibration`): ZeRO-3 of 2021 at 175B
