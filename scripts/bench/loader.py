@@ -7,8 +7,9 @@ Every contestant gives micro-batches of int64 windows [b, T + 1], shuffled, from
 is a process of its own that waits for its turn: a round asks each for as many batches, so other load falls on all of
 them, and the ratio to nanoGPT's get_batch (a random offset into one memory map, which keeps no epochs, no order and no
 place to resume) is taken within each round. Workers are warm and nobody trains, so this is the most that a loader
-gives; a training step takes far longer. Beside it: seconds from the start of the process to its first batch, imports left out,
-resident memory after the rounds, and how long ours takes to the first ids at 90 % of --resume-samples samples.
+gives; a training step takes far longer. Beside it: seconds from the start of the process to its first batch, imports
+left out, resident memory after the rounds, and how long ours takes to the first ids at 90 % of --resume-samples
+samples.
 """
 
 from __future__ import annotations
