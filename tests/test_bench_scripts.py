@@ -21,6 +21,7 @@ SCRIPTS = (
     "engine_overhead",
     "export_memory",
     "init_from_memory",
+    "loader",
     "memory_grid",
     "modern_blocks",
     "muon",

@@ -44,6 +44,8 @@ from llmscale.errors import ConfigError, DataError, MachineError
 WHOLE_SET_BYTES = 8 << 30
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
+#: Stream positions whose samples are looked up together.
+_IDS_AT_A_TIME = 8192
 
 
 class MicroBatch(NamedTuple):
@@ -76,10 +78,14 @@ class FeedPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
-def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
-    """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
-    positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
-    return order.sample_ids(shard_batch(positions, order.rows(positions), plan.layout))
+def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int, steps: int = 1) -> NDArray[np.int64]:
+    """This rank's ids of the global batches of so many steps, the first of which begins at a stream position: int64
+    [steps, accumulation x micro_batch_size]."""
+    size = plan.global_batch_size
+    positions = np.arange(first_sample, first_sample + steps * size, dtype=np.int64)
+    batches = zip(positions.reshape(steps, size), order.rows(positions).reshape(steps, size), strict=True)
+    mine = np.stack([shard_batch(batch, rows, plan.layout) for batch, rows in batches])
+    return order.sample_ids(mine.ravel()).reshape(steps, -1)
 
 
 class Feed(Iterator[MicroBatch]):
@@ -241,11 +247,13 @@ class _MicroBatchIds(Sampler[list[int]]):
         self._start_sample = start_sample
 
     def __iter__(self) -> Iterator[list[int]]:
-        first_sample = self._start_sample
+        first_sample, steps = self._start_sample, 1
         while True:
-            ids = rank_sample_ids(self._order, self._plan, first_sample)
-            yield from ids.reshape(self._plan.gradient_accumulation_steps, self._plan.micro_batch_size).tolist()
-            first_sample += self._plan.global_batch_size
+            ids = rank_sample_ids(self._order, self._plan, first_sample, steps)
+            yield from ids.reshape(-1, self._plan.micro_batch_size).tolist()
+            first_sample += steps * self._plan.global_batch_size
+            # The first step at once; then many, whose ids cost little more than those of one.
+            steps = min(2 * steps, max(1, _IDS_AT_A_TIME // self._plan.global_batch_size))
 
 
 def _as_is(batch: _T) -> _T:

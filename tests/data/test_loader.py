@@ -134,7 +134,7 @@ def test_every_layout_deals_the_same_batches(location: SetLocation, layout: tupl
     order = build_order(location, _settings(True))
     for step in range(3 * order.num_samples // GLOBAL_BATCH):
         plans = [FeedPlan(RankLayout(rank, layout), GLOBAL_BATCH // sum(layout), 1) for rank in range(sum(layout))]
-        ids = np.concatenate([rank_sample_ids(order, plan, step * GLOBAL_BATCH) for plan in plans])
+        ids = np.concatenate([rank_sample_ids(order, plan, step * GLOBAL_BATCH) for plan in plans], axis=None)
         expected = order.sample_ids(np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
         assert np.array_equal(np.sort(ids), np.sort(expected))
 
@@ -145,7 +145,7 @@ def test_nodes_fetch_only_their_rows_of_a_remote_set(location: SetLocation, tmp_
     shards_of_node = []
     for node in range(2):
         plan = FeedPlan(RankLayout(node, (1, 1)), 8, 1)
-        ids = np.concatenate([rank_sample_ids(order, plan, 16 * step) for step in range(3 * 40)])
+        ids = np.concatenate([rank_sample_ids(order, plan, 16 * step) for step in range(3 * 40)], axis=None)
         shards_of_node.append(set((ids // 10).tolist()))
     assert len(shards_of_node[0] & shards_of_node[1]) <= 3
     assert all(30 <= len(shards) <= 34 for shards in shards_of_node)
