@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from llmscale.cli import data_which
+from llmscale.cli import data_inspect, data_which
 from llmscale.config import flag_type, limits
 from llmscale.untrusted.terminal import print_visible
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
 
     from llmscale.data.prepare.prepare_set import Prepared
     from llmscale.data.prepare.sources import Source
-    from llmscale.data.shards.manifest import Manifest
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -25,19 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     _add_prepare(commands)
     _add_train_tokenizer(commands)
-    inspect = commands.add_parser("inspect", help="what a prepared set holds, with a few decoded samples")
-    inspect.add_argument("folder", type=flag_type.path_or_url, help="the prepared set, local or a URL")
-    inspect.add_argument(
-        "--samples",
-        type=flag_type.whole(0, 10_000),
-        default=2,
-        metavar="N",
-        help="samples to decode per split (default: 2)",
-    )
-    inspect.set_defaults(handler=_inspect)
-    verify = commands.add_parser("verify", help="check the hash of every shard; exit status 1 when one is damaged")
-    verify.add_argument("folder", type=flag_type.path, help="the prepared set")
-    verify.set_defaults(handler=_verify)
+    data_inspect.add_parsers(commands)
     data_which.add_parser(commands)
 
 
@@ -205,7 +192,7 @@ def _prepare(args: argparse.Namespace) -> int:
         overwrite=args.overwrite,
     )
     elapsed_s = time.monotonic() - start_s
-    _print_manifest(prepared.manifest, str(args.out))
+    data_inspect.print_manifest(prepared.manifest, str(args.out))
     if prepared.reused:
         print_visible("Already prepared: nothing to do.")
     else:
@@ -250,62 +237,3 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
     tokenizer = train_tokenizer(_open_source(args), args.out, args.vocab_size)
     print_visible(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
     return 0
-
-
-def _inspect(args: argparse.Namespace) -> int:
-    import numpy as np
-
-    from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
-    from llmscale.data.shards.token_shards import TokenShards
-    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-
-    location = open_set(args.folder)
-    fetch_tokenizer(location)
-    tokenizer = load_set_tokenizer(location.folder, location.manifest)
-    _print_manifest(location.manifest, args.folder)
-    for split, made in location.manifest.splits.items():
-        shards = TokenShards(location, split)
-        ids = np.unique(np.linspace(0, made.num_samples - 1, max(args.samples, 0)).astype(np.int64))
-        for sample_id, window in zip(ids, shards.read(ids), strict=True):
-            text = tokenizer.decode(window.tolist())
-            shown = text if len(text) <= 400 else f"{text[:400]} ... ({len(text):,} characters)"
-            print_visible(f"\n--- {split} sample {sample_id} ---\n{shown}")
-    return 0
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from llmscale.data.shards.manifest import load_manifest
-    from llmscale.data.shards.verify_shards import find_damage
-    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-
-    manifest = load_manifest(args.folder)
-    load_set_tokenizer(args.folder, manifest)
-    num_files = num_damaged = num_bytes = 0
-    for split in manifest.splits:
-        for file, damage in find_damage(args.folder, split, manifest):
-            num_files += 1
-            num_bytes += file.bytes
-            if damage:
-                num_damaged += 1
-                print_visible(damage, file=sys.stderr)
-    print_visible(f"{args.folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
-    return 1 if num_damaged else 0
-
-
-def _print_manifest(manifest: Manifest, folder: str) -> None:
-    print_visible(
-        f"{folder}: {manifest.source}, tokenizer {manifest.tokenizer} ({manifest.vocab_size:,} tokens), "
-        f"seq_len {manifest.seq_len}, {manifest.dtype}, fingerprint {manifest.fingerprint[:12]}"
-    )
-    for name, split in manifest.splits.items():
-        print_visible(
-            f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
-            f"samples (+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
-            f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
-        )
-    if not manifest.is_shuffled:
-        print("  windows of train in the order of the text")
-    if manifest.skipped_documents or manifest.empty_documents:
-        print_visible(
-            f"  left out: {manifest.skipped_documents} undecodable, {manifest.empty_documents} empty documents"
-        )

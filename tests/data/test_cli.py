@@ -42,13 +42,14 @@ def test_train_prepare_inspect_verify(corpus: Path, tmp_path: Path, capsys: pyte
     assert _call("inspect", tmp_path / "set") == 0
     shown = capsys.readouterr().out
     assert "280 tokens" in shown and "the cat sat on the mat" in shown and "unigram entropy" in shown
+    assert "documents by their tokens" in shown and "[end of document]" in shown and "copies of another" in shown
     assert _call("verify", tmp_path / "set") == 0
     assert "0 damaged" in capsys.readouterr().out
     shard = tmp_path / "set" / "train" / "shard.00000.mds"
     shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
     assert _call("verify", tmp_path / "set") == 1
     captured = capsys.readouterr()
-    assert "1 damaged" in captured.out and "was altered" in captured.err
+    assert "1 damaged" in captured.out and "was altered" in captured.err and "--overwrite" in captured.err
     assert load_manifest(tmp_path / "set").splits.keys() == {"train", "val"}
 
 

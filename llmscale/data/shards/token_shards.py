@@ -95,6 +95,10 @@ class TokenShards:
             )
         return windows
 
+    def check_shard(self, shard_id: int) -> None:
+        """Fetch a shard of a remote set anew if need be, and check all of it. Raises DataError."""
+        self._verify(shard_id)
+
     def _read_windows(self, shard_id: int, behind: list[int], windows: list[NDArray[np.unsignedinteger]]) -> None:
         """Fill `windows` with those that begin so many windows before the shard's end."""
         shard, path, num_bytes = self._shards[shard_id], self._path(self._shards[shard_id]), self.manifest.window_bytes

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmscale.cli.main import main
 from llmscale.data.shards import verify_shards as preflight
 from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.shards.token_shards import TokenShards
@@ -278,6 +279,18 @@ def bucket(shared_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_s3(bucket: str, shared_set: Path, tmp_path: Path) -> None:
     location = open_set(bucket, tmp_path / "cache")
     assert np.array_equal(_all(location), _all(open_set(str(shared_set))))
+
+
+def test_verify_reads_a_remote_set_where_it_lies(
+    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "verify", bucket]) == 0
+    assert "0 damaged" in capsys.readouterr().out
+    _flip_byte(tmp_path / "root" / "bucket" / "set" / "train" / "shard.00001.mds")
+    assert main(["data", "verify", bucket]) == 1
+    captured = capsys.readouterr()
+    assert "1 damaged" in captured.out
+    assert "shard.00001.mds" in captured.err
 
 
 def test_unreachable_remotes(bucket: str, tmp_path: Path) -> None:

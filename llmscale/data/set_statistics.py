@@ -1,0 +1,73 @@
+"""What the tokens of a prepared set look like: lengths of documents, copies, text that was decoded wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmscale.data.shards.token_shards import WindowReader
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+#: A window may begin and end within a character, which takes up to four tokens.
+_CUT_CHARACTERS = 4
+_READ_AT_A_TIME = 256
+_BAR_CELLS = 40
+
+
+@dataclass(frozen=True)
+class WindowStatistics:
+    """Of some windows of a split."""
+
+    num_windows: int
+    """That were read."""
+    num_copies: int
+    """Equal to one read before, token by token."""
+    num_undecodable: int
+    """With U+FFFD within the text: what was tokenised was no valid text, or was decoded wrongly before."""
+    most_copied: tuple[int, int] | None
+    """Sample id and number of the copies of the window with most; None without copies."""
+
+
+def read_statistics(shards: WindowReader, num_windows: int, decode: Callable[[list[int]], str]) -> WindowStatistics:
+    """Over `num_windows` spread evenly over the split. Raises DataError."""
+    ids = np.unique(np.linspace(0, len(shards) - 1, min(num_windows, len(shards))).astype(np.int64))
+    first_of: dict[bytes, int] = {}
+    copies: dict[int, int] = {}
+    undecodable = 0
+    for begin in range(0, len(ids), _READ_AT_A_TIME):
+        some = ids[begin : begin + _READ_AT_A_TIME]
+        for sample_id, window in zip(some.tolist(), shards.read(some), strict=True):
+            first = first_of.setdefault(window.tobytes(), sample_id)
+            if first != sample_id:
+                copies[first] = copies.get(first, 0) + 1
+            undecodable += _REPLACEMENT in decode(window.tolist())[_CUT_CHARACTERS:-_CUT_CHARACTERS]
+    most = max(copies.items(), key=lambda item: item[1]) if copies else None
+    return WindowStatistics(len(ids), sum(copies.values()), undecodable, most)
+
+
+def document_lengths(shards: WindowReader, num_windows: int, eot_token: int) -> NDArray[np.int64]:
+    """Tokens of each document, its end included, that lies whole within the first windows of a split whose windows are
+    in the order of the text. Raises DataError."""
+    windows = shards.read(np.arange(min(num_windows, len(shards))))
+    # Neighbours share a token: the last of one is the first of the next.
+    ends = np.flatnonzero(windows[:, :-1].ravel() == eot_token)
+    return np.diff(ends)
+
+
+def draw_lengths(lengths: NDArray[np.int64]) -> list[str]:
+    """A bar for each power of two of lengths, and the quartiles; nothing for no documents."""
+    if not len(lengths):
+        return []
+    classes = np.floor(np.log2(lengths)).astype(int)
+    counts = np.bincount(classes)
+    width = len(f"{2 ** len(counts):,}")
+    lines = [
+        f"{2**number:>{width},} to {2 ** (number + 1) - 1:>{width},}  "
+        f"{'#' * -(-int(counts[number]) * _BAR_CELLS // int(counts.max())):{_BAR_CELLS}} {counts[number]:,}"
+        for number in range(int(classes.min()), len(counts))
+    ]
+    low, middle, high = np.percentile(lengths, (25, 50, 75))
+    return [*lines, f"quartiles {low:,.0f}, {middle:,.0f} and {high:,.0f} tokens, longest {lengths.max():,}"]
