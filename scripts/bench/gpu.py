@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument("--minutes", type=float, default=25, help="for everything (default: 25)")
     parser.add_argument(
-        "--measure-s", type=float, help="seconds of steps that are counted per cell (default: 20; 1 on a CPU)"
+        "--measure-s", type=float, help="seconds of steps that are counted per cell (default: 15; 1 on a CPU)"
     )
     parser.add_argument("--nanogpt", type=Path, metavar="FOLDER", help="a clone of karpathy/nanoGPT")
     parser.add_argument("--only", nargs="+", metavar="WORDS", help="cells whose name has these words")
@@ -78,7 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--write-readme", action="store_true", help="put the table between its markers in README.md")
     parser.add_argument("--spent-s", type=float, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.measure_s = args.measure_s or (20 if args.device == "cuda" else 1)
+    args.measure_s = args.measure_s or (15 if args.device == "cuda" else 1)
     if args.out is None and args.device == "cuda":
         args.out = REPOSITORY / "scripts" / "bench" / "results"
     if args.out and not args.out.is_dir():

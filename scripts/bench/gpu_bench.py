@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import memory_grid
+import numpy as np
 from engine_overhead import prepare_text
 from gpu_calibration import (
     Constant,
@@ -48,7 +49,7 @@ from llmscale.training.memory_report import estimate_run
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 #: No cell takes longer.
-CELL_LIMIT_S = 300.0
+CELL_LIMIT_S = 360.0
 
 
 @dataclass(frozen=True)
@@ -94,11 +95,18 @@ class Bench:
             if self.left_s >= expected:
                 print(f"[{number}/{len(cells)}, {self.left_s / 60:.0f} min left] {cell.name} ...", flush=True)
                 began = time.monotonic()
-                row = {**describe_cell(cell), **self.measure(cell, number)}
+                row = {**describe_cell(cell), **self.attempt(cell, number)}
                 row["wall_s"] = time.monotonic() - began
             self.rows.append(row)
             print(row_line(row), flush=True)
             self.save()
+
+    def attempt(self, cell: Cell, number: int) -> dict:
+        """`measure`; whatever goes wrong is this cell's problem."""
+        try:
+            return self.measure(cell, number)
+        except Exception as error:
+            return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
     def measure(self, cell: Cell, number: int) -> dict:
         """Its numbers, or its problem."""
@@ -149,7 +157,7 @@ class Bench:
         return f"micro-batch {micro}, recomputation {mode}: {problem}"
 
     def train_arguments(self, cell: Cell, ds: Path, micro: int, mode: str, place: Path) -> list[str]:
-        global_batch = max(1, cell.tokens_per_step // cell.seq_len // micro) * micro
+        global_batch = cell.tokens_per_step // cell.seq_len
         layers = ["--n-layer", str(cell.n_layer)] if cell.n_layer else []
         return [
             *("--ds", str(ds), "--data", str(self.prepared(cell.seq_len)), "--model", cell.model, *layers),
@@ -173,7 +181,8 @@ class Bench:
         from llmscale.data.shards.token_shards import TokenShards
 
         shape, batch = plan.run.resolved.shape, plan.run.resolved.plan
-        windows = TokenShards(plan.run.location, "train").read(list(range(2000)))
+        shards = TokenShards(plan.run.location, "train")
+        windows = shards.read(np.arange(min(len(shards), 2000)))
         save_nanogpt_data(windows, place / "data" / "bench", shape.padded_vocab_size)
         return nanogpt_options(
             device=self.device.kind,

@@ -54,7 +54,7 @@ def reserved_per_allocated(rows: Sequence[Mapping[str, object]]) -> float | None
     """Reserved over allocated bytes at the peak, that of nine rows in ten or less, rounded up to a hundredth. Of rows
     on a GPU alone."""
     found = [row["reserved_bytes"] / row["peak_bytes"] for row in rows if "reserved_bytes" in row]
-    return math.ceil(100 * float(np.quantile(found, 0.9))) / 100 if found else None
+    return math.ceil(round(100 * float(np.quantile(found, 0.9)), 6)) / 100 if found else None
 
 
 def compile_seconds(pairs: Sequence[tuple[float, float]]) -> float | None:

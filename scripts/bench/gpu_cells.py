@@ -26,7 +26,7 @@ class Cell:
     """Blocks instead of the preset's: what does not fit as a whole has the speed of its blocks in part."""
     micro_batch_sizes: Sequence[int] = (32, 16, 8, 4, 2, 1)
     """The first one that the memory estimate says fits is taken."""
-    tokens_per_step: int = 2**19
+    tokens_per_step: int = 2**17
     seq_len: int = 1024
     vocab_size: int = GPT2_VOCAB
     turn: int = 1
@@ -59,10 +59,10 @@ class Cell:
 
 
 #: Both sides of the comparison have the same micro-batch and the same tokens per step.
-_124M = {"model": "gpt2-124m", "micro_batch_sizes": (16, 8, 4)}
-_1_5B = {"model": "gpt2-1.5b", "tokens_per_step": 2**18}
-_LLAMA_1B = {"model": "llama3-1b", "seq_len": 8192, "vocab_size": LLAMA_VOCAB, "tokens_per_step": 2**18}
-_LLAMA_8B = {"model": "llama3-8b", "seq_len": 8192, "vocab_size": LLAMA_VOCAB, "tokens_per_step": 2**17}
+_124M = {"model": "gpt2-124m", "micro_batch_sizes": (16, 8, 4), "tokens_per_step": 2**18}
+_1_5B = {"model": "gpt2-1.5b"}
+_LLAMA_1B = {"model": "llama3-1b", "seq_len": 8192, "vocab_size": LLAMA_VOCAB, "micro_batch_sizes": (4, 2, 1)}
+_LLAMA_8B = {"model": "llama3-8b", "seq_len": 8192, "vocab_size": LLAMA_VOCAB, "micro_batch_sizes": (4, 2, 1)}
 #: Small to large, and something of every stage: what context and reserve are calibrated with.
 _GRID = (
     "gpt2-124m-z1-bf16-mb16-full",
@@ -82,9 +82,9 @@ def list_gpu_cells() -> list[Cell]:
     again = [replace(cell, turn=2) for cell in reversed(pair)]
     grid = [Cell("grid", name, least_s=25) for name in _GRID]
     stages = [Cell("train", **_124M, zero_stage=stage, compiled=True) for stage in (0, 2, 3)]
-    sizes = [Cell("train", model, compiled=True, tokens_per_step=2**18) for model in ("gpt2-350m", "gpt2-774m")]
+    sizes = [Cell("train", model, compiled=True) for model in ("gpt2-350m", "gpt2-774m")]
     eager = [
-        *(Cell("train", model, tokens_per_step=2**18) for model in ("gpt2-350m", "gpt2-774m")),
+        *(Cell("train", model) for model in ("gpt2-350m", "gpt2-774m")),
         *(Cell("train", **_1_5B), Cell("train", **_LLAMA_1B)),
     ]
     offload = [
