@@ -60,7 +60,7 @@ def main() -> int:
             bench.save()
     print("\n".join(bench.closing()))
     if args.out:
-        print(f"written: {args.out / f'gpu_{device.label}'}.json, .txt, .md, .patch")
+        print(f"written: {', '.join(map(str, sorted(args.out.glob(f'gpu_{device.label}.*'))))}")
     return status
 
 
@@ -87,6 +87,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--minutes and --measure-s must be above 0")
     if args.nanogpt and not (args.nanogpt / "train.py").is_file():
         parser.error(f"--nanogpt {args.nanogpt} has no train.py; git clone https://github.com/karpathy/nanoGPT")
+    if args.write_readme and args.device == "cpu":
+        parser.error("--write-readme is for what a GPU measured")
     if args.write_readme:
         try:
             replace_table((REPOSITORY / "README.md").read_text(), "")

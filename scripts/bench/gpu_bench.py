@@ -7,7 +7,7 @@ import json
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import memory_grid
@@ -35,7 +35,7 @@ from gpu_report import (
     replace_table,
     row_line,
 )
-from gpu_run import WARM_STEPS, Enough, Step, run_train
+from gpu_run import WARM_STEPS, Enough, Step, cell_environment, run_train
 from memory_cells import list_cells
 from paced_ranks import REPOSITORY
 
@@ -121,12 +121,14 @@ class Bench:
         if isinstance(plan, str):
             return {"problem": plan}
         enough = Enough(self.args.measure_s)
+        # Empty for every cell, but for its second turn.
+        environment = cell_environment(self.folder / "compiled" / replace(cell, turn=1).name.replace(" ", "-"))
         tokens = plan.run.resolved.plan.tokens_per_step
         if cell.kind == "train":
-            watched = run_train(plan.arguments, tokens, place, enough, limit_s)
+            watched = run_train(plan.arguments, tokens, place, enough, limit_s, environment)
         else:
             options = self.nanogpt_options(cell, plan, place)
-            watched = run_nanogpt(self.nanogpt, options, place, enough, limit_s)
+            watched = run_nanogpt(self.nanogpt, options, place, enough, limit_s, environment)
         if watched.problem:
             return {"problem": watched.problem}
         return self.numbers(cell, plan, watched.steps)
@@ -252,7 +254,7 @@ class Bench:
     def save(self) -> None:
         """All result files, each whole."""
         constants = self.constants()
-        targets = judge_targets(self.rows, self.device.gpu.name if self.device.gpu else None)
+        targets = self.targets()
         result = {
             "machine": self.machine,
             "device": asdict(self.device),
@@ -275,14 +277,19 @@ class Bench:
             readme = REPOSITORY / "README.md"
             write_output(readme, replace_table(readme.read_text(), table))
 
+    def targets(self) -> list[str]:
+        gpu = self.device.gpu
+        return judge_targets(self.rows, gpu.name if gpu else None, is_gpu=self.device.kind == "cuda")
+
     def closing(self) -> list[str]:
+        """What is said below the table."""
         efficiency = self.efficiency()
         fitted = efficiency["measured"]
         found = "not measured" if not fitted else ", ".join(f"{key} {value:.2f}" for key, value in fitted.items())
         gpu = self.device.gpu
         peak = f"{gpu.dense_16bit_flops / 1e12:g} TFLOP/s" if gpu else "not known for this device"
         return [
-            *judge_targets(self.rows, gpu.name if gpu else None),
+            *self.targets(),
             *constant_lines([asdict(constant) for constant in self.constants()]),
             f"parts of the peak that eager kernels reached: {found}",
             f"{MFU_FORMULA} rate: {peak}",

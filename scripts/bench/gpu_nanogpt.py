@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from gpu_run import Enough, Step, Watched, cell_environment, watch
+from gpu_run import Enough, Step, Watched, watch
 from numpy.typing import NDArray
 
 URL = "https://github.com/karpathy/nanoGPT"
@@ -45,15 +45,22 @@ def read_nanogpt_steps(log: Path) -> list[Step]:
     return [Step(float(ms) / 1000) for ms in re.findall(r"^iter \d+: loss .*, time ([\d.]+)ms, mfu", text, re.M)]
 
 
-def run_nanogpt(folder: Path, options: Mapping[str, object], place: Path, enough: Enough, limit_s: float) -> Watched:
+def run_nanogpt(
+    folder: Path,
+    options: Mapping[str, object],
+    place: Path,
+    enough: Enough,
+    limit_s: float,
+    environment: Mapping[str, str],
+) -> Watched:
     """nanoGPT's own train.py, copied to `place`, whose data/bench it reads."""
     for name in ("train.py", "model.py", "configurator.py"):
         shutil.copy(folder / name, place)
     command = [sys.executable, "train.py", *(f"--{key}={value}" for key, value in options.items())]
-    log = place / "log"
     # Their model.py, and no module of the repository.
-    environment = {key: value for key, value in cell_environment().items() if key != "PYTHONPATH"}
-    return watch(command, place, log, lambda: read_nanogpt_steps(log), enough, limit_s, environment)
+    theirs = {key: value for key, value in environment.items() if key != "PYTHONPATH"}
+    log = place / "log"
+    return watch(command, place, log, lambda: read_nanogpt_steps(log), enough, limit_s, theirs)
 
 
 def nanogpt_options(

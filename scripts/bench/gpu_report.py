@@ -17,7 +17,7 @@ Row = Mapping[str, object]
 
 def heading() -> str:
     return (
-        f"{'cell':<44}{'micro':>6}{'recompute':>10}{'tokens/s':>11}{'MFU':>7}"
+        f"{'cell':<54}{'micro':>6}{'recompute':>10}{'tokens/s':>11}{'MFU':>7}"
         f"{'peak GiB':>10}{'estimate':>10}{'error':>7}  first step"
     )
 
@@ -25,15 +25,15 @@ def heading() -> str:
 def row_line(row: Row) -> str:
     """A cell that was measured, or why it was not."""
     if "problem" in row:
-        return f"{row['cell']:<44} not measured: {row['problem']}"
+        return f"{row['cell']:<54} not measured: {row['problem']}"
     peak = _gib(row.get("peak_bytes"))
     estimate, error = _gib(row.get("estimate_bytes")), _error(row)
     if row["kind"] == "grid":
         reserved, outside = _gib(row.get("reserved_bytes")), _gib(row.get("outside_torch_bytes"))
-        return f"{row['cell']:<44}{'':>34}{peak:>10}{estimate:>10}{error:>7}  reserved {reserved}, outside {outside}"
+        return f"{row['cell']:<54}{'':>34}{peak:>10}{estimate:>10}{error:>7}  reserved {reserved}, outside {outside}"
     mfu = f"{row['mfu']:.1%}" if row.get("mfu") is not None else "-"
     return (
-        f"{row['cell']:<44}{row['micro_batch_size']:>6}{row['checkpointing']:>10}{row['tokens_per_second']:>11,.0f}"
+        f"{row['cell']:<54}{row['micro_batch_size']:>6}{row['checkpointing']:>10}{row['tokens_per_second']:>11,.0f}"
         f"{mfu:>7}{peak:>10}{estimate:>10}{error:>7}  {row['first_step_s']:.1f} s"
     )
 
@@ -62,8 +62,9 @@ def replace_table(readme: str, table: str) -> str:
     return before + table.rstrip("\n") + rest.partition(END)[2]
 
 
-def judge_targets(rows: Sequence[Row], gpu: str | None) -> list[str]:
-    """A line per target: met, NOT met, or not measured. They are for one H100."""
+def judge_targets(rows: Sequence[Row], gpu: str | None, *, is_gpu: bool = True) -> list[str]:
+    """A line per target: met, NOT met, or not measured, as on a CPU. They are for one H100; `gpu`: the table's name."""
+    rows = rows if is_gpu else ()
     lines = [
         _judge_mfu(rows, "124M", 0.50, lambda row: row["model"] == "gpt2-124m"),
         _judge_mfu(rows, "1.5B", 0.55, lambda row: row["model"] == "gpt2-1.5b"),
@@ -74,7 +75,8 @@ def judge_targets(rows: Sequence[Row], gpu: str | None) -> list[str]:
         lines[-1] += f" ({part[0]['n_layer']} of its 32 blocks without offload: {part[0]['mfu']:.1%})"
     lines.append(_judge_nanogpt(rows))
     if gpu != "h100-80gb":
-        lines.append(f"the targets are for one H100 80GB; this is {gpu or 'a device that is not in the table of GPUs'}")
+        other = "a GPU that is not in the table" if is_gpu else "a CPU"
+        lines.append(f"the targets are for one H100 80GB; this is {gpu or other}")
     return lines
 
 
@@ -107,8 +109,8 @@ def constant_lines(constants: Sequence[Mapping[str, object]]) -> list[str]:
     """What is assumed, and what this run says."""
     lines = []
     for constant in constants:
-        measured = "not measured" if constant["measured"] is None else f"measured {constant['measured']:,g}"
-        lines.append(f"{constant['home']} {constant['name']}: assumed {constant['assumed']:,g}, {measured}")
+        measured = "not measured" if constant["measured"] is None else f"measured {constant['measured']:,.10g}"
+        lines.append(f"{constant['home']} {constant['name']}: assumed {constant['assumed']:,.10g}, {measured}")
     return lines
 
 

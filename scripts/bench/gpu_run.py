@@ -28,7 +28,6 @@ class Step:
     seconds: float
     peak_bytes: int | None = None
     """Of tensors on the device, so far."""
-    mfu: float | None = None
     passes_s: float | None = None
     """Forward and backward passes alone."""
 
@@ -95,11 +94,13 @@ def why_it_ended(log: Path, status: int) -> str:
     return f"ended with status {status}: {(errors or lines or ['it printed nothing'])[-1][:200]}"
 
 
-def cell_environment() -> dict[str, str]:
-    """This process's, without what a launcher may have left in it."""
+def cell_environment(compiled: Path) -> dict[str, str]:
+    """This process's, without what a launcher may have left in it; the compiler's caches in the folder `compiled`."""
     places = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {key: value for key, value in os.environ.items() if key not in places}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"), "TRITON_CACHE_DIR": str(compiled / "triton")}
+    said = {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {**kept, **said, **caches}
 
 
 def read_train_steps(run: Path, tokens_per_step: int) -> list[Step]:
@@ -111,17 +112,24 @@ def read_train_steps(run: Path, tokens_per_step: int) -> list[Step]:
         Step(
             tokens_per_step / record["tokens_per_second"],
             record["peak_memory_bytes"],
-            record["mfu"],
             record["forward_backward_s"],
         )
         for record in records
     ]
 
 
-def run_train(arguments: Sequence[str], tokens_per_step: int, place: Path, enough: Enough, limit_s: float) -> Watched:
+def run_train(
+    arguments: Sequence[str],
+    tokens_per_step: int,
+    place: Path,
+    enough: Enough,
+    limit_s: float,
+    environment: Mapping[str, str],
+) -> Watched:
     """train.py itself; `place` is empty, and the run folder within it."""
     command = [sys.executable, str(REPOSITORY / "llmscale" / "train.py"), *arguments]
-    log, run = place / "log", place / "run"
-    return watch(
-        command, REPOSITORY, log, lambda: read_train_steps(run, tokens_per_step), enough, limit_s, cell_environment()
-    )
+
+    def read_steps() -> list[Step]:
+        return read_train_steps(place / "run", tokens_per_step)
+
+    return watch(command, REPOSITORY, place / "log", read_steps, enough, limit_s, environment)

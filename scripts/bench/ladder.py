@@ -8,7 +8,8 @@ The first rung is a GPT in fp32 with a matrix product per head, scores in memory
 gradients filled with zeros. The lower rungs are that loop (ladder_gpt.py) with one thing more each; the upper ones are
 train.py itself. Every rung is a process of its own, and takes turns of a few steps with the first one, whose second
 self is the first row: what this machine cannot tell apart. What is printed is the median over the rounds of tokens per
-second and rank, as a multiple of the first rung's of the same round.
+second and rank, as a multiple of the first rung's of the same round; on a CPU beside it the same by processor time,
+which neighbours on the machine hardly change.
 
 Memory is what a rank held at its peak. On a GPU that is what its allocator handed out, measured. On a CPU it is how far
 the process's resident memory rose after everything was imported, measured; beside it stands a GPU's by the dry run, the
@@ -29,6 +30,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine_overhead import prepare_text, slowest
@@ -75,7 +77,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="sequences per step and rank (default: the model's on a GPU, of its "
                         f"first rung's {', '.join(f'{m.batch} for {n}' for n, m in MODELS.items())}; on a CPU "
                         f"{', '.join(f'{m.cpu_batch}' for m in MODELS.values())})")  # fmt: skip
-    parser.add_argument("--steps", type=int, default=1, help="steps per turn (default: 1)")
+    steps = 10 if is_gpu else 1
+    parser.add_argument("--steps", type=int, default=steps, help="steps per turn (default: 10 on a GPU, 1 on a CPU)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5)")
     parser.add_argument("--precision", choices=["auto", "bf16", "fp32"], default="auto",
                         help="fp32 leaves the rung of bf16 out; auto does where the processor has no instructions for "
@@ -128,19 +131,22 @@ def left_out(args: argparse.Namespace) -> set[str]:
     return absent | (set() if gpu_names() or args.precision == "fp32" else {"inductor"})
 
 
-def climb(args: argparse.Namespace, model: str, keep_rows) -> list[Row]:
+def climb(args: argparse.Namespace, model: str, keep_rows: Callable[[list[Row]], object]) -> list[Row]:
     """Every rung of one model, its row printed and kept as soon as it is there."""
     print("\n".join(head(args, model)), flush=True)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="ladder-") as scratch:
         folder = Path(scratch)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
         args.data = prepare_text(folder, MODELS[model].seq_len)
         args.windows = folder / "windows.npy"
         save_samples(args, model, folder)
+        numbers = sorted({0, *args.only})
+        counted = count(args, model, numbers)
         first = RungJob(args, model, 0, folder / "first", 1)
         try:
-            for number in sorted({0, *args.only}):
-                rows.append(measure_rung(args, model, number, first, folder))
+            for number in numbers:
+                rows.append({**measure_rung(args, model, number, first, folder), "dry_run": counted[number]})
                 compare_memory(rows)
                 print(row_line(rows[-1]), flush=True)
                 keep_rows(rows)
@@ -150,9 +156,9 @@ def climb(args: argparse.Namespace, model: str, keep_rows) -> list[Row]:
 
 
 def measure_rung(args: argparse.Namespace, model: str, number: int, first: RungJob, folder: Path) -> Row:
-    """Turns with the first rung, and the dry run; what went wrong where something did."""
+    """Turns with the first rung; what went wrong where something did."""
     rung = RUNGS[number]
-    row: Row = {"number": number, "rung": rung.name, "dry_run": count(args, model, number)}
+    row: Row = {"number": number, "rung": rung.name}
     reason = why_not(rung, is_gpu=bool(gpu_names()), world_size=args.world_size, precision=args.precision)
     if reason:
         return {**row, "not_here": reason}
@@ -167,18 +173,25 @@ def measure_rung(args: argparse.Namespace, model: str, number: int, first: RungJ
     except SystemExit as end:
         return {**row, "problem": " ".join(str(end).split())[-300:]}
     tokens = args.steps * measured_batch(args, model) * MODELS[model].seq_len
-    ratios = [taken["first"]["seconds"] / taken["rung"]["seconds"] for taken in rounds]
     from ladder_rank import read_first_loss
 
     return {
         **row,
         "ranks": ranks,
-        "speed": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+        "speed": compare(rounds, "seconds", 1),
+        "processor": None if gpu_names() else compare(rounds, "cpu_s", ranks),
         "tokens_per_second_per_rank": tokens / statistics.median(taken["rung"]["seconds"] for taken in rounds),
         "memory_bytes": max(taken["rung"]["memory_bytes"] for taken in rounds),
         "first_loss": read_first_loss(place / "run"),
         "rounds": rounds,
     }
+
+
+def compare(rounds: Sequence[dict], key: str, share: int) -> dict[str, float]:
+    """How many times less a rung took than the first one in the same round, `share` being what its number is shared
+    by: the median over the rounds, and the range."""
+    ratios = [taken["first"][key] / (taken["rung"][key] / share) for taken in rounds]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
 
 
 class RungJob:
@@ -242,21 +255,23 @@ def save_samples(args: argparse.Namespace, model: str, folder: Path) -> None:
     save_windows(prepare(arguments, 1), args.windows)
 
 
-def count(args: argparse.Namespace, model: str, number: int) -> Row:
-    """Peak bytes per GPU by the dry run, in a process of its own."""
-    command = [sys.executable, *rank_command(args, model, number, args.folder / "dry", "count")]
+def count(args: argparse.Namespace, model: str, numbers: Sequence[int]) -> dict[int, Row]:
+    """Peak bytes per GPU by the dry run, of these rungs, in one process."""
+    command = [sys.executable, *rank_command(args, model, 0, args.folder / "dry", "count")]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(args.threads)}
+    command += ["--only", *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
     if done.returncode:
-        return {"problem": done.stderr.strip().splitlines()[-1][:300]}
-    return json.loads(done.stdout.splitlines()[-1])
+        problem = done.stderr.strip().splitlines()[-1][:300]
+        return {number: {"problem": problem} for number in numbers}
+    return dict(zip(numbers, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
 
 def run_rank_job(args: argparse.Namespace) -> None:
     """Inside a rank, or inside of a dry run."""
     number, what = int(args.rank_job[0]), args.rank_job[1]
     if what == "count":
-        print(json.dumps(count_here(args, number)))
+        print(json.dumps([count_here(args, number) for number in args.only]))
         return
     orders = Orders()
     import torch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ladder_rungs import MODELS, VOCAB_SIZE
 
@@ -24,12 +24,14 @@ def compare_memory(rows: list[Row]) -> None:
 def judge(rows: Sequence[Row], *, is_gpu: bool) -> dict[str, object]:
     """The best rung's speed and memory against the first one's, and whether that is ten times each on a GPU."""
     speed = [(row["speed"]["median"], row["rung"]) for row in rows if "speed" in row]
+    processor = [(row["processor"]["median"], row["rung"]) for row in rows if row.get("processor")]
     memory = [(row["memory_ratio"], row["rung"]) for row in rows if "memory_ratio" in row]
     dry = [(row["dry_run"]["ratio"], row["rung"]) for row in rows if "ratio" in row["dry_run"]]
     return {
         name: {"times": max(found)[0], "rung": max(found)[1], "met": max(found)[0] >= CLAIM, "on": where}
         for name, found, where in (
             ("speed", speed, "this GPU, measured" if is_gpu else "this CPU, measured; a GPU: not measured"),
+            ("speed by processor time", processor, "this CPU, measured; a GPU: not measured"),
             ("memory", memory, "this GPU, measured" if is_gpu else "this CPU, measured"),
             ("GPU memory by the dry run", dry, "a GPU, counted; not measured"),
         )
@@ -39,7 +41,7 @@ def judge(rows: Sequence[Row], *, is_gpu: bool) -> dict[str, object]:
 
 def heading(name: str, batch: int, *, is_gpu: bool) -> list[str]:
     m, place = MODELS[name], "GPU" if is_gpu else "CPU"
-    head = f"{'':<34}{'ranks':>5}{'tok/s/rank':>12}  {'speed':<19}{place + ' GiB':>9}{'':>7}"
+    head = f"{'':<34}{'ranks':>5}{'tok/s/rank':>12}  {'speed':<18}{'by processor':<18}{place + ' GiB':>9}{'':>7}"
     return [
         f"{name}: {m.n_layer} blocks, {m.seq_len} tokens, width {m.n_embd}, vocabulary {VOCAB_SIZE:,}; {place}: "
         f"{batch} sequences per rank; dry run: {m.batch} per GPU",
@@ -54,12 +56,15 @@ def row_line(row: Row) -> str:
     if "speed" not in row:
         why = f"not on this machine: {row['not_here']}" if "not_here" in row else f"failed: {row['problem'][:80]}"
         return f"{name:<34}{why}; dry run{counted}"
-    speed = row["speed"]
-    spread = f"{speed['median']:.2f}x ({speed['min']:.2f}-{speed['max']:.2f})"
     return (
-        f"{name:<34}{row['ranks']:>5}{row['tokens_per_second_per_rank']:>12,.0f}  {spread:<19}"
+        f"{name:<34}{row['ranks']:>5}{row['tokens_per_second_per_rank']:>12,.0f}  "
+        f"{_spread(row['speed']):<18}{_spread(row['processor']):<18}"
         f"{row['memory_bytes'] / GIB:9.2f}{row['memory_ratio']:6.1f}x{counted}  {row['first_loss']:.4f}"
     )
+
+
+def _spread(ratio: Mapping[str, float] | None) -> str:
+    return f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})" if ratio else "-"
 
 
 def closing_lines(result: dict) -> list[str]:

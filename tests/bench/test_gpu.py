@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+import gpu
 import pytest
 from gpu_bench import Bench, compile_pairs, describe_cell, expected_s
 from gpu_cells import Cell, list_cpu_cells, list_gpu_cells
@@ -82,6 +84,25 @@ def test_what_there_is_no_time_for_is_said_and_what_fits_is_run(
     assert not (tmp_path / "gpu_cpu.patch").exists()
 
 
+def test_a_stop_leaves_whole_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(bench: Bench, cell: Cell, number: int) -> dict[str, object]:
+        if number == 2:
+            raise KeyboardInterrupt
+        raise ValueError("a cell's own failure")
+
+    monkeypatch.setattr(Bench, "measure", measure)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--out", str(tmp_path)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert gpu.main() == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    rows = json.loads((tmp_path / "gpu_cpu.json").read_text())["rows"]
+    assert [row["cell"] for row in rows] == [cell.name for cell in list_cpu_cells()]
+    assert rows[0]["problem"] == "ValueError: a cell's own failure"
+    assert {row["problem"] for row in rows[1:]} == {"stopped before it"}
+
+
 def test_a_cell_is_expected_to_take_as_long_as_its_kind_took() -> None:
     cell = Cell("train", "gpt2-124m", least_s=10)
     took = [{**describe_cell(cell), "wall_s": seconds} for seconds in (30.0, 50.0, 70.0)]
@@ -111,6 +132,7 @@ def run_gpu(*arguments: str, timeout_s: float = 60) -> subprocess.CompletedProce
         (["--out", "nowhere"], "--out nowhere is no folder"),
         (["--nanogpt", "."], "--nanogpt . has no train.py; git clone"),
         (["--minutes", "0"], "must be above 0"),
+        (["--write-readme"], "--write-readme is for what a GPU measured"),
     ],
 )
 def test_a_mistake_is_told_before_anything_runs(arguments: list[str], words: str) -> None:

@@ -55,6 +55,12 @@ def test_another_device_is_not_what_the_targets_are_for(gpu: str | None) -> None
     assert "the targets are for one H100" in judge_targets([], gpu)[-1]
 
 
+def test_a_cpu_meets_no_target() -> None:
+    lines = judge_targets([row(mfu=None), row(kind="nanogpt", mfu=None)], None, is_gpu=False)
+    assert [line.endswith(": not measured") for line in lines[:4]] == [True] * 4
+    assert "a CPU" in lines[4]
+
+
 def test_the_table_takes_the_place_of_the_one_before() -> None:
     readme = f"# Title\n\n{BEGIN}\nold\n{END}\n\nAfter\n"
     table = readme_table(

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gpu_nanogpt import nanogpt_options, run_nanogpt, save_nanogpt_data
-from gpu_run import Enough, Step, Watched, read_train_steps, watch
+from gpu_run import Enough, Step, Watched, cell_environment, read_train_steps, watch
 
 STAND_IN = """
 import os, sys, time
@@ -43,7 +43,7 @@ def test_nanogpt_is_watched_and_ended(tmp_path: Path) -> None:
     save_nanogpt_data(np.arange(6).reshape(2, 3), place / "data" / "bench", 64)
     shape = {"n_layer": 1, "n_head": 1, "n_embd": 8, "seq_len": 4}
     options = nanogpt_options(device="cpu", compiled=False, **shape, micro_batch=2, micro_steps=1)
-    found = run_nanogpt(theirs, options, place, Enough(0.2), 60)
+    found = run_nanogpt(theirs, options, place, Enough(0.2), 60, cell_environment(tmp_path))
     assert found.problem is None
     assert found.steps[0].seconds == 9
     assert {step.seconds for step in found.steps[1:]} == {0.0505}
@@ -89,5 +89,5 @@ def test_metrics_are_read_while_a_line_is_being_written(tmp_path: Path) -> None:
     }
     lines = [json.dumps({"kind": "event", "event": "start"}), json.dumps(record), '{"kind": "tra']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_train_steps(tmp_path, 512) == [Step(2.0, 7, None, 1.5)]
+    assert read_train_steps(tmp_path, 512) == [Step(2.0, 7, 1.5)]
     assert read_train_steps(tmp_path / "none", 512) == []
