@@ -279,7 +279,10 @@ def run_rank_job(args: argparse.Namespace) -> None:
     from ladder_gpt import Ways
     from ladder_rank import resident_bytes, train_plain
 
-    from llmscale import train  # noqa: F401  # what a rank holds before it begins
+    if not RUNGS[number].way:
+        # What a rank holds before it begins.
+        import llmscale.train
+        import llmscale.training.build_session  # noqa: F401
 
     orders.answer({"base_bytes": 0 if torch.cuda.is_available() else resident_bytes()})
     ranks = args.world_size if is_parallel(RUNGS, number) else 1
@@ -294,8 +297,8 @@ def run_rank_job(args: argparse.Namespace) -> None:
 
 def count_here(args: argparse.Namespace, number: int) -> Row:
     from contestants import prepare
+    from ladder_count import count_plain, count_product
     from ladder_gpt import Ways
-    from ladder_rank import count_plain, count_product
 
     batch, ranks = MODELS[args.model].batch, args.gpus if is_parallel(RUNGS, number) else 1
     arguments = train_arguments(args, args.model, number, batch=batch, ranks=ranks, off=set())
