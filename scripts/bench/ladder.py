@@ -281,6 +281,8 @@ def run_rank_job(args: argparse.Namespace) -> None:
 
     if not RUNGS[number].way:
         # What a rank holds before it begins.
+        import deepspeed  # noqa: F401
+
         import llmscale.train
         import llmscale.training.build_session  # noqa: F401
 
