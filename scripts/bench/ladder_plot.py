@@ -29,6 +29,7 @@ def plot_ladder(models: Mapping[str, Sequence[dict]], path: Path) -> None:
         for place, row in zip(places, rows, strict=True):
             draw_speed(speed, place, row)
         draw_memory(memory, rows)
+        speed.margins(x=0.12)
         memory.set_title("peak memory of a rank, GiB")
     save_figure(figure, path)
 
@@ -45,13 +46,15 @@ def draw_speed(axis, place: int, row: dict) -> None:
 
 def draw_memory(axis, rows: Sequence[dict]) -> None:
     """Measured here, and counted for a GPU by the dry run: a pair of bars where there are both."""
+    batch = next((row["dry_run"]["batch"] for row in rows if "batch" in row["dry_run"]), None)
     for offset, color, label, values in (
-        (-0.2, "tab:orange", "measured here", [row.get("memory_bytes") for row in rows]),
-        (0.2, "tab:green", "on a GPU, by the dry run", [row["dry_run"].get("bytes") for row in rows]),
+        (-0.2, "tab:orange", "measured here, at this run's batch", [row.get("memory_bytes") for row in rows]),
+        (0.2, "tab:green", f"a GPU's by the dry run, batch {batch}", [row["dry_run"].get("bytes") for row in rows]),
     ):
         found = [(place, value / GIB) for place, value in enumerate(values) if value]
         if found:
             places, sizes = zip(*found, strict=True)
             bars = axis.barh([place + offset for place in places], sizes, height=0.38, color=color, label=label)
             axis.bar_label(bars, fmt=" %.2f", fontsize=7)
+    axis.margins(x=0.12)
     axis.legend(loc="lower right")
