@@ -79,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
                         f"{', '.join(f'{m.cpu_batch}' for m in MODELS.values())})")  # fmt: skip
     steps = 10 if is_gpu else 1
     parser.add_argument("--steps", type=int, default=steps, help="steps per turn (default: 10 on a GPU, 1 on a CPU)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5); 0: dry runs alone")
     parser.add_argument("--precision", choices=["auto", "bf16", "fp32"], default="auto",
                         help="fp32 leaves the rung of bf16 out; auto does where the processor has no instructions for "
                         "it (default: auto)")  # fmt: skip
@@ -98,8 +98,9 @@ def parse_arguments() -> argparse.Namespace:
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     for name in ("steps", "rounds", "world_size", "gpus", "threads", "batch"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+        least = 0 if name == "rounds" else 1
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     if args.precision == "auto":
         args.precision = "bf16" if is_gpu or has_bf16_instructions() else "fp32"
     for path in (args.json, args.text, args.plot):
@@ -143,7 +144,7 @@ def climb(args: argparse.Namespace, model: str, keep_rows: Callable[[list[Row]],
         save_samples(args, model, folder)
         numbers = sorted({0, *args.only})
         counted = count(args, model, numbers)
-        first = RungJob(args, model, 0, folder / "first", 1)
+        first = RungJob(args, model, 0, folder / "first", 1) if args.rounds else None
         try:
             for number in numbers:
                 rows.append({**measure_rung(args, model, number, first, folder), "dry_run": counted[number]})
@@ -151,17 +152,18 @@ def climb(args: argparse.Namespace, model: str, keep_rows: Callable[[list[Row]],
                 print(row_line(rows[-1]), flush=True)
                 keep_rows(rows)
         finally:
-            first.job.kill()
+            if first:
+                first.job.kill()
     return rows
 
 
-def measure_rung(args: argparse.Namespace, model: str, number: int, first: RungJob, folder: Path) -> Row:
+def measure_rung(args: argparse.Namespace, model: str, number: int, first: RungJob | None, folder: Path) -> Row:
     """Turns with the first rung; what went wrong where something did."""
     rung = RUNGS[number]
     row: Row = {"number": number, "rung": rung.name}
     reason = why_not(rung, is_gpu=bool(gpu_names()), world_size=args.world_size, precision=args.precision)
-    if reason:
-        return {**row, "not_here": reason}
+    if reason or first is None:
+        return {**row, "not_here": reason or "--rounds 0"}
     ranks = args.world_size if is_parallel(RUNGS, number) else 1
     place = folder / f"rung-{number}"
     try:
@@ -225,7 +227,8 @@ def take_turns(first: RungJob, rung: RungJob, number: int) -> dict[str, dict[str
 
 def rank_command(args: argparse.Namespace, model: str, number: int, place: Path, what: str) -> list[str]:
     passed_on = ("batch", "precision", "world_size", "gpus", "rounds", "steps", "data", "windows")
-    options = [[f"--{key.replace('_', '-')}", str(getattr(args, key))] for key in passed_on if getattr(args, key)]
+    given = {key: getattr(args, key) for key in passed_on if getattr(args, key) is not None}
+    options = [[f"--{key.replace('_', '-')}", str(value)] for key, value in given.items()]
     command = [__file__, "--rank-job", str(number), what, "--model", model, "--folder", str(place)]
     return command + [text for option in options for text in option]
 
