@@ -23,6 +23,7 @@ SCRIPTS = (
     "gpu",
     "init_from_memory",
     "ladder",
+    "loader",
     "memory_grid",
     "modern_blocks",
     "muon",
@@ -30,6 +31,7 @@ SCRIPTS = (
     "order_quality",
     "resume_matrix",
     "sampling",
+    "scale_model",
 )
 
 
@@ -166,3 +168,16 @@ def test_checkpoint_measures_both_ways_of_saving_and_resuming(tmp_path: Path) ->
     # fp32 weights and two moments: twelve bytes a parameter, whatever the training precision.
     assert stage["measurements"]["save ours"][0]["bytes"] > 12 * stage["parameters"]
     assert "no extra disk" in answer.stdout
+
+
+def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_rows(tmp_path: Path) -> None:
+    files = tmp_path / "scale.json", tmp_path / "scale.png"
+    answer = run_script("scale_model", "--model", "gpt2-124m", "--json", str(files[0]), "--plot", str(files[1]))
+    assert answer.returncode == 0, answer.stderr
+    points = json.loads(files[0].read_text())["points"]
+    assert {point["gpus"] for point in points} == {8 * 2**power for power in range(10)}
+    assert {point["stage"] for point in points} >= {"0", "1", "2", "3"}
+    assert all(point["tokens_per_second_per_gpu"] > 0 for point in points)
+    assert all(point["beyond"] for point in points if point["gpus"] > 512)
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+    assert "4,096" in answer.stdout and "Nothing is measured" in answer.stdout

@@ -1,4 +1,4 @@
-"""`llmscale data`: prepare, train-tokenizer, inspect, verify."""
+"""`llmscale data`: prepare, train-tokenizer, inspect, verify, which."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from llmscale.cli import data_which
 from llmscale.config import flag_type, limits
 from llmscale.untrusted.terminal import print_visible
 
@@ -37,6 +38,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     verify = commands.add_parser("verify", help="check the hash of every shard; exit status 1 when one is damaged")
     verify.add_argument("folder", type=flag_type.path, help="the prepared set")
     verify.set_defaults(handler=_verify)
+    data_which.add_parser(commands)
 
 
 def _add_source_arguments(parser: argparse.ArgumentParser) -> None:

@@ -104,7 +104,8 @@ class RunConfig(BaseModel):
 
     # data
     data: PathOrUrl = "data/python-stdlib"
-    """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard."""
+    """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard; or a YAML
+    of several with weights (docs/data.md)."""
     data_cache: UserPath | None = None
     """Where the shards of a remote set are kept; default ~/.cache/llmscale/data."""
     shuffle: bool = True
@@ -118,6 +119,8 @@ class RunConfig(BaseModel):
     """Data-loading processes per rank; 0 reads in the training process."""
     cache_limit_gib: float | None = Field(None, gt=0, le=limits.MAX_CACHE_GIB)
     """Local space for shards of a remote set, in GiB; default: unlimited."""
+    skip_steps: list[str] = Field(default_factory=list)
+    """Leave out the batches that steps A to B-1 would have, given as A:B (repeat it for several); the run keeps it."""
     record_samples: bool = False
     """Write the sample ids of every step to the run folder."""
 

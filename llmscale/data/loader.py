@@ -35,14 +35,17 @@ from llmscale.data.order.sample_order import (
     MOST_CANONICAL_NODES,
     SampleOrder,
 )
+from llmscale.data.order.stream_order import StreamOrder
 from llmscale.data.shards.dataset_source import SetLocation
-from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 
 #: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.
 WHOLE_SET_BYTES = 8 << 30
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
+#: Stream positions whose samples are looked up together.
+_IDS_AT_A_TIME = 8192
 
 
 class MicroBatch(NamedTuple):
@@ -75,14 +78,20 @@ class FeedPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
-def rank_sample_ids(order: SampleOrder, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
-    """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
-    positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
-    return order.sample_ids(shard_batch(positions, order.rows(positions), plan.layout))
+def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int, steps: int = 1) -> NDArray[np.int64]:
+    """This rank's ids of the global batches of so many steps, the first of which begins at a stream position: int64
+    [steps, accumulation x micro_batch_size]."""
+    size = plan.global_batch_size
+    positions = np.arange(first_sample, first_sample + steps * size, dtype=np.int64)
+    batches = zip(positions.reshape(steps, size), order.rows(positions).reshape(steps, size), strict=True)
+    mine = np.stack([shard_batch(batch, rows, plan.layout) for batch, rows in batches])
+    return order.sample_ids(mine.ravel()).reshape(steps, -1)
 
 
 class Feed(Iterator[MicroBatch]):
     """Micro-batches from stream position `start_sample` on. Its workers start at once: build it before anything slow.
+    `num_workers` processes read ahead, none reads in the training process; `pin_memory` page-locks micro-batches, for
+    asynchronous copies to a GPU.
 
     Iterating raises DataError, with the same text whether the fault happened here or in a worker; MachineError when a
     worker was killed.
@@ -90,8 +99,8 @@ class Feed(Iterator[MicroBatch]):
 
     def __init__(
         self,
-        shards: TokenShards,
-        order: SampleOrder,
+        shards: WindowReader,
+        order: StreamOrder,
         plan: FeedPlan,
         *,
         start_sample: int = 0,
@@ -215,7 +224,7 @@ class _Failure(NamedTuple):
 class _WindowDataset(Dataset[_Windows]):
     """Reads one micro-batch at a time."""
 
-    def __init__(self, shards: TokenShards) -> None:
+    def __init__(self, shards: WindowReader) -> None:
         self._shards = shards
 
     def __getitem__(self, index: int) -> _Windows:
@@ -232,17 +241,19 @@ class _WindowDataset(Dataset[_Windows]):
 class _MicroBatchIds(Sampler[list[int]]):
     """Sample ids of one micro-batch after the other, for ever. Runs in the main process."""
 
-    def __init__(self, order: SampleOrder, plan: FeedPlan, start_sample: int) -> None:
+    def __init__(self, order: StreamOrder, plan: FeedPlan, start_sample: int) -> None:
         self._order = order
         self._plan = plan
         self._start_sample = start_sample
 
     def __iter__(self) -> Iterator[list[int]]:
-        first_sample = self._start_sample
+        first_sample, steps = self._start_sample, 1
         while True:
-            ids = rank_sample_ids(self._order, self._plan, first_sample)
-            yield from ids.reshape(self._plan.gradient_accumulation_steps, self._plan.micro_batch_size).tolist()
-            first_sample += self._plan.global_batch_size
+            ids = rank_sample_ids(self._order, self._plan, first_sample, steps)
+            yield from ids.reshape(-1, self._plan.micro_batch_size).tolist()
+            first_sample += steps * self._plan.global_batch_size
+            # The first step at once; then many, whose ids cost little more than those of one.
+            steps = min(2 * steps, max(1, _IDS_AT_A_TIME // self._plan.global_batch_size))
 
 
 def _as_is(batch: _T) -> _T:
@@ -288,8 +299,8 @@ def _exit_with_parent(parent: int) -> None:
 
 
 @dataclass(frozen=True)
-class FeedSettings:
-    """How the training split is ordered and read."""
+class OrderSettings:
+    """How the training split of a set is ordered."""
 
     seed: int
     """Of the sample order."""
@@ -301,15 +312,11 @@ class FeedSettings:
     """Samples of a row that are shuffled together."""
     saved_order: Mapping[str, object] | None = None
     """The identity of the order that a run began with: its algorithm, and what the two settings above leave open."""
-    num_workers: int = 0
-    """Processes per rank that read ahead; 0 reads in the training process (30 us a sample)."""
-    pin_memory: bool = False
-    """Page-lock micro-batches, for asynchronous copies to a GPU."""
     cache_limit_bytes: int | None = None
     """Of a remote set's local cache; None is no limit."""
 
 
-def build_order(location: SetLocation, settings: FeedSettings) -> SampleOrder:
+def build_order(location: SetLocation, settings: OrderSettings) -> SampleOrder:
     """The sample order of the training split, from the manifest alone. Raises DataError when the saved order is none of
     ours."""
     sizes = [shard.num_samples for shard in location.manifest.splits["train"].shards]
@@ -326,7 +333,7 @@ def build_order(location: SetLocation, settings: FeedSettings) -> SampleOrder:
     )
 
 
-def _is_read_in_blocks(location: SetLocation, settings: FeedSettings) -> bool:
+def _is_read_in_blocks(location: SetLocation, settings: OrderSettings) -> bool:
     """Whether a new run should need few shards at a time: of a set too large for a node. Where neighbours are
     strangers that costs no randomness; else only a set that has to be fetched is worth it."""
     num_bytes = sum(shard.bytes for shard in location.manifest.splits["train"].shards)
@@ -339,21 +346,3 @@ def _saved_number(saved: Mapping[str, object], name: str, most: int) -> int | No
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
         return value
     raise DataError(f"The saved order of samples has {name} {value!r}; it must be in 1..{most:,}, or none.")
-
-
-def build_feed(
-    location: SetLocation,
-    settings: FeedSettings,
-    plan: FeedPlan,
-    *,
-    start_sample: int = 0,
-) -> Feed:
-    """One rank's micro-batches from stream position `start_sample` on; see Feed. `location` comes from `open_set`."""
-    return Feed(
-        TokenShards(location, "train", cache_limit_bytes=settings.cache_limit_bytes),
-        build_order(location, settings),
-        plan,
-        start_sample=start_sample,
-        num_workers=settings.num_workers,
-        pin_memory=settings.pin_memory,
-    )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llmscale.data.order.rank_sharding import RankLayout
-from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def validation_sample_ids(num_samples: int, max_samples: int | None) -> NDArray[
 
 
 def validation_batches(
-    shards: TokenShards, layout: RankLayout, micro_batch_size: int, max_samples: int | None = None
+    shards: WindowReader, layout: RankLayout, micro_batch_size: int, max_samples: int | None = None
 ) -> Iterator[ValidationBatch]:
     """This rank's micro-batches, equally many on every rank; a filler of weight 0 stands in at the end.
 

@@ -13,8 +13,8 @@ from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.config.arguments import build_run_config
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import RunConfig
-from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer, open_set
-from llmscale.data.shards.manifest import get_split
+from llmscale.data.mix.training_sets import open_training_sets
+from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer
 from llmscale.errors import CheckpointError, DataError
 
 
@@ -28,7 +28,7 @@ class TrainedCheckpoint:
     config: RunConfig
     shape: GPTShape
     location: SetLocation
-    """The set that it was trained on; the tokenizer's files are there."""
+    """The set that it was trained on, or the first one of several; the tokenizer's files are there."""
 
 
 def open_trained_checkpoint(
@@ -44,14 +44,13 @@ def open_trained_checkpoint(
         raise CheckpointError(damage)
     state = parse_run_state(read_state(folder))
     config = build_run_config(dict(state.config))
-    location = open_set(config.data, config.data_cache)
-    manifest = location.manifest
-    if manifest.fingerprint != state.identity.get("data"):
+    sets = open_training_sets(config.data, config.data_cache)
+    if sets.fingerprint != state.identity.get("data"):
         raise DataError(
             f"the data set in {config.data} is not the one that {folder} was trained on, so its tokenizer may differ. "
             "Put the old set back."
         )
-    fetch_tokenizer(location)
-    num_samples = get_split(manifest, "train", config.data).num_samples
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, num_samples, manifest.eot_token)
-    return TrainedCheckpoint(folder, load_manifest(folder), state, config, resolve_shape(config, facts), location)
+    fetch_tokenizer(sets.first)
+    manifest = sets.manifest
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
+    return TrainedCheckpoint(folder, load_manifest(folder), state, config, resolve_shape(config, facts), sets.first)

@@ -51,6 +51,10 @@ class _Course:
         done = self._head_gradients + blocks_done * self._block_parameters + gradient_parameters
         return max(0, bisect_right(self._done, done) - 1)
 
+    def fullest(self, before: int, last: int) -> int:
+        """The stretch with most behind `before` up to `last`."""
+        return max(range(min(before + 1, last), last + 1), key=self._totals.__getitem__)
+
     def total_bytes(self, place: int) -> int:
         return self._totals[place]
 
@@ -103,12 +107,17 @@ def _loss_backward(states: StateMemory, activations: ActivationMemory) -> Breakd
 
 
 def _blocks_backward(model: Architecture, course: _Course, activations: ActivationMemory) -> Breakdown:
-    """From the last block to the first, whose activations go while gradients come."""
+    """From the last block to the first, whose activations go while gradients come. Between two moments that matter
+    no more is held than at the later one, so that one stands for the states of all that lies between: a full bucket is
+    reduced wherever it fills up."""
     best_bytes, best = -1, _InBlock(0, 0, activations.block_backward[0])
+    before_place = course.place(0, 0) - 1
     for block in reversed(range(model.n_layer)):
         before = activations.before_block_bytes(block)
         for moment in activations.block_backward:
-            place = course.place(model.n_layer - 1 - block, moment.gradient_parameters)
+            last_place = course.place(model.n_layer - 1 - block, moment.gradient_parameters)
+            place = course.fullest(before_place, last_place)
+            before_place = last_place
             total = course.total_bytes(place) + before + moment.total_bytes
             if total > best_bytes:
                 best_bytes, best = total, _InBlock(place, block, moment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -21,6 +22,8 @@ class _Head(nn.Module):
         self.weight, self.vocab_size, self.loss = weight, vocab_size, loss
         self.mean_z_squared: Tensor | None = None
         """Of the last micro-batch that was trained on, a scalar in fp32; None without a z-loss."""
+        self.sequence_losses: deque[Tensor] | None = None
+        """Where somebody set one: nats per token of each sequence [batch], of the last micro-batches with targets."""
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision, without the padding rows: a view.
@@ -31,10 +34,15 @@ class _Head(nn.Module):
         if targets is None:
             return F.linear(x, self.weight)[..., : self.vocab_size]
         settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
-        loss, z_squared = chunked_cross_entropy(x, self.weight, targets, self.vocab_size, settings)
+        kept = self.sequence_losses
+        losses = chunked_cross_entropy(
+            x, self.weight, targets, self.vocab_size, settings, each_sequence=kept is not None
+        )
         if self.training:
-            self.mean_z_squared = z_squared
-        return loss
+            self.mean_z_squared = losses.mean_z_squared
+        if kept is not None and losses.of_sequences is not None:
+            kept.append(losses.of_sequences)
+        return losses.mean
 
 
 class OutputHead(_Head):

@@ -10,6 +10,7 @@ with the product with the loss scale, which in fp16 would else come too late.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,30 @@ class _Job:
     dtype: torch.dtype
     """Of the matrix products."""
     wants_gradients: bool
+    wants_each: bool
+
+
+class Losses(NamedTuple):
+    """Of one micro-batch, in fp32."""
+
+    mean: Tensor
+    """Cross-entropy in nats per token: a scalar, the one that has gradients."""
+    mean_z_squared: Tensor | None
+    """A scalar; None without a z-loss."""
+    of_sequences: Tensor | None
+    """Cross-entropy in nats per token of each sequence [batch]; None where it was not asked for."""
 
 
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, settings: LossSettings
-) -> tuple[Tensor, Tensor | None]:
-    """Mean cross-entropy in nats of softmax(x weight^T) over all positions, and with a z-loss the mean of z^2: scalars
-    in fp32.
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    settings: LossSettings,
+    *,
+    each_sequence: bool = False,
+) -> Losses:
+    """Mean cross-entropy in nats of softmax(x weight^T) over all positions, and with a z-loss the mean of z^2.
 
     x: [..., n_embd]; weight: [rows, n_embd], of which those from `vocab_size` on are padding without logits; targets:
     ids [...]. z is the log-sum-exp of a position's logits. A z-loss (PaLM, Chowdhery et al. 2022, section 5; ST-MoE,
@@ -46,10 +64,11 @@ def chunked_cross_entropy(
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype,
         # Asked here: within a Function grad mode is off.
         torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
+        each_sequence,
     )
     with torch.autocast(device, enabled=False):
-        loss, z_squared = _ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), job)
-    return loss, z_squared
+        loss, z_squared, each = _ChunkedCrossEntropy.apply(x.flatten(0, -2), weight, targets.flatten(), job)
+    return Losses(loss, z_squared, None if each is None else each.view(targets.shape).mean(1))
 
 
 class _Context(FunctionCtx):
@@ -59,10 +78,13 @@ class _Context(FunctionCtx):
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """x [tokens, n_embd], weight [rows, n_embd], targets [tokens] -> two scalars in fp32."""
+    """x [tokens, n_embd], weight [rows, n_embd], targets [tokens] -> two scalars, and where they are wanted the losses
+    [tokens], in fp32."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, weight: Tensor, targets: Tensor, job: _Job) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        ctx: _Context, x: Tensor, weight: Tensor, targets: Tensor, job: _Job
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         tokens, chunk_tokens = len(x), job.settings.chunk_tokens
         losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
         z = torch.empty_like(losses) if job.settings.z_loss else None
@@ -75,13 +97,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             ctx.weight_dtype, ctx.times_too_small = weight.dtype, gradients.times_too_small
             ctx.save_for_backward(gradients.of_x, gradients.of_weight)
         z_squared = None if z is None else z.square().mean()
-        if z_squared is not None:
-            ctx.mark_non_differentiable(z_squared)
-        return losses.mean(), z_squared
+        each = losses if job.wants_each else None
+        ctx.mark_non_differentiable(*(tensor for tensor in (z_squared, each) if tensor is not None))
+        return losses.mean(), z_squared, each
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: _Context, gradient: Tensor, _: object) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: _Context, gradient: Tensor, *_: object) -> tuple[Tensor, Tensor, None, None]:
         of_x, of_weight = ctx.saved_tensors
         # [1] and not a scalar, which would be rounded to 16 bit first: products are taken in fp32 and rounded once.
         scale = (gradient / len(of_x)).reshape(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
+from llmscale.planning.kernels import Kernels
 from llmscale.planning.largest_micro_batch import Fit, Search, find_fits
 from llmscale.planning.recommend import Recommendation, recommend
 from llmscale.planning.throughput import Throughput, estimate_throughput
@@ -70,4 +71,5 @@ def _throughput(search: Search, fit: Fit) -> Throughput | None:
         search.gpu,
         gpus_per_node=job.machines.gpus_per_node,
         interconnect=search.interconnect,
+        kernels=Kernels(loss_chunk_tokens=fit.loss_chunk_tokens),
     )

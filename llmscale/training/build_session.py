@@ -17,7 +17,6 @@ from llmscale.checkpoint.weights_source import CheckpointWeights, PublishedWeigh
 from llmscale.config.hf_model import PREFIX, is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed
-from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_precision
@@ -41,7 +40,14 @@ from llmscale.training.rank_fingerprint import (
 )
 from llmscale.training.resume import ResumePoint, enter_history, find_named_checkpoint, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_data import open_feed, open_validation, run_identity
+from llmscale.training.run_data import (
+    SampleStream,
+    ValidationSplit,
+    build_stream,
+    open_feed,
+    open_validation,
+    run_identity,
+)
 from llmscale.training.run_folder import CONFIG_NAME, save_run_description
 from llmscale.training.run_inputs import PreparedRun, as_plain
 from llmscale.training.session import Session
@@ -96,7 +102,7 @@ def _open_session(
         _check_alike(run, world)
     if run.weights is not None:
         with clock.phase("published weights"):
-            run = replace(run, weights=complete_published_weights(run.weights, run.location, world, progress))
+            run = replace(run, weights=complete_published_weights(run.weights, run.sets.first, world, progress))
     with clock.phase("ranks"):
         claim_one_run_folder(claim, world)
     with clock.phase("checkpoint check"):
@@ -105,7 +111,8 @@ def _open_session(
     run = replace(run, compilation=_decide_compilation(run, world, state))
     with clock.phase("data"):
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
-        feed, validation_shards = _open_data(run, world, state)
+        stream = together(world.control, lambda: build_stream(run, state))
+        feed, validation = _open_data(run, world, stream, state)
     estimate = estimate_run(run, gpu_capability())
     with clock.phase("engine"):
         compiler = BlockCompiler(run.compilation.backend) if run.compilation.backend else None
@@ -120,8 +127,9 @@ def _open_session(
         world=world,
         engine=engine,
         compiler=compiler,
+        stream=stream,
         feed=feed,
-        validation_shards=validation_shards,
+        validation=validation,
         state=state,
         history=history,
         claim=claim,
@@ -145,7 +153,7 @@ def _check_alike(run: PreparedRun, world: World) -> None:
 
 def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
     """The checkpoint that the run goes on from; what interrupted saves left in its folder goes. Collective."""
-    point = find_resume_point(run.config, lambda saved: run_identity(run, saved), world.control, report)
+    point = find_resume_point(run.config, lambda state: run_identity(run, state), world.control, report)
     source = together(world.control, lambda: _source_of_weights(run.config, point))
     check_same_checkpoint(source, world)
     if run.weights is not None:
@@ -154,11 +162,13 @@ def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], N
     return point
 
 
-def _open_data(run: PreparedRun, world: World, state: RunState | None) -> tuple[Feed, TokenShards | None]:
-    """Training samples from where the run goes on, and the validation split. Collective."""
-    start_sample, saved_order = (state.samples_seen, state.saved_order) if state else (0, None)
-    feed = together(world.control, lambda: open_feed(run, world, start_sample=start_sample, saved_order=saved_order))
-    return feed, together(world.control, lambda: open_validation(run))
+def _open_data(
+    run: PreparedRun, world: World, stream: SampleStream, state: RunState | None
+) -> tuple[Feed, tuple[ValidationSplit, ...]]:
+    """Training samples from where the run goes on, and the validation splits. Collective."""
+    start_sample = state.samples_seen if state else 0
+    feed = together(world.control, lambda: open_feed(run, world, stream, start_sample=start_sample))
+    return feed, together(world.control, lambda: open_validation(run, stream))
 
 
 def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) -> Compilation:
@@ -179,7 +189,7 @@ def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) 
 def _announce(live: LiveRun) -> None:
     """What is about to be trained, and what a continued run does differently."""
     run, report = live.run, live.report
-    describe_run(run, live.world, live.feed.order.num_samples, report)
+    describe_run(run, live.world, live.stream, report)
     report(estimate_line(live.estimate, device_memory_bytes()))
     if live.state:
         for line in (*change_lines(live.state, run, hyperparameters(run)), *finished_lines(live.state, run)):

@@ -81,7 +81,7 @@ def finished_lines(state: RunState, run: PreparedRun) -> Iterator[str]:
         return
     more = 2 * state.step
     wanted = config.model_copy(update={"steps": more, "tokens": None})
-    longer = resolve_schedule(wanted, run.resolved.plan, run.location.manifest.splits["train"].num_samples)
+    longer = resolve_schedule(wanted, run.resolved.plan, run.sets.num_train_samples)
     last, following = (_schedule_of(state) or longer).learning_rate(state.step - 1), longer.learning_rate(state.step)
     yield (
         f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To go on, give "

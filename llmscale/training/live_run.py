@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.loader import Feed
-from llmscale.data.shards.token_shards import TokenShards
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.run_claim import RunFolderClaim
+from llmscale.training.run_data import SampleStream, ValidationSplit
 from llmscale.training.run_inputs import PreparedRun
 from llmscale.training.throughput import StepMeter
 
@@ -31,8 +31,10 @@ class LiveRun:
     engine: DeepSpeedEngine
     compiler: BlockCompiler | None
     """Of the engine's blocks; None where they run eagerly."""
+    stream: SampleStream
     feed: Feed
-    validation_shards: TokenShards | None
+    validation: tuple[ValidationSplit, ...]
+    """Empty where nothing is validated on."""
     state: RunState | None
     """Of the checkpoint that it goes on from; None for a run that begins."""
     history: History

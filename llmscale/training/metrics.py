@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,6 +47,8 @@ class StepMetrics:
     other_s: float
     eta_s: float
     """Seconds to the end of the run at the present speed."""
+    loss_by_set: dict[str, float] | None = None
+    """Of a mix: nats per token of the step's samples of each set that had some."""
 
 
 class MetricsLog:
@@ -70,21 +72,29 @@ class MetricsLog:
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
-        self._write({"kind": "train", **asdict(metrics)})
+        # Most runs have one set, and no such key.
+        record = {key: value for key, value in asdict(metrics).items() if key != "loss_by_set" or value is not None}
+        self._write({"kind": "train", **record})
         print(format_step(metrics, self._total_steps), flush=True)
         if self._wandb:
             values = {f"train/{key}": value for key, value in asdict(metrics).items() if value is not None}
             self._wandb.log(values, step=metrics.step)
 
-    def log_validation(self, step: int, loss: float, num_samples: int) -> None:
-        """Record a validation: loss in nats per token over num_samples sequences."""
-        self._write({"kind": "validation", "step": step, "loss": loss, "num_samples": num_samples})
+    def log_validation(
+        self, step: int, loss: float, num_samples: int, loss_by_set: Mapping[str, float] | None = None
+    ) -> None:
+        """Record a validation: loss in nats per token over num_samples sequences, and of each set of a mix."""
+        of_sets = {"loss_by_set": dict(loss_by_set)} if loss_by_set else {}
+        self._write({"kind": "validation", "step": step, "loss": loss, "num_samples": num_samples, **of_sets})
         print(
-            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} over {num_samples} sequences",
+            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} over {num_samples} sequences"
+            + "".join(f" | {name} {value:.4f}" for name, value in (loss_by_set or {}).items()),
             flush=True,
         )
         if self._wandb:
-            self._wandb.log({"validation/loss": loss}, step=step)
+            self._wandb.log(
+                {"validation/loss": loss, **{f"validation/{key}": value for key, value in of_sets.items()}}, step=step
+            )
 
     def log_event(self, event: str, **values: object) -> None:
         """Record anything that is not a measurement: start, resume, save, stop."""

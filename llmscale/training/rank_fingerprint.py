@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import llmscale
 from llmscale.checkpoint.manifest import MANIFEST_NAME
+from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.process_group import World
@@ -96,7 +97,7 @@ def run_sections(run: PreparedRun, device_type: str) -> dict[str, Section]:
         "configuration": _configuration(run),
         # NVMe disks may be mounted anywhere.
         "ds_config": {key: value for key, value in ds_config.items() if not key.endswith("nvme_path")},
-        DATA_SECTION: _data_set(run.location.manifest),
+        DATA_SECTION: _data_sets(run.sets),
         SOURCES_SECTION: source_hashes(Path(llmscale.__file__).parent),
         "versions": versions,
         "environment": {**variables, "kind of device": device_type},
@@ -115,6 +116,17 @@ def _configuration(run: PreparedRun) -> dict[str, str]:
     for path, text in flatten(resolved).items():
         name = path.rpartition(".")[2]
         values[_NAMES.get(name, name)] = text
+    return values
+
+
+def _data_sets(sets: TrainingSets) -> dict[str, str]:
+    """Every set, and of a mix its proportions."""
+    if sets.recipe is None:
+        return _data_set(sets.manifest)
+    stages = [f"{stage.shares} until {stage.until} of the run" for stage in sets.recipe.stages]
+    values = {"stages": "; ".join(stages)}
+    for name, location in zip(sets.names, sets.locations, strict=True):
+        values |= {f"{name}/{key}": text for key, text in _data_set(location.manifest).items()}
     return values
 
 

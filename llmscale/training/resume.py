@@ -15,6 +15,7 @@ from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig
+from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.order.sample_order import SampleOrder
 from llmscale.engine.collectives import on_main_rank
 from llmscale.errors import CheckpointError
@@ -30,13 +31,13 @@ class ResumePoint:
 
 def find_resume_point(
     config: RunConfig,
-    identity: Callable[[Mapping[str, object]], Mapping[str, object]],
+    identity: Callable[[RunState], Mapping[str, object]],
     group: dist.ProcessGroup,
     report: Callable[[str], None],
 ) -> ResumePoint | None:
     """The checkpoint to continue from; None for a run that begins. Collective.
 
-    `identity` gives this run's identity when it keeps the order of samples that a checkpoint recorded.
+    `identity` gives this run's identity when it goes on from a checkpoint, whose order of samples it keeps.
     Raises CheckpointError when the named checkpoint is damaged, when none of a run's checkpoints is whole, or when the
     run that was saved is not this one and the differences were not allowed.
     """
@@ -56,7 +57,7 @@ def find_resume_point(
 def _check_point(
     folder: Path,
     config: RunConfig,
-    identity: Callable[[Mapping[str, object]], Mapping[str, object]],
+    identity: Callable[[RunState], Mapping[str, object]],
     report: Callable[[str], None],
 ) -> ResumePoint:
     """The checkpoint in `folder`, when it belongs to this run. Raises CheckpointError."""
@@ -65,10 +66,10 @@ def _check_point(
         raise CheckpointError(
             f"{folder} says step {load_manifest(folder).step} in one file and {state.step} in another."
         )
-    for warning in check_identity(state.identity, identity(state.saved_order), config.allow_changed):
+    for warning in check_identity(state.identity, identity(state), config.allow_changed):
         report(f"WARNING: {warning}")
     algorithm = state.saved_order.get("algorithm")
-    if algorithm != SampleOrder.algorithm:
+    if algorithm == FeistelBlocksOrder.algorithm:
         report(f"samples keep the order that the run began with, {algorithm}; new runs have {SampleOrder.algorithm}")
     return ResumePoint(folder, state)
 

@@ -4,6 +4,7 @@ folder."""
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
@@ -23,11 +24,12 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
-from llmscale.data.shards.dataset_source import SetLocation, open_set
+from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
-from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.errors import CheckpointError, ConfigError
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.training.published_weights import FoundWeights, find_published_weights
+from llmscale.training.skipped_steps import parse_steps
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,7 @@ class PreparedRun:
     """A run whose every input was found and fits together."""
 
     config: RunConfig
-    location: SetLocation
+    sets: TrainingSets
     resolved: ResolvedRun
     """As on GPUs."""
     weights: FoundWeights | None = None
@@ -47,18 +49,18 @@ class PreparedRun:
         """The same where there is no GPU."""
         return replace(self, resolved=self.resolved.on_cpu())
 
-    def identity(self, order_identity: dict[str, object]) -> dict[str, object]:
-        """What a checkpoint must have in common with the run that continues it (run_config.CHANGES_THAT_BREAK)."""
-        elsewhere = {"seed", "set_fingerprint", "num_samples"}
+    def identity(self, stream: Mapping[str, object]) -> dict[str, object]:
+        """What a checkpoint must have in common with the run that continues it (run_config.CHANGES_THAT_BREAK), and
+        what else it must know of the samples. `stream`: what there is to say of their order."""
         return {
             "global_batch_size": self.resolved.plan.global_batch_size,
             "seq_len": self.resolved.plan.seq_len,
-            "data": self.location.manifest.fingerprint,
+            "data": self.sets.fingerprint,
             # Not compared on resume, where the fingerprint says it all, but when another run begins from these weights.
-            "vocab_size": self.location.manifest.vocab_size,
-            "tokenizer_sha256": self.location.manifest.tokenizer_sha256,
+            "vocab_size": self.sets.manifest.vocab_size,
+            "tokenizer_sha256": self.sets.manifest.tokenizer_sha256,
             "seed": self.config.seed,
-            "order": {key: value for key, value in order_identity.items() if key not in elsewhere},
+            **stream,
         }
 
 
@@ -66,20 +68,20 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
-    location = open_set(config.data, config.data_cache)
-    manifest = location.manifest
-    if "train" not in manifest.splits or manifest.splits["train"].num_samples == 0:
-        raise DataError(f"{config.data} has no training samples. Prepare more text, or a smaller --val-fraction.")
-    facts = SetFacts(manifest.vocab_size, manifest.seq_len, manifest.splits["train"].num_samples, manifest.eot_token)
+    for steps in config.skip_steps:
+        parse_steps(steps)
+    sets = open_training_sets(config.data, config.data_cache)
+    manifest = sets.manifest
+    facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
     _check_nvme_paths(ds)
     _check_run_folder(config)
     config, model = with_published_model(config)
     resolved = resolve_run(config, ds, facts, world_size)
     if model is not None:
-        return PreparedRun(config, location, resolved, find_published_weights(model, location))
+        return PreparedRun(config, sets, resolved, find_published_weights(model, sets.first))
     if config.init_from is not None:
         _check_same_tokenizer(manifest, config, config.init_from)
-    return PreparedRun(config, location, resolved)
+    return PreparedRun(config, sets, resolved)
 
 
 def with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel | None]:

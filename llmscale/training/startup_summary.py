@@ -16,12 +16,14 @@ from llmscale.config.choices import (
 from llmscale.config.hf_model import is_published
 from llmscale.engine.device_settings import describe_settings
 from llmscale.engine.process_group import World
+from llmscale.training.run_data import SampleStream
 from llmscale.training.run_inputs import PreparedRun
 
 
-def describe_run(run: PreparedRun, world: World, num_samples: int, report: Callable[[str], None]) -> None:
+def describe_run(run: PreparedRun, world: World, stream: SampleStream, report: Callable[[str], None]) -> None:
     """What is about to be trained, before step 1, with what was decided and not asked for."""
-    config, resolved, manifest = run.config, run.resolved, run.location.manifest
+    config, resolved, manifest = run.config, run.resolved, run.sets.manifest
+    num_samples = run.sets.num_train_samples
     shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
     hpz = hpz_warnings(resolved.ds.zero_hpz_partition_size, world.ranks_per_node)
     for warning in (*resolved.ds.warnings, *hpz):
@@ -49,15 +51,42 @@ def describe_run(run: PreparedRun, world: World, num_samples: int, report: Calla
     if high_rate := rate_warning(config, resolved.schedule):
         report(f"WARNING: {high_rate}")
     report(
-        f"data: {run.location.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
+        f"data: {run.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
         f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
     )
+    for line in (*mix_lines(run, stream), *skip_lines(stream)):
+        report(f"      {line}")
     chosen = steps_words(config, resolved, num_samples)
     report(
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {resolved.total_tokens:,} tokens, "
         f"{resolved.total_steps * plan.global_batch_size / num_samples:.2f} epochs; folder {config.run}, "
         f"{_checkpoints(run)}"
     )
+
+
+def mix_lines(run: PreparedRun, stream: SampleStream) -> Iterator[str]:
+    """Of a mix: how often each set is seen, and what its part is in each stage."""
+    if stream.mix is None:
+        return
+    total = run.resolved.total_steps * run.resolved.plan.global_batch_size
+    drawn, stages = stream.mix.drawn_before(total), stream.mix.stages
+    width = max(map(len, run.sets.names))
+    for place, (name, location) in enumerate(zip(run.sets.names, run.sets.locations, strict=True)):
+        size = location.manifest.splits["train"].num_samples
+        parts = " then ".join(f"{stage.shares[place] / sum(stage.shares):.2%}" for stage in stages)
+        yield (
+            f"{name:{width}}  {parts} of the samples: {drawn[place]:,} in this run, {drawn[place] / size:.2f} epochs "
+            f"of {size:,}"
+        )
+    if len(stages) > 1:
+        begins = ", ".join(f"{stage.begin:,}" for stage in stages[1:])
+        yield f"{'':{width}}  the proportions change after {begins} samples"
+
+
+def skip_lines(stream: SampleStream) -> Iterator[str]:
+    """What the run leaves out."""
+    for skip in stream.skips:
+        yield f"left out: steps {skip.steps} of --skip-steps, samples {skip.begin:,} to {skip.end - 1:,} of the stream"
 
 
 def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:
@@ -72,8 +101,8 @@ def hpz_warnings(group: int, ranks_per_node: Sequence[int]) -> Iterator[str]:
 
 
 def _documents(run: PreparedRun) -> str:
-    shape, split = run.resolved.shape, run.location.manifest.splits["train"]
-    mean = split.num_tokens / max(1, split.num_documents)
+    shape, splits = run.resolved.shape, [at.manifest.splits["train"] for at in run.sets.locations]
+    mean = sum(split.num_tokens for split in splits) / max(1, sum(split.num_documents for split in splits))
     least = shape.architecture.flops_per_token(min(shape.seq_len, round(mean)))
     return (
         f"documents do not see each other: {mean:,.0f} tokens each on average, of which {least:.3e} FLOPs per token "
@@ -82,13 +111,14 @@ def _documents(run: PreparedRun) -> str:
 
 
 def _validation(run: PreparedRun) -> str:
-    config, split = run.config, run.location.manifest.splits.get("val")
-    if split is None:
+    config = run.config
+    available = sum(at.manifest.splits["val"].num_samples for at in run.sets.with_split("val"))
+    if not available:
         return "no validation, the set has no split for it"
     if not config.val_every:
         return "no validation (--val-every 0)"
-    used = min(config.val_samples, split.num_samples)
-    return f"validation every {config.val_every:,} steps on {used:,} of {split.num_samples:,} samples"
+    used = min(config.val_samples, available)
+    return f"validation every {config.val_every:,} steps on {used:,} of {available:,} samples"
 
 
 def _checkpoints(run: PreparedRun) -> str:

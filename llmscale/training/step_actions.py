@@ -22,8 +22,8 @@ def build_actions(live: LiveRun) -> list[StepAction]:
     if live.compiler is not None:
         actions.append(ReportCompilation(live, live.compiler))
     actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]
-    if live.validation_shards:
-        actions.append(Validate(live, live.validation_shards))
+    if live.validation:
+        actions.append(Validate(live, live.validation))
     if config.sample_every:
         actions.append(SampleText(live))
     return actions

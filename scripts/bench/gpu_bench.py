@@ -44,7 +44,8 @@ from llmscale.config.hardware import model_flops_utilisation
 from llmscale.files.whole import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning import compilation
-from llmscale.planning.compute_time import TokenWork, kernel_efficiency, token_work
+from llmscale.planning.compute_time import OWN_KERNELS, TokenWork, token_work
+from llmscale.planning.kernels import kernel_efficiency
 from llmscale.training.memory_report import estimate_run
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
@@ -203,7 +204,8 @@ class Bench:
         passes = [step.passes_s for step in counted if step.passes_s is not None]
         gpu = self.device.gpu
         if is_ours and gpu and not cell.compiled and cell.offload == "none":
-            work = token_work(resolved.shape, resolved.precision, resolved.checkpointing)
+            micro_tokens = resolved.plan.micro_batch_size * resolved.shape.seq_len
+            work = token_work(resolved.shape, micro_tokens, resolved.precision, resolved.checkpointing, OWN_KERNELS)
             self.works.append((work, statistics.median(passes) / tokens))
         flops = resolved.shape.flops_per_token
         return {
@@ -249,7 +251,7 @@ class Bench:
             return {"measured": None}
         assumed, fitted = kernel_efficiency(gpu), fit_efficiency(self.works, gpu)
         measured = dict(zip(("matmul", "attention"), fitted, strict=True)) if fitted else None
-        return {"home": "llmscale/planning/compute_time.py", "assumed": asdict(assumed), "measured": measured}
+        return {"home": "llmscale/planning/kernels.py", "assumed": asdict(assumed), "measured": measured}
 
     def save(self) -> None:
         """All result files, each whole."""

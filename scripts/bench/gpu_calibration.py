@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from llmscale.config.hardware import GPU
-from llmscale.planning.compute_time import TokenWork, memory_bytes_per_s
+from llmscale.planning.compute_time import TokenWork
+from llmscale.planning.kernels import memory_bytes_per_s
 
 MIB = 2**20
 

@@ -17,7 +17,8 @@ from gpu_run import Step, Watched
 
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import get_gpu
-from llmscale.planning.compute_time import estimate_compute_s, kernel_efficiency
+from llmscale.planning.compute_time import estimate_compute_s
+from llmscale.planning.kernels import kernel_efficiency
 from llmscale.training.run_inputs import prepare_run
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * 2**30), (9, 0))
@@ -70,7 +71,7 @@ def test_a_run_on_a_gpu_says_everything(bench: Bench, tmp_path: Path) -> None:
     assert constants["_SAVED_FRAC"] == pytest.approx(0.2)
     assert constants["_COMPILE_S"] == pytest.approx(40, rel=0.1)
     expected, found = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
-    assert found is None or found["matmul"] == pytest.approx(expected.matmul, rel=1e-3)
+    assert found is None or found["matmul"] == pytest.approx(expected.matmul, rel=1e-2)
     assert "CONTEXT_BYTES = 600 * 2**20" in (tmp_path / "gpu_h100-80gb.patch").read_text()
     assert "nanoGPT gpt2-124m, compiled" in (tmp_path / "gpu_h100-80gb.md").read_text()
     text = (tmp_path / "gpu_h100-80gb.txt").read_text()

@@ -17,7 +17,8 @@ from gpu_calibration import (
 
 from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import get_preset
-from llmscale.planning.compute_time import estimate_compute_s, kernel_efficiency, token_work
+from llmscale.planning.compute_time import OWN_KERNELS, token_work
+from llmscale.planning.kernels import memory_bytes_per_s
 from tests.conftest import REPOSITORY
 
 MEMORY, COMPILING = "llmscale/memory/estimate.py", "llmscale/planning/compilation.py"
@@ -44,18 +45,14 @@ def test_what_compiling_costs_and_saves() -> None:
 
 
 def test_the_fit_finds_the_efficiency_that_made_the_times() -> None:
-    """Times by the product's own formula: what it assumes of an H100 comes back."""
     gpu, runs = get_gpu("h100-80gb"), []
     for name, seq_len in (("gpt2-124m", 1024), ("gpt2-1.5b", 1024), ("gpt2-350m", 4096)):
-        shape = get_preset(name).shape(50257, seq_len)
-        seconds = estimate_compute_s(shape, 1, "bf16", "none", gpu)
-        assert seconds is not None
-        runs.append((token_work(shape, "bf16", "none"), seconds / seq_len))
-    expected = kernel_efficiency(gpu)
-    assert fit_efficiency(runs, gpu) == pytest.approx((expected.matmul, expected.attention), rel=1e-6)
+        work = token_work(get_preset(name).shape(50257, seq_len), 8 * seq_len, "bf16", "none", OWN_KERNELS)
+        flops = work.matmul_flops / 0.7 + work.attention_flops / 0.4
+        runs.append((work, flops / gpu.dense_16bit_flops + work.moved_bytes / memory_bytes_per_s(gpu)))
+    assert fit_efficiency(runs, gpu) == pytest.approx((0.7, 0.4), rel=1e-6)
     assert fit_efficiency(runs[:2], gpu) is None
-    impossible = [(work, seconds / 10) for work, seconds in runs]
-    assert fit_efficiency(impossible, gpu) is None
+    assert fit_efficiency([(work, seconds / 10) for work, seconds in runs], gpu) is None
 
 
 def test_the_patch_applies_and_the_sources_then_say_what_was_measured(tmp_path: Path) -> None:

@@ -22,8 +22,7 @@ from llmscale.data.loader import (
     WHOLE_SET_BYTES,
     Feed,
     FeedPlan,
-    FeedSettings,
-    build_feed,
+    OrderSettings,
     build_order,
     rank_sample_ids,
 )
@@ -65,12 +64,26 @@ def location(make_set: Callable[..., Path]) -> SetLocation:
     return found
 
 
-def _settings(shuffle: bool, num_workers: int = 0) -> FeedSettings:
-    return FeedSettings(seed=11, shuffle=shuffle, num_canonical_nodes=12, block_size=16, num_workers=num_workers)
+def _settings(shuffle: bool) -> OrderSettings:
+    return OrderSettings(seed=11, shuffle=shuffle, num_canonical_nodes=12, block_size=16)
+
+
+def build_feed(
+    location: SetLocation, plan: FeedPlan, *, num_workers: int = 0, shuffle: bool = True, start_sample: int = 0
+) -> Feed:
+    order = build_order(location, _settings(shuffle))
+    return Feed(TokenShards(location, "train"), order, plan, start_sample=start_sample, num_workers=num_workers)
 
 
 def _run_ranks(
-    location: SetLocation, settings: FeedSettings, layout: tuple[int, ...], micro: int, start: int, stop: int
+    location: SetLocation,
+    layout: tuple[int, ...],
+    micro: int,
+    start: int,
+    stop: int,
+    *,
+    shuffle: bool,
+    num_workers: int,
 ) -> dict[int, np.ndarray]:
     """Sorted ids of each global batch of steps start..stop-1, read by every rank's own feed."""
     world = sum(layout)
@@ -79,7 +92,7 @@ def _run_ranks(
     steps: dict[int, list[np.ndarray]] = {step: [] for step in range(start, stop)}
     for rank in range(world):
         plan = FeedPlan(RankLayout(rank, layout), micro, accumulation)
-        feed = build_feed(location, settings, plan, start_sample=start * GLOBAL_BATCH)
+        feed = build_feed(location, plan, num_workers=num_workers, shuffle=shuffle, start_sample=start * GLOBAL_BATCH)
         for step in range(start, stop):
             for _ in range(accumulation):
                 batch = next(feed)
@@ -106,7 +119,7 @@ def test_any_history_of_restarts_gives_the_single_process_sequence(
         layout = rng.choice(LAYOUTS)
         share = GLOBAL_BATCH // sum(layout)
         micro = rng.choice([size for size in range(1, share + 1) if share % size == 0])
-        history |= _run_ranks(location, _settings(shuffle, rng.randrange(4)), layout, micro, start, stop)
+        history |= _run_ranks(location, layout, micro, start, stop, shuffle=shuffle, num_workers=rng.randrange(4))
     single = order.sample_ids(np.arange(num_steps * GLOBAL_BATCH))
     assert list(history) == list(range(num_steps))
     for step, ids in history.items():
@@ -121,7 +134,7 @@ def test_every_layout_deals_the_same_batches(location: SetLocation, layout: tupl
     order = build_order(location, _settings(True))
     for step in range(3 * order.num_samples // GLOBAL_BATCH):
         plans = [FeedPlan(RankLayout(rank, layout), GLOBAL_BATCH // sum(layout), 1) for rank in range(sum(layout))]
-        ids = np.concatenate([rank_sample_ids(order, plan, step * GLOBAL_BATCH) for plan in plans])
+        ids = np.concatenate([rank_sample_ids(order, plan, step * GLOBAL_BATCH) for plan in plans], axis=None)
         expected = order.sample_ids(np.arange(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
         assert np.array_equal(np.sort(ids), np.sort(expected))
 
@@ -132,7 +145,7 @@ def test_nodes_fetch_only_their_rows_of_a_remote_set(location: SetLocation, tmp_
     shards_of_node = []
     for node in range(2):
         plan = FeedPlan(RankLayout(node, (1, 1)), 8, 1)
-        ids = np.concatenate([rank_sample_ids(order, plan, 16 * step) for step in range(3 * 40)])
+        ids = np.concatenate([rank_sample_ids(order, plan, 16 * step) for step in range(3 * 40)], axis=None)
         shards_of_node.append(set((ids // 10).tolist()))
     assert len(shards_of_node[0] & shards_of_node[1]) <= 3
     assert all(30 <= len(shards) <= 34 for shards in shards_of_node)
@@ -163,7 +176,7 @@ def test_damage_is_one_clear_error(location: SetLocation, tmp_path: Path, num_wo
     contents[-1] ^= 1
     # Before the workers start: each checks a shard's hash once, when it first reads from it.
     shard.write_bytes(contents)
-    feed = build_feed(open_set(str(copied)), _settings(True, num_workers), FeedPlan(RankLayout(0, (1,)), 1, 1))
+    feed = build_feed(open_set(str(copied)), FeedPlan(RankLayout(0, (1,)), 1, 1), num_workers=num_workers)
     with pytest.raises(DataError, match=rf"^Shard {shard} was altered: [^\n]*$"):
         for _ in range(200):
             next(feed)
@@ -172,7 +185,7 @@ def test_damage_is_one_clear_error(location: SetLocation, tmp_path: Path, num_wo
 
 @pytest.fixture
 def feed_with_workers(location: SetLocation) -> Iterator[Feed]:
-    feed = build_feed(location, _settings(True, num_workers=2), FeedPlan(RankLayout(0, (1,)), 2, 1))
+    feed = build_feed(location, FeedPlan(RankLayout(0, (1,)), 2, 1), num_workers=2)
     next(feed)
     yield feed
     feed.close()
@@ -196,7 +209,7 @@ def test_a_worker_killed_halfway_through_a_batch_leaves_nobody_waiting(make_set:
     """The rest of it never comes, and the pipe does not end: another worker has it open, too."""
     location = open_set(str(make_set(300)))
     plan = FeedPlan(RankLayout(0, (1,)), 2048, 1)  # more than a pipe holds
-    feed = build_feed(location, _settings(True, num_workers=2), plan)
+    feed = build_feed(location, plan, num_workers=2)
     first = feed._workers[0]
     assert first.pid is not None
     time.sleep(1.0)  # by now, most likely, the first batch is stuck in the pipe
@@ -209,7 +222,7 @@ def test_a_worker_killed_halfway_through_a_batch_leaves_nobody_waiting(make_set:
 
 def test_workers_outlive_signals_to_the_process_group(location: SetLocation) -> None:
     """From their first moment on: the trainer catches them, goes on to the end of its step and saves."""
-    feed = build_feed(location, _settings(True, num_workers=4), FeedPlan(RankLayout(0, (1,)), 2, 1))
+    feed = build_feed(location, FeedPlan(RankLayout(0, (1,)), 2, 1), num_workers=4)
     for _ in range(2):
         for worker in multiprocessing.active_children():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
@@ -231,12 +244,13 @@ def test_closing_ends_the_workers(feed_with_workers: Feed) -> None:
 
 LEAVE_OPEN = """
 import sys
-from llmscale.data.loader import FeedSettings, build_feed
-from llmscale.data.order.rank_sharding import RankLayout, shard_batch
-from llmscale.data.loader import FeedPlan
+from llmscale.data.loader import Feed, FeedPlan, OrderSettings, build_order
+from llmscale.data.order.rank_sharding import RankLayout
 from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.token_shards import TokenShards
 plan = FeedPlan(RankLayout(0, (1,)), int(sys.argv[3]), 4)
-feed = build_feed(open_set(sys.argv[1]), FeedSettings(seed=1, num_workers=2), plan)
+location = open_set(sys.argv[1])
+feed = Feed(TokenShards(location, "train"), build_order(location, OrderSettings(seed=1)), plan, num_workers=2)
 next(feed)
 print("read", flush=True)
 if sys.argv[2] == "wait":
@@ -282,7 +296,7 @@ def test_two_sets_in_one_process(location: SetLocation, make_set: Callable[..., 
     other = open_set(str(make_set(40, seed=5)), tmp_path / "cache")
     first = open_set(str(location.folder), tmp_path / "cache")
     plan = FeedPlan(RankLayout(0, (1,)), 4, 1)
-    feeds = {each.folder: build_feed(each, _settings(True, num_workers=1), plan) for each in (first, other)}
+    feeds = {each.folder: build_feed(each, plan, num_workers=1) for each in (first, other)}
     direct = {each.folder: TokenShards(each, "train") for each in (first, other)}
     for _ in range(30):
         for folder, feed in feeds.items():
@@ -325,7 +339,7 @@ def make_location(shared_set: Path) -> MakeLocation:
 
 
 def _rows_and_block(location: SetLocation, **settings: object) -> tuple[object, object]:
-    identity = build_order(location, FeedSettings(seed=1, **settings)).identity("")
+    identity = build_order(location, OrderSettings(seed=1, **settings)).identity("")
     assert identity["algorithm"] == "feistel-rounds-2"
     return identity["num_canonical_nodes"], identity["block_size"]
 
@@ -376,24 +390,24 @@ def test_a_run_keeps_the_order_it_began_with(shared_set: Path) -> None:
     sizes = [shard.num_samples for shard in location.manifest.splits["train"].shards]
     positions = np.arange(3 * sum(sizes))
     was = FeistelBlocksOrder(sizes, seed=7, num_canonical_nodes=48, block_size=32768)
-    kept = build_order(location, FeedSettings(seed=7, saved_order=OLD))
+    kept = build_order(location, OrderSettings(seed=7, saved_order=OLD))
     assert np.array_equal(kept.sample_ids(positions), was.sample_ids(positions))
     assert {key: kept.identity("")[key] for key in OLD} == OLD
-    new = build_order(location, FeedSettings(seed=7))
+    new = build_order(location, OrderSettings(seed=7))
     assert not np.array_equal(new.sample_ids(positions), was.sample_ids(positions))
 
 
 def test_an_order_is_kept_when_its_set_moves(make_location: MakeLocation) -> None:
     """A large old set is shuffled as a whole where it is at hand; a run that began so goes on so from a remote copy."""
-    begun = build_order(make_location(3061, 191, is_shuffled=False), FeedSettings(seed=1)).identity("")
+    begun = build_order(make_location(3061, 191, is_shuffled=False), OrderSettings(seed=1)).identity("")
     moved = make_location(3061, 191, is_shuffled=False, remote="s3://b/set")
-    assert build_order(moved, FeedSettings(seed=1, saved_order=begun)).identity("") == begun
+    assert build_order(moved, OrderSettings(seed=1, saved_order=begun)).identity("") == begun
 
 
 def test_an_unknown_algorithm_shows_in_the_identity(shared_set: Path) -> None:
     """So the comparison on resume refuses it by name."""
     saved = {**OLD, "algorithm": "quantum-9"}
-    order = build_order(open_set(str(shared_set)), FeedSettings(seed=7, saved_order=saved))
+    order = build_order(open_set(str(shared_set)), OrderSettings(seed=7, saved_order=saved))
     assert order.identity("")["algorithm"] == "feistel-rounds-2"
 
 
@@ -401,4 +415,4 @@ def test_an_unknown_algorithm_shows_in_the_identity(shared_set: Path) -> None:
 @pytest.mark.parametrize("name", ["num_canonical_nodes", "block_size"])
 def test_a_saved_order_that_is_none_is_refused(shared_set: Path, name: str, value: object) -> None:
     with pytest.raises(DataError, match=f"The saved order of samples has {name}"):
-        build_order(open_set(str(shared_set)), FeedSettings(seed=7, saved_order={**OLD, name: value}))
+        build_order(open_set(str(shared_set)), OrderSettings(seed=7, saved_order={**OLD, name: value}))

@@ -24,21 +24,27 @@ def predict(flags: list[str]) -> Traffic:
     return count_traffic(resolved.shape, layout, resolved.checkpointing)
 
 
+#: Elements that stage 3 looks ahead by with every module -> how near the count is: of the tiny model's 22 modules one
+#: owns a third of the parameters. DeepSpeed's own are 50,000,000.
+BUCKETS = {50_000_000: 0.02, 0: 0.02, 5_000: 0.2}
+
+
 @pytest.mark.parametrize(
-    ("stage", "precision"),
+    ("stage", "precision", "bucket"),
     [
-        (3, "bf16"),
-        *(pytest.param(stage, "bf16", marks=pytest.mark.slow) for stage in (0, 1, 2)),
-        *(pytest.param(stage, "autocast", marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
+        (3, "bf16", 50_000_000),
+        *(pytest.param(3, "bf16", bucket, marks=pytest.mark.slow) for bucket in (0, 5_000)),
+        *(pytest.param(stage, "bf16", 0, marks=pytest.mark.slow) for stage in (0, 1, 2)),
+        *(pytest.param(stage, "autocast", 50_000_000, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
     ],
 )
 def test_bytes_are_those_of_the_throughput_model(
-    ranks: Callable, tiny_set: Path, tmp_path: Path, stage: int, precision: str
+    ranks: Callable, tiny_set: Path, tmp_path: Path, stage: int, precision: str, bucket: int
 ) -> None:
     ds = tmp_path / "ds.json"
-    names = ("stage3_max_reuse_distance", "stage3_param_persistence_threshold")
-    nothing_stays = dict.fromkeys(names, 0) if stage == 3 else {}
-    ds.write_text(json.dumps({"zero_optimization": {"stage": stage, **nothing_stays}}))
+    stage_3 = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
+    keys = {**stage_3, "stage3_prefetch_bucket_size": bucket} if stage == 3 else {}
+    ds.write_text(json.dumps({"zero_optimization": {"stage": stage, **keys}}))
     flags = ("--ds", str(ds), "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every", "0")
     command = build_train_command(tiny_set, tmp_path / "run", *flags)
     expected = predict(command[1:])
@@ -46,9 +52,7 @@ def test_bytes_are_those_of_the_throughput_model(
     output = job.wait()[0]
     assert job.exit_codes == [0, 0], output
     carried = json.loads(next(line for line in output.splitlines() if line.startswith('{"carried"')))["carried"]
-    # In a model as small as this one the prefetch of the forward pass reaches to the end of the backward pass.
-    gathered = expected.gathered_bytes / 2 if stage == 3 else expected.gathered_bytes
-    assert carried.get("all_gather_into_tensor", 0) == pytest.approx(gathered, rel=0.02)
+    assert carried.get("all_gather_into_tensor", 0) == pytest.approx(expected.gathered_bytes, rel=BUCKETS[bucket])
     # An all-reduce is two passes of a ring.
     reduced = 2 * carried.get("all_reduce", 0) + carried.get("reduce_scatter_tensor", 0)
     assert reduced == pytest.approx(expected.reduced_bytes, rel=0.02)

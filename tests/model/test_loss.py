@@ -49,7 +49,7 @@ def whole(
 
 def chunked(dtype: torch.dtype, chunk_tokens: int, *, z_loss: float = 0.0, gradient: float = 1.0) -> Result:
     x, weight, targets = inputs(dtype)
-    loss, z_squared = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(chunk_tokens, z_loss))
+    loss, z_squared, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(chunk_tokens, z_loss))
     (gradient * loss).backward()
     return Result(loss.detach(), x.grad / gradient, weight.grad / gradient, z_squared)
 
@@ -89,7 +89,7 @@ def test_16_bit_is_as_near_as_without_chunks(dtype: torch.dtype, scale: float, c
 def test_under_autocast_products_are_in_16_bit_and_gradients_in_the_type_of_the_weights() -> None:
     x, weight, targets = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
+        loss, _, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
     loss.backward()
     exact = whole(torch.float64, inputs_in=torch.float32)
     assert loss.dtype == x.grad.dtype == weight.grad.dtype == torch.float32
@@ -102,7 +102,7 @@ def test_padding_rows_take_no_part_whatever_is_in_them(chunk_tokens: int) -> Non
     x, weight, targets = inputs(torch.float32)
     with torch.no_grad():
         weight[VOCABULARY:] = 1000.0
-    loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(chunk_tokens))
+    loss, _, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(chunk_tokens))
     loss.backward()
     usual = chunked(torch.float32, chunk_tokens)
     assert torch.equal(loss, usual.loss)
@@ -115,7 +115,7 @@ def test_a_sure_and_right_guess_keeps_its_small_gradient() -> None:
     """In bf16 a probability next to 1 is 1: softmax - 1 must be taken before it is rounded."""
     x = torch.tensor([[1.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
     weight = torch.tensor([[7.0, 0.0], [0.0, 0.0]], dtype=torch.bfloat16, requires_grad=True)
-    loss, _ = chunked_cross_entropy(x, weight, torch.tensor([0]), 2, LossSettings(8))
+    loss, _, _ = chunked_cross_entropy(x, weight, torch.tensor([0]), 2, LossSettings(8))
     loss.backward()
     wanted = -1 / (1 + torch.tensor(7.0).exp())
     assert float(weight.grad[0, 0]) == pytest.approx(float(wanted), rel=2**-7)
@@ -124,14 +124,14 @@ def test_a_sure_and_right_guess_keeps_its_small_gradient() -> None:
 def test_without_gradients_nothing_of_them_is_kept() -> None:
     x, weight, targets = inputs(torch.float32)
     with torch.no_grad():
-        loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
+        loss, _, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
     assert not loss.requires_grad
     assert torch.equal(loss, chunked(torch.float32, 64).loss)
 
 
 def test_a_second_backward_pass_gives_the_same_again() -> None:
     x, weight, targets = inputs(torch.float32)
-    loss, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
+    loss, _, _ = chunked_cross_entropy(x, weight, targets, VOCABULARY, LossSettings(64))
     loss.backward(retain_graph=True)
     first = weight.grad.clone()
     loss.backward()
@@ -146,7 +146,7 @@ def test_in_fp16_many_tokens_with_one_target_do_not_overflow(chunk_tokens: int) 
     F.cross_entropy(F.linear(x, weight), targets).backward()
     expected = weight.grad
     x, weight = x.detach().half().requires_grad_(), weight.detach().half().requires_grad_()
-    loss, _ = chunked_cross_entropy(x, weight, targets, 16, LossSettings(chunk_tokens))
+    loss, _, _ = chunked_cross_entropy(x, weight, targets, 16, LossSettings(chunk_tokens))
     (64 * loss).backward()
     assert expected is not None and weight.grad is not None
     torch.testing.assert_close(weight.grad.float() / 64, expected, rtol=2e-3, atol=1e-6)

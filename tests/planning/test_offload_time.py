@@ -9,7 +9,7 @@ from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.communication_time import count_traffic
 from llmscale.planning.offload_time import HostRates, estimate_offload_s
 
-SHAPE = GPTShape(24, 16, 2048, 50304, 2048)
+SHAPE = GPTShape(24, 16, 2048, 50304, 2048, tied=False)
 GPU = get_gpu("a100-80gb")
 NUM = SHAPE.num_parameters
 
@@ -32,7 +32,12 @@ def test_adam_on_the_host_is_bound_by_the_nodes_memory(layout_of) -> None:
 
 
 def test_eight_gpus_copy_no_faster_than_their_hosts_memory(layout_of) -> None:
-    zero = {"stage": 3, "stage3_max_reuse_distance": 0, "offload_param": {"device": "cpu"}}
+    zero = {
+        "stage": 3,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "offload_param": {"device": "cpu"},
+    }
     assert seconds(layout_of, zero, HostRates(80e9)) == pytest.approx(2 * 2 * NUM / 8 * 2 / (80e9 / 8))
 
 
@@ -50,7 +55,12 @@ def test_nvme_reads_and_writes_the_states(layout_of) -> None:
 
 
 def test_parameters_on_the_host_cross_as_often_as_they_are_gathered(layout_of) -> None:
-    zero = {"stage": 3, "stage3_max_reuse_distance": 0, "offload_param": {"device": "cpu"}}
+    zero = {
+        "stage": 3,
+        "stage3_max_reuse_distance": 0,
+        "stage3_prefetch_bucket_size": 0,
+        "offload_param": {"device": "cpu"},
+    }
     # Twice in each of two micro-steps, a rank's share of 16-bit parameters.
     time = seconds(layout_of, zero, HostRates(1e30))
     assert time == pytest.approx(2 * 2 * NUM / 8 * 2 / GPU.host_link_bytes_per_s)

@@ -106,8 +106,10 @@ def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
         known = f"checked against {format_size(host)} (--host-memory-gib)" if host else "not checked: --host-memory-gib"
         yield f"host is for what is offloaded, beyond the processes themselves; {known}."
     if any(row.throughput for row in rows):
+        estimates = [row.throughput for row in rows if row.throughput]
         yield "tok/s (all GPUs together) and MFU are estimated."
-        yield from _calibration_lines([row.throughput for row in rows if row.throughput])
+        yield _compiled_line(estimates)
+        yield from _calibration_lines(estimates)
 
 
 def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
@@ -120,19 +122,31 @@ def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
         )
 
 
+def _compiled_line(found: Sequence[Throughput]) -> str:
+    """What train's --compile is estimated to bring."""
+    gains = sorted(f"{row.compiled_tokens_per_second / row.tokens_per_second:.2f}" for row in found)
+    gain = gains[0] if gains[0] == gains[-1] else f"{gains[0]} to {gains[-1]}"
+    return (
+        f"tok/s is that of eager blocks; compiled ones (train's --compile) are estimated at {gain} times as much, by "
+        "what torchtitan published."
+    )
+
+
 def _calibration_lines(found: Sequence[Throughput]) -> Iterator[str]:
-    """What the estimates rest on: once for all that are alike but for the ways in which they lie beyond the rows."""
-    by_way: dict[str, dict[str, None]] = {}
-    for throughput in found:
-        if not throughput.calibration.startswith("extrapolated"):
-            by_way.setdefault(throughput.calibration, {})
-            continue
-        before, _, after = throughput.calibration.partition(": ")
-        error = after.rpartition("; ")[2]
-        by_way.setdefault(f"{before}|{error}", {}).update(dict.fromkeys(throughput.beyond))
-    for way, beyond in by_way.items():
-        text, _, error = way.partition("|")
-        yield f"  ~ {text}: {', '.join(sorted(beyond))}; {error}." if beyond else f"  {text}."
+    """What the estimates rest on, and how far off it is known to be: once for all that are alike but for the ways in
+    which they lie beyond the rows."""
+    by_basis: dict[str, dict[str, dict[str, None]]] = {}
+    for row in found:
+        errors = by_basis.setdefault(row.rests_on, {})
+        errors.setdefault(row.error, {}).update(dict.fromkeys(row.beyond))
+    for rests_on, errors in by_basis.items():
+        mark = "  ~" if any(errors.values()) else " "
+        parts = [f"{', '.join(sorted(beyond))}; {error}" if beyond else error for error, beyond in errors.items()]
+        if len(parts) == 1:
+            yield f"{mark} {rests_on}{':' if any(errors.values()) else ';'} {parts[0]}."
+        else:
+            yield f"{mark} {rests_on}:"
+            yield from (f"      {part}." for part in parts)
 
 
 def moment_lines(moments: Mapping[str, Breakdown], peak: str) -> Iterator[str]:

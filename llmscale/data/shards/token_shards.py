@@ -1,4 +1,9 @@
-"""Samples by id: Streaming's shard readers, without its dataset classes.
+"""Samples by id, straight from the shard files: one positioned read into place for each window.
+
+Streaming's own reader opens the file for every sample and decodes it in Python. Windows of one size need neither: they
+lie one after the other at a shard's end, as `check_offsets` has seen. Shards are read and not mapped: a file that is
+cut short or a disk that fails is then an error that names the shard, where a mapping ends the process by SIGBUS; and
+resident memory stays what it is however large the set.
 
 Nothing here is shared between processes: no shared memory, no barrier, no worker thread, no state of an
 epoch. Two sets in a process, two runs on a host and a tiny /dev/shm are therefore no special cases, and a
@@ -9,33 +14,38 @@ the page cache).
 
 from __future__ import annotations
 
+import errno
 import os
+from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.shards.dataset_source import SetLocation
 from llmscale.data.shards.manifest import ShardInfo, get_split
-from llmscale.data.shards.shard_cache import FileInfo, ShardFetcher
+from llmscale.data.shards.shard_cache import ShardFetcher, ShardFile
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import check_files, check_hash, check_offsets, check_size, load_index
 from llmscale.errors import DataError
+from llmscale.untrusted.paths import open_regular
 
 #: A shard can be evicted by another process between its fetch and its use; it does not happen this often in a
 #: row.
 _ATTEMPTS = 3
+#: Files that a process keeps open for reading; of a set of more shards some are opened again.
+_MOST_OPEN, _MOST_OPEN_OF_A_LIMITED_CACHE = 128, 2
 
 
-class ShardReader(Protocol):
-    """What is used of Streaming's MDSReader."""
+class WindowReader(Protocol):
+    """Windows by sample id, of one set or of several."""
 
-    raw_data: FileInfo
-    zip_data: FileInfo | None
+    def __len__(self) -> int: ...
 
-    def get_item(self, idx: int) -> dict[str, NDArray[np.unsignedinteger]]: ...
+    def read(self, sample_ids: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """Windows of samples [b], uint16 or uint32 [b, T + 1]. Raises DataError."""
 
 
 class TokenShards:
@@ -53,10 +63,13 @@ class TokenShards:
         self.samples_per_shard = np.array([shard.num_samples for shard in self._shards], np.int64)
         self._ends = np.cumsum(self.samples_per_shard)
         entries = load_index(location.folder, split, location.manifest)
-        from_json = streaming_module("format").reader_from_json
-        self._readers: list[ShardReader] = [from_json(str(location.folder), split, entry) for entry in entries]
-        is_fetched = location.remote is not None or bool(location.manifest.compression)
-        self._fetcher = ShardFetcher(location, split, cache_limit_bytes) if is_fetched else None
+        self._fetcher: ShardFetcher | None = None
+        if location.remote is not None or location.manifest.compression:
+            from_json = streaming_module("format").reader_from_json
+            self._sources: list[ShardFile] = [from_json(str(location.folder), split, entry) for entry in entries]
+            self._fetcher = ShardFetcher(location, split, cache_limit_bytes)
+        # What is open takes its place on the disk, even when the cache has dropped it.
+        self._files = _OpenFiles(_MOST_OPEN if cache_limit_bytes is None else _MOST_OPEN_OF_A_LIMITED_CACHE)
         if location.remote is None:
             check_files(location.folder, split, location.manifest)
         self._verified: set[int] = set()
@@ -70,9 +83,11 @@ class TokenShards:
             raise DataError(f"Sample ids must be in 0..{len(self) - 1}, not {sample_ids.min()}..{sample_ids.max()}.")
         windows = np.empty((len(sample_ids), self.manifest.seq_len + 1), self.manifest.dtype)
         shard_ids = np.searchsorted(self._ends, sample_ids, side="right")
-        for row, (sample_id, shard_id) in enumerate(zip(sample_ids.tolist(), shard_ids.tolist(), strict=True)):
-            begin = int(self._ends[shard_id] - self.samples_per_shard[shard_id])
-            windows[row] = self._read_window(shard_id, sample_id - begin)
+        for shard_id in np.unique(shard_ids).tolist():
+            rows = np.flatnonzero(shard_ids == shard_id)
+            # Counted from the shard's end, where the windows are.
+            behind = self._ends[shard_id] - sample_ids[rows]
+            self._read_windows(shard_id, behind.tolist(), [windows[row] for row in rows.tolist()])
         if windows.size and windows.max() >= self.manifest.vocab_size:
             raise DataError(
                 f"{self.location.name} holds token id {windows.max()}, beyond its vocabulary of "
@@ -80,37 +95,45 @@ class TokenShards:
             )
         return windows
 
-    def _read_window(self, shard_id: int, index: int) -> NDArray[np.unsignedinteger]:
-        shard, reader = self._shards[shard_id], self._readers[shard_id]
+    def _read_windows(self, shard_id: int, behind: list[int], windows: list[NDArray[np.unsignedinteger]]) -> None:
+        """Fill `windows` with those that begin so many windows before the shard's end."""
+        shard, path, num_bytes = self._shards[shard_id], self._path(self._shards[shard_id]), self.manifest.window_bytes
         for _ in range(_ATTEMPTS):
             if shard_id not in self._verified:
-                self._verify(shard, reader)
+                self._files.close(path)
+                self._verify(shard_id)
                 self._verified.add(shard_id)
             try:
-                return reader.get_item(index)["tokens"]
+                file = self._files.open(path)
+                for back, window in zip(behind, windows, strict=True):
+                    if os.preadv(file, [window.data], shard.bytes - back * num_bytes) != num_bytes:
+                        raise OSError(errno.EIO, "it ends before its last window")
+                return
             except FileNotFoundError:
                 self._verified.discard(shard_id)
-            except (OSError, ValueError, IndexError, KeyError) as error:
+            except OSError as error:
                 self._check(shard)
-                raise DataError(f"Shard {self._folder / shard.name} cannot be read: {error}.") from error
+                raise DataError(f"Shard {path} cannot be read: {error.strerror}.") from error
         raise DataError(
             f"Shard {self._folder / shard.name} was removed from the cache {_ATTEMPTS} times while it was needed: "
             "--cache-limit-gib is too small for the runs that share the cache."
         )
 
-    def _verify(self, shard: ShardInfo, reader: ShardReader) -> None:
+    def _verify(self, shard_id: int) -> None:
         """Fetch the shard if need be and check all of it; what a crash left there is fetched again."""
+        shard = self._shards[shard_id]
         if self._fetcher is None:
             self._check(shard)
             return
-        self._fetcher.fetch(shard, reader)
+        source = self._sources[shard_id]
+        self._fetcher.fetch(shard, source)
         with suppress(OSError):
             os.utime(self._path(shard))  # the cache drops what was opened longest ago
         try:
             self._check(shard)
         except DataError:
-            self._fetcher.discard(shard, reader)
-            self._fetcher.fetch(shard, reader)
+            self._fetcher.discard(shard, source)
+            self._fetcher.fetch(shard, source)
             self._check(shard)
 
     def _check(self, shard: ShardInfo) -> None:
@@ -120,3 +143,28 @@ class TokenShards:
 
     def _path(self, shard: ShardInfo) -> Path:
         return self._folder / shard.name
+
+
+class _OpenFiles:
+    """Those that were used last."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
+
+    def open(self, path: Path) -> int:
+        """A descriptor for positioned reads. Raises OSError."""
+        file = self._files.get(path)
+        if file is None:
+            file = self._files[path] = open_regular(path, follow_links=False)
+            if len(self._files) > self._limit:
+                self._files.popitem(last=False)[1].close()
+        else:
+            self._files.move_to_end(path)
+        return file.fileno()
+
+    def close(self, path: Path) -> None:
+        """Forget a file: another one may have taken its place."""
+        file = self._files.pop(path, None)
+        if file is not None:
+            file.close()

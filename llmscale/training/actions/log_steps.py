@@ -12,6 +12,7 @@ from llmscale.engine.loss_scaling import loss_scale
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 from llmscale.training.metrics import StepMetrics
+from llmscale.training.source_losses import SourceLosses
 from llmscale.training.throughput import StepTimes
 
 
@@ -20,6 +21,7 @@ class LogSteps(StepAction):
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
+        self._sources = SourceLosses(live) if live.stream.mix else None
 
     def begin(self, step: int) -> None:
         if self._live.log:
@@ -37,10 +39,11 @@ class LogSteps(StepAction):
         dist.all_reduce(losses)
         (value, *rest), norm = losses.reshape(-1).tolist(), gradient_norm(live.engine)
         z_loss = live.run.resolved.loss.z_loss * rest[0] if rest else None
+        of_sources = self._sources.read(done) if self._sources else None
         interval = live.meter.read()
         if live.log is None:
             return
-        live.log.log_step(self._metrics(done.step, value, z_loss, norm, interval))
+        live.log.log_step(self._metrics(done.step, value, z_loss, of_sources, norm, interval))
         if gone := live.claim.find_loss():
             live.report(f"WARNING: {gone}")
 
@@ -49,7 +52,13 @@ class LogSteps(StepAction):
             self._live.log.close()
 
     def _metrics(
-        self, step: int, loss: float, z_loss: float | None, norm: float | None, interval: StepTimes
+        self,
+        step: int,
+        loss: float,
+        z_loss: float | None,
+        of_sources: dict[str, float] | None,
+        norm: float | None,
+        interval: StepTimes,
     ) -> StepMetrics:
         live, resolved = self._live, self._live.run.resolved
         rate = resolved.plan.tokens_per_step / interval.step_s
@@ -60,6 +69,7 @@ class LogSteps(StepAction):
             tokens_seen=live.tokens_seen(step),
             loss=loss,
             z_loss=z_loss,
+            loss_by_set=of_sources,
             lr=resolved.schedule.learning_rate(step - 1),
             grad_norm=norm,
             loss_scale=loss_scale(live.engine),

@@ -21,7 +21,7 @@ class SampleText(StepAction):
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
-        location = live.run.location
+        location = live.run.sets.first
         self._tokenizer = together(live.world.control, lambda: load_set_tokenizer(location.folder, location.manifest))
 
     def due(self, step: int) -> bool:

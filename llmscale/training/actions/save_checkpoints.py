@@ -16,7 +16,6 @@ from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.actions.nonfinite_guard import check_weights
 from llmscale.training.changes import hyperparameters
 from llmscale.training.live_run import LiveRun
-from llmscale.training.run_data import run_identity
 from llmscale.training.run_inputs import as_plain
 
 
@@ -36,7 +35,7 @@ class SaveCheckpoints(StepAction):
             history=live.history,
             check_run_folder=live.claim.check,
         )
-        self._identity = run_identity(live.run, live.state.saved_order if live.state else None)
+        self._identity = live.run.identity(live.stream.identity)
         self._hyperparameters = hyperparameters(live.run)
         self._saved_step: int | None = live.first_step or None
         self._last_save_s = time.monotonic()

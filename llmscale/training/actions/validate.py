@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import ValidationBatch, validation_batches
 from llmscale.engine.collectives import together
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
+from llmscale.training.run_data import ValidationSplit
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Validate(StepAction):
     """Every --val-every steps and after the last one."""
 
-    def __init__(self, live: LiveRun, shards: TokenShards) -> None:
-        self._live, self._shards = live, shards
+    def __init__(self, live: LiveRun, splits: Sequence[ValidationSplit]) -> None:
+        self._live, self._splits = live, splits
 
     def due(self, step: int) -> bool:
         run = self._live.run
@@ -32,15 +32,19 @@ class Validate(StepAction):
         live = self._live
         with live.meter.pause():
             # Read everything first: a rank that cannot read must not leave the others waiting in a forward pass.
-            batches = together(live.world.control, self._read)
-            loss, num_samples = validation_loss(live.engine, batches, live.world.device)
+            batches = together(live.world.control, lambda: [self._read(split) for split in self._splits])
+            losses = [validation_loss(live.engine, of_split, live.world.device) for of_split in batches]
+        total = sum(num_samples for _, num_samples in losses)
+        mean = sum(loss * num_samples for loss, num_samples in losses) / total
         if live.log:
-            live.log.log_validation(done.step, loss, num_samples)
+            names = [split.name for split in self._splits]
+            by_set = {name: loss for name, (loss, _) in zip(names, losses, strict=True) if name}
+            live.log.log_validation(done.step, mean, total, by_set)
 
-    def _read(self) -> list[ValidationBatch]:
-        run, layout = self._live.run, self._live.feed.plan.layout
-        micro_batch_size = run.resolved.plan.micro_batch_size
-        return list(validation_batches(self._shards, layout, micro_batch_size, run.config.val_samples))
+    def _read(self, split: ValidationSplit) -> list[ValidationBatch]:
+        live = self._live
+        micro_batch_size = live.run.resolved.plan.micro_batch_size
+        return list(validation_batches(split.shards, live.feed.plan.layout, micro_batch_size, split.num_samples))
 
 
 def validation_loss(

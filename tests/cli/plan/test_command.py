@@ -117,7 +117,7 @@ def test_the_commands_that_come_next_are_right(
 
 def test_a_card_that_was_not_calibrated_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     run = plan_json(capsys, "--model gpt2-124m --gpu l4 --num-gpus 1")["run"]
-    assert run["calibration"] == "not calibrated: assumes A100's efficiency"
+    assert run["calibration"].startswith("not calibrated, with the A100's efficiency: ")
 
 
 def test_a_card_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,118 @@
+"""What `--data` names: one prepared set, or the sets of a mix."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmscale.data.mix.recipe import MixRecipe, is_mix, read_recipe
+from llmscale.data.shards.dataset_source import SetLocation, open_set
+from llmscale.data.shards.manifest import Manifest, get_split
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.errors import DataError
+
+#: What the sets of a mix must have in common: a sample of each must mean the same to a model.
+_ALIKE = {
+    "tokenizer_sha256": "another tokenizer",
+    "vocab_size": "another vocabulary",
+    "eot_token": "another end of documents",
+    "seq_len": "windows of another length",
+}
+
+
+@dataclass(frozen=True)
+class TrainingSets:
+    """Sets that can be opened and that belong together."""
+
+    name: str
+    """As the user wrote it, for messages."""
+    locations: tuple[SetLocation, ...]
+    recipe: MixRecipe | None = None
+    """None for a single set."""
+
+    @property
+    def first(self) -> SetLocation:
+        """The set whose tokenizer is everyone's."""
+        return self.locations[0]
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the first set: what all have in common may be read there."""
+        return self.first.manifest
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the sets; of a single one, what the user wrote."""
+        return self.recipe.names if self.recipe else (self.name,)
+
+    @property
+    def num_train_samples(self) -> int:
+        """Samples of all training splits."""
+        return sum(location.manifest.splits["train"].num_samples for location in self.locations)
+
+    @property
+    def fingerprint(self) -> str:
+        """What decides which windows sample ids mean. Weights are not in it: they may change in the course of a run."""
+        if self.recipe is None:
+            return self.manifest.fingerprint
+        parts = (f"{name} {at.manifest.fingerprint}\n" for name, at in zip(self.names, self.locations, strict=True))
+        return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+    def with_split(self, split: str) -> tuple[SetLocation, ...]:
+        """Those sets that have one."""
+        return tuple(at for at in self.locations if split in at.manifest.splits)
+
+
+def open_training_sets(data: str, cache: Path | None = None) -> TrainingSets:
+    """Find what `--data` names. Raises ConfigError for a YAML that cannot be, DataError for sets that are not there or
+    do not belong together."""
+    if not is_mix(data):
+        return TrainingSets(data, (_open(data, data, cache),))
+    recipe = read_recipe(Path(data))
+    located = tuple(
+        _open(folder, f"{data}: {name}", cache) for name, folder in zip(recipe.names, recipe.data, strict=True)
+    )
+    for name, location in zip(recipe.names[1:], located[1:], strict=True):
+        for key, words in _ALIKE.items():
+            mine, first = getattr(location.manifest, key), getattr(located[0].manifest, key)
+            if mine != first:
+                raise DataError(
+                    f"{data}: the set {name} has {words} than {recipe.names[0]}: {key} {mine} and {first}. Prepare "
+                    "both with the same --tokenizer and --seq-len."
+                )
+    return TrainingSets(data, located, recipe)
+
+
+def _open(data: str, where: str, cache: Path | None) -> SetLocation:
+    location = open_set(data, cache)
+    if "train" not in location.manifest.splits or not location.manifest.splits["train"].num_samples:
+        raise DataError(f"{where} has no training samples. Prepare more text, or a smaller --val-fraction.")
+    return location
+
+
+class MixedShards:
+    """The windows of one split of several sets, by ids that count through all of them."""
+
+    def __init__(self, locations: tuple[SetLocation, ...], split: str, cache_limit_bytes: int | None = None) -> None:
+        """Raises DataError, as TokenShards."""
+        for location in locations:
+            get_split(location.manifest, split, location.name)
+        self._parts = [TokenShards(location, split, cache_limit_bytes=cache_limit_bytes) for location in locations]
+        self._dtype = np.result_type(*(part.manifest.dtype for part in self._parts))
+        self._ends = np.cumsum([len(part) for part in self._parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(self, sample_ids: NDArray[np.int64]) -> NDArray[np.unsignedinteger]:
+        """Windows of samples [b], [b, T + 1], as TokenShards.read. Raises DataError."""
+        windows = np.empty((len(sample_ids), self._parts[0].manifest.seq_len + 1), self._dtype)
+        owners = np.searchsorted(self._ends, sample_ids, side="right")
+        for owner in np.unique(owners):
+            part, chosen = self._parts[owner], np.flatnonzero(owners == owner)
+            windows[chosen] = part.read(sample_ids[chosen] - (self._ends[owner] - len(part)))
+        return windows

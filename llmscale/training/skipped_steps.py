@@ -1,0 +1,90 @@
+"""`--skip-steps A:B`: the batches of steps A up to, not including, B are left out of the stream, for good."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from llmscale.checkpoint.run_state import RunState
+from llmscale.data.order.stream_order import Ranges, join_ranges, stream_positions
+from llmscale.errors import CheckpointError, ConfigError
+
+_STEPS = re.compile(r"([0-9]{1,12}):([0-9]{1,12})")
+#: The key of a run's identity under which a checkpoint keeps what its run leaves out.
+SKIPPED_KEY = "skipped"
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A range that a run leaves out."""
+
+    steps: str
+    """As it was asked for, A:B: the same flag on a later start means this range and no further one."""
+    begin: int
+    """Stream position of the first sample that is left out."""
+    end: int
+    """Behind the last one."""
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """(A, B). Raises ConfigError."""
+    matched = _STEPS.fullmatch(text.strip())
+    first, behind = (int(matched[1]), int(matched[2])) if matched else (0, 0)
+    if not 1 <= first < behind:
+        raise ConfigError(
+            f"--skip-steps {text[:80]!r} is no range of steps. Give A:B with 1 <= A < B: the batches of steps A to B-1 "
+            "as they are printed, are left out, such as 1000:1010."
+        )
+    return first, behind
+
+
+def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size: int) -> tuple[Skip, ...]:
+    """What the run has left out so far, and what it is to leave out of the steps to come. Raises ConfigError for steps
+    that are done, CheckpointError for a checkpoint that holds no such ranges."""
+    skips = list(saved_skips(state.identity)) if state else []
+    step, seen = (state.step, state.samples_seen) if state else (0, 0)
+    known = {skip.steps for skip in skips}
+    for text in wanted:
+        first, behind = parse_steps(text)
+        name = f"{first}:{behind}"
+        if name in known:
+            continue
+        if first <= step:
+            raise ConfigError(
+                f"--skip-steps {name}: step {first} is done, the checkpoint is at step {step}. Name steps from "
+                f"{step + 1} on, or go back to a checkpoint before step {first} with --resume."
+            )
+        ahead = np.array([seen + (first - 1 - step) * global_batch_size])
+        begin = int(stream_positions(ahead, ranges(skips))[0])
+        # The stream's own batches behind that place: steps' numbers count from here, whatever else is left out later.
+        skips.append(Skip(name, begin, begin + (behind - first) * global_batch_size))
+        known.add(name)
+    return tuple(skips)
+
+
+def ranges(skips: Sequence[Skip]) -> Ranges:
+    """Of stream positions, ascending and apart."""
+    return join_ranges((skip.begin, skip.end) for skip in skips)
+
+
+def saved_skips(identity: Mapping[str, object]) -> tuple[Skip, ...]:
+    """What a checkpoint's run left out. Raises CheckpointError."""
+    listed = identity.get(SKIPPED_KEY, [])
+    try:
+        skips = tuple(Skip(**entry) for entry in listed)  # type: ignore[attr-defined]
+        if all(
+            isinstance(skip.steps, str) and type(skip.begin) is type(skip.end) is int and 0 <= skip.begin < skip.end
+            for skip in skips
+        ):
+            return skips
+    except TypeError:
+        pass
+    raise CheckpointError(f"the checkpoint's state is damaged: {SKIPPED_KEY} is {str(listed)[:80]!r}.")
+
+
+def as_plain_skips(skips: Sequence[Skip]) -> list[dict[str, object]]:
+    """The inverse of `saved_skips`."""
+    return [asdict(skip) for skip in skips]

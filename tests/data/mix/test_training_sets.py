@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmscale.data.mix.training_sets import MixedShards, open_training_sets
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def mix(make_set: Callable[..., Path], tmp_path: Path) -> Path:
+    path = tmp_path / "mix.yaml"
+    folders = {"small": make_set(8), "large": make_set(24)}
+    listed = "".join(f"  {name}: {folder}\n" for name, folder in folders.items())
+    path.write_text(f"sets:\n{listed}weights: {{small: 3, large: 1}}\n")
+    return path
+
+
+def test_samples_count_through_all_sets(mix: Path) -> None:
+    sets = open_training_sets(str(mix))
+    shards = [TokenShards(location, "train") for location in sets.locations]
+    both = MixedShards(sets.locations, "train")
+    assert len(both) == sets.num_train_samples == len(shards[0]) + len(shards[1])
+    ids = np.array([len(both) - 1, 0, len(shards[0]), len(shards[0]) - 1])
+    expected = [shards[1].read(np.array([len(shards[1]) - 1]))[0], shards[0].read(np.array([0]))[0],
+                shards[1].read(np.array([0]))[0], shards[0].read(np.array([len(shards[0]) - 1]))[0]]  # fmt: skip
+    assert np.array_equal(both.read(ids), np.stack(expected))
+    assert both.read(np.empty(0, np.int64)).shape == (0, sets.manifest.seq_len + 1)
+
+
+def test_weights_are_no_part_of_what_samples_mean(mix: Path) -> None:
+    before = open_training_sets(str(mix)).fingerprint
+    mix.write_text(mix.read_text().replace("small: 3", "small: 1"))
+    assert open_training_sets(str(mix)).fingerprint == before
+    lines = mix.read_text().splitlines()
+    mix.write_text("\n".join([lines[0], lines[2], lines[1], lines[3]]))
+    assert open_training_sets(str(mix)).fingerprint != before, "sample ids count in the order of the sets"
+
+
+def test_a_single_set_is_as_without_a_mix(make_set: Callable[..., Path]) -> None:
+    sets = open_training_sets(str(make_set(8)))
+    assert sets.fingerprint == sets.manifest.fingerprint
+    assert sets.recipe is None
+
+
+def test_a_set_that_is_not_there_is_named(mix: Path, tmp_path: Path) -> None:
+    text = mix.read_text()
+    mix.write_text(text.replace(text.split("small: ")[1].split("\n")[0], str(tmp_path / "gone"), 1))
+    with pytest.raises((DataError, ConfigError), match="gone"):
+        open_training_sets(str(mix))

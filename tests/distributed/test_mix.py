@@ -1,0 +1,111 @@
+"""A mix on real ranks: the same samples whatever the ranks and restarts, and each set's loss."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.sample_log import load_recorded
+from llmscale.training.step_samples import find_step_samples
+from tests.conftest import REPOSITORY
+
+STEPS, BATCH = 8, 8
+
+
+@pytest.fixture
+def mix(tiny_set: Path, tmp_path: Path) -> Path:
+    """The tiny set, and one of other letters; the proportions change after step 4."""
+    text = tmp_path / "digits.jsonl"
+    text.write_text("\n".join(json.dumps({"text": f"{number} " * 60}) for number in range(120)))
+    command = ["-m", "llmscale", "data", "prepare", "--input", str(text), "--out", str(tmp_path / "digits")]
+    subprocess.run(
+        [
+            sys.executable,
+            *command,
+            "--tokenizer",
+            "bytes",
+            "--seq-len",
+            "32",
+            "--val-fraction",
+            "0.1",
+            "--workers",
+            "1",
+        ],
+        check=True,
+        cwd=REPOSITORY,
+        capture_output=True,
+    )
+    path = tmp_path / "mix.yaml"
+    path.write_text(
+        f"sets: {{words: {tiny_set}, digits: digits}}\n"
+        "stages: [{until: 0.5, weights: {words: 3, digits: 1}}, {weights: {words: 1, digits: 3}}]\n"
+    )
+    return path
+
+
+@pytest.fixture
+def train(ranks: Callable, train_command: Callable, mix: Path) -> Callable[..., str]:
+    def run(folder: Path, world_size: int, *flags: str, expect: int = 0) -> str:
+        command = train_command("--data", str(mix), "--run", str(folder), "--steps", str(STEPS), "--precision", "fp32")
+        job = ranks([*command, "--record-samples", "--save-every", "3", "--val-every", "8", *flags], world_size)
+        output = job.wait()[0]
+        assert job.exit_codes == [expect] * world_size, output
+        return output
+
+    return run
+
+
+def records(run: Path, kind: str) -> dict[int, dict]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record for record in map(json.loads, lines) if record["kind"] == kind}
+
+
+def offsets(sets: TrainingSets) -> dict[str, int]:
+    """What is added to a set's own ids where all sets count together."""
+    sizes = [location.manifest.splits["train"].num_samples for location in sets.locations]
+    return dict(zip(sets.names, (0, *accumulate(sizes)), strict=False))
+
+
+def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(train: Callable, tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    train(one, 1)
+    train(two, 2, "--steps", str(STEPS), "--keep-last", "9")
+    # Back to step 3, in the first stage, and on through the change with another world size and stage of ZeRO.
+    again = train(two, 1, "--resume", str(two / "checkpoints" / "step-00000003"), "--ds", "ds_configs/zero3.json")
+    assert "continuing from" in again
+    expected, got = load_recorded(one), load_recorded(two)
+    assert list(expected) == list(got) == list(range(STEPS))
+    assert all(np.array_equal(expected[step], got[step]) for step in expected)
+    for step, record in records(one, "train").items():
+        other = records(two, "train")[step]
+        assert record["loss"] == pytest.approx(other["loss"], abs=1e-4)
+        assert record["loss_by_set"] == pytest.approx(other["loss_by_set"], abs=1e-4)
+        share = 0.75 if step <= 4 else 0.25
+        by_set = record["loss_by_set"]
+        assert share * by_set["words"] + (1 - share) * by_set["digits"] == pytest.approx(record["loss"], abs=1e-5)
+    for step in (1, 5, STEPS):
+        found = find_step_samples(two, step)
+        ids = sorted(sample.sample_id + offsets(found.sets)[sample.set_name] for sample in found.samples)
+        assert ids == expected[step - 1].tolist()
+    losses = [records(run, "validation")[STEPS] for run in (one, two)]
+    assert losses[0]["loss_by_set"] == pytest.approx(losses[1]["loss_by_set"], abs=1e-4)
+    assert set(losses[0]["loss_by_set"]) == {"words", "digits"}
+
+
+def test_steps_that_are_left_out_stay_left_out(train: Callable, tiny_set: Path, tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    train(whole, 1, "--data", str(tiny_set))
+    train(cut, 2, "--data", str(tiny_set), "--steps", "4", "--skip-steps", "3:5")
+    output = train(cut, 1, "--data", str(tiny_set), "--steps", "6")
+    assert "left out: steps 3:5" in output, "the run keeps it"
+    seen, kept = load_recorded(whole), load_recorded(cut)
+    assert sorted(sample.sample_id for sample in find_step_samples(cut, 3).samples) == kept[2].tolist()
+    assert [kept[step].tolist() for step in range(6)] == [seen[step].tolist() for step in (0, 1, 4, 5, 6, 7)]
