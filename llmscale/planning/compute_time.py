@@ -18,6 +18,8 @@ other save no time: with a mask, PyTorch's memory-efficient kernel computes ever
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU
@@ -36,6 +38,33 @@ def peak_flops(gpu: GPU, precision: Precision) -> float | None:
     return gpu.fp32_flops if precision == "fp32" else gpu.dense_16bit_flops
 
 
+@dataclass(frozen=True)
+class TokenWork:
+    """Of one token's forward and backward pass, recomputation included."""
+
+    matmul_flops: float
+    attention_flops: float
+    moved_bytes: float
+
+
+def token_work(
+    shape: GPTShape, tokens: int, precision: Precision, checkpointing: CheckpointingMode, kernels: Kernels
+) -> TokenWork:
+    """The three kinds of work that the model above times, in a micro-batch of `tokens`."""
+    model = shape.architecture
+    # `selective` keeps the results of matrix products and of attention and recomputes what lies between.
+    again = _RECOMPUTED if checkpointing == "full" else 1.0
+    again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
+    of_blocks, of_head = model.blocks_work, model.head.work
+    moved_bytes = kernels.element_bytes * of_blocks.elementwise * again_between
+    moved_bytes += kernels.logit_bytes(shape.n_embd, tokens) * of_head.elementwise
+    return TokenWork(
+        matmul_flops=_PASSES * of_blocks.matmul_flops * again + _PASSES * of_head.matmul_flops,
+        attention_flops=_PASSES * of_blocks.attention_flops * shape.seq_len * again,
+        moved_bytes=moved_bytes * (2 if precision == "fp32" else 1),
+    )
+
+
 def estimate_compute_s(
     shape: GPTShape,
     micro_batch_size: int,
@@ -51,22 +80,11 @@ def estimate_compute_s(
     peak = peak_flops(gpu, precision)
     if peak is None:
         return None
-    efficiency = kernel_efficiency(gpu)
-    model = shape.architecture
-    tokens = micro_batch_size * shape.seq_len
-    # `selective` keeps the results of matrix products and of attention and recomputes what lies between.
-    again = _RECOMPUTED if checkpointing == "full" else 1.0
-    again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
-    of_blocks, of_head = model.blocks_work, model.head.work
-    matmul_flops = _PASSES * of_blocks.matmul_flops * again + _PASSES * of_head.matmul_flops
-    attention_flops = _PASSES * of_blocks.attention_flops * shape.seq_len * again
-    moved_bytes = kernels.element_bytes * of_blocks.elementwise * again_between
-    moved_bytes += kernels.logit_bytes(shape.n_embd, tokens) * of_head.elementwise
-    if precision == "fp32":
-        moved_bytes *= 2
+    efficiency, tokens = kernel_efficiency(gpu), micro_batch_size * shape.seq_len
+    work = token_work(shape, tokens, precision, checkpointing, kernels)
     per_token_s = (
-        matmul_flops / (peak * efficiency.matmul)
-        + attention_flops / (peak * efficiency.attention(kernels, shape, precision, gpu))
-        + moved_bytes / memory_bytes_per_s(gpu)
+        work.matmul_flops / (peak * efficiency.matmul)
+        + work.attention_flops / (peak * efficiency.attention(kernels, shape, precision, gpu))
+        + work.moved_bytes / memory_bytes_per_s(gpu)
     )
     return per_token_s * tokens

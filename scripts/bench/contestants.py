@@ -37,16 +37,18 @@ class Pace:
         self._orders, self._warmup, self._block = orders, warmup_steps, block_steps
         self._steps, self._began_s, self._began_cpu_s = 0, time.perf_counter(), time.process_time()
 
-    def step_done(self) -> None:
+    def step_done(self) -> str | None:
+        """The order that begins the next block; None within a block."""
         self._steps += 1
         done = self._steps - self._warmup
         if done < 0 or done % self._block:
-            return
+            return None
         _synchronize()
         seconds, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._began_cpu_s
-        self._orders.answer({"seconds": seconds, "cpu_s": cpu_s})
-        self._orders.wait()
+        self._orders.answer({"seconds": seconds, "cpu_s": cpu_s, "peak_memory_bytes": _peak_memory_bytes()})
+        order = self._orders.wait()
         self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
+        return order
 
 
 @dataclass(frozen=True)
@@ -255,3 +257,9 @@ def _synchronize() -> None:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def _peak_memory_bytes() -> int:
+    from llmscale.engine.device_memory import peak_memory_bytes
+
+    return peak_memory_bytes()

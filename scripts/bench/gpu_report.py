@@ -1,0 +1,127 @@
+"""gpu.py's tables: every cell, the targets, the constants. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from machine import gpu_names
+
+GIB = 2**30
+BEGIN, END = "<!-- gpu-table:begin -->", "<!-- gpu-table:end -->"
+MFU_FORMULA = (
+    "MFU = tokens/s x FLOPs per token / peak. FLOPs per token: 6 per weight of a matrix product and 12 L h s for "
+    "attention, not halved for the causal mask, recomputation not counted (PaLM, appendix B). Peak: dense 16-bit"
+)
+Row = Mapping[str, object]
+
+
+def heading() -> str:
+    return (
+        f"{'cell':<54}{'micro':>6}{'recompute':>10}{'tokens/s':>11}{'MFU':>7}"
+        f"{'peak GiB':>10}{'estimate':>10}{'error':>7}  first step"
+    )
+
+
+def row_line(row: Row) -> str:
+    """A cell that was measured, or why it was not."""
+    if "problem" in row:
+        return f"{row['cell']:<54} not measured: {row['problem']}"
+    peak = _gib(row.get("peak_bytes"))
+    estimate, error = _gib(row.get("estimate_bytes")), _error(row)
+    if row["kind"] == "grid":
+        reserved, outside = _gib(row.get("reserved_bytes")), _gib(row.get("outside_torch_bytes"))
+        return f"{row['cell']:<54}{'':>34}{peak:>10}{estimate:>10}{error:>7}  reserved {reserved}, outside {outside}"
+    mfu = f"{row['mfu']:.1%}" if row.get("mfu") is not None else "-"
+    return (
+        f"{row['cell']:<54}{row['micro_batch_size']:>6}{row['checkpointing']:>10}{row['tokens_per_second']:>11,.0f}"
+        f"{mfu:>7}{peak:>10}{estimate:>10}{error:>7}  {row['first_step_s']:.1f} s"
+    )
+
+
+def readme_table(rows: Sequence[Row], device: str, targets: Sequence[str]) -> str:
+    """Markdown between its markers: cells with a speed, and the targets."""
+    lines = [BEGIN, f"One {device}, bf16, `scripts/bench/gpu.sh`:", ""]
+    lines += [
+        "| run | micro-batch | tokens/s | MFU | peak GiB | estimated |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        if "tokens_per_second" in row:
+            mfu = f"{row['mfu']:.1%}" if row.get("mfu") is not None else "-"
+            peak, estimate = _gib(row.get("peak_bytes")), _gib(row.get("estimate_bytes"))
+            cells = [row["cell"], row["micro_batch_size"], f"{row['tokens_per_second']:,.0f}", mfu, peak, estimate]
+            lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join([*lines, "", *(f"- {target}" for target in targets), END]) + "\n"
+
+
+def replace_table(readme: str, table: str) -> str:
+    """`readme` with `table` in the place of what its markers hold. ValueError without them."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
+        raise ValueError(f"it needs one line {BEGIN} and below it one line {END}")
+    before, _, rest = readme.partition(BEGIN)
+    return before + table.rstrip("\n") + rest.partition(END)[2]
+
+
+def judge_targets(rows: Sequence[Row], gpu: str | None, *, is_gpu: bool = True) -> list[str]:
+    """A line per target: met, NOT met, or not measured, as on a CPU. They are for one H100; `gpu`: the table's name."""
+    rows = rows if is_gpu else ()
+    lines = [
+        _judge_mfu(rows, "124M", 0.50, lambda row: row["model"] == "gpt2-124m"),
+        _judge_mfu(rows, "1.5B", 0.55, lambda row: row["model"] == "gpt2-1.5b"),
+        _judge_mfu(rows, "7-8B", 0.58, lambda row: row["model"] == "llama3-8b" and not row["n_layer"]),
+    ]
+    part = [row for row in rows if "tokens_per_second" in row and row["model"] == "llama3-8b" and row["n_layer"]]
+    if part and part[0].get("mfu") is not None:
+        lines[-1] += f" ({part[0]['n_layer']} of its 32 blocks without offload: {part[0]['mfu']:.1%})"
+    lines.append(_judge_nanogpt(rows))
+    if gpu != "h100-80gb":
+        other = "a GPU that is not in the table" if is_gpu else "a CPU"
+        lines.append(f"the targets are for one H100 80GB; this is {gpu or other}")
+    return lines
+
+
+def _judge_mfu(rows: Sequence[Row], name: str, target: float, belongs) -> str:
+    found = [row["mfu"] for row in rows if row.get("mfu") is not None and row["kind"] == "train" and belongs(row)]
+    words = f"MFU at {name}, bf16, at least {target:.0%}:"
+    if not found:
+        return f"{words} not measured"
+    return f"{words} {'met' if max(found) >= target else 'NOT met'}, {max(found):.1%}"
+
+
+def _judge_nanogpt(rows: Sequence[Row]) -> str:
+    """The same turn of both, compared; the least of the ratios counts."""
+    ours, theirs = ({row["turn"]: row for row in rows if _is_of_pair(row, kind)} for kind in ("train", "nanogpt"))
+    ratios = [
+        ours[n]["tokens_per_second"] / theirs[n]["tokens_per_second"] for n in sorted(ours.keys() & theirs.keys())
+    ]
+    words = "ZeRO-1 at least as fast as nanoGPT, same card, micro-batch and step:"
+    if not ratios:
+        return f"{words} not measured"
+    shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    return f"{words} {'met' if min(ratios) >= 1 else 'NOT met'}, {shown} times its tokens/s"
+
+
+def _is_of_pair(row: Row, kind: str) -> bool:
+    return row["kind"] == kind and row.get("compared", False) and "tokens_per_second" in row
+
+
+def constant_lines(constants: Sequence[Mapping[str, object]]) -> list[str]:
+    """What is assumed, and what this run says."""
+    lines = []
+    for constant in constants:
+        measured = "not measured" if constant["measured"] is None else f"measured {constant['measured']:,.10g}"
+        lines.append(f"{constant['home']} {constant['name']}: assumed {constant['assumed']:,.10g}, {measured}")
+    return lines
+
+
+def machine_line(machine: Mapping[str, object]) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores, GPUs {gpu_names() or 'none'}; torch {machine['torch']}"
+
+
+def _gib(value: object) -> str:
+    return f"{value / GIB:.2f}" if isinstance(value, int) else "-"
+
+
+def _error(row: Row) -> str:
+    peak, estimate = row.get("peak_bytes"), row.get("estimate_bytes")
+    return f"{estimate / peak - 1:+.1%}" if isinstance(peak, int) and isinstance(estimate, int) else "-"

@@ -1,0 +1,331 @@
+#!/usr/bin/env python3
+"""From the loop that one writes first to all that the toolkit does: speed and memory, one thing added at a time.
+
+    python scripts/bench/ladder.py --json scripts/bench/results/ladder.json --plot scripts/bench/results/ladder.png
+    python scripts/bench/ladder.py --model gpt2-124m --rounds 3
+
+The first rung is a GPT in fp32 with a matrix product per head, scores in memory, the loss read in every step and
+gradients filled with zeros. The lower rungs are that loop (ladder_gpt.py) with one thing more each; the upper ones are
+train.py itself. Every rung is a process of its own, and takes turns of a few steps with the first one, whose second
+self is the first row: what this machine cannot tell apart. What is printed is the median over the rounds of tokens per
+second and rank, as a multiple of the first rung's of the same round; on a CPU beside it the same by processor time,
+which neighbours on the machine hardly change.
+
+Memory is what a rank held at its peak. On a GPU that is what its allocator handed out, measured. On a CPU it is how far
+the process's resident memory rose after everything was imported, measured; beside it stands a GPU's by the dry run, the
+same code on tensors without storage, at the model's own batch, on --gpus GPUs from the rung of several ranks on, with
+eager blocks. What a machine gains nothing from is not run there, and says why.
+
+The claim, for a GPU: ten times the speed of the first rung, and a tenth of its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine_overhead import prepare_text, slowest
+from ladder_rungs import MODELS, VOCAB_SIZE, flags, is_parallel, list_rungs, switches, why_not
+from ladder_table import Row, closing_lines, compare_memory, heading, judge, row_line
+from machine import describe_circumstances, describe_machine, gpu_names, save_result
+from paced_ranks import REPOSITORY, Job, Orders
+
+sys.path.insert(0, str(REPOSITORY))
+
+SETTINGS = ("model", "batch", "precision", "world_size", "gpus", "threads", "rounds", "steps")
+RUNGS = list_rungs(REPOSITORY / "ds_configs")
+WARMUP_STEPS = 2
+
+
+def main() -> int:
+    args = parse_arguments()
+    if args.rank_job:
+        run_rank_job(args)
+        return 0
+    # A stop from outside ends the ranks and removes what was written, as Ctrl-C does.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    machine, models = describe_machine(), {}
+    names = list(MODELS) if args.model == "both" else [args.model]
+    for name in names:
+        models[name] = climb(args, name, lambda rows, name=name: keep(args, machine, {**models, name: rows}))
+    result = keep(args, machine, models)
+    lines = closing_lines(result)
+    print("\n".join(lines))
+    if args.text:
+        tables = [line for name, rows in models.items() for line in (*head(args, name), *map(row_line, rows))]
+        args.text.write_text("\n".join((*tables, *lines)) + "\n")
+    if args.plot:
+        from ladder_plot import plot_ladder
+
+        plot_ladder(models, args.plot)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    is_gpu = bool(gpu_names())
+    parser.add_argument("--model", choices=[*MODELS, "both"], default="seed", help="default: seed")
+    parser.add_argument("--batch", type=int, help="sequences per step and rank (default: the model's on a GPU, of its "
+                        f"first rung's {', '.join(f'{m.batch} for {n}' for n, m in MODELS.items())}; on a CPU "
+                        f"{', '.join(f'{m.cpu_batch}' for m in MODELS.values())})")  # fmt: skip
+    steps = 10 if is_gpu else 1
+    parser.add_argument("--steps", type=int, default=steps, help="steps per turn (default: 10 on a GPU, 1 on a CPU)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5); 0: dry runs alone")
+    parser.add_argument("--precision", choices=["auto", "bf16", "fp32"], default="auto",
+                        help="fp32 leaves the rung of bf16 out; auto does where the processor has no instructions for "
+                        "it (default: auto)")  # fmt: skip
+    parser.add_argument("--world-size", type=int, default=len(gpu_names()) or 2,
+                        help="ranks from the rung of several ranks on (default: every GPU; 2 on a CPU)")  # fmt: skip
+    parser.add_argument("--gpus", type=int, default=8, help="the same in the dry run (default: 8)")
+    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank (default: 1)")
+    numbers = range(len(RUNGS))
+    parser.add_argument("--only", type=int, nargs="+", choices=numbers, default=list(numbers), metavar="N",
+                        help="these rungs alone, by number from 0; the first one is always run")  # fmt: skip
+    parser.add_argument("--json", type=Path, help="also write the result to this file, after every rung")
+    parser.add_argument("--text", type=Path, help="also write the table to this file")
+    parser.add_argument("--plot", type=Path, help="also draw it, as PNG or SVG (extra: plot)")
+    parser.add_argument("--rank-job", nargs=2, metavar=("N", "WHAT"), help=argparse.SUPPRESS)
+    for name in ("--data", "--windows", "--folder"):
+        parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    for name in ("steps", "rounds", "world_size", "gpus", "threads", "batch"):
+        least = 0 if name == "rounds" else 1
+        if getattr(args, name) is not None and getattr(args, name) < least:
+            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
+    if args.precision == "auto":
+        args.precision = "bf16" if is_gpu or has_bf16_instructions() else "fp32"
+    for path in (args.json, args.text, args.plot):
+        if path and not path.absolute().parent.is_dir():
+            parser.error(f"{path}: there is no folder {path.parent}")
+    return args
+
+
+def has_bf16_instructions() -> bool:
+    """Of this processor; without them bf16 is slower than fp32."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and bool(re.search("avx512_bf16|amx_bf16", info.read_text()))
+
+
+def measured_batch(args: argparse.Namespace, model: str) -> int:
+    if args.batch:
+        return args.batch
+    return MODELS[model].batch if gpu_names() else MODELS[model].cpu_batch
+
+
+def head(args: argparse.Namespace, model: str) -> list[str]:
+    return heading(model, measured_batch(args, model), is_gpu=bool(gpu_names()))
+
+
+def left_out(args: argparse.Namespace) -> set[str]:
+    """What rungs need and this machine, or --precision, has not."""
+    absent = set() if gpu_names() else {"gpu"}
+    absent |= {"bf16"} if args.precision == "fp32" else set()
+    return absent | (set() if gpu_names() or args.precision == "fp32" else {"inductor"})
+
+
+def climb(args: argparse.Namespace, model: str, keep_rows: Callable[[list[Row]], object]) -> list[Row]:
+    """Every rung of one model, its row printed and kept as soon as it is there."""
+    print("\n".join(head(args, model)), flush=True)
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="ladder-") as scratch:
+        folder = Path(scratch)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
+        args.data = prepare_text(folder, MODELS[model].seq_len)
+        args.windows = folder / "windows.npy"
+        save_samples(args, model, folder)
+        numbers = sorted({0, *args.only})
+        counted = count(args, model, numbers)
+        first = RungJob(args, model, 0, folder / "first", 1) if args.rounds else None
+        try:
+            for number in numbers:
+                rows.append({**measure_rung(args, model, number, first, folder), "dry_run": counted[number]})
+                compare_memory(rows)
+                print(row_line(rows[-1]), flush=True)
+                keep_rows(rows)
+        finally:
+            if first:
+                first.job.kill()
+    return rows
+
+
+def measure_rung(args: argparse.Namespace, model: str, number: int, first: RungJob | None, folder: Path) -> Row:
+    """Turns with the first rung; what went wrong where something did."""
+    rung = RUNGS[number]
+    row: Row = {"number": number, "rung": rung.name}
+    reason = why_not(rung, is_gpu=bool(gpu_names()), world_size=args.world_size, precision=args.precision)
+    if reason or first is None:
+        return {**row, "not_here": reason or "--rounds 0"}
+    ranks = args.world_size if is_parallel(RUNGS, number) else 1
+    place = folder / f"rung-{number}"
+    try:
+        rung_job = RungJob(args, model, number, place, ranks)
+        try:
+            rounds = [take_turns(first, rung_job, turn) for turn in range(args.rounds)]
+        finally:
+            rung_job.job.kill()
+    except SystemExit as end:
+        return {**row, "problem": " ".join(str(end).split())[-300:]}
+    tokens = args.steps * measured_batch(args, model) * MODELS[model].seq_len
+    from ladder_rank import read_first_loss
+
+    return {
+        **row,
+        "ranks": ranks,
+        "speed": compare(rounds, "seconds", 1),
+        "processor": None if gpu_names() else compare(rounds, "cpu_s", ranks),
+        "tokens_per_second_per_rank": tokens / statistics.median(taken["rung"]["seconds"] for taken in rounds),
+        "memory_bytes": max(taken["rung"]["memory_bytes"] for taken in rounds),
+        "first_loss": read_first_loss(place / "run"),
+        "rounds": rounds,
+    }
+
+
+def compare(rounds: Sequence[dict], key: str, share: int) -> dict[str, float]:
+    """How many times less a rung took than the first one in the same round, `share` being what its number is shared
+    by: the median over the rounds, and the range."""
+    ratios = [taken["first"][key] / (taken["rung"][key] / share) for taken in rounds]
+    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+
+class RungJob:
+    """The ranks of a rung."""
+
+    def __init__(self, args: argparse.Namespace, model: str, number: int, place: Path, ranks: int) -> None:
+        """Begun, warm, and waiting."""
+        place.mkdir()
+        self.job = Job(
+            rank_command(args, model, number, place, "train"), ranks, threads=args.threads, log=place / "log"
+        )
+        try:
+            self._base_bytes = [answer["base_bytes"] for answer in self.job.answers()]
+            self.job.answers()
+        except BaseException:
+            self.job.kill()
+            raise
+
+    def take_turn(self) -> dict[str, float]:
+        """Seconds of a turn, and the peak bytes of the rank with the most."""
+        answers = self.job.order("steps")
+        peaks = [answer["peak_memory_bytes"] for answer in answers]
+        return {**slowest(answers), "memory_bytes": max(map(int.__sub__, peaks, self._base_bytes))}
+
+
+def take_turns(first: RungJob, rung: RungJob, number: int) -> dict[str, dict[str, float]]:
+    """One round, begun by each in turn."""
+    pair = {"first": first, "rung": rung}
+    return {name: pair[name].take_turn() for name in sorted(pair, reverse=bool(number % 2))}
+
+
+def rank_command(args: argparse.Namespace, model: str, number: int, place: Path, what: str) -> list[str]:
+    passed_on = ("batch", "precision", "world_size", "gpus", "rounds", "steps", "data", "windows")
+    given = {key: getattr(args, key) for key in passed_on if getattr(args, key) is not None}
+    options = [[f"--{key.replace('_', '-')}", str(value)] for key, value in given.items()]
+    command = [__file__, "--rank-job", str(number), what, "--model", model, "--folder", str(place)]
+    return command + [text for option in options for text in option]
+
+
+def train_arguments(
+    args: argparse.Namespace, model: str, number: int, *, batch: int, ranks: int, off: set[str]
+) -> list[str]:
+    """train.py's command line for a rung; a lower rung takes its shape and samples from it."""
+    shape = MODELS[model]
+    values = {
+        **{"--data": args.data, "--model": shape.preset, "--vocab-size": VOCAB_SIZE, "--n-layer": shape.n_layer},
+        **{"--n-head": shape.n_head, "--n-embd": shape.n_embd, "--precision": "fp32" if "bf16" in off else "bf16"},
+        **{"--global-batch-size": batch * ranks, "--micro-batch-size": batch, "--warmup-steps": 1},
+        **{"--steps": WARMUP_STEPS + args.rounds * args.steps + 1, "--num-workers": 0, "--save-every": 0},
+        **{"--val-every": 0, "--compile": "off", "--run": args.folder / "run"},
+        **flags(RUNGS, number, off),
+    }
+    return [str(word) for pair in values.items() for word in pair]
+
+
+def save_samples(args: argparse.Namespace, model: str, folder: Path) -> None:
+    """What every lower rung trains on."""
+    from contestants import prepare, save_windows
+
+    args.folder = folder
+    arguments = train_arguments(args, model, 0, batch=measured_batch(args, model), ranks=1, off=left_out(args))
+    save_windows(prepare(arguments, 1), args.windows)
+
+
+def count(args: argparse.Namespace, model: str, numbers: Sequence[int]) -> dict[int, Row]:
+    """Peak bytes per GPU by the dry run, of these rungs, in one process."""
+    command = [sys.executable, *rank_command(args, model, 0, args.folder / "dry", "count")]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": str(args.threads)}
+    command += ["--only", *map(str, numbers)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
+    if done.returncode:
+        problem = done.stderr.strip().splitlines()[-1][:300]
+        return {number: {"problem": problem} for number in numbers}
+    return dict(zip(numbers, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def run_rank_job(args: argparse.Namespace) -> None:
+    """Inside a rank, or inside of a dry run."""
+    number, what = int(args.rank_job[0]), args.rank_job[1]
+    if what == "count":
+        print(json.dumps([count_here(args, number) for number in args.only]))
+        return
+    orders = Orders()
+    import torch
+    from contestants import Contest, Pace, prepare, run_train_py
+    from ladder_gpt import Ways
+    from ladder_rank import resident_bytes, train_plain
+
+    if not RUNGS[number].way:
+        # What a rank holds before it begins.
+        import deepspeed  # noqa: F401
+
+        import llmscale.train
+        import llmscale.training.build_session  # noqa: F401
+
+    orders.answer({"base_bytes": 0 if torch.cuda.is_available() else resident_bytes()})
+    ranks = args.world_size if is_parallel(RUNGS, number) else 1
+    batch, off = measured_batch(args, args.model), left_out(args)
+    arguments = train_arguments(args, args.model, number, batch=batch, ranks=ranks, off=off)
+    contest = Contest(prepare(arguments, ranks), arguments, args.windows, Pace(orders, WARMUP_STEPS, args.steps))
+    if RUNGS[number].way:
+        train_plain(contest, Ways(**switches(RUNGS, number, off)))
+    else:
+        run_train_py(contest)
+
+
+def count_here(args: argparse.Namespace, number: int) -> Row:
+    from contestants import prepare
+    from ladder_count import count_plain, count_product
+    from ladder_gpt import Ways
+
+    batch, ranks = MODELS[args.model].batch, args.gpus if is_parallel(RUNGS, number) else 1
+    arguments = train_arguments(args, args.model, number, batch=batch, ranks=ranks, off=set())
+    resolved = prepare(arguments, ranks).resolved
+    if RUNGS[number].way:
+        counted = count_plain(resolved, Ways(**switches(RUNGS, number, set())))
+    else:
+        counted = count_product(resolved)
+    return {"batch": batch, "ranks": ranks, "bytes": counted}
+
+
+def keep(args: argparse.Namespace, machine: dict[str, object], models: dict[str, list[Row]]) -> dict:
+    """The result so far, on disk where --json says."""
+    result = {
+        **describe_circumstances(machine, args, SETTINGS),
+        "batches": {name: measured_batch(args, name) for name in models},
+        "models": models,
+        "claim": {name: judge(rows, is_gpu=bool(gpu_names())) for name, rows in models.items()},
+    }
+    save_result(args.json, result)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A whole run of gpu.py as on an H100, with stand-ins for the processes: plans, numbers, constants and files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import gpu_bench
+import pytest
+from gpu_bench import Bench
+from gpu_cells import Cell, list_gpu_cells
+from gpu_device import Device
+from gpu_run import Step, Watched
+
+from llmscale.config.arguments import parse_run_config
+from llmscale.config.hardware import get_gpu
+from llmscale.planning.compute_time import estimate_compute_s
+from llmscale.planning.kernels import kernel_efficiency
+from llmscale.training.run_inputs import prepare_run
+
+H100 = Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * 2**30), (9, 0))
+GRID_ROW = {
+    **{"peak_bytes": 10 * 2**30, "reserved_bytes": 12 * 2**30, "outside_torch_bytes": 600 * 2**20},
+    "estimates": {"llmscale": 11 * 2**30},
+}
+
+
+def run_train(arguments: list[str], tokens: int, *_: object) -> Watched:
+    """As fast as planning says; compiled 20 % less time, and a first step of 40 s."""
+    resolved = prepare_run(parse_run_config(arguments), 1).resolved
+    gpu, plan = get_gpu("h100-80gb"), resolved.plan
+    seconds = estimate_compute_s(resolved.shape, plan.micro_batch_size, "bf16", resolved.checkpointing, gpu)
+    assert seconds is not None and tokens == plan.tokens_per_step
+    seconds *= plan.gradient_accumulation_steps
+    is_compiled = arguments[arguments.index("--compile") + 1] == "on"
+    step = Step(0.8 * seconds if is_compiled else seconds, 9 * 2**30, seconds)
+    first = replace(step, seconds=step.seconds + (40 if is_compiled else 0))
+    return Watched([first, *[step] * 10], None)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, tiny_set: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    """On the tests' own text: windows of 32 tokens, whatever a cell asks for."""
+    monkeypatch.setattr(Bench, "prepared", lambda bench, seq_len: tiny_set)
+    monkeypatch.setattr(gpu_bench, "run_train", run_train)
+    monkeypatch.setattr(gpu_bench, "run_nanogpt", lambda *_: Watched([Step(1e-3)] * 9, None))
+    monkeypatch.setattr(gpu_bench.memory_grid, "measure", lambda *_: GRID_ROW)
+    args = argparse.Namespace(out=tmp_path, write_readme=False, measure_s=1.0)
+    machine = {"cpu": "a CPU", "cores": 2, "torch": "2"}
+    return Bench(args, H100, tmp_path, time.monotonic() + 1e6, machine, tmp_path)
+
+
+def test_a_run_on_a_gpu_says_everything(bench: Bench, tmp_path: Path) -> None:
+    cells = [cell for cell in list_gpu_cells() if cell.model in ("gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b")]
+    cells = [cell for cell in cells if cell.offload == "none"]
+    bench.run_all([*cells, Cell("grid", "gpt2-124m-z1-bf16-mb16-full")])
+    result = json.loads((tmp_path / "gpu_h100-80gb.json").read_text())
+    assert not [row["problem"] for row in result["rows"] if "problem" in row]
+    for row in result["rows"]:
+        if row["kind"] == "train":
+            # The device's name is in the table, and a step is as fast as its efficiency allows.
+            assert 0 < row["mfu"] < 1
+            assert row["estimate_bytes"] > 0
+            assert row["tokens_per_second"] * row["flops_per_token"] / 989e12 == pytest.approx(row["mfu"])
+    constants = {constant["name"]: constant["measured"] for constant in result["constants"]}
+    assert constants["CONTEXT_BYTES"] == 600 * 2**20
+    assert constants["RESERVED_PER_ALLOCATED"] == pytest.approx(1.2)
+    assert constants["_SAVED_FRAC"] == pytest.approx(0.2)
+    assert constants["_COMPILE_S"] == pytest.approx(40, rel=0.1)
+    expected, found = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
+    assert found is None or found["matmul"] == pytest.approx(expected.matmul, rel=1e-2)
+    assert "CONTEXT_BYTES = 600 * 2**20" in (tmp_path / "gpu_h100-80gb.patch").read_text()
+    assert "nanoGPT gpt2-124m, compiled" in (tmp_path / "gpu_h100-80gb.md").read_text()
+    text = (tmp_path / "gpu_h100-80gb.txt").read_text()
+    assert "989 TFLOP/s" in text
+    assert "MFU at 7-8B, bf16, at least 58%: not measured" in text
+
+
+def test_what_does_not_fit_is_not_begun(bench: Bench, tmp_path: Path) -> None:
+    small = Device("cuda", "NVIDIA L4", 22 * 2**30, (8, 9))
+    bench.device = small
+    bench.run_all([Cell("train", "gpt2-1.5b"), Cell("train", "gpt2-124m")])
+    too_large, fits = bench.rows
+    assert "GiB estimated, the GPU has 22" in too_large["problem"]
+    assert fits["mfu"] is not None
+
+
+def test_a_smaller_gpu_gets_a_smaller_micro_batch(bench: Bench, tmp_path: Path) -> None:
+    cell = Cell("train", "gpt2-350m", micro_batch_sizes=(2**10, 2**6), tokens_per_step=2**24)
+    chosen = []
+    for gib in (79, 14):
+        bench.device = replace(H100, memory_bytes=gib * 2**30)
+        place = tmp_path / f"place-{gib}"
+        place.mkdir()
+        plan = bench.choose_plan(cell, place)
+        assert not isinstance(plan, str) and plan.estimate is not None
+        assert plan.estimate.total_bytes <= gib * 2**30
+        chosen.append((plan.micro_batch_size, plan.checkpointing))
+    assert chosen[0] == (2**10, "none")
+    assert chosen[1] != chosen[0]
