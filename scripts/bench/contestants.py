@@ -69,13 +69,12 @@ def prepare(arguments: list[str], world_size: int) -> PreparedRun:
 
 def save_windows(run: PreparedRun, path: Path) -> None:
     """Every sample of the run, in order: the other loops read them from one memory-mapped file, the cheapest feed."""
-    from llmscale.data.loader import build_order
     from llmscale.data.shards.token_shards import TokenShards
-    from llmscale.training.run_data import feed_settings
+    from llmscale.training.run_data import build_stream
 
     samples = np.arange(run.resolved.total_steps * run.resolved.plan.global_batch_size, dtype=np.int64)
-    ids = build_order(run.location, feed_settings(run)).sample_ids(samples)
-    np.save(path, TokenShards(run.location, "train").read(ids))
+    ids = build_stream(run, None).order.sample_ids(samples)
+    np.save(path, TokenShards(run.sets.first, "train").read(ids))
 
 
 def run_train_py(contest: Contest) -> float:

@@ -184,7 +184,7 @@ class Bench:
         from llmscale.data.shards.token_shards import TokenShards
 
         shape, batch = plan.run.resolved.shape, plan.run.resolved.plan
-        shards = TokenShards(plan.run.location, "train")
+        shards = TokenShards(plan.run.sets.first, "train")
         windows = shards.read(np.arange(min(len(shards), 2000)))
         save_nanogpt_data(windows, place / "data" / "bench", shape.padded_vocab_size)
         return nanogpt_options(

@@ -107,7 +107,7 @@ def plain_losses(run: PreparedRun, sample_ids: dict[int, np.ndarray]) -> tuple[l
     optimizer = build_optimizer(
         model, kinds, resolved.optimizer, lr=0.0, weight_decay=config.weight_decay, betas=betas, eps=config.eps
     )
-    train, validation = (TokenShards(run.location, split) for split in ("train", "val"))
+    train, validation = (TokenShards(run.sets.first, split) for split in ("train", "val"))
     losses = []
     for step in range(STEPS):
         loss = mean_loss(model, train.read(sample_ids[step]))
