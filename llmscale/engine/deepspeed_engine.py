@@ -16,6 +16,7 @@ from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.autocast import compute_in_bf16, without_autocast
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
@@ -58,6 +59,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     tensors = ParameterTensors(resolved.shape.architecture)
     if compiler is not None:
         compiler.compile_blocks(model, zero_stage=resolved.zero_stage, checkpointing=resolved.checkpointing)
+    if resolved.precision == "autocast":
+        compute_in_bf16(model)
     optimizer = build_optimizer(
         model,
         tensors.kinds,
@@ -73,7 +76,7 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=without_sums(ds_config) if ours else dict(ds_config),
+            config=without_autocast(without_sums(ds_config) if ours else ds_config),
             dist_init_required=False,
         )
     if ours:

@@ -57,9 +57,7 @@ class Traffic:
 def count_traffic(shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode) -> Traffic:
     """Traffic of one optimizer step."""
     elements, micro_steps = shape.num_parameters, layout.gradient_accumulation_steps
-    reduce_width = BYTES_PER_ELEMENT[
-        layout.zero_communication_dtype if layout.zero_stage else layout.communication_dtype
-    ]
+    reduce_width = BYTES_PER_ELEMENT[layout.communication_dtype]
     if layout.zero_stage == 3:
         gather_width = layout.parameter_width
         gathered = elements + max(0, elements - _live_elements(layout, checkpointing))
