@@ -41,6 +41,8 @@ from llmscale.errors import ConfigError, DataError, MachineError
 
 #: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.
 WHOLE_SET_BYTES = 8 << 30
+#: Positions whose ids are found together: those of one small batch alone cost as much as those of thirty.
+_POSITIONS_AT_ONCE = 1024
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
 
@@ -75,10 +77,12 @@ class FeedPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
-def rank_sample_ids(order: SampleOrder, plan: FeedPlan, first_sample: int) -> NDArray[np.int64]:
-    """This rank's ids of the global batch that begins at a stream position: int64 [accumulation x micro_batch_size]."""
-    positions = np.arange(first_sample, first_sample + plan.global_batch_size, dtype=np.int64)
-    return order.sample_ids(shard_batch(positions, order.rows(positions), plan.layout))
+def rank_sample_ids(order: SampleOrder, plan: FeedPlan, first_sample: int, num_steps: int = 1) -> NDArray[np.int64]:
+    """This rank's ids of the global batches that begin at a stream position: int64
+    [num_steps x accumulation x micro_batch_size]."""
+    positions = np.arange(first_sample, first_sample + num_steps * plan.global_batch_size, dtype=np.int64)
+    batches = zip(np.split(positions, num_steps), np.split(order.rows(positions), num_steps), strict=True)
+    return order.sample_ids(np.concatenate([shard_batch(batch, rows, plan.layout) for batch, rows in batches]))
 
 
 class Feed(Iterator[MicroBatch]):
@@ -239,10 +243,11 @@ class _MicroBatchIds(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         first_sample = self._start_sample
+        num_steps = max(1, _POSITIONS_AT_ONCE // self._plan.global_batch_size)
         while True:
-            ids = rank_sample_ids(self._order, self._plan, first_sample)
-            yield from ids.reshape(self._plan.gradient_accumulation_steps, self._plan.micro_batch_size).tolist()
-            first_sample += self._plan.global_batch_size
+            ids = rank_sample_ids(self._order, self._plan, first_sample, num_steps)
+            yield from ids.reshape(-1, self._plan.micro_batch_size).tolist()
+            first_sample += num_steps * self._plan.global_batch_size
 
 
 def _as_is(batch: _T) -> _T:

@@ -1,4 +1,4 @@
-"""The three training loops that engine_overhead.py compares, each as one rank runs it.
+"""The four training loops that engine_overhead.py compares, each as one rank runs it.
 
 They share the model, the initial weights, the samples and their order, the optimizer and its groups, clipping, the
 learning-rate schedule and the interval at which the loss is read. All of that is resolved by train.py's own code.
@@ -23,7 +23,11 @@ from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch.utils.data import Dataset
+
+    from llmscale.config.batch_plan import BatchPlan
+    from llmscale.engine.process_group import World
 
 
 class Pace:
@@ -95,6 +99,32 @@ def run_train_py(contest: Contest) -> float:
     return [record["loss"] for record in records if record["kind"] == "train"][-1]
 
 
+def run_engine(contest: Contest) -> float:
+    """train.py's engine and nothing else of it: forward, backward, step, the learning rate, and a loss now and then."""
+    import torch.distributed as dist
+
+    from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, set_learning_rate
+    from llmscale.engine.process_group import is_gpu, join_world, leave_world
+
+    config, plan, world = contest.run.config, contest.run.resolved.plan, join_world()
+    resolved = contest.run.resolved if is_gpu() else contest.run.resolved.on_cpu()
+    engine = build_engine(config, resolved)
+    windows = np.load(contest.windows, mmap_mode="r")
+    for step in range(resolved.total_steps):
+        tokens = _rank_tokens(windows, step, plan, world)
+        set_learning_rate(engine, resolved.optimizer, resolved.schedule.learning_rate(step))
+        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        if (step + 1) % config.log_every == 0 or step in (0, resolved.total_steps - 1):
+            mean = loss.detach() / world.world_size
+            dist.all_reduce(mean)
+            print(f"step {step + 1} loss {mean.item():.4f} norm {gradient_norm(engine):.3f}")
+        contest.pace.step_done()
+    leave_world()
+    return mean.item()
+
+
 def run_plain(contest: Contest) -> float:
     """What one would write by hand: no DeepSpeed, no agreement, no metrics file; DDP where there are ranks."""
     import torch
@@ -112,9 +142,7 @@ def run_plain(contest: Contest) -> float:
     windows = np.load(contest.windows, mmap_mode="r")
     autocast = contest.run.resolved.precision == "autocast"
     for step in range(resolved.total_steps):
-        begin = step * plan.global_batch_size + world.rank * plan.micro_batch_size
-        rows = windows[begin : begin + plan.micro_batch_size].astype(np.int64)
-        tokens = torch.from_numpy(rows).to(world.device, non_blocking=True)
+        tokens = _rank_tokens(windows, step, plan, world)
         with torch.autocast(world.device.type, torch.bfloat16, enabled=autocast):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -167,9 +195,19 @@ def run_trainer(contest: Contest) -> float:
 
 CONTESTANT_LOOPS: dict[str, Callable[[Contest], float]] = {
     "plain": run_plain,
+    "engine": run_engine,
     "trainer": run_trainer,
     "train.py": run_train_py,
 }
+
+
+def _rank_tokens(windows: NDArray[np.uint16], step: int, plan: BatchPlan, world: World) -> torch.Tensor:
+    """A rank's only micro-batch of a step, on its device: int64 [micro_batch_size, seq_len + 1]."""
+    import torch
+
+    begin = step * plan.global_batch_size + world.rank * plan.micro_batch_size
+    rows = windows[begin : begin + plan.micro_batch_size].astype(np.int64)
+    return torch.from_numpy(rows).to(world.device, non_blocking=True)
 
 
 def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:

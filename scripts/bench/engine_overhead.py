@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""What the toolkit costs per step: train.py at ZeRO 0-3 and Hugging Face Trainer with DeepSpeed, beside a plain loop.
+"""What the toolkit costs per step: train.py at ZeRO 0-3, its engine alone and Hugging Face Trainer beside a plain loop.
 
     python scripts/bench/engine_overhead.py --json result.json
     python scripts/bench/engine_overhead.py --model gpt2-124m --layers 12 --precision autocast      # on a GPU
+    python scripts/bench/engine_overhead.py --model tiny-1m --seq-len 128 --batch 32 --steps 10 --starts 0 \\
+        --only "plain loop" "engine, ZeRO-2" "train.py, ZeRO-2"                                     # its own share
 
 All of them train the same model from the same weights on the same samples in the same order, with the same optimizer,
 clipping and schedule; that their last losses agree is printed as the evidence. Each is a process of its own that keeps
@@ -12,6 +14,9 @@ as it lives, a few per cent, so everything is repeated with --sets sets of fresh
 printed is the one between their medians. The plain loop takes part twice: the ratio between its two selves is what this
 machine cannot tell apart. Processor seconds are compared too, where the work is done by the
 processor: neighbours take time away, but hardly change how much of it a step needs.
+
+Where train.py and its engine alone have taken part at one stage, what train.py adds to the engine's step (data,
+agreement, logging, checks) is printed as its own share of a step.
 
 Then the time from the command `deepspeed --num_gpus N llmscale/train.py ...` to its first training step is taken.
 """
@@ -38,6 +43,7 @@ CONTESTANTS = {
     "plain loop": ("plain", 0),
     "plain loop again": ("plain", 0),
     "Trainer, ZeRO-2": ("trainer", 2),
+    **{f"engine, ZeRO-{stage}": ("engine", stage) for stage in range(4)},
     "train.py, ZeRO-0": ("train.py", 0),
     "train.py, ZeRO-1": ("train.py", 1),
     "train.py, ZeRO-2": ("train.py", 2),
@@ -73,6 +79,7 @@ def main() -> int:
         "tokens_per_block": args.steps * args.batch * args.seq_len,
         "wall": summarize(sets, "seconds"),
         "processor": summarize(sets, "cpu_s"),
+        "own_share": own_shares(sets),
         "last_losses": losses,
         "first_step": first_steps,
         "sets": sets,
@@ -235,6 +242,22 @@ def ratio(sets: list[list[Round]], key: str, name: str, baseline: str = "plain l
     return {"ratio": statistics.median(medians), "min": min(medians), "max": max(medians)}
 
 
+def own_shares(sets: list[list[Round]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Clock -> train.py at a stage -> what of its step is not its engine's: (its step - the engine's) / its step."""
+    took_part = set(sets[0][0])
+    pairs = {f"train.py, ZeRO-{stage}": f"engine, ZeRO-{stage}" for stage in range(4)}
+    shares: dict[str, dict[str, dict[str, float]]] = {}
+    for clock, key in (("wall", "seconds"), ("processor", "cpu_s")):
+        of_pairs = {
+            whole: ratio(sets, key, whole, engine) for whole, engine in pairs.items() if {whole, engine} <= took_part
+        }
+        shares[clock] = {
+            whole: {"share": 1 - engine["ratio"], "min": 1 - engine["max"], "max": 1 - engine["min"]}
+            for whole, engine in of_pairs.items()
+        }
+    return shares
+
+
 def format_result(result: dict) -> str:
     def column(values: dict[str, float]) -> str:
         return f"{values['ratio']:.3f} ({values['min']:.3f}-{values['max']:.3f})"
@@ -248,6 +271,10 @@ def format_result(result: dict) -> str:
     if {"Trainer, ZeRO-2", "train.py, ZeRO-2"} <= set(result["wall"]):
         pair = [ratio(result["sets"], key, "train.py, ZeRO-2", "Trainer, ZeRO-2") for key in ("seconds", "cpu_s")]
         lines.append(f"train.py of Trainer, both at ZeRO-2: wall {column(pair[0])}, processor {column(pair[1])}")
+    for name, share in result["own_share"]["wall"].items():
+        both = (share, result["own_share"]["processor"][name])
+        columns = [f"{own['share']:.1%} ({own['min']:.1%} to {own['max']:.1%})" for own in both]
+        lines.append(f"{name}'s own share of a step: wall {columns[0]}, processor {columns[1]}")
     for start in result["first_step"]:
         lines.append(f"command to first step, {start['ranks']} ranks: {start['seconds']:.1f} s | {start['phases']}")
     machine = result["machine"]
