@@ -40,6 +40,24 @@ class Pace:
     def __init__(self, orders: Orders, warmup_steps: int, block_steps: int) -> None:
         self._orders, self._warmup, self._block = orders, warmup_steps, block_steps
         self._steps, self._began_s, self._began_cpu_s = 0, time.perf_counter(), time.process_time()
+        self._engine_cpu_s = 0.0
+
+    def watch_engine(self) -> None:
+        """From now on the processor seconds inside DeepSpeed's engine are counted apart."""
+        from deepspeed import DeepSpeedEngine
+
+        for name in ("forward", "backward", "step"):
+            setattr(DeepSpeedEngine, name, self._watched(getattr(DeepSpeedEngine, name)))
+
+    def _watched(self, method: Callable[..., object]) -> Callable[..., object]:
+        def watched(*args: object, **kwargs: object) -> object:
+            began_cpu_s = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._engine_cpu_s += time.process_time() - began_cpu_s
+
+        return watched
 
     def step_done(self) -> None:
         self._steps += 1
@@ -48,8 +66,9 @@ class Pace:
             return
         _synchronize()
         seconds, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._began_cpu_s
-        self._orders.answer({"seconds": seconds, "cpu_s": cpu_s})
+        self._orders.answer({"seconds": seconds, "cpu_s": cpu_s, "engine_cpu_s": self._engine_cpu_s})
         self._orders.wait()
+        self._engine_cpu_s = 0.0
         self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
 
 
@@ -93,6 +112,7 @@ def run_train_py(contest: Contest) -> float:
         contest.pace.step_done()
 
     Session.after = after_and_pace  # type: ignore[method-assign]
+    contest.pace.watch_engine()
     if train.main(contest.arguments):
         raise SystemExit("train.py failed")
     records = [json.loads(line) for line in (contest.run.config.run / "metrics.jsonl").read_text().splitlines()]

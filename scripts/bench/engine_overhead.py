@@ -15,8 +15,9 @@ printed is the one between their medians. The plain loop takes part twice: the r
 machine cannot tell apart. Processor seconds are compared too, where the work is done by the
 processor: neighbours take time away, but hardly change how much of it a step needs.
 
-Where train.py and its engine alone have taken part at one stage, what train.py adds to the engine's step (data,
-agreement, logging, checks) is printed as its own share of a step.
+What train.py adds to its engine's step (data, agreement, logging, checks) is printed as its own share of a step: the
+processor seconds that it spends outside of the engine's forward, backward and step. It does not depend on another
+process; where its engine alone has taken part too, what that one takes less is printed beside it.
 
 Then the time from the command `deepspeed --num_gpus N llmscale/train.py ...` to its first training step is taken.
 """
@@ -180,7 +181,8 @@ def rank_command(args: argparse.Namespace, name: str, folder: Path, windows: Pat
 
 def slowest(answers: list[dict]) -> dict[str, float]:
     """A block takes as long as its slowest rank, and the processor time of all of them."""
-    return {"seconds": max(a["seconds"] for a in answers), "cpu_s": sum(a["cpu_s"] for a in answers)}
+    sums = {key: sum(a[key] for a in answers) for key in ("cpu_s", "engine_cpu_s")}
+    return {"seconds": max(a["seconds"] for a in answers), **sums}
 
 
 def run_rank_job(args: argparse.Namespace) -> None:
@@ -243,18 +245,24 @@ def ratio(sets: list[list[Round]], key: str, name: str, baseline: str = "plain l
 
 
 def own_shares(sets: list[list[Round]]) -> dict[str, dict[str, dict[str, float]]]:
-    """Clock -> train.py at a stage -> what of its step is not its engine's: (its step - the engine's) / its step."""
-    took_part = set(sets[0][0])
-    pairs = {f"train.py, ZeRO-{stage}": f"engine, ZeRO-{stage}" for stage in range(4)}
+    """train.py at a stage -> how its own share of a step was found -> median of the sets' medians, and their range.
+
+    inside: of its processor seconds those that it is not in its engine; wall, processor: (its step - that of its engine
+    alone) / its step.
+    """
     shares: dict[str, dict[str, dict[str, float]]] = {}
-    for clock, key in (("wall", "seconds"), ("processor", "cpu_s")):
-        of_pairs = {
-            whole: ratio(sets, key, whole, engine) for whole, engine in pairs.items() if {whole, engine} <= took_part
-        }
-        shares[clock] = {
-            whole: {"share": 1 - engine["ratio"], "min": 1 - engine["max"], "max": 1 - engine["min"]}
-            for whole, engine in of_pairs.items()
-        }
+    for whole, engine in ((f"train.py, ZeRO-{stage}", f"engine, ZeRO-{stage}") for stage in range(4)):
+        if whole not in sets[0][0]:
+            continue
+        inside = [
+            statistics.median(1 - taken[whole]["engine_cpu_s"] / taken[whole]["cpu_s"] for taken in rounds)
+            for rounds in sets
+        ]
+        shares[whole] = {"inside": {"share": statistics.median(inside), "min": min(inside), "max": max(inside)}}
+        for clock, key in (("wall", "seconds"), ("processor", "cpu_s")) if engine in sets[0][0] else ():
+            of_engine = ratio(sets, key, whole, engine)
+            share = {"share": 1 - of_engine["ratio"], "min": 1 - of_engine["max"], "max": 1 - of_engine["min"]}
+            shares[whole][clock] = share
     return shares
 
 
@@ -271,10 +279,12 @@ def format_result(result: dict) -> str:
     if {"Trainer, ZeRO-2", "train.py, ZeRO-2"} <= set(result["wall"]):
         pair = [ratio(result["sets"], key, "train.py, ZeRO-2", "Trainer, ZeRO-2") for key in ("seconds", "cpu_s")]
         lines.append(f"train.py of Trainer, both at ZeRO-2: wall {column(pair[0])}, processor {column(pair[1])}")
-    for name, share in result["own_share"]["wall"].items():
-        both = (share, result["own_share"]["processor"][name])
-        columns = [f"{own['share']:.1%} ({own['min']:.1%} to {own['max']:.1%})" for own in both]
-        lines.append(f"{name}'s own share of a step: wall {columns[0]}, processor {columns[1]}")
+    names = {"inside": "outside of its engine", "wall": "beside the engine alone, wall", "processor": "processor"}
+    for name, shares in result["own_share"].items():
+        found = [
+            f"{names[kind]} {own['share']:.1%} ({own['min']:.1%} to {own['max']:.1%})" for kind, own in shares.items()
+        ]
+        lines.append(f"{name}'s own share of a step: {', '.join(found)}")
     for start in result["first_step"]:
         lines.append(f"command to first step, {start['ranks']} ranks: {start['seconds']:.1f} s | {start['phases']}")
     machine = result["machine"]
