@@ -1,4 +1,4 @@
-"""What train.py adds to its engine's step stays small: its own calls and collectives are counted, not timed.
+"""What train.py adds to its engine's step stays small: its calls and collectives are counted, not timed.
 
 At 60 calls the own share of a step of a model of 1M parameters is about 1 % on a CPU (scripts/bench/engine_overhead.py).
 """
