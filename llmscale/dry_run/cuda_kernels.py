@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel
+from llmscale.config.hardware import has_bf16
+from llmscale.engine import optimizer
 from llmscale.model import block
 
 _aten = torch.ops.aten
@@ -49,6 +51,7 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "rms_norm", _rms_norm),
         mock.patch.object(F, "log_softmax", _log_softmax),
         mock.patch.object(block, "device_capability", lambda _: capability),
+        mock.patch.object(optimizer, "has_bf16", lambda: has_bf16(capability)),
         _RealTensors(),
     ):
         yield

@@ -91,10 +91,8 @@ class _SubGroup:
 
     def orthogonalising_bytes(self, ranks: int, *, from_host: bool) -> int:
         """What its step takes beside its states; 0 where nothing is orthogonalised."""
-        if not self.group.is_orthogonalised:
-            return 0
-        parts = [_parts(tensor.elements, shard, ranks) for tensor, shard in zip(self.tensors, self.shards, strict=True)]
-        return orthogonalising_bytes(zip(self.tensors, parts, strict=True), from_host=from_host)
+        parts = (_parts(tensor.elements, shard, ranks) for tensor, shard in zip(self.tensors, self.shards, strict=True))
+        return orthogonalising_bytes(self.group, zip(self.tensors, parts, strict=True), from_host=from_host)
 
 
 @lru_cache(maxsize=256)

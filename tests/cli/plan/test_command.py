@@ -118,7 +118,7 @@ def test_the_commands_that_come_next_are_right(
 def test_muons_states_and_the_losss_chunk_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model gpt2-124m --tokens 1B --gpu a100-80gb --num-gpus 2"
     adamw, muon = plan_json(capsys, words), plan_json(capsys, f"{words} --optimizer muon")
-    assert muon["run"]["disk"]["checkpoint_bytes"] < adamw["run"]["disk"]["checkpoint_bytes"]
+    assert muon["disk"]["checkpoint_bytes"] < adamw["disk"]["checkpoint_bytes"]
     commands = [line for line in plan(capsys, f"{words} --optimizer muon --loss-chunk-tokens 512").splitlines()[-4:]]
     for program in ("llmscale estimate", "deepspeed"):
         command = next(line for line in commands if line.startswith(program))

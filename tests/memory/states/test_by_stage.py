@@ -101,6 +101,8 @@ CELLS = [
     cell(2, "bf16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL, **OFFLOAD),
     cell(3, "bf16", 8, 1, optimizer="muon", reduce_bucket_size=MEDIUM, **TIGHT),
     cell(3, "bf16", 2, 1, optimizer="muon", **OFFLOAD),
+    {**cell(2, "fp16", 1, 1, optimizer="muon", reduce_bucket_size=SMALL), "capability": (7, 0)},
+    {**cell(3, "fp16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL), "capability": (7, 0)},
 ]
 
 #: More of the same kinds.
