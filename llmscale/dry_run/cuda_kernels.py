@@ -78,7 +78,11 @@ def _attention(
         query, key, value = (tensor.to(low) for tensor in (query, key, value))
     head_dim = query.shape[-1]
     kernel = attention_kernel(
-        head_dim, is_16bit=query.dtype in _HALF, masked=attn_mask is not None, capability=capability
+        head_dim,
+        is_16bit=query.dtype in _HALF,
+        masked=attn_mask is not None,
+        drops_out=dropout_p > 0,
+        capability=capability,
     )
     if kernel in ("flash", "flash_padded"):
         scale = 1 / math.sqrt(head_dim) if scale is None else scale
