@@ -19,7 +19,7 @@ def compute_in_bf16(model: nn.Module) -> None:
     from deepspeed.accelerator import get_accelerator
 
     under_autocast = torch.autocast(get_accelerator().device_name(), torch.bfloat16)
-    model.forward = under_autocast(model.forward)  # type: ignore[method-assign]
+    model.forward = under_autocast(model.forward)
 
 
 def without_autocast(ds_config: Mapping[str, object]) -> dict[str, object]:

@@ -23,12 +23,8 @@ from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, 
 from llmscale.engine.muon import Muon
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.engine.silence_libraries import without_memory_prints
-from llmscale.engine.zero_shards import (
-    check_deepspeed_version,
-    forget_second_copies,
-    inner_optimizer,
-    reset_step_counts,
-)
+from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer
+from llmscale.engine.zero_shards import forget_second_copies, reset_step_counts
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 

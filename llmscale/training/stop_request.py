@@ -135,8 +135,8 @@ class StopRequest:
 
 
 def _tell_other_ranks() -> None:
-    """SIGTERM to the other ranks of this job on this host, each once it has installed its handlers: before that it would
-    die of the signal, and the job would count as failed."""
+    """SIGTERM to the other ranks of this job on this host, each once it has installed its handlers: before that it
+    would die of the signal, and the job would count as failed."""
     told: set[int] = set()
     deadline = time.monotonic() + _HANDLERS_PATIENCE_S
     while True:

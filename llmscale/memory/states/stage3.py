@@ -133,9 +133,7 @@ def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout
             for sub_group in sub_groups
         )
         gradients = tensor_bytes(sum(sizes), layout.grad_accum_dtype)
-    bucket = (
-        tensor_bytes(layout.reduce_bucket_size, layout.communication_dtype) if layout.contiguous_gradients else 0
-    )
+    bucket = tensor_bytes(layout.reduce_bucket_size, layout.communication_dtype) if layout.contiguous_gradients else 0
     return Breakdown(
         parameters_bytes=parameters, gradients_bytes=gradients, optimizer_bytes=optimizer, buckets_bytes=bucket
     )
