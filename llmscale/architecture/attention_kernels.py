@@ -16,23 +16,32 @@ AMPERE: ComputeCapability = (8, 0)
 _WIDEST_FLASH_HEAD = 256
 
 
-def has_flash_attention(head_dim: int, *, is_16bit: bool, capability: ComputeCapability | None) -> bool:
+def has_flash_attention(
+    head_dim: int, *, is_16bit: bool, drops_out: bool, capability: ComputeCapability | None
+) -> bool:
     """Whether FlashAttention takes causal attention without a mask. `capability` None: of a GPU that is not known, or
     simulated: taken to be an Ampere or newer one."""
     if not is_16bit or head_dim > _WIDEST_FLASH_HEAD:
         return False
     if capability is None:
         return True
-    # Cards with less shared memory cannot train heads of these widths (check_requires_grad_and_head_dim_gt192_...).
+    # Cards with less shared memory cannot train heads of 193 to 224, nor wider ones with dropout
+    # (check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120).
     is_small = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
-    return capability >= AMPERE and not (is_small and 192 < head_dim <= 224)
+    is_too_wide = head_dim > 192 and (head_dim <= 224 or drops_out)
+    return capability >= AMPERE and not (is_small and is_too_wide)
 
 
 def attention_kernel(
-    head_dim: int, *, is_16bit: bool, masked: bool = False, capability: ComputeCapability | None = None
+    head_dim: int,
+    *,
+    is_16bit: bool,
+    masked: bool = False,
+    drops_out: bool = False,
+    capability: ComputeCapability | None = None,
 ) -> AttentionKernel:
     """The kernel of causal or masked attention (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
-    if not masked and has_flash_attention(head_dim, is_16bit=is_16bit, capability=capability):
+    if not masked and has_flash_attention(head_dim, is_16bit=is_16bit, drops_out=drops_out, capability=capability):
         return "flash_padded" if head_dim % 8 else "flash"
     # minimum_gemm_alignment: what tensor cores read at once, which take fp32 from Ampere on.
     is_old = capability is not None and capability < AMPERE

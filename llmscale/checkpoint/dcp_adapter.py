@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from llmscale.engine.zero_shards import ShardView, state_views
+from llmscale.engine.zero_layout import ShardView
+from llmscale.engine.zero_shards import state_views
 from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from llmscale.checkpoint.hf_files import (
     list_safetensors,
 )
 from llmscale.checkpoint.hf_match import Piece
-from llmscale.engine.zero_shards import ShardView
+from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError
 
 #: Elements that are converted and looked at together: 64 MiB in fp32.

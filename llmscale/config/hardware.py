@@ -13,6 +13,12 @@ if TYPE_CHECKING:
     from llmscale.config.deepspeed.sections import Precision
 
 
+def has_bf16(capability: ComputeCapability | None) -> bool:
+    """Tensor cores that take bf16: Ampere's were the first. None: of a GPU that is not known, taken to be one of those
+    or newer."""
+    return capability is None or capability >= AMPERE
+
+
 @dataclass(frozen=True)
 class GPU:
     """One GPU model. Rates are peaks without sparsity (vendors' tables often print twice that)."""
@@ -44,8 +50,7 @@ class GPU:
 
     @property
     def has_bf16(self) -> bool:
-        """Tensor cores that take bf16: Ampere's were the first."""
-        return self.capability >= AMPERE
+        return has_bf16(self.capability)
 
 
 #: CUDA sees less than the nominal memory: ECC and the driver keep some, more or less of it by driver version. These

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.description import Architecture
 from llmscale.architecture.layers import ParameterKind
 from llmscale.architecture.parameter_list import ParameterTensor
+from llmscale.config.hardware import has_bf16
 from llmscale.config.muon import matrices_of
 from llmscale.errors import ConfigError
 
@@ -36,6 +38,8 @@ class OptimizerGroup:
     learning_rate_factor: float = 1.0
     is_orthogonalised: bool = False
     """Whether its updates are matrices that are orthogonalised as a whole (llmscale.config.muon)."""
+    products_dtype: Literal["bf16", "fp32"] = "bf16"
+    """What they are multiplied in for it: bf16, as Muon was published, where the GPU has it."""
 
     @property
     def state_bytes(self) -> int:
@@ -86,6 +90,12 @@ class OptimizerSpec:
             replace(group, learning_rate_factor=factor) if group.is_orthogonalised else group for group in self.groups
         )
         return replace(self, groups=tuple(changed))
+
+    def on_gpu(self, capability: ComputeCapability | None) -> OptimizerSpec:
+        """The same on a GPU of that compute capability; None: of an Ampere or newer one."""
+        if has_bf16(capability):
+            return self
+        return replace(self, groups=tuple(replace(group, products_dtype="fp32") for group in self.groups))
 
     def step_flops(self, model: Architecture) -> int:
         """Of matrix products in one step, once over all ranks; what is done element by element is not counted."""

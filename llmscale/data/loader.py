@@ -42,10 +42,10 @@ from llmscale.errors import ConfigError, DataError, MachineError
 
 #: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.
 WHOLE_SET_BYTES = 8 << 30
+#: Positions whose ids are found together: those of one small batch alone cost as much as those of thirty.
+_POSITIONS_AT_ONCE = 8192
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
-#: Stream positions whose samples are looked up together.
-_IDS_AT_A_TIME = 8192
 
 
 class MicroBatch(NamedTuple):
@@ -78,14 +78,12 @@ class FeedPlan:
         return self.micro_batch_size * self.gradient_accumulation_steps * self.layout.data_parallel_size
 
 
-def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int, steps: int = 1) -> NDArray[np.int64]:
-    """This rank's ids of the global batches of so many steps, the first of which begins at a stream position: int64
-    [steps, accumulation x micro_batch_size]."""
-    size = plan.global_batch_size
-    positions = np.arange(first_sample, first_sample + steps * size, dtype=np.int64)
-    batches = zip(positions.reshape(steps, size), order.rows(positions).reshape(steps, size), strict=True)
-    mine = np.stack([shard_batch(batch, rows, plan.layout) for batch, rows in batches])
-    return order.sample_ids(mine.ravel()).reshape(steps, -1)
+def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int, num_steps: int = 1) -> NDArray[np.int64]:
+    """This rank's ids of the global batches that begin at a stream position: int64
+    [num_steps x accumulation x micro_batch_size]."""
+    positions = np.arange(first_sample, first_sample + num_steps * plan.global_batch_size, dtype=np.int64)
+    batches = zip(np.split(positions, num_steps), np.split(order.rows(positions), num_steps), strict=True)
+    return order.sample_ids(np.concatenate([shard_batch(batch, rows, plan.layout) for batch, rows in batches]))
 
 
 class Feed(Iterator[MicroBatch]):
@@ -253,7 +251,7 @@ class _MicroBatchIds(Sampler[list[int]]):
             yield from ids.reshape(-1, self._plan.micro_batch_size).tolist()
             first_sample += steps * self._plan.global_batch_size
             # The first step at once; then many, whose ids cost little more than those of one.
-            steps = min(2 * steps, max(1, _IDS_AT_A_TIME // self._plan.global_batch_size))
+            steps = min(2 * steps, max(1, _POSITIONS_AT_ONCE // self._plan.global_batch_size))
 
 
 def _as_is(batch: _T) -> _T:

@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel
+from llmscale.config.hardware import has_bf16
+from llmscale.engine import optimizer
 from llmscale.model import block
 
 _aten = torch.ops.aten
@@ -49,6 +51,7 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "rms_norm", _rms_norm),
         mock.patch.object(F, "log_softmax", _log_softmax),
         mock.patch.object(block, "device_capability", lambda _: capability),
+        mock.patch.object(optimizer, "has_bf16", lambda: has_bf16(capability)),
         _RealTensors(),
     ):
         yield
@@ -75,7 +78,11 @@ def _attention(
         query, key, value = (tensor.to(low) for tensor in (query, key, value))
     head_dim = query.shape[-1]
     kernel = attention_kernel(
-        head_dim, is_16bit=query.dtype in _HALF, masked=attn_mask is not None, capability=capability
+        head_dim,
+        is_16bit=query.dtype in _HALF,
+        masked=attn_mask is not None,
+        drops_out=dropout_p > 0,
+        capability=capability,
     )
     if kernel in ("flash", "flash_padded"):
         scale = 1 / math.sqrt(head_dim) if scale is None else scale

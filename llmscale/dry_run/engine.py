@@ -31,7 +31,7 @@ from llmscale.dry_run.fake_gpu import GPU, fake_gpu
 from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
+from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
 
@@ -97,7 +97,7 @@ def dry_run(
             gc.collect()
             events += tracker.events
         result = _measure(tracker, before, least_capacity_bytes(alive, events), time.perf_counter() - start)
-        engine.destroy()
+        release_engine(engine)
     return result
 
 

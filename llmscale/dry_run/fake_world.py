@@ -22,12 +22,11 @@ from llmscale.engine.process_group import leave_out_shared_memory_op
 from llmscale.errors import ConfigError
 
 #: Modules that DeepSpeed keeps process-wide state in: the communication backend, process groups, whether checkpointing
-#: and autocast are configured, how deep zero.Init is nested.
+#: is configured, how deep zero.Init is nested.
 _STATEFUL_MODULES = (
     "deepspeed.comm.comm",
     "deepspeed.utils.groups",
     "deepspeed.runtime.activation_checkpointing.checkpointing",
-    "deepspeed.runtime.torch_autocast",
     "deepspeed.runtime.zero.partition_parameters",
     "deepspeed.runtime.zero.parameter_offload",
     "deepspeed.runtime.zero.linear",

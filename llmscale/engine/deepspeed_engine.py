@@ -16,13 +16,15 @@ from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.autocast import compute_in_bf16, without_autocast
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
 from llmscale.engine.muon import Muon
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.engine.silence_libraries import without_memory_prints
-from llmscale.engine.zero_shards import check_deepspeed_version, forget_second_copies, reset_step_counts
+from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer
+from llmscale.engine.zero_shards import forget_second_copies, reset_step_counts
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 
@@ -58,6 +60,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     tensors = ParameterTensors(resolved.shape.architecture)
     if compiler is not None:
         compiler.compile_blocks(model, zero_stage=resolved.zero_stage, checkpointing=resolved.checkpointing)
+    if resolved.precision == "autocast":
+        compute_in_bf16(model)
     optimizer = build_optimizer(
         model,
         tensors.kinds,
@@ -73,7 +77,7 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=without_sums(ds_config) if ours else dict(ds_config),
+            config=without_autocast(without_sums(ds_config) if ours else ds_config),
             dist_init_required=False,
         )
     if ours:
@@ -84,6 +88,26 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         optimizer.bind(engine, tensors)
     keep_gradient_norm_of_plain_optimizer(engine)
     return engine
+
+
+def release_engine(engine: DeepSpeedEngine) -> None:
+    """Free all that an engine holds. It, its model and its optimizer are of no use afterwards; the process group is.
+
+    DeepSpeed's `destroy` removes hooks and leaves the rest to Python's collector, which cannot see that it may take it:
+    stage 3's modules and autograd functions, and the parameters of stage 1 in bf16, refer to each other through C++.
+    So their contents go one by one.
+    """
+    zero, inner = engine.optimizer, inner_optimizer(engine)
+    modules, parameters = list(engine.modules()), list(engine.module.parameters())
+    engine.destroy()
+    for parameter in parameters:
+        parameter.grad = None
+        parameter.data = parameter.data.new_empty(0)
+        vars(parameter).clear()
+    inner.state.clear()
+    inner.param_groups.clear()
+    for holder in (zero, *modules):
+        vars(holder).clear()
 
 
 def check_async_io(ds_config: Mapping[str, object]) -> None:

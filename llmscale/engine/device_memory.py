@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from llmscale.architecture.attention_kernels import ComputeCapability
+from llmscale.model.block import device_capability
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def device_memory_bytes() -> int | None:
 
 def gpu_capability() -> ComputeCapability | None:
     """Of this rank's GPU; None on a CPU."""
-    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    return device_capability(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def has_bf16() -> bool:

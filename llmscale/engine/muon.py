@@ -20,7 +20,7 @@ from torch import Tensor
 
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.config.muon import NEWTON_SCHULZ_STEPS, Matrix, matrices_of, plan_rounds
-from llmscale.engine.zero_shards import Placement, parts_of_all_ranks, placements, shard_group
+from llmscale.engine.zero_layout import Placement, parts_of_all_ranks, placements, shard_group
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

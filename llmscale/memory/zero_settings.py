@@ -98,11 +98,6 @@ class EngineLayout:
         return "fp32" if self.precision == "autocast" else self.precision
 
     @property
-    def zero_communication_dtype(self) -> Dtype:
-        """Of ZeRO's reductions: under autocast a parameter's own type (ZeROOptimizer.get_param_comm_dtype)."""
-        return "fp32" if self.precision == "autocast" else self.communication_dtype
-
-    @property
     def parameter_width(self) -> int:
         """Bytes of one stored parameter."""
         return BYTES_PER_ELEMENT[self.model_dtype]

@@ -66,8 +66,12 @@ class CausalSelfAttention(nn.Module):
         shared = self.shape.n_head // self.shape.n_kv_head
         # Of CUDA's kernels FlashAttention alone shares key-value heads, in 16 bit and without a mask; the others would
         # fall back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
+        dropout = self.shape.dropout if self.training else 0.0
         is_native = mask is None and has_flash_attention(
-            q.shape[-1], is_16bit=q.dtype in (torch.float16, torch.bfloat16), capability=device_capability(q.device)
+            q.shape[-1],
+            is_16bit=q.dtype in (torch.float16, torch.bfloat16),
+            drops_out=dropout > 0,
+            capability=device_capability(q.device),
         )
         if shared > 1 and not is_native:
             k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
@@ -76,7 +80,7 @@ class CausalSelfAttention(nn.Module):
             k,
             v,
             mask,
-            dropout_p=self.shape.dropout if self.training else 0.0,
+            dropout_p=dropout,
             is_causal=mask is None and q.shape[2] == k.shape[2],
             enable_gqa=shared > 1 and is_native,
         )

@@ -70,9 +70,7 @@ def count_traffic(
 ) -> Traffic:
     """Traffic of one optimizer step. Stage 3 gathers a compiled block as a whole, an eager one matrix by matrix."""
     elements, micro_steps = shape.num_parameters, layout.gradient_accumulation_steps
-    reduce_width = BYTES_PER_ELEMENT[
-        layout.zero_communication_dtype if layout.zero_stage else layout.communication_dtype
-    ]
+    reduce_width = BYTES_PER_ELEMENT[layout.communication_dtype]
     if layout.zero_stage == 3:
         gather_width = layout.parameter_width
         gathered = _gathered_elements(shape, layout, checkpointing, compiled_blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.optimizers import ADAMW
+from llmscale.config.optimizers import ADAMW, OptimizerSpec
 
 #: Of a weight in 16 bits.
 _EXPORT_BYTES = 2
@@ -37,13 +37,21 @@ class DiskSpace:
         return self.checkpoints_bytes + self.data_bytes + self.weights_bytes
 
 
-def estimate_disk(shape: GPTShape, steps: int, tokens: float, *, keep_last: int = 2, keep_every: int = 0) -> DiskSpace:
+def estimate_disk(
+    shape: GPTShape,
+    steps: int,
+    tokens: float,
+    *,
+    optimizer: OptimizerSpec = ADAMW,
+    keep_last: int = 2,
+    keep_every: int = 0,
+) -> DiskSpace:
     """Of a run of `steps` optimizer steps on `tokens` tokens; keep_last and keep_every as in train.py."""
     token_bytes = 2 if shape.vocab_size <= 1 << 16 else 4
     sample_bytes = (shape.seq_len + 1) * token_bytes + _SAMPLE_OVERHEAD_BYTES
     forever = steps // keep_every if keep_every else 0
     return DiskSpace(
-        checkpoint_bytes=ADAMW.state_bytes(shape.architecture),
+        checkpoint_bytes=optimizer.state_bytes(shape.architecture),
         kept_checkpoints=keep_last + forever,
         data_bytes=round(tokens / shape.seq_len * sample_bytes),
         weights_bytes=_EXPORT_BYTES * shape.num_parameters,

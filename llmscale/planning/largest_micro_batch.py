@@ -126,7 +126,9 @@ class Fit:
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Fit:
     """One micro-batch. Raises ConfigError when it does not divide a rank's share of the global batch."""
     plan = _plan(job, micro_batch_size)
-    layout = build_layout(resolve_ds_config(ds, job.shape, plan), plan.ranks, job.optimizer)
+    layout = build_layout(
+        resolve_ds_config(ds, job.shape, plan), plan.ranks, job.optimizer.on_gpu(job.machines.capability)
+    )
     return _fit(ds, job, checkpointing, plan, layout)
 
 
@@ -151,7 +153,9 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
             return whole
     # What the file says is resolved once: of the plan, only the accumulation matters to the layout.
     smallest = _plan(job, sizes[0])
-    layout = build_layout(resolve_ds_config(ds, job.shape, smallest), smallest.ranks, job.optimizer)
+    layout = build_layout(
+        resolve_ds_config(ds, job.shape, smallest), smallest.ranks, job.optimizer.on_gpu(job.machines.capability)
+    )
     return _bisect(ds, job, checkpointing, sizes[:-1], layout)
 
 

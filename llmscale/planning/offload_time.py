@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.hardware import GPU
-from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
+from llmscale.memory.zero_settings import EngineLayout
 from llmscale.planning.communication_time import Traffic
 
 
@@ -42,7 +42,7 @@ def estimate_offload_s(
     seconds = 0.0
     if layout.offload_optimizer.device != "none":
         copies = micro_steps if layout.zero_stage >= 2 else 1
-        link_bytes += share * (copies * BYTES_PER_ELEMENT[layout.communication_dtype] + layout.parameter_width)
+        link_bytes += share * (copies + 1) * layout.parameter_width
         step_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture)
         seconds += share * ranks_per_node * step_bytes / host.memory_bytes_per_s
         if layout.offload_optimizer.device == "nvme":

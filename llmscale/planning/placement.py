@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import Precision
 from llmscale.config.hardware import GPU, usable_precision
 from llmscale.config.interconnect import Interconnect
+from llmscale.config.loss_settings import CHUNK_TOKENS
+from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.planning.compute_time import estimate_compute_s
 from llmscale.planning.largest_micro_batch import Fit, Job, Machines, Search, fit_at
 from llmscale.planning.ranked_configs import RankedConfig, rank_configs
@@ -65,21 +68,33 @@ class GPUPlacement:
         return self.mfu * gpu.dense_16bit_flops * self.machines.world_size / shape.flops_per_token
 
 
-def place(shape: GPTShape, batch: int, *, is_batch_given: bool, gpus: GPUs) -> GPUPlacement:
+def place(
+    shape: GPTShape,
+    batch: int,
+    *,
+    is_batch_given: bool,
+    gpus: GPUs,
+    optimizer: OptimizerSpec = ADAMW,
+    loss_chunk_tokens: int = CHUNK_TOKENS,
+) -> GPUPlacement:
     """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs.
 
     Raises ConfigError when a given batch cannot be divided over them.
     """
-    num_nodes = gpus.num_nodes or _fewest_nodes(shape, batch, is_batch_given, gpus, 1) or 1
-    job = _job(shape, batch, is_batch_given, gpus, num_nodes)
+
+    def job_on(num_nodes: int) -> Job:
+        machines = gpus.machines(num_nodes)
+        whole = batch if is_batch_given else -(-batch // machines.world_size) * machines.world_size
+        return Job(shape, whole, machines, optimizer=optimizer, loss_chunk_tokens=loss_chunk_tokens)
+
+    job = job_on(gpus.num_nodes or _fewest_nodes(job_on, gpus.precision, 1) or 1)
     ranking = rank_configs(Search(job, gpus.gpu, gpus.interconnect, gpus.precision))
     row = ranking.recommended
     if row is not None and ranking.recommendation is not None:
         why = ranking.recommendation.why
     else:
-        why = _what_is_missing(
-            nearest_fit(ranking.fits), _fewest_nodes(shape, batch, is_batch_given, gpus, num_nodes + 1)
-        )
+        enough = _fewest_nodes(job_on, gpus.precision, job.machines.num_nodes + 1)
+        why = _what_is_missing(nearest_fit(ranking.fits), enough)
     mfu, calibration = gpus.mfu, "given by --mfu"
     if mfu is None:
         throughput = row.throughput if row else None
@@ -99,21 +114,14 @@ def usual_mfu(shape: GPTShape, gpus: GPUs) -> float:
     return shape.flops_per_token * micro_batch_size * shape.seq_len / seconds / gpus.gpu.dense_16bit_flops
 
 
-def _job(shape: GPTShape, batch: int, is_batch_given: bool, gpus: GPUs, num_nodes: int) -> Job:
-    machines = gpus.machines(num_nodes)
-    if not is_batch_given:
-        batch = -(-batch // machines.world_size) * machines.world_size
-    return Job(shape, batch, machines)
-
-
-def _fewest_nodes(shape: GPTShape, batch: int, is_batch_given: bool, gpus: GPUs, least: int) -> int | None:
-    """Nodes, doubling, on which the smallest layout fits; None when no number of them helps."""
-    ds = build_strategy(_SMALLEST, gpus.precision)
+def _fewest_nodes(job_on: Callable[[int], Job], precision: Precision, least: int) -> int | None:
+    """Nodes, doubling, on which the smallest layout of their job fits; None when no number of them helps."""
+    ds = build_strategy(_SMALLEST, precision)
     if ds is None:
         return None
     num_nodes = 1
     while num_nodes <= _MOST_NODES:
-        job = _job(shape, batch, is_batch_given, gpus, num_nodes)
+        job = job_on(num_nodes)
         if job.global_batch_size % job.machines.world_size:
             return None
         if num_nodes >= least and fit_at(ds, job, _SMALLEST.checkpointing, 1).fits:

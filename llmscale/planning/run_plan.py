@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.loss_settings import CHUNK_TOKENS
+from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.planning.compute_optimal import optimal_point
@@ -61,10 +63,14 @@ class PlanRequest:
     keep_every: int = 0
     usd_per_gpu_hour: float | None = None
     pue: float = DEFAULT_PUE
+    optimizer: OptimizerSpec = ADAMW
+    loss_chunk_tokens: int = CHUNK_TOKENS
     chosen: ChosenModel | None = None
     """Where the user named the model."""
     given: Mapping[str, object] = field(default_factory=dict)
     """What was said of the model, in the keys of train.py."""
+    given_of_run: Mapping[str, object] = field(default_factory=dict)
+    """What was said of the optimizer and of the loss, in the keys of train.py."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +164,14 @@ def make_plan(request: PlanRequest) -> Plan:
         global_batch_size=batch,
         steps=steps,
         loss=_loss(request.law, shape, tokens),
-        disk=estimate_disk(shape, steps, tokens, keep_last=request.keep_last, keep_every=request.keep_every),
+        disk=estimate_disk(
+            shape,
+            steps,
+            tokens,
+            optimizer=request.optimizer,
+            keep_last=request.keep_last,
+            keep_every=request.keep_every,
+        ),
         placement=placement,
         gpu_hours=hours,
         energy_kwh=None if hours is None or power_w is None else hours * power_w * request.pue / 1000,
@@ -183,7 +196,14 @@ def _choose_batch(request: PlanRequest, shape: GPTShape) -> tuple[str, int]:
 def _place(request: PlanRequest, shape: GPTShape, batch: int) -> GPUPlacement | None:
     if request.gpus is None:
         return None
-    return place(shape, batch, is_batch_given=request.global_batch_size is not None, gpus=request.gpus)
+    return place(
+        shape,
+        batch,
+        is_batch_given=request.global_batch_size is not None,
+        gpus=request.gpus,
+        optimizer=request.optimizer,
+        loss_chunk_tokens=request.loss_chunk_tokens,
+    )
 
 
 def _depends_on_speed(request: PlanRequest) -> bool:

@@ -38,7 +38,7 @@ def estimate_run(run: PreparedRun, capability: ComputeCapability | None) -> Memo
     resolved, plan = run.resolved, run.resolved.plan
     if not resolved.optimizer.steps_shards:
         return None
-    layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer)
+    layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer.on_gpu(capability))
     try:
         return estimate_memory(
             *(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing, capability),

@@ -1,4 +1,4 @@
-"""The three training loops that engine_overhead.py compares, each as one rank runs it.
+"""The four training loops that engine_overhead.py compares, each as one rank runs it.
 
 They share the model, the initial weights, the samples and their order, the optimizer and its groups, clipping, the
 learning-rate schedule and the interval at which the loss is read. All of that is resolved by train.py's own code.
@@ -23,7 +23,11 @@ from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
     from torch.utils.data import Dataset
+
+    from llmscale.config.batch_plan import BatchPlan
+    from llmscale.engine.process_group import World
 
 
 class Pace:
@@ -36,6 +40,24 @@ class Pace:
     def __init__(self, orders: Orders, warmup_steps: int, block_steps: int) -> None:
         self._orders, self._warmup, self._block = orders, warmup_steps, block_steps
         self._steps, self._began_s, self._began_cpu_s = 0, time.perf_counter(), time.process_time()
+        self._engine_cpu_s = 0.0
+
+    def watch_engine(self) -> None:
+        """From now on the processor seconds inside DeepSpeed's engine are counted apart."""
+        from deepspeed import DeepSpeedEngine
+
+        for name in ("forward", "backward", "step"):
+            setattr(DeepSpeedEngine, name, self._watched(getattr(DeepSpeedEngine, name)))
+
+    def _watched(self, method: Callable[..., object]) -> Callable[..., object]:
+        def watched(*args: object, **kwargs: object) -> object:
+            began_cpu_s = time.process_time()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._engine_cpu_s += time.process_time() - began_cpu_s
+
+        return watched
 
     def step_done(self) -> str | None:
         """The order that begins the next block; None within a block."""
@@ -45,8 +67,10 @@ class Pace:
             return None
         _synchronize()
         seconds, cpu_s = time.perf_counter() - self._began_s, time.process_time() - self._began_cpu_s
-        self._orders.answer({"seconds": seconds, "cpu_s": cpu_s, "peak_memory_bytes": _peak_memory_bytes()})
+        answer = {"seconds": seconds, "cpu_s": cpu_s, "engine_cpu_s": self._engine_cpu_s}
+        self._orders.answer({**answer, "peak_memory_bytes": _peak_memory_bytes()})
         order = self._orders.wait()
+        self._engine_cpu_s = 0.0
         self._began_s, self._began_cpu_s = time.perf_counter(), time.process_time()
         return order
 
@@ -90,10 +114,37 @@ def run_train_py(contest: Contest) -> float:
         contest.pace.step_done()
 
     Session.after = after_and_pace  # type: ignore[method-assign]
+    contest.pace.watch_engine()
     if train.main(contest.arguments):
         raise SystemExit("train.py failed")
     records = [json.loads(line) for line in (contest.run.config.run / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if record["kind"] == "train"][-1]
+
+
+def run_engine(contest: Contest) -> float:
+    """train.py's engine and nothing else of it: forward, backward, step, the learning rate, and a loss now and then."""
+    import torch.distributed as dist
+
+    from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, set_learning_rate
+    from llmscale.engine.process_group import is_gpu, join_world, leave_world
+
+    config, plan, world = contest.run.config, contest.run.resolved.plan, join_world()
+    resolved = contest.run.resolved if is_gpu() else contest.run.resolved.on_cpu()
+    engine = build_engine(config, resolved)
+    windows = np.load(contest.windows, mmap_mode="r")
+    for step in range(resolved.total_steps):
+        tokens = _rank_tokens(windows, step, plan, world)
+        set_learning_rate(engine, resolved.optimizer, resolved.schedule.learning_rate(step))
+        loss = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        engine.step()
+        if (step + 1) % config.log_every == 0 or step in (0, resolved.total_steps - 1):
+            mean = loss.detach() / world.world_size
+            dist.all_reduce(mean)
+            print(f"step {step + 1} loss {mean.item():.4f} norm {gradient_norm(engine):.3f}")
+        contest.pace.step_done()
+    leave_world()
+    return mean.item()
 
 
 def run_plain(contest: Contest) -> float:
@@ -113,9 +164,7 @@ def run_plain(contest: Contest) -> float:
     windows = np.load(contest.windows, mmap_mode="r")
     autocast = contest.run.resolved.precision == "autocast"
     for step in range(resolved.total_steps):
-        begin = step * plan.global_batch_size + world.rank * plan.micro_batch_size
-        rows = windows[begin : begin + plan.micro_batch_size].astype(np.int64)
-        tokens = torch.from_numpy(rows).to(world.device, non_blocking=True)
+        tokens = _rank_tokens(windows, step, plan, world)
         with torch.autocast(world.device.type, torch.bfloat16, enabled=autocast):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
@@ -168,9 +217,19 @@ def run_trainer(contest: Contest) -> float:
 
 CONTESTANT_LOOPS: dict[str, Callable[[Contest], float]] = {
     "plain": run_plain,
+    "engine": run_engine,
     "trainer": run_trainer,
     "train.py": run_train_py,
 }
+
+
+def _rank_tokens(windows: NDArray[np.uint16], step: int, plan: BatchPlan, world: World) -> torch.Tensor:
+    """A rank's only micro-batch of a step, on its device: int64 [micro_batch_size, seq_len + 1]."""
+    import torch
+
+    begin = step * plan.global_batch_size + world.rank * plan.micro_batch_size
+    rows = windows[begin : begin + plan.micro_batch_size].astype(np.int64)
+    return torch.from_numpy(rows).to(world.device, non_blocking=True)
 
 
 def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:

@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""What the toolkit costs per step: train.py at ZeRO 0-3 and Hugging Face Trainer with DeepSpeed, beside a plain loop.
+"""What the toolkit costs per step: train.py at ZeRO 0-3, its engine alone and Hugging Face Trainer beside a plain loop.
 
     python scripts/bench/engine_overhead.py --json result.json
     python scripts/bench/engine_overhead.py --model gpt2-124m --layers 12 --precision autocast      # on a GPU
+    python scripts/bench/engine_overhead.py --model tiny-1m --seq-len 128 --batch 32 --steps 10 --starts 0 \\
+        --only "plain loop" "engine, ZeRO-2" "train.py, ZeRO-2"                                     # its own share
 
 All of them train the same model from the same weights on the same samples in the same order, with the same optimizer,
 clipping and schedule; that their last losses agree is printed as the evidence. Each is a process of its own that keeps
@@ -12,6 +14,10 @@ as it lives, a few per cent, so everything is repeated with --sets sets of fresh
 printed is the one between their medians. The plain loop takes part twice: the ratio between its two selves is what this
 machine cannot tell apart. Processor seconds are compared too, where the work is done by the
 processor: neighbours take time away, but hardly change how much of it a step needs.
+
+What train.py adds to its engine's step (data, agreement, logging, checks) is printed as its own share of a step: the
+processor seconds that it spends outside of the engine's forward, backward and step. It does not depend on another
+process; where its engine alone has taken part too, what that one takes less is printed beside it.
 
 Then the time from the command `deepspeed --num_gpus N llmscale/train.py ...` to its first training step is taken.
 """
@@ -38,6 +44,7 @@ CONTESTANTS = {
     "plain loop": ("plain", 0),
     "plain loop again": ("plain", 0),
     "Trainer, ZeRO-2": ("trainer", 2),
+    **{f"engine, ZeRO-{stage}": ("engine", stage) for stage in range(4)},
     "train.py, ZeRO-0": ("train.py", 0),
     "train.py, ZeRO-1": ("train.py", 1),
     "train.py, ZeRO-2": ("train.py", 2),
@@ -73,6 +80,7 @@ def main() -> int:
         "tokens_per_block": args.steps * args.batch * args.seq_len,
         "wall": summarize(sets, "seconds"),
         "processor": summarize(sets, "cpu_s"),
+        "own_share": own_shares(sets),
         "last_losses": losses,
         "first_step": first_steps,
         "sets": sets,
@@ -173,7 +181,8 @@ def rank_command(args: argparse.Namespace, name: str, folder: Path, windows: Pat
 
 def slowest(answers: list[dict]) -> dict[str, float]:
     """A block takes as long as its slowest rank, and the processor time of all of them."""
-    return {"seconds": max(a["seconds"] for a in answers), "cpu_s": sum(a["cpu_s"] for a in answers)}
+    sums = {key: sum(a[key] for a in answers) for key in ("cpu_s", "engine_cpu_s")}
+    return {"seconds": max(a["seconds"] for a in answers), **sums}
 
 
 def run_rank_job(args: argparse.Namespace) -> None:
@@ -235,6 +244,28 @@ def ratio(sets: list[list[Round]], key: str, name: str, baseline: str = "plain l
     return {"ratio": statistics.median(medians), "min": min(medians), "max": max(medians)}
 
 
+def own_shares(sets: list[list[Round]]) -> dict[str, dict[str, dict[str, float]]]:
+    """train.py at a stage -> how its own share of a step was found -> median of the sets' medians, and their range.
+
+    inside: of its processor seconds those that it is not in its engine; wall, processor: (its step - that of its engine
+    alone) / its step.
+    """
+    shares: dict[str, dict[str, dict[str, float]]] = {}
+    for whole, engine in ((f"train.py, ZeRO-{stage}", f"engine, ZeRO-{stage}") for stage in range(4)):
+        if whole not in sets[0][0]:
+            continue
+        inside = [
+            statistics.median(1 - taken[whole]["engine_cpu_s"] / taken[whole]["cpu_s"] for taken in rounds)
+            for rounds in sets
+        ]
+        shares[whole] = {"inside": {"share": statistics.median(inside), "min": min(inside), "max": max(inside)}}
+        for clock, key in (("wall", "seconds"), ("processor", "cpu_s")) if engine in sets[0][0] else ():
+            of_engine = ratio(sets, key, whole, engine)
+            share = {"share": 1 - of_engine["ratio"], "min": 1 - of_engine["max"], "max": 1 - of_engine["min"]}
+            shares[whole][clock] = share
+    return shares
+
+
 def format_result(result: dict) -> str:
     def column(values: dict[str, float]) -> str:
         return f"{values['ratio']:.3f} ({values['min']:.3f}-{values['max']:.3f})"
@@ -248,6 +279,12 @@ def format_result(result: dict) -> str:
     if {"Trainer, ZeRO-2", "train.py, ZeRO-2"} <= set(result["wall"]):
         pair = [ratio(result["sets"], key, "train.py, ZeRO-2", "Trainer, ZeRO-2") for key in ("seconds", "cpu_s")]
         lines.append(f"train.py of Trainer, both at ZeRO-2: wall {column(pair[0])}, processor {column(pair[1])}")
+    names = {"inside": "outside of its engine", "wall": "beside the engine alone, wall", "processor": "processor"}
+    for name, shares in result["own_share"].items():
+        found = [
+            f"{names[kind]} {own['share']:.1%} ({own['min']:.1%} to {own['max']:.1%})" for kind, own in shares.items()
+        ]
+        lines.append(f"{name}'s own share of a step: {', '.join(found)}")
     for start in result["first_step"]:
         lines.append(f"command to first step, {start['ranks']} ranks: {start['seconds']:.1f} s | {start['phases']}")
     machine = result["machine"]

@@ -24,7 +24,7 @@ from llmscale.checkpoint.hf_match import match_tensors
 from llmscale.checkpoint.hf_tensors import fill_view
 from llmscale.config.hf_model import read_published_model
 from llmscale.config.presets import get_preset
-from llmscale.engine.zero_shards import ShardView
+from llmscale.engine.zero_layout import ShardView
 
 
 def write_model(folder: Path, preset: str, shard_bytes: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel, has_flash_attention
 
-T4, V100, A100, RTX5090 = (7, 5), (7, 0), (8, 0), (12, 0)
+T4, V100, A100, A10, RTX5090 = (7, 5), (7, 0), (8, 0), (8, 6), (12, 0)
 
 
 @pytest.mark.parametrize("capability", [None, A100, RTX5090])
@@ -21,8 +21,21 @@ def test_flash_attention_needs_16_bit_heads_of_up_to_256_and_no_mask(capability:
 
 @pytest.mark.parametrize("capability", [T4, V100])
 def test_gpus_before_ampere_have_no_flash_attention(capability: ComputeCapability) -> None:
-    assert not has_flash_attention(64, is_16bit=True, capability=capability)
+    assert not has_flash_attention(64, is_16bit=True, drops_out=False, capability=capability)
     assert attention_kernel(64, is_16bit=True, capability=capability) == "efficient"
     assert attention_kernel(36, is_16bit=True, capability=capability) == "math"
     # Without tensor cores for fp32 nothing needs to be aligned.
     assert attention_kernel(33, is_16bit=False, capability=capability) == "efficient"
+
+
+def test_cards_with_little_shared_memory_do_not_train_wide_heads_with_flash_attention() -> None:
+    def kernels(capability: ComputeCapability) -> list[str]:
+        return [
+            attention_kernel(head_dim, is_16bit=True, drops_out=drops_out, capability=capability)
+            for head_dim in (192, 208, 256)
+            for drops_out in (False, True)
+        ]
+
+    assert kernels(A100) == ["flash"] * 6
+    for small in (A10, RTX5090):
+        assert kernels(small) == ["flash", "flash", "efficient", "efficient", "flash", "efficient"]

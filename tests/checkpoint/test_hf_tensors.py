@@ -14,7 +14,7 @@ from llmscale.checkpoint import hf_tensors
 from llmscale.checkpoint.hf_files import find_weights_files
 from llmscale.checkpoint.hf_match import Piece
 from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
-from llmscale.engine.zero_shards import ShardView
+from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError
 
 #: (how the files have our rows 0 to 6 of [7, 5], how many rows of padding ours has behind them)

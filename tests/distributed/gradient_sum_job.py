@@ -25,7 +25,7 @@ from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.engine.process_group import join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
-from llmscale.engine.zero_shards import inner_optimizer, placements
+from llmscale.engine.zero_layout import inner_optimizer, placements
 from llmscale.model.gpt import GPT
 
 MICRO_STEPS = 64

@@ -25,7 +25,7 @@ from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.engine.process_group import join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
-from llmscale.engine.zero_shards import inner_optimizer, placements
+from llmscale.engine.zero_layout import inner_optimizer, placements
 from llmscale.model.gpt import GPT
 
 MICRO_BATCH = 3
@@ -69,6 +69,7 @@ def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
     )
     precision = {"autocast": "torch_autocast"}.get(cell["precision"], cell["precision"])
     config = {"zero_optimization": {"stage": cell["stage"]}, **({} if precision == "fp32" else {precision: ON})}
+    config |= {"communication_data_type": cell["exchange"]} if "exchange" in cell else {}
     settings = LossSettings(CHUNKS[cell["chunks"]], cell["z_loss"])
     resolved = resolve_step(
         parse_ds_config(config, "job").with_flags(None, 0.0), shape, plan, cell["checkpointing"], loss=settings

@@ -31,7 +31,7 @@ from llmscale.engine.optimizer import build_parameter_groups
 from llmscale.engine.process_group import join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
-from llmscale.engine.zero_shards import inner_optimizer
+from llmscale.engine.zero_layout import inner_optimizer
 from llmscale.model.gpt import GPT
 
 #: Odd sizes, so that borders of partitions cut matrices; q and k, v of different heights; gate and up in one matrix.

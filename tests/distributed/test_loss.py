@@ -18,13 +18,17 @@ def cell(stage: int, shape: str = "gpt2", **settings: object) -> dict[str, objec
     return {"stage": stage, "shape": shape, **usual, **settings}
 
 
-def check(ranks: Callable, cells: list[dict[str, object]]) -> None:
+def errors_of(ranks: Callable, cells: list[dict[str, object]]) -> list[dict[str, float]]:
     job = ranks([str(Path(__file__).with_name("loss_job.py")), json.dumps(cells)], 2)
     outputs = job.wait()
     assert job.exit_codes == [0, 0], outputs
     found = [json.loads(line) for line in outputs[0].splitlines() if line.startswith('{"loss"')]
     assert len(found) == len(cells), outputs[0]
-    for wanted, errors in zip(cells, found, strict=True):
+    return found
+
+
+def check(ranks: Callable, cells: list[dict[str, object]]) -> None:
+    for wanted, errors in zip(cells, errors_of(ranks, cells), strict=True):
         loss, gradient = ERRORS[str(wanted["precision"])]
         assert errors["loss"] < loss, wanted
         assert errors["gradient"] < gradient, wanted
@@ -43,6 +47,18 @@ def test_every_stage_has_the_whole_loss_and_its_gradients(ranks: Callable) -> No
         cell(3, "gpt2", precision="autocast"),
     ]
     check(ranks, cells)
+
+
+def test_gradients_exchanged_in_16_bit_are_hardly_further_from_exact_than_autocast_makes_them(ranks: Callable) -> None:
+    stages, exchanges = (0, 1, 2, 3), ("bf16", "fp32")
+    cells = [
+        cell(stage, precision="autocast", accumulation=4, exchange=exchange)
+        for stage, exchange in itertools.product(stages, exchanges)
+    ]
+    found = [errors["gradient"] for errors in errors_of(ranks, cells)]
+    for stage, in_bf16, in_fp32 in zip(stages, found[::2], found[1::2], strict=True):
+        assert in_bf16 != in_fp32, f"stage {stage}: the file's word holds"
+        assert in_bf16 < 1.3 * in_fp32, f"stage {stage}"
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
+from llmscale.engine.autocast import compute_in_bf16
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 
@@ -173,7 +174,6 @@ def train_two_steps(
         "gradient_accumulation_steps": 2,
         "zero_optimization": {"stage": zero_stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
-        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
     }
     mode, section = WAYS[way]
     masked: dict = {"document_end": 0, "sliding_window": 11, "positions": "rotary", "n_kv_head": 2} if mask else {}
@@ -181,6 +181,8 @@ def train_two_steps(
     sharded = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
     with sharded:
         model = GPT(shape, seed=7, checkpoint=build_block_checkpoint(mode, section))
+    if autocast:
+        compute_in_bf16(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ds_config)
     rank = torch.distributed.get_rank()

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.machine_flags import LIST, add_machine_flags
 from llmscale.cli.quick_answer import quick_answer
+from llmscale.cli.run_flags import add_run_flags
 from llmscale.cli.shape_flags import MODEL_KEYS, add_shape_flags
 from llmscale.config import flag_type, limits
-from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:  # the real imports wait until the command runs: other subcommands' --help must not wait for them
@@ -76,15 +76,9 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "--precision", metavar="NAME", help="bf16, fp16, fp32 or autocast (default: the ds_config's, else bf16; "
         "fp16 on a GPU without it)",
     )  # fmt: skip
-    group.add_argument("--optimizer", metavar="NAME", help="adamw or muon (default: adamw)")
+    add_run_flags(group)
     group.add_argument(
         "--activation-checkpointing", metavar="MODE", help="none, selective or full only (default: all of them)"
-    )
-    group.add_argument(
-        "--loss-chunk-tokens",
-        type=flag_type.whole(1, limits.MAX_BATCH_TOKENS),
-        metavar="N",
-        help=f"tokens whose logits exist at a time (default {CHUNK_TOKENS:,}, as train.py's)",
     )
     group.add_argument(
         "--ds", type=flag_type.path, nargs="+", metavar="FILE", help="explain these ds_configs, side by side"

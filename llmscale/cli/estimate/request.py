@@ -84,12 +84,13 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         plan.global_batch_size,
         machines,
         config.micro_batch_size,
-        _read_optimizer(config),
+        read_optimizer(config),
         config.loss_chunk_tokens,
     )
 
 
-def _read_optimizer(config: RunConfig) -> OptimizerSpec:
+def read_optimizer(config: RunConfig) -> OptimizerSpec:
+    """Raises ConfigError for one that cannot be estimated."""
     spec = get_optimizer(config.optimizer)
     if not spec.steps_shards:
         raise ConfigError(f"--optimizer {spec.name}: its states are not modelled. Legal: adamw, muon.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli.machine_flags import add_machine_flags
 from llmscale.cli.quick_answer import quick_answer
+from llmscale.cli.run_flags import add_run_flags
 from llmscale.cli.shape_flags import add_shape_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.user_paths import check_output_file
@@ -91,6 +92,7 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="B",
         help="sequences per step (default: the nearest preset's)",
     )
+    add_run_flags(group)
     group.add_argument(
         "--inference-tokens",
         type=flag_type.quantity(1, 1e24),

@@ -183,7 +183,7 @@ def _lifetime_lines(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Ite
 def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     """The words of the commands that come next."""
     shape, preset = plan.shape, PRESETS[plan.preset]
-    keys = dict(request.given)
+    keys = {**request.given, **request.given_of_run}
     if request.chosen is None:
         keys = {"model": plan.preset, **keys}
         keys |= {name: getattr(shape, name) for name in _SIZES if getattr(shape, name) != getattr(preset, name)}

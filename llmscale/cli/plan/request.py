@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.cli.estimate.request import read_gpu
+from llmscale.cli.estimate.request import read_gpu, read_optimizer
 from llmscale.cli.shape_flags import given_model, resolve_model
 from llmscale.config.arguments import build_run_config
 from llmscale.config.hf_model import default_preset
@@ -26,6 +26,8 @@ _OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "-
 _OF_GPUS = ("--budget-usd", "--gpu-hours", "--price-per-gpu-hour", "--mfu", "--inference-mfu", "--num-nodes", "--pue")
 #: Of the model flags those that need no --model.
 _OF_ANY_MODEL = ("vocab_size", "seq_len")
+#: What train.py takes too, beside the model and the batch.
+_RUN_KEYS = ("optimizer", "loss_chunk_tokens")
 _DEFAULT_SEQ_LEN = 2048
 #: Whose vocabulary a model has that no one named.
 _SIZED_LIKE = "gpt3-125m"
@@ -38,11 +40,16 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
     given = given_model(args)
     chosen = _read_chosen_model(args, given)
     shape = chosen.shape if chosen else _read_size(args)
+    run_keys = {key: getattr(args, key) for key in _RUN_KEYS if getattr(args, key) is not None}
+    config = build_run_config(dict(run_keys))
     return PlanRequest(
         goal=_read_goal(args, shape),
         shape=shape,
         chosen=chosen,
         given=given,
+        given_of_run={key: getattr(config, key) for key in run_keys},
+        optimizer=read_optimizer(config),
+        loss_chunk_tokens=config.loss_chunk_tokens,
         law=_LAWS[args.law],
         vocab_size=_vocab_size(args),
         seq_len=shape.seq_len if shape else args.seq_len or _DEFAULT_SEQ_LEN,

@@ -164,8 +164,17 @@ def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[
         sections["torch_autocast"] = {**written, "enabled": True, "dtype": "bfloat16"}
     types = keys.data_types.model_dump(mode="json", exclude_none=True) if keys.data_types else {}
     sections["data_types"] = {"grad_accum_dtype": default_accumulation(keys, gradient_accumulation_steps), **types}
-    sections["communication_data_type"] = keys.communication_data_type or keys.model_dtype
+    sections["communication_data_type"] = keys.communication_data_type or default_communication(keys)
     return sections
+
+
+def default_communication(keys: DsFile) -> Dtype:
+    """The type ranks exchange gradients in when the file does not say: that of the products they come from.
+
+    Under autocast a gradient has the noise of bf16 already, and fp32 would carry it in twice the bytes. Stages 1 to 3
+    divide by the number of ranks before they sum, so that in fp16 no sum is larger than its terms.
+    """
+    return "bf16" if keys.precision == "autocast" else keys.model_dtype
 
 
 def default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtype:

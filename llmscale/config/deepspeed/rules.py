@@ -205,6 +205,8 @@ def ignored_keys(keys: DsFile) -> Iterator[str]:
                 yield (f'zero_optimization.{name}.{key} has no effect with device "{section.device}" (NVMe only).')
     if keys.aio and "nvme" not in (keys.offload_optimizer_device, keys.offload_param_device):
         yield "aio has no effect without NVMe offload."
+    if keys.torch_autocast and keys.torch_autocast.lower_precision_safe_modules is not None:
+        yield "torch_autocast.lower_precision_safe_modules has no effect: communication_data_type is for all modules."
     for name in sorted(keys.model_fields_set & {"disable_allgather", "dataloader_drop_last", "vocabulary_size"}):
         yield f"{name} has no effect."
     if keys.fp16 and keys.fp16.loss_scale:

@@ -125,7 +125,11 @@ def block_branch(
         dropout=shape.dropout > 0,
         masked=shape.has_mask,
         attention=attention_kernel(
-            shape.head_dim, is_16bit=precision != "fp32", masked=shape.has_mask, capability=capability
+            shape.head_dim,
+            is_16bit=precision != "fp32",
+            masked=shape.has_mask,
+            drops_out=shape.dropout > 0,
+            capability=capability,
         ),
         zero3_linear=zero_stage == 3 and shows_zero3_linear(style, _kind_of(precision), checkpointing),
     )

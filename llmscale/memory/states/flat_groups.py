@@ -61,11 +61,8 @@ class FlatGroup:
 
     def orthogonalising_bytes(self, *, from_host: bool) -> int:
         """What the step of this group takes beside its states; 0 where nothing is orthogonalised."""
-        if not self.optimizer.is_orthogonalised:
-            return 0
-        return orthogonalising_bytes(
-            ((tensor, tuple(self._parts(tensor))) for tensor in self.tensors), from_host=from_host
-        )
+        parts = ((tensor, tuple(self._parts(tensor))) for tensor in self.tensors)
+        return orthogonalising_bytes(self.optimizer, parts, from_host=from_host)
 
     def _parts(self, tensor: ParameterTensor) -> Iterator[Part]:
         start = 0

@@ -47,8 +47,9 @@ def estimate_stage0(tensors: ParameterTensors, layout: EngineLayout) -> StateMem
     course = follow_backward(tensors, tally, dtype=dtype, hook=hook, end=end)
     # FP16_UnfusedOptimizer.step: gradients in fp32 beside those in 16 bit, until the step is over.
     tally.hold("temporaries", master)
-    orthogonalised = [(tensor, ()) for tensor in tensors.all if group_of(tensor.kind).is_orthogonalised]
-    tally.touch("temporaries", orthogonalising_bytes(orthogonalised, from_host=False))
+    for group, members in layout.optimizer.group_tensors(tensors.all):
+        whole = ((tensor, ()) for tensor in members)
+        tally.touch("temporaries", orthogonalising_bytes(group, whole, from_host=False))
     return StateMemory(
         resident=Breakdown(parameters_bytes=low, optimizer_bytes=states + master),
         forward_course=(forward,) * (tensors.architecture.n_layer + 3),

@@ -102,7 +102,7 @@ class _Walk:
         # Stage 1 with gradients in another type keeps them as `param.grad_accum`.
         self.as_attribute = layout.zero_stage == 1 and layout.grad_accum_dtype != self.dtype
         self.reduced_dtype: Dtype = layout.grad_accum_dtype if self.as_attribute else self.dtype
-        self.communication_dtype = layout.zero_communication_dtype
+        self.communication_dtype = layout.communication_dtype
         self.bucket_bytes = 0
         self.partition_bytes = 0
         self.micro_step = -1

@@ -91,10 +91,8 @@ class _SubGroup:
 
     def orthogonalising_bytes(self, ranks: int, *, from_host: bool) -> int:
         """What its step takes beside its states; 0 where nothing is orthogonalised."""
-        if not self.group.is_orthogonalised:
-            return 0
-        parts = [_parts(tensor.elements, shard, ranks) for tensor, shard in zip(self.tensors, self.shards, strict=True)]
-        return orthogonalising_bytes(zip(self.tensors, parts, strict=True), from_host=from_host)
+        parts = (_parts(tensor.elements, shard, ranks) for tensor, shard in zip(self.tensors, self.shards, strict=True))
+        return orthogonalising_bytes(self.group, zip(self.tensors, parts, strict=True), from_host=from_host)
 
 
 @lru_cache(maxsize=256)
@@ -135,9 +133,7 @@ def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout
             for sub_group in sub_groups
         )
         gradients = tensor_bytes(sum(sizes), layout.grad_accum_dtype)
-    bucket = (
-        tensor_bytes(layout.reduce_bucket_size, layout.zero_communication_dtype) if layout.contiguous_gradients else 0
-    )
+    bucket = tensor_bytes(layout.reduce_bucket_size, layout.communication_dtype) if layout.contiguous_gradients else 0
     return Breakdown(
         parameters_bytes=parameters, gradients_bytes=gradients, optimizer_bytes=optimizer, buckets_bytes=bucket
     )
@@ -250,11 +246,13 @@ class _Walk:
         self.trace = _trace(self.tensors, self.recomputes, self.layout.stage3_max_reuse_distance)
         self.parameters = Stage3Parameters(self.trace, self.layout, self.tally)
         self.dtype = self.layout.model_dtype
-        self.communication = self.layout.zero_communication_dtype
+        self.communication = self.layout.communication_dtype
         self.bucket: list[ParameterTensor] = []
         self.bucket_elements = 0
         self.own_bytes = 0
         """Of gradients in the bucket's list that did not fit into the bucket."""
+        self.cast_bytes = 0
+        """What those take in the type of the communication, where it is another; the bucket has it anyway."""
         self.done = 0
         """Parameters that have gradients."""
 
@@ -331,6 +329,8 @@ class _Walk:
             self.tally.drop("gradients", num_bytes)
         else:
             self.own_bytes += num_bytes
+            if self.communication != self.dtype:
+                self.cast_bytes += tensor_bytes(tensor.elements, self.communication)
         self.bucket.append(tensor)
         self.bucket_elements += tensor.elements
 
@@ -345,7 +345,7 @@ class _Walk:
         else:
             self._reduce_scatter()
         self.tally.drop("gradients", self.own_bytes)
-        self.bucket, self.bucket_elements, self.own_bytes = [], 0, 0
+        self.bucket, self.bucket_elements, self.own_bytes, self.cast_bytes = [], 0, 0, 0
 
     def _allreduce(self) -> None:
         """__avg_scatter_contiguous_grads: the scaled bucket is a copy, and so is that in the type of the sums."""
@@ -358,9 +358,7 @@ class _Walk:
         """__avg_scatter_grads and reduce_scatter_coalesced: padded pieces of all gradients in one flat tensor, which a
         single gradient that divides evenly does not need; then each piece in the type of the sums."""
         ranks, layout = self.layout.ranks.shard_ranks, self.layout
-        casts = 0
-        if self.communication != self.dtype:
-            casts = sum(tensor_bytes(tensor.elements, self.communication) for tensor in self.bucket)
+        casts = self.cast_bytes
         shards = [shard_elements(tensor, ranks) for tensor in self.bucket]
         needs_copy = len(shards) > 1 or self.bucket[0].elements % ranks
         flat = tensor_bytes(sum(shards) * ranks, self.communication) if needs_copy else 0

@@ -115,6 +115,16 @@ def test_the_commands_that_come_next_are_right(
     assert prepare_run(config, ranks).resolved.plan.global_batch_size == 128
 
 
+def test_muons_states_and_the_losss_chunk_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-124m --tokens 1B --gpu a100-80gb --num-gpus 2"
+    adamw, muon = plan_json(capsys, words), plan_json(capsys, f"{words} --optimizer muon")
+    assert muon["disk"]["checkpoint_bytes"] < adamw["disk"]["checkpoint_bytes"]
+    commands = [line for line in plan(capsys, f"{words} --optimizer muon --loss-chunk-tokens 512").splitlines()[-4:]]
+    for program in ("llmscale estimate", "deepspeed"):
+        command = next(line for line in commands if line.startswith(program))
+        assert "--optimizer muon --loss-chunk-tokens 512" in command
+
+
 def test_a_card_that_was_not_calibrated_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     run = plan_json(capsys, "--model gpt2-124m --gpu l4 --num-gpus 1")["run"]
     assert run["calibration"].startswith("not calibrated, with the A100's efficiency: ")

@@ -171,7 +171,7 @@ def test_host_memory_is_pinned_for_a_gpu_only(has_gpu: bool, written: dict[str, 
         (1, "fp16", "fp32", "fp16"),
         (2, "fp16", "fp32", "fp16"),
         (0, "fp32", "fp32", "fp32"),
-        (2, "autocast", "fp32", "fp32"),
+        (2, "autocast", "fp32", "bf16"),
     ],
 )
 def test_types_of_gradients_are_written_out(

@@ -97,6 +97,10 @@ def test_sound_combinations_pass_without_a_warning(config: dict[str, object]) ->
             zero(3, offload_param={**CPU, "max_in_cpu": 5}),
             'offload_param.max_in_cpu has no effect with device "cpu"',
         ),
+        (
+            {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Linear"]}},
+            "lower_precision_safe_modules has no effect",
+        ),
         ({**zero(3), "aio": {}}, "aio has no effect without NVMe offload"),
         ({"dataloader_drop_last": True}, "dataloader_drop_last has no effect"),
         (

@@ -10,6 +10,7 @@ import json
 import sys
 import warnings
 
+from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.schema import parse_ds_config
@@ -25,7 +26,8 @@ SHAPE = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8)
 
 
 def resolve(cell: dict) -> ResolvedStep:
-    """A cell's keys: stage, precision, ranks, accumulation, and `zero` and `top` for the ds_config; `optimizer`."""
+    """A cell's keys: stage, precision, ranks, accumulation, and `zero` and `top` for the ds_config; `optimizer`;
+    `capability`, of the GPU."""
     precision, accumulation, ranks = cell["precision"], cell["accumulation"], cell["ranks"]
     config = {"zero_optimization": {"stage": cell["stage"], **cell.get("zero", {})}, **cell.get("top", {})}
     if precision != "fp32":
@@ -36,9 +38,13 @@ def resolve(cell: dict) -> ResolvedStep:
     return resolve_step(parse_ds_config(config, "cell"), SHAPE, plan, cell.get("checkpointing", "none"), optimizer)
 
 
+def capability_of(cell: dict) -> ComputeCapability | None:
+    return tuple(cell["capability"]) if "capability" in cell else None
+
+
 def estimate(cell: dict) -> StateMemory:
     resolved = resolve(cell)
-    layout = build_layout(resolved.ds_config, resolved.plan.ranks, resolved.optimizer)
+    layout = build_layout(resolved.ds_config, resolved.plan.ranks, resolved.optimizer.on_gpu(capability_of(cell)))
     return estimate_states(SHAPE, layout, resolved.checkpointing)
 
 
@@ -46,7 +52,7 @@ def compare(cell: dict) -> dict[str, object]:
     """Bytes of the dry run and of the closed form, what a moment adds to the resident memory."""
     from llmscale.dry_run.engine import dry_run
 
-    simulated = dry_run(resolve(cell))
+    simulated = dry_run(resolve(cell), capability_of(cell))
     states = estimate(cell)
     resident = simulated.resident.total_bytes
     added = {moment: peak.total_bytes - resident for moment, peak in simulated.states.items()}

@@ -90,6 +90,9 @@ CELLS = [
     cell(3, "fp32", 1, 1),
     cell(3, "bf16", 2, 2, **OFFLOAD),
     cell(3, "autocast", 8, 1, reduce_bucket_size=MEDIUM),
+    cell(3, "autocast", 2, 2, reduce_bucket_size=SMALL, checkpointing="full", **TIGHT),
+    cell(3, "autocast", 8, 2, communication="fp32"),
+    cell(2, "autocast", 8, 1, reduce_bucket_size=SMALL, **OFFLOAD),
     cell(3, "bf16", 8, 2, reduce_scatter=False, reduce_bucket_size=MEDIUM),
     cell(3, "fp16", 8, 2, reduce_bucket_size=SMALL, checkpointing="full", **OFFLOAD_ALL),
     cell(0, "fp32", 2, 1, optimizer="muon"),
@@ -98,6 +101,8 @@ CELLS = [
     cell(2, "bf16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL, **OFFLOAD),
     cell(3, "bf16", 8, 1, optimizer="muon", reduce_bucket_size=MEDIUM, **TIGHT),
     cell(3, "bf16", 2, 1, optimizer="muon", **OFFLOAD),
+    {**cell(2, "fp16", 1, 1, optimizer="muon", reduce_bucket_size=SMALL), "capability": (7, 0)},
+    {**cell(3, "fp16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL), "capability": (7, 0)},
 ]
 
 #: More of the same kinds.

@@ -1,0 +1,81 @@
+"""Rank script of test_release.py: engines built, trained and released one after the other in one process, and what
+tensors each of them leaves behind.
+
+Reads a JSON list of [ds_config, optimizer] from its first argument; the main rank prints one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.optimizers import get_optimizer
+from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import resolve_step
+from llmscale.config.run_config import RunConfig
+from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
+from llmscale.engine.process_group import World, join_world, leave_world
+from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.train_step import train_step
+
+SHAPE = GPTShape(n_layer=2, n_head=2, n_embd=64, vocab_size=61, seq_len=8)
+ACCUMULATION = 2
+STEPS = 3
+
+
+def storages() -> dict[int, tuple[int, str]]:
+    """Address -> (bytes, what has it) of all memory that a living tensor has."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if type(thing) in (Tensor, torch.nn.Parameter) and thing.device.type != "meta":
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = (storage.nbytes(), f"{thing.dtype} {tuple(thing.shape)}")
+    return found
+
+
+def train(ds: dict, optimizer: str, world: World) -> list[float]:
+    plan = BatchPlan(ACCUMULATION * world.world_size, 1, ACCUMULATION, ParallelLayout(world.world_size), SHAPE.seq_len)
+    parsed = parse_ds_config(ds, "job").with_flags(None, None)
+    resolved = resolve_step(parsed, SHAPE, plan, "none", get_optimizer(optimizer))
+    engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
+    draw = torch.Generator().manual_seed(world.rank)
+    losses = []
+    for _ in range(STEPS):
+        set_learning_rate(engine, resolved.optimizer, 1e-3)
+        tokens = [torch.randint(SHAPE.vocab_size, (1, SHAPE.seq_len + 1), generator=draw) for _ in range(ACCUMULATION)]
+        losses.append(float(train_step(engine, tokens, world.device, PhaseTimer(world.device))))
+    release_engine(engine)
+    return losses
+
+
+def main() -> None:
+    world = join_world()
+    for ds, optimizer in json.loads(sys.argv[1]):
+        before, allocated = storages(), torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        losses = [train(ds, optimizer, world) for _ in range(2)]
+        after = storages()
+        left = [after[address] for address in after.keys() - before.keys()]
+        everywhere: list[int] = [0] * world.world_size
+        dist.all_gather_object(everywhere, sum(num_bytes for num_bytes, _ in left))
+        found = {
+            "left_bytes": everywhere,
+            "left": [what for _, what in left],
+            "gpu_bytes": torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0,
+            "losses": losses,
+        }
+        if world.is_main:
+            print(json.dumps(found), flush=True)
+    leave_world()
+
+
+if __name__ == "__main__":
+    main()

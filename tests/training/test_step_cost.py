@@ -1,0 +1,39 @@
+"""What train.py adds to its engine's step stays small: its calls and collectives are counted, not timed.
+
+At 60 calls the own share of a step of a model of 1M parameters is about 1 % on a CPU
+(scripts/bench/engine_overhead.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.conftest import build_train_command
+
+#: Two micro-steps, read in this process. A little more than it takes: whoever needs more says here what for.
+MOST_CALLS = 65
+#: A step that is logged asks the device for the loss and the gradient norm, and writes a line and a record.
+MOST_CALLS_LOGGED = 175
+STEPS, LOG_EVERY = 25, 10
+
+
+def test_a_step_takes_few_calls_and_one_collective(ranks: Callable, tiny_set: Path, tmp_path: Path) -> None:
+    flags = ("--steps", str(STEPS), "--log-every", str(LOG_EVERY), "--check-every", "0", "--save-every", "0")
+    sizes = ("--micro-batch-size", "2", "--global-batch-size", "4", "--num-workers", "0", "--val-every", "0")
+    command = build_train_command(tiny_set, tmp_path / "run", *flags, *sizes)
+    job = ranks([str(Path(__file__).with_name("step_cost_job.py")), *command[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    steps = [json.loads(line) for line in output.splitlines() if line.startswith('{"step"')]
+    # The first step of a start is a longer story, and the last one is logged and saved.
+    logged = [step for step in steps[1:-1] if step["step"] % LOG_EVERY == 0]
+    others = [step for step in steps[1:-1] if step["step"] % LOG_EVERY]
+    assert (len(logged), len(others)) == (2, STEPS - 4)
+    assert {step["collectives"] for step in others} == {1}, "the agreement on stopping and saving"
+    assert {step["collectives"] for step in logged} == {3}, "the loss, and whether steps were lost"
+    assert max(step["calls"] for step in others) <= MOST_CALLS, others
+    assert max(step["calls"] for step in logged) <= MOST_CALLS_LOGGED, logged
+    usual = sorted(step["calls"] for step in others)[len(others) // 2]
+    assert usual > MOST_CALLS / 2, "nothing was counted, or the bound can come down"
