@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,11 @@ def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:
     done = find_python(tmp_path)
     assert done.returncode == 1
     assert "No Python was found" in done.stderr
+
+
+def test_of_an_active_environment_the_python_it_was_made_of(tmp_path: Path) -> None:
+    """Made anew by its own Python, an environment would be cleared with that Python in it."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "active")], check=True)
+    found = Path(find_python(tmp_path / "active" / "bin").stdout.strip())
+    assert found.is_file()
+    assert tmp_path not in found.parents

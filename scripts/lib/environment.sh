@@ -10,7 +10,8 @@ find_python() {
         case $version in
             3.10 | 3.11 | 3.12)
                 if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
-                    "$candidate" -c 'import sys; print(sys.executable)'
+                    # Of a virtual environment the Python it was made of: it may be the one that is made anew.
+                    "$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'
                     return
                 fi
                 found+=" $candidate is $version but has no venv module (Debian: apt install python$version-venv);"
