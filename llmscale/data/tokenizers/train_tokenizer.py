@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmscale.data.prepare.atomic_folder import new_folder
-from llmscale.data.prepare.sources import Source
+from llmscale.data.prepare.sources.source import Source
 from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, load_huggingface
 from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
