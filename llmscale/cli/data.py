@@ -45,10 +45,10 @@ def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
         type=flag_type.path_or_url,
         required=True,
         action="append",
-        metavar="PATH|PATTERN|hf:NAME[:CONFIG]|python-stdlib",
-        help="text (one document a file), .jsonl or .parquet, also .gz/.zst; a folder of them or a pattern such as "
-        "'crawl/*.jsonl.zst'; a Hugging Face data set; or the sources and docs of this Python's standard library; "
-        "as often as needed, read in the order given",
+        metavar="PATH|PATTERN|-|hf:NAME[:CONFIG]|python-stdlib",
+        help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst; a folder, or a pattern "
+        "such as 'crawl/*.jsonl.zst'; tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
+        "Face data set; or the sources and docs of this Python's standard library; as often as needed, in this order",
     )
     parser.add_argument(
         "--text-field",
@@ -326,5 +326,6 @@ def _print_manifest(manifest: Manifest, folder: str) -> None:
         print("  windows of train in the order of the text")
     if manifest.skipped_documents or manifest.empty_documents:
         print_visible(
-            f"  left out: {manifest.skipped_documents} undecodable or no documents, {manifest.empty_documents} empty documents"
+            f"  left out: {manifest.skipped_documents} undecodable or no documents, "
+            f"{manifest.empty_documents} empty documents"
         )

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from typing import BinaryIO
 
@@ -20,6 +21,7 @@ from llmscale.data.prepare.sources.source import (
     Source,
     TokenRules,
 )
+from llmscale.data.prepare.sources.tar import FILE_FORMATS
 from llmscale.data.prepare.sources.text_files import UndecodableError
 from llmscale.data.shards.compressed import unpacked
 from llmscale.errors import DataError
@@ -32,7 +34,7 @@ class FileSource(Source):
         self.name = name
         self.files = files
         self.passed_over = Counter()
-        self._options = options
+        self._options = replace(options, passed_over=self.passed_over)
         self.total_bytes = sum(file.size_bytes for file in files)
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
@@ -52,7 +54,7 @@ class FileSource(Source):
 
     def _read(self, number: int, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         file, begin_bytes = self.files[number], self.read_bytes
-        kind = format_of(PurePath(file.name)) or TEXT
+        kind = format_of(PurePath(file.name), FILE_FORMATS) or TEXT
         with opened(file) as raw, unpacked(raw, file.name, file.size_bytes) as contents:
             for record in kind.read(contents, file.name, self._options, rules, start):
                 self.read_bytes = begin_bytes + _place_in(raw)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import glob as globbing
 import os
 import sysconfig
-from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
 from llmscale.data.prepare.sources.input_files import LocalFile, describe_left_out, matches, walk
+from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsSource
 from llmscale.data.prepare.sources.several import SeveralSources
 from llmscale.data.prepare.sources.source import ReadOptions, Source
+from llmscale.data.prepare.sources.stdin import STDIN, StandardInput
+from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.errors import DataError, did_you_mean
 from llmscale.untrusted.paths import check_regular
 
 STDLIB = "python-stdlib"
 #: Parts of the standard library's folder that are not its own text.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
-_LEGAL = f"a file, a folder, a pattern such as 'crawl/*.jsonl.zst', hf:NAME[:CONFIG] or {STDLIB}"
+_LEGAL = f"a file, a folder, a pattern such as 'crawl/*.jsonl.zst', - for stdin, hf:NAME[:CONFIG] or {STDLIB}"
 
 
 def open_source(
@@ -32,7 +34,7 @@ def open_source(
     skip_undecodable: bool = False,
 ) -> Source:
     """The source that one or several `--input` name, in the order given: each a file, a folder (recursive), a pattern,
-    `hf:NAME[:CONFIG]` or `python-stdlib`.
+    MDS shards, `-`, `hf:NAME[:CONFIG]` or `python-stdlib`.
 
     `glob` chooses among folders' files by name or relative path; without it, those with a known suffix are taken.
     Raises DataError when there is nothing to read.
@@ -51,7 +53,11 @@ def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None) 
         return HuggingFaceSource(spec, hf_split, options)
     if spec == STDLIB:
         return _open_stdlib(options)
+    if spec == STDIN:
+        return FileSource(spec, [StandardInput()], options)
     path = Path(spec)
+    if path.is_dir() and (path / INDEX_NAME).is_file() and _is_foreign_mds(path):
+        return MdsSource(spec, path, options)
     if path.is_dir():
         return _open_folder(path, spec, options, glob)
     if globbing.has_magic(spec) and not os.path.lexists(spec):
@@ -72,7 +78,7 @@ def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) 
 
     def is_wanted(file: Path) -> bool:
         relative = file.relative_to(path)
-        return matches(relative, glob) if glob is not None else format_of(relative) is not None
+        return matches(relative, glob) if glob is not None else _is_read_unasked(relative)
 
     files = [file for file in found if is_wanted(file)]
     note = describe_left_out(path, [file for file in others if file.is_dir() or is_wanted(file)])
@@ -87,8 +93,19 @@ def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) 
     source = FileSource(spec, [LocalFile(file, path) for file in files], options)
     source.left_out = note
     if glob is None:
-        source.passed_over = Counter(file.suffix or file.name for file in set(found) - set(files))
+        source.passed_over.update(file.suffix or file.name for file in set(found) - set(files))
     return source
+
+
+def _is_read_unasked(path: PurePath) -> bool:
+    kind = format_of(path)
+    return kind is not None and kind.in_folders
+
+
+def _is_foreign_mds(folder: Path) -> bool:
+    """Whether it holds MDS shards that `llmscale data prepare` did not write."""
+    is_prepared = any((place / MANIFEST_NAME).exists() for place in (folder, folder.parent))
+    return not is_prepared and next(folder.glob("*.mds*"), None) is not None
 
 
 def _open_pattern(spec: str, options: ReadOptions) -> Source:
@@ -105,7 +122,7 @@ def check_apart(specs: Sequence[str], out: Path) -> None:
     """Refuse an `--out` that lies in an `--input` or around it: the next run would read what this one wrote, and
     `--overwrite` would delete the text. Raises DataError."""
     for spec in specs:
-        if spec.startswith(HF_PREFIX):
+        if spec.startswith(HF_PREFIX) or spec == STDIN:
             continue
         # os.path, because Path.resolve raises where links form a loop.
         source = Path(os.path.realpath(sysconfig.get_path("stdlib") if spec == STDLIB else spec))
@@ -134,6 +151,6 @@ def _refuse_shards(files: list[Path], spec: str) -> None:
     for folder in sorted(folders):
         if next(folder.glob("*.mds*"), None) is not None or next(folder.glob("*/*.mds*"), None) is not None:
             raise DataError(
-                f"--input {spec}: {folder} holds MDS shards, which are tokens or records of another program, not text. "
-                "Give the text that they were made from, or choose among the files with --glob."
+                f"--input {spec}: {folder} holds MDS shards, not text. Of a prepared set give the text that it was "
+                "made from, of another program's shards the folder of their index.json, or choose files with --glob."
             )

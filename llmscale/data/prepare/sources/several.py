@@ -15,11 +15,14 @@ class SeveralSources(Source):
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
         self.name = ", ".join(source.name for source in sources)
-        self.passed_over = sum((source.passed_over for source in sources), Counter())
         self.left_out = " ".join(source.left_out for source in sources if source.left_out) or None
         sizes = [source.total_bytes for source in sources]
         known = [size for size in sizes if size is not None]
         self.total_bytes = sum(known) if len(known) == len(sizes) else None
+
+    @property
+    def passed_over(self) -> Counter[str]:  # type: ignore[override]  # known when all is read
+        return sum((source.passed_over for source in self._sources), Counter())
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         first, inner = (start[0], start[1:]) if start else (0, ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
@@ -66,6 +66,8 @@ class ReadOptions:
     """Field of JSONL, Parquet, MDS and Hugging Face sets that holds the text."""
     skip_undecodable: bool = False
     """Leave out text files that are not UTF-8 and count them."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """Where files that are not read are counted by suffix."""
 
 
 class Source(ABC):
