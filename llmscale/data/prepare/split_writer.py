@@ -16,7 +16,7 @@ from llmscale.data.shards.manifest import ShardInfo, SplitManifest
 from llmscale.data.shards.set_rules import HASH_ALGORITHM, TokenDtype
 
 #: Tokens that are gathered before windows are cut off.
-_BUFFER_TOKENS = 1 << 20
+_BUFFER_TOKENS = 1 << 18
 
 
 @dataclass

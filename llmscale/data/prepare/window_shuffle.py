@@ -30,7 +30,6 @@ _DOMAIN = 0x5713_0A7E_55AF_F1ED
 _PIECE_WINDOWS = 1 << 12
 
 Windows = NDArray[np.unsignedinteger]
-_Keyed = NDArray[np.void]
 
 
 def window_keys(first: int, count: int, seed: int) -> UInt64Array:
@@ -93,7 +92,9 @@ class WindowShuffle:
             # Behind it may stand half of a run that was interrupted.
             file.seek(run.begin * self._record.itemsize)
             file.truncate()
-            for piece in self._sorted(run):
+            for keys, windows in self._sorted(run):
+                piece = np.empty(len(keys), self._record)
+                piece["key"], piece["window"] = keys, windows
                 piece.tofile(file)
             file.flush()
             os.fsync(file.fileno())
@@ -104,12 +105,12 @@ class WindowShuffle:
             self.write_run(self.take_run())
             yield from self._merge_runs(first)
             return
-        for piece in self._sorted(self.take_run()):
-            yield piece["window"][first:]
-            first = max(0, first - len(piece))
+        for _, windows in self._sorted(self.take_run()):
+            yield windows[first:]
+            first = max(0, first - len(windows))
 
-    def _sorted(self, run: Run) -> Iterator[_Keyed]:
-        """Windows by ascending key, in pieces; those of `run` are let go of."""
+    def _sorted(self, run: Run) -> Iterator[tuple[UInt64Array, Windows]]:
+        """Keys and windows by ascending key, in pieces; those of `run` are let go of."""
         if not run.windows:
             return
         windows = np.concatenate(run.windows)
@@ -118,9 +119,7 @@ class WindowShuffle:
         order = np.argsort(keys, kind="stable")
         for start in range(0, len(order), _PIECE_WINDOWS):
             chosen = order[start : start + _PIECE_WINDOWS]
-            piece = np.empty(len(chosen), self._record)
-            piece["key"], piece["window"] = keys[chosen], windows[chosen]
-            yield piece
+            yield keys[chosen], windows[chosen]
 
     def _keys(self, first: int, count: int) -> UInt64Array:
         if self._seed is None:

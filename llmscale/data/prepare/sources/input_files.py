@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ from typing import BinaryIO
 
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import open_regular
+
+_BUFFER_BYTES = 1 << 20
 
 
 class InputFile(ABC):
@@ -40,7 +43,8 @@ class LocalFile(InputFile):
         self.size_bytes, self.stamp = status.st_size, status.st_mtime_ns
 
     def open(self) -> BinaryIO:
-        return open_regular(self._path)
+        # Lines are longer than the 8 KiB that Python reads at once.
+        return io.BufferedReader(open_regular(self._path).detach(), _BUFFER_BYTES)
 
 
 @contextmanager
