@@ -6,6 +6,8 @@ then a memmap); llm-foundry's convert_dataset_hf --concat_tokens (a Hugging Face
 MDSWriter; its method, as the package needs Composer); datatrove's DocumentTokenizer, in an environment of its own; an
 older llmscale; and the encoder alone, on texts that are in memory, whose tokens go nowhere. Time is from the first read
 to the last write, without imports. The tokens of all are compared.
+
+    python scripts/bench/data_prepare.py --tokenizer gpt2.tiktoken --json scripts/bench/results/data_prepare.json
 """
 
 from __future__ import annotations
@@ -260,7 +262,7 @@ def hash_tokens(name: str, out: Path, most: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="GPT-2's ranks, gpt2.tiktoken")
     parser.add_argument("--text-mb", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
