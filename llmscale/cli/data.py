@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
     from collections.abc import Iterator
 
     from llmscale.data.prepare.prepare_set import Prepared
-    from llmscale.data.prepare.sources import Source
+    from llmscale.data.prepare.sources.source import Source
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,10 +33,11 @@ def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         type=flag_type.path_or_url,
         required=True,
-        metavar="PATH|hf:NAME[:CONFIG]|python-stdlib",
-        help="text (one document a file), .jsonl or .parquet, also .gz/.zst; a folder of them; "
-        "a Hugging Face data set; "
-        "or the sources and docs of this Python's standard library",
+        action="append",
+        metavar="PATH|PATTERN|-|hf:NAME[:CONFIG]|python-stdlib",
+        help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst; a folder, or a pattern "
+        "such as 'crawl/*.jsonl.zst'; tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
+        "Face data set; or the sources and docs of this Python's standard library; as often as needed, in this order",
     )
     parser.add_argument(
         "--text-field",
@@ -65,6 +66,14 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_token_arguments(parser)
     _add_sample_arguments(parser)
     _add_shard_arguments(parser)
+    parser.add_argument(
+        "--max-rejected",
+        type=flag_type.whole(0, 10**12),
+        default=0,
+        metavar="N",
+        help="records that are not JSON, not UTF-8, without text or too long: set up to N of them aside in "
+        "OUT.rejected.jsonl (default: 0, the first one is an error)",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
     parser.set_defaults(handler=_prepare)
 
@@ -132,7 +141,14 @@ def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=flag_type.whole(1, limits.MAX_WORKERS),
         metavar="N",
-        help="tokenising processes (default: one per core)",
+        help="tokenising threads (default: one per core)",
+    )
+    parser.add_argument(
+        "--encoder",
+        choices=["auto", "gigatoken", "reference"],
+        default="auto",
+        help="what encodes: gigatoken, the tokenizer's own library, or auto, the first where it gives the same tokens "
+        "(default: auto)",
     )
 
 
@@ -151,11 +167,11 @@ def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentP
 
 
 def _open_source(args: argparse.Namespace) -> Source:
-    from llmscale.data.prepare.sources import check_apart, open_source
+    from llmscale.data.prepare.sources.open_source import check_apart, open_source
 
     check_apart(args.input, args.out)
     source = open_source(
-        args.input,
+        *args.input,
         text_field=args.text_field,
         hf_split=args.hf_split,
         glob=args.glob,
@@ -190,6 +206,8 @@ def _prepare(args: argparse.Namespace) -> int:
         options,
         num_workers=args.workers,
         overwrite=args.overwrite,
+        encoder=args.encoder,
+        max_rejected=args.max_rejected,
     )
     elapsed_s = time.monotonic() - start_s
     data_inspect.print_manifest(prepared.manifest, str(args.out))
@@ -200,18 +218,21 @@ def _prepare(args: argparse.Namespace) -> int:
         print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
         if isinstance(tokenizer, HuggingFaceTokenizer):
             print_visible(tokenizer.describe_ends(), file=sys.stderr)
-        for line in _choices(prepared, source, args.val_fraction):
+        for line in _choices(prepared, source, args):
             print_visible(line, file=sys.stderr)
     return 0
 
 
-def _choices(prepared: Prepared, source: Source, val_fraction: float) -> Iterator[str]:
+def _choices(prepared: Prepared, source: Source, args: argparse.Namespace) -> Iterator[str]:
     """What was decided and not asked for."""
-    from llmscale.data.prepare.read_files import MAX_TEXT_BYTES
+    from llmscale.data.prepare.prepare_set import rejected_path
+    from llmscale.data.prepare.sources.text_files import MAX_TEXT_BYTES
 
-    if source.num_cut:
-        yield f"{source.num_cut:,} texts of more than {MAX_TEXT_BYTES >> 20} MiB became documents of about 1 MiB."
-    splits = prepared.manifest.splits
+    if prepared.num_rejected:
+        yield f"Set aside {prepared.num_rejected:,} records that are no documents: {rejected_path(args.out)}."
+    if prepared.num_cut:
+        yield f"{prepared.num_cut:,} texts of more than {MAX_TEXT_BYTES >> 20} MiB became documents of about 1 MiB."
+    splits, val_fraction = prepared.manifest.splits, args.val_fraction
     if source.passed_over:
         kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in source.passed_over.most_common(6))
         number = source.passed_over.total()

@@ -76,7 +76,8 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
         print("  windows of train in the order of the text")
     if manifest.skipped_documents or manifest.empty_documents:
         print_visible(
-            f"  left out: {manifest.skipped_documents} undecodable, {manifest.empty_documents} empty documents"
+            f"  left out: {manifest.skipped_documents} undecodable or no documents, "
+            f"{manifest.empty_documents} empty documents"
         )
 
 

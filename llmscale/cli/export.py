@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
     from llmscale.report.model_card import CardFacts, build_model_card
 
-    with show_progress("Verifying the checkpoint", "B") as verified:
+    with show_progress("Verifying the checkpoint") as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add)
     model = ExportedModel(trained.shape, family_of(trained.shape), args.dtype, args.shard_size)
     facts = CardFacts(
@@ -78,7 +78,7 @@ def _run(args: argparse.Namespace) -> int:
         config=trained.config,
         data=trained.location.manifest,
     )
-    with show_progress("Writing weights", "B") as written:
+    with show_progress("Writing weights") as written:
         export_model(
             checkpoint,
             model,

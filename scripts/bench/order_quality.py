@@ -199,7 +199,7 @@ def train(batches: np.ndarray) -> np.ndarray:
 
 def prepare_stdlib(out: Path, *, shuffle: bool, seq_len: int = 64) -> Path:
     from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-    from llmscale.data.prepare.sources import open_source
+    from llmscale.data.prepare.sources.open_source import open_source
     from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
     options = PrepareOptions(seq_len=seq_len, shuffle=shuffle)

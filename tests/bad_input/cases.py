@@ -281,7 +281,7 @@ DATA = [
     (f"{PREPARE} --input textlink --out texts/o", r"--out texts/o and --input textlink lie within each other"),
     (f"{PREPARE} --input texts/0.txt --out texts", r"--out texts and --input texts/0.txt lie within each other"),
     (f"{PREPARE} --input texts --out .", r"--out \. and --input texts lie within each other"),
-    (f"{PREPARE} --input texts --input inset --out o", r"--input and --input are the same setting twice"),
+    (f"{PREPARE} --input texts --input nowhere --out o", r"--input nowhere does not exist"),
     (f"{PREPARE} --input set --out o", r"--input set: set holds MDS shards"),
     (f"{PREPARE} --input set/train --out o", r"--input set/train: set/train holds MDS shards"),
     (f"{PREPARE} --input set/train/shard.00000.mds --out o", r"holds MDS shards"),

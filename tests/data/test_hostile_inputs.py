@@ -17,9 +17,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from llmscale.data.prepare import read_files
-from llmscale.data.prepare.read_files import read_documents
-from llmscale.data.prepare.sources import open_source
+from llmscale.data.prepare.sources import source, text_files
+from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
 from llmscale.data.tokenizers.tiktoken_tokenizer import load_ranks_file
 from llmscale.errors import DataError
@@ -46,39 +45,39 @@ def test_a_bomb_is_refused_in_little_memory(name: str, tmp_path: Path) -> None:
     path.write_bytes((_gzip if name.endswith("gz") else _zstd)(400 * MIB))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=r"unpacks to more than 256 times its size|longer than 64 MiB"):
-        for _ in read_documents(path, "text"):
+        for _ in open_source(str(path)).documents():
             pass
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 350 * 1024  # KiB
 
 
 def test_what_compresses_well_and_is_small_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(_gzip(12 * MIB))
-    assert [len(text) for text in read_documents(tmp_path / "a.txt.gz", "text")] == [12 * MIB]
+    assert [len(text) for text in open_source(str(tmp_path / "a.txt.gz")).documents()] == [12 * MIB]
 
 
 def test_a_long_text_is_several_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut behind a line, nothing lost, and said."""
-    monkeypatch.setattr(read_files, "MAX_TEXT_BYTES", 3 * MIB)
+    monkeypatch.setattr(text_files, "MAX_TEXT_BYTES", 3 * MIB)
     text = "".join(f"line {number} naïve 数据\n" for number in range(500_000))
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     (tmp_path / "one_line.txt").write_text("é" * (4 * MIB), encoding="utf-8")
     (tmp_path / "short.txt").write_text("short")
-    source = open_source(str(tmp_path))
-    documents = list(source.documents())
+    opened = open_source(str(tmp_path))
+    documents = list(opened.documents())
     assert "".join(documents) == text + "é" * (4 * MIB) + "short"
     assert max(len(document) for document in documents) <= MIB
     assert all(document.endswith("\n") for document in documents[:3])
-    assert source.num_cut == 2
+    assert opened.num_cut == 2
 
 
 def test_a_long_record_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_files, "MAX_DOCUMENT_BYTES", 1000)
+    monkeypatch.setattr(source, "MAX_DOCUMENT_BYTES", 1000)
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n" + json.dumps({"text": "x" * 2000}) + "\n")
     with pytest.raises(DataError, match="line 2: longer than"):
-        list(read_documents(tmp_path / "a.jsonl", "text"))
+        list(open_source(str(tmp_path / "a.jsonl")).documents())
     parquet.write_table(pa.table({"text": ["a", "x" * 2000]}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="rows 0 and following: longer than"):
-        list(read_documents(tmp_path / "a.parquet", "text"))
+    with pytest.raises(DataError, match="row 1: longer than"):
+        list(open_source(str(tmp_path / "a.parquet")).documents())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +86,7 @@ def test_a_long_record_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_deep_records_are_one_line(line: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(line)
     with pytest.raises(DataError, match="line 1: "):
-        list(read_documents(tmp_path / "a.jsonl", "text"))
+        list(open_source(str(tmp_path / "a.jsonl")).documents())
 
 
 @pytest.mark.parametrize("coding", ["zlib", "bz2", "hex", "rot13", "unicode_escape", "nonsense"])
@@ -95,7 +94,7 @@ def test_codings_that_are_none(coding: str, tmp_path: Path) -> None:
     """Of a Python file: what its first line declares must not unpack it."""
     (tmp_path / "a.py").write_bytes(f"# coding: {coding}\nx = '\\ud800'\n".encode())
     try:
-        text = "".join(read_documents(tmp_path / "a.py", "text"))
+        text = "".join(open_source(str(tmp_path / "a.py")).documents())
     except DataError as error:
         assert "a.py is not" in str(error)
     else:
@@ -128,9 +127,9 @@ def test_what_is_no_file_of_the_folder_is_left_out_and_said(make: Callable[[Path
     (folder / "sub" / "a.txt").write_text("text")
     (folder / "alias.txt").symlink_to("sub/a.txt")
     make(folder)
-    source = open_source(str(folder))
-    assert list(source.documents()) == ["text", "text"]
-    assert source.left_out is not None and source.left_out.startswith("Left out: ")
+    opened = open_source(str(folder))
+    assert list(opened.documents()) == ["text", "text"]
+    assert opened.left_out is not None and opened.left_out.startswith("Left out: ")
     (folder / "alias.txt").unlink()
     (folder / "sub" / "a.txt").unlink()
     with pytest.raises(DataError, match=r"none of its files .*Left out: "):

@@ -31,8 +31,8 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
         raise DataError(f"Cannot write {out}: {error.strerror}.") from None
     try:
         yield partial
-        _sync_tree(partial)
-        _put_in_place(partial, out, replace=replace)
+        sync_tree(partial)
+        put_in_place(partial, out, replace=replace)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
     finally:
@@ -74,7 +74,8 @@ def _sibling(out: Path, kind: str) -> Path:
     return out.parent / f".{out.name}.{kind}-{socket.gethostname()}-{os.getpid()}"
 
 
-def _put_in_place(partial: Path, out: Path, *, replace: bool) -> None:
+def put_in_place(partial: Path, out: Path, *, replace: bool) -> None:
+    """Rename a finished folder of the same disk to `out`. Raises OSError; then an existing `out` is as it was."""
     aside = _sibling(out, "replaced")
     if replace and out.exists():
         os.rename(out, aside)
@@ -101,7 +102,8 @@ def _is_alive(pid: str) -> bool:
     return True
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Make all files below durable."""
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
-from llmscale.data.prepare.atomic_folder import new_folder, recover
-from llmscale.data.prepare.encode_pool import encode_in_order, pieces_of
-from llmscale.data.prepare.progress import Progress, show_progress
-from llmscale.data.prepare.sources import Source
+from llmscale.data.prepare.atomic_folder import put_in_place, recover, sync_tree
+from llmscale.data.prepare.batches import Mark
+from llmscale.data.prepare.encoder import EncoderName
+from llmscale.data.prepare.progress import show_progress
+from llmscale.data.prepare.quarantine import Quarantine
+from llmscale.data.prepare.resume_state import ResumeState, load_resume_state
+from llmscale.data.prepare.shard_files import ShardFiles
+from llmscale.data.prepare.sources.source import Source
 from llmscale.data.prepare.split_writer import SplitWriter
-from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeeper, split_score
+from llmscale.data.prepare.tokenise import Distributor, tokenise
+from llmscale.data.prepare.work_folder import WorkFolder, open_work_folder, remove_finished
 from llmscale.data.shards.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -26,7 +28,7 @@ from llmscale.data.shards.manifest import (
 )
 from llmscale.data.shards.set_rules import HASH_ALGORITHM, MAX_SHARD_BYTES, TOKENIZER_FOLDER, Compression, TokenDtype
 from llmscale.data.shards.verify_shards import check_files
-from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
+from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import DataError
 
 #: What sets are that were prepared before these were settings.
@@ -77,30 +79,10 @@ class Prepared:
     """The set was there already and nothing was done."""
     note: str = ""
     """How the validation split was made, where it is not whole documents."""
-
-
-@dataclass(frozen=True)
-class _Document:
-    """A tokenised document, in parts."""
-
-    parts: list[TokenArray]
-    num_text_bytes: int
-    text_hash: bytes
-
-    @property
-    def num_tokens(self) -> int:
-        """With the end-of-text token that will follow."""
-        return sum(map(len, self.parts)) + 1
-
-    def cut_at(self, num_tokens: int) -> tuple[_Document, _Document]:
-        """The first tokens, and the others; bytes of text in proportion."""
-        tokens = np.concatenate(self.parts)
-        num_bytes = round(self.num_text_bytes * num_tokens / len(tokens))
-        first, others = tokens[:num_tokens], tokens[num_tokens:]
-        return (
-            _Document([first], num_bytes, self.text_hash),
-            _Document([others], self.num_text_bytes - num_bytes, self.text_hash),
-        )
+    num_rejected: int = 0
+    """Records that are no documents, set aside in `rejected_path`."""
+    num_cut: int = 0
+    """Texts of which several documents were made, because they are too long for one."""
 
 
 def prepare(
@@ -111,21 +93,39 @@ def prepare(
     *,
     num_workers: int | None = None,
     overwrite: bool = False,
+    encoder: EncoderName = "auto",
+    max_rejected: int = 0,
 ) -> Prepared:
-    """Write the set to `out`, or find that it is there already. The result does not depend on `num_workers`.
+    """Write the set to `out`, or find that it is there already. The result does not depend on `num_workers`, on the
+    `encoder`, or on how often the work was interrupted.
 
-    Raises DataError when `out` holds something else, when the source cannot be read or holds too little text,
-    and when the disk is full; then `out` is as it was before.
+    Up to `max_rejected` records that are no documents are set aside. Raises DataError when `out` holds something else,
+    when the source cannot be read or holds too little text, and when the disk is full; then `out` is as it was before.
     """
     request = _request(source, tokenizer, options)
     recover(out)
     if _is_already_there(out, request, overwrite=overwrite):
+        remove_finished(out)
         return Prepared(load_manifest(out), reused=True)
-    keeper = ValidationKeeper(options.val_fraction, options.seq_len + 1)
-    with new_folder(out, replace=overwrite) as folder:
-        manifest = _write_set(source, folder, tokenizer, options, request, num_workers or os.cpu_count() or 1, keeper)
-        (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return Prepared(manifest, reused=False, note=keeper.note)
+    with open_work_folder(out, request) as work:
+        prepared = _write_set(
+            source,
+            work,
+            tokenizer,
+            options,
+            request,
+            num_workers or os.cpu_count() or 1,
+            encoder,
+            Quarantine(rejected_path(out), max_rejected),
+        )
+        sync_tree(work.set_folder)
+        put_in_place(work.set_folder, out, replace=overwrite)
+    return prepared
+
+
+def rejected_path(out: Path) -> Path:
+    """The file of records that are no documents, beside the set."""
+    return out.parent / f"{out.name}.rejected.jsonl"
 
 
 def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> PrepareRequest:
@@ -175,37 +175,46 @@ def _is_already_there(out: Path, request: PrepareRequest, *, overwrite: bool) ->
 
 def _write_set(
     source: Source,
-    folder: Path,
+    work: WorkFolder,
     tokenizer: Tokenizer,
     options: PrepareOptions,
     request: PrepareRequest,
     num_workers: int,
-    keeper: ValidationKeeper,
-) -> Manifest:
+    encoder: EncoderName,
+    quarantine: Quarantine,
+) -> Prepared:
     dtype: TokenDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-    writers = {
-        split: SplitWriter(
-            folder / split,
-            seq_len=options.seq_len,
-            vocab_size=tokenizer.vocab_size,
-            dtype=dtype,
-            shard_bytes=options.shard_bytes,
-            compression=options.compression,
-            # Validation takes samples at even distances: of a text in order, they are from all of it.
-            shuffle_seed=options.seed if options.shuffle and split == "train" else None,
-        )
-        for split in ("train", "val")
-    }
-    texts = _NonEmpty(source.documents())
-    with show_progress(f"Tokenising {source.name}", "B") as progress:
-        for split, document in keeper.keep(_assigned(texts, tokenizer, options, num_workers, progress)):
-            writers[split].add_document(document.parts, tokenizer.eot_token, document.num_text_bytes)
-    splits = _finish(writers, folder)
+    state = load_resume_state(work)
+    quarantine.go_on(*(state.quarantine if state else (0, 0)))
+    work.set_folder.mkdir(exist_ok=True)
+    writers = {split: _open_writer(split, work, tokenizer, options, dtype, state) for split in ("train", "val")}
+    mark, note = (state.mark, state.note) if state else (Mark(), "")
+    with show_progress(f"Tokenising {source.name}") as progress:
+        if work.replaced_other:
+            progress.say(f"What an interrupted prepare with other settings or input left in {work.path} is gone.")
+        if state is not None:
+            progress.say(f"Going on behind {state.num_documents:,} documents of an interrupted run.")
+        if state is None or not state.is_read:
+            distributor = Distributor(
+                writers,
+                work,
+                quarantine,
+                val_fraction=options.val_fraction,
+                window=options.seq_len + 1,
+                seed=options.seed,
+                state=state,
+            )
+            with closing(distributor):
+                tokenise(
+                    source, tokenizer, distributor, progress, dtype=dtype, encoder=encoder, num_workers=num_workers
+                )
+                distributor.finish()
+            mark, note = distributor.mark, distributor.note
+    splits = _finish(writers, work.set_folder)
     _check_sizes(splits, source, options)
-    tokenizer_files = _save_tokenizer(tokenizer, folder)
-    return Manifest(
+    manifest = Manifest(
         tokenizer=tokenizer.spec,
-        tokenizer_files=tokenizer_files,
+        tokenizer_files=_save_tokenizer(tokenizer, work.set_folder),
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,
         eot_token=tokenizer.eot_token,
@@ -215,16 +224,47 @@ def _write_set(
         compression=options.compression,
         source=source.name,
         request=request,
-        skipped_documents=source.skipped,
-        empty_documents=texts.num_empty,
+        skipped_documents=mark.num_skipped + mark.num_rejected,
+        empty_documents=mark.num_empty,
         splits=splits,
+    )
+    (work.set_folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return Prepared(manifest, reused=False, note=note, num_rejected=mark.num_rejected, num_cut=mark.num_cut)
+
+
+def _open_writer(
+    split: str,
+    work: WorkFolder,
+    tokenizer: Tokenizer,
+    options: PrepareOptions,
+    dtype: TokenDtype,
+    state: ResumeState | None,
+) -> SplitWriter:
+    files = ShardFiles(
+        work.set_folder / split,
+        work.path / f"{split}.shards.jsonl",
+        seq_len=options.seq_len,
+        dtype=dtype,
+        shard_bytes=options.shard_bytes,
+        compression=options.compression,
+    )
+    return SplitWriter(
+        files,
+        work.path / f"{split}.windows",
+        seq_len=options.seq_len,
+        vocab_size=tokenizer.vocab_size,
+        dtype=dtype,
+        # Validation takes samples at even distances: of a text in order, they are from all of it.
+        shuffle_seed=options.seed if options.shuffle and split == "train" else None,
+        state=state.splits[split] if state else None,
     )
 
 
 def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitManifest]:
     """Close every split; a val split without documents is taken away again."""
-    with show_progress("Writing shuffled windows", "B") as progress:
-        splits = {split: writer.finish(progress) for split, writer in writers.items()}
+    total_bytes = sum(writer.num_window_bytes for writer in writers.values())
+    with show_progress("Writing shards", total_bytes) as progress:
+        splits = {split: writer.finish(progress.add) for split, writer in writers.items()}
     if not splits["val"].num_documents:
         del splits["val"]
         shutil.rmtree(folder / "val")
@@ -233,48 +273,12 @@ def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitMan
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     """Copy the tokenizer into the set; its path relative to the set, empty when it needs no files."""
+    shutil.rmtree(folder / TOKENIZER_FOLDER, ignore_errors=True)
     (folder / TOKENIZER_FOLDER).mkdir()
     saved = tokenizer.save(folder / TOKENIZER_FOLDER)
     if not saved:
         (folder / TOKENIZER_FOLDER).rmdir()
     return f"{TOKENIZER_FOLDER}/{saved}" if saved else ""
-
-
-class _NonEmpty:
-    """Documents that hold text; the others are counted."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self._texts = texts
-        self.num_empty = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self._texts:
-            if text:
-                yield text
-            else:
-                self.num_empty += 1
-
-
-def _assigned(
-    texts: Iterable[str], tokenizer: Tokenizer, options: PrepareOptions, num_workers: int, progress: Progress
-) -> Iterator[tuple[str, _Document]]:
-    """Every document with its split."""
-    assigner = SplitAssigner[_Document](options.val_fraction)
-    beginning = [np.array(tokenizer.bos_tokens, np.uint32)] if tokenizer.bos_tokens else []
-    parts = list(beginning)
-    num_text_bytes = 0
-    digest = hashlib.blake2b()
-    for piece, tokens in encode_in_order(pieces_of(texts, tokenizer), tokenizer, num_workers):
-        contents = piece.text.encode()
-        digest.update(contents)
-        progress.add(len(contents))
-        parts.append(tokens)
-        num_text_bytes += len(contents)
-        if piece.ends_document:
-            document = _Document(parts, num_text_bytes, digest.digest())
-            yield from assigner.assign(split_score(document.text_hash, options.seed), document)
-            parts, num_text_bytes, digest = list(beginning), 0, hashlib.blake2b()
-    yield from assigner.finish()
 
 
 def _check_sizes(splits: dict[str, SplitManifest], source: Source, options: PrepareOptions) -> None:

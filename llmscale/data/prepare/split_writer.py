@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.prepare.progress import Progress
-from llmscale.data.prepare.window_shuffle import WindowShuffle
+from llmscale.data.prepare.shard_files import Entry, ShardFiles
+from llmscale.data.prepare.tokenised_document import Tokens
+from llmscale.data.prepare.window_shuffle import Run, WindowShuffle
 from llmscale.data.shards.manifest import ShardInfo, SplitManifest
 from llmscale.data.shards.set_rules import HASH_ALGORITHM, TokenDtype
-from llmscale.data.shards.streaming_import import streaming_module
-from llmscale.data.tokenizers.tokenizer import TokenArray
 
 #: Tokens that are gathered before windows are cut off.
 _BUFFER_TOKENS = 1 << 18
+
+
+@dataclass
+class SplitState:
+    """What a split holds besides the windows that are on disk: enough to go on from there."""
+
+    rest: Tokens
+    """Tokens behind the last full window, the token that it shares with the next one first."""
+    counts: NDArray[np.int64]
+    """How often each token occurred, [vocab_size]."""
+    num_documents: int
+    num_text_bytes: int
+    run_begins: list[int]
+    """Of the windows on disk; see WindowShuffle."""
 
 
 class SplitWriter:
@@ -31,106 +44,100 @@ class SplitWriter:
 
     def __init__(
         self,
-        folder: Path,
+        files: ShardFiles,
+        scratch: Path,
         *,
         seq_len: int,
         vocab_size: int,
         dtype: TokenDtype,
-        shard_bytes: int,
-        compression: str,
         shuffle_seed: int | None,
+        state: SplitState | None,
     ) -> None:
-        self._folder = folder
+        """`scratch` is for windows that do not fit into memory. `state` is what an interrupted run has left."""
+        self._files = files
         self._seq_len = seq_len
-        self._dtype = np.dtype(dtype)
-        self._writer = streaming_module("format.mds").MDSWriter(
-            columns={"tokens": f"ndarray:{dtype}:{seq_len + 1}"},
-            out=str(folder),
-            compression=compression or None,
-            hashes=[HASH_ALGORITHM],
-            size_limit=shard_bytes,
+        state = state or SplitState(np.zeros(0, dtype), np.zeros(vocab_size, np.int64), 0, 0, [0])
+        self._waiting: list[Tokens] = [state.rest]
+        self._num_waiting = self._num_counted = len(state.rest)
+        self._counts = state.counts
+        self._num_documents, self._num_text_bytes = state.num_documents, state.num_text_bytes
+        self._shuffle = WindowShuffle(
+            scratch, window_length=seq_len + 1, dtype=dtype, seed=shuffle_seed, run_begins=state.run_begins
         )
-        scratch = folder / "unshuffled.tmp"
-        self._shuffle = None if shuffle_seed is None else WindowShuffle(scratch, seed=shuffle_seed)
-        self._waiting: list[NDArray[np.unsignedinteger]] = []
-        self._num_waiting = 0
-        self._num_counted = 0
-        self._counts = np.zeros(vocab_size, np.int64)
-        self._num_documents = 0
-        self._num_text_bytes = 0
-        self._num_samples = 0
 
     @property
     def num_documents(self) -> int:
         return self._num_documents
 
-    def add_document(self, parts: Sequence[TokenArray], eot_token: int, num_text_bytes: int) -> None:
-        """Append a document's tokens, given in parts, and an end-of-text token."""
-        for tokens in (*parts, np.array([eot_token], np.uint32)):
-            self._waiting.append(tokens.astype(self._dtype))
-            self._num_waiting += len(tokens)
+    @property
+    def waiting_bytes(self) -> int:
+        """Of windows in memory."""
+        return self._shuffle.waiting_bytes
+
+    @property
+    def num_window_bytes(self) -> int:
+        """Of all windows."""
+        return self._shuffle.num_windows * (self._seq_len + 1) * self._waiting[0].itemsize
+
+    def add_document(self, tokens: Tokens, num_text_bytes: int) -> None:
+        """Append a document's tokens, of the split's dtype, with the end-of-text token that ends it."""
+        self._waiting.append(tokens)
+        self._num_waiting += len(tokens)
         self._num_documents += 1
         self._num_text_bytes += num_text_bytes
         if self._num_waiting >= max(_BUFFER_TOKENS, self._seq_len + 1):
-            self._write_windows()
+            self._cut_windows()
 
-    def finish(self, progress: Progress) -> SplitManifest:
-        """Write what is left and the index, and tell `progress` the bytes of shuffled windows.
+    def take_run(self) -> tuple[Run, SplitState]:
+        """The windows in memory, for `write_run`, and what the split will be once they are written."""
+        self._cut_windows()
+        run = self._shuffle.take_run()
+        [rest] = self._waiting
+        begins = list(self._shuffle.run_begins)
+        return run, SplitState(rest, self._counts.copy(), self._num_documents, self._num_text_bytes, begins)
 
-        What does not fill a window is counted as the tail.
+    def write_run(self, run: Run) -> None:
+        """Raises OSError. May run beside `add_document`."""
+        self._shuffle.write_run(run)
+
+    def finish(self, done: Callable[[int], None]) -> SplitManifest:
+        """Write what is left, the shards and the index, and tell `done` the bytes of each shard.
+
+        What does not fill a window is counted as the tail. Raises OSError.
         """
-        self._write_windows()
-        if self._shuffle:
-            for windows in self._shuffle.drain():
-                self._write(windows)
-                progress.add(windows.nbytes)
-        self._writer.finish()
+        self._cut_windows()
+        num_samples = self._shuffle.num_windows
+        entries = self._files.write(self._shuffle.drain, done)
         num_tokens = int(self._counts.sum())
-        covered = self._num_samples * self._seq_len + 1 if self._num_samples else 0
+        covered = num_samples * self._seq_len + 1 if num_samples else 0
         present = np.flatnonzero(self._counts)
         return SplitManifest(
             num_documents=self._num_documents,
             num_text_bytes=self._num_text_bytes,
             num_tokens=num_tokens,
-            num_samples=self._num_samples,
+            num_samples=num_samples,
             tail_tokens=num_tokens - covered,
             max_token_id=int(present[-1]) if present.size else 0,
             unigram_entropy_nats=unigram_entropy_nats(self._counts),
-            shards=self._shards(),
+            shards=tuple(map(_describe, entries)),
         )
 
-    def _write_windows(self) -> None:
+    def _cut_windows(self) -> None:
         """Count what is waiting and pass on every full window; the rest, a shared token included, stays."""
-        if not self._waiting:
-            return
         tokens = np.concatenate(self._waiting)
         self._counts += np.bincount(tokens[self._num_counted :], minlength=len(self._counts))
-        num_windows = (len(tokens) - 1) // self._seq_len
+        num_windows = max(0, (len(tokens) - 1) // self._seq_len)
         if num_windows:
             windows = np.lib.stride_tricks.sliding_window_view(tokens, self._seq_len + 1)[:: self._seq_len]
-            if self._shuffle:
-                self._shuffle.add(windows)
-            else:
-                self._write(windows)
-        self._num_samples += num_windows
+            self._shuffle.add(windows)
         rest = tokens[num_windows * self._seq_len :].copy()
         self._waiting, self._num_waiting, self._num_counted = [rest], len(rest), len(rest)
 
-    def _write(self, windows: NDArray[np.unsignedinteger]) -> None:
-        for window in windows:
-            self._writer.write({"tokens": window})
 
-    def _shards(self) -> tuple[ShardInfo, ...]:
-        index = json.loads((self._folder / "index.json").read_text(encoding="utf-8"))
-        return tuple(
-            ShardInfo(
-                name=shard["raw_data"]["basename"],
-                bytes=shard["raw_data"]["bytes"],
-                hash=shard["raw_data"]["hashes"][HASH_ALGORITHM],
-                num_samples=shard["samples"],
-            )
-            for shard in index["shards"]
-        )
+def _describe(entry: Entry) -> ShardInfo:
+    raw, num_samples = entry["raw_data"], entry["samples"]
+    assert isinstance(raw, dict) and isinstance(num_samples, int)
+    return ShardInfo(raw["basename"], raw["bytes"], raw["hashes"][HASH_ALGORITHM], num_samples)
 
 
 def unigram_entropy_nats(counts: NDArray[np.int64]) -> float:

@@ -6,7 +6,8 @@ A text of one document, or of few and short ones, would have nothing to validate
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 _T = TypeVar("_T")
@@ -18,6 +19,17 @@ def split_score(text_hash: bytes, seed: int) -> float:
     """Uniform in [0, 1) over documents; below val_fraction means val."""
     digest = hashlib.blake2b(text_hash, digest_size=8, key=seed.to_bytes(16, "little", signed=True)).digest()
     return int.from_bytes(digest, "little") / 2**64
+
+
+@dataclass(frozen=True)
+class Held(Generic[_T]):
+    """A document that goes to val if no other does."""
+
+    document: _T | None
+    num_copies: int
+    score: float
+    has_others: bool
+    """Whether there are documents besides."""
 
 
 class SplitAssigner(Generic[_T]):
@@ -33,6 +45,23 @@ class SplitAssigner(Generic[_T]):
         self._held: list[_T] = []
         self._held_score = 1.0
         self._has_others = False
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the score alone decides from now on."""
+        return self._has_val
+
+    def held(self) -> Held[_T]:
+        """What is held back, for an assigner that goes on from here."""
+        return Held(self._held[0] if self._held else None, len(self._held), self._held_score, self._has_others)
+
+    def go_on(self, held: Held[_T] | None) -> None:
+        """Be what an assigner was that held this; None for one that was settled."""
+        if held is None:
+            self._has_val = True
+        else:
+            self._held = [held.document] * held.num_copies if held.document is not None else []
+            self._held_score, self._has_others = held.score, held.has_others
 
     def assign(self, score: float, document: _T) -> Iterator[tuple[str, _T]]:
         """The documents whose split is now known."""
@@ -78,7 +107,7 @@ class Text(Protocol):
 _D = TypeVar("_D", bound=Text)
 
 
-class ValidationKeeper:
+class ValidationKeeper(Generic[_D]):
     """Sees to it that both splits hold a window and val is not most of the text, wherever there is text enough.
 
     Documents wait until that is so. When it never is, the last `val_fraction` of the text, at least one window, is for
@@ -89,27 +118,35 @@ class ValidationKeeper:
     def __init__(self, val_fraction: float, window: int) -> None:
         self._val_fraction = val_fraction
         self._window = window
+        self._waiting: list[tuple[str, _D]] = []
+        self._num_tokens = {"train": 0, "val": 0}
+        self.is_settled = val_fraction == 0
+        """Whether documents pass without waiting from now on."""
         self.note = ""
         """What was done, when anything was."""
 
-    def keep(self, assigned: Iterable[tuple[str, _D]]) -> Iterator[tuple[str, _D]]:
-        """The same documents, in the same order."""
-        waiting: list[tuple[str, _D]] = []
-        may_wait = self._val_fraction > 0
-        num_tokens = {"train": 0, "val": 0}
-        for split, document in assigned:
-            waiting.append((split, document))
-            num_tokens[split] += document.num_tokens
-            # One document is in memory anyway, its copies with it.
-            is_too_much = (
-                sum(num_tokens.values()) > MOST_WAITING_TOKENS and document.text_hash != waiting[0][1].text_hash
-            )
-            may_wait &= not is_too_much and not self._is_balanced(**num_tokens)
-            if not may_wait:
-                yield from waiting
-                waiting.clear()
-        cut = self._cut([document for _, document in waiting], sum(num_tokens.values())) if waiting else None
-        yield from cut or waiting
+    def add(self, split: str, document: _D) -> Sequence[tuple[str, _D]]:
+        """What need not wait any longer, in the order in which it came."""
+        if self.is_settled:
+            return [(split, document)]
+        self._waiting.append((split, document))
+        self._num_tokens[split] += document.num_tokens
+        # One document is in memory anyway, its copies with it.
+        is_too_much = (
+            sum(self._num_tokens.values()) > MOST_WAITING_TOKENS and document.text_hash != self._waiting[0][1].text_hash
+        )
+        self.is_settled = is_too_much or self._is_balanced(**self._num_tokens)
+        return self._take() if self.is_settled else []
+
+    def finish(self) -> Sequence[tuple[str, _D]]:
+        """What still waits, cut if need be."""
+        waiting = self._take()
+        num_tokens = sum(self._num_tokens.values())
+        return (self._cut([document for _, document in waiting], num_tokens) if waiting else None) or waiting
+
+    def _take(self) -> list[tuple[str, _D]]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     def _is_balanced(self, train: int, val: int) -> bool:
         return min(train, val) >= self._window and val <= max(0.5, 2 * self._val_fraction) * (train + val)

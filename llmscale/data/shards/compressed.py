@@ -1,4 +1,4 @@
-"""Open plain, gzip and zstd files for reading: truncation is an error, and so is a file that unfolds to no end."""
+"""Read plain, gzip and zstd files: truncation is an error, and so is a file that unfolds to no end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import io
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import PurePath
 from typing import BinaryIO, cast
 
 from llmscale.errors import DataError
-from llmscale.untrusted.paths import open_regular
 
 #: Suffixes that are taken off before the kind of a file is looked at.
-COMPRESSED_SUFFIXES = (".gz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".zst", ".tgz")
 #: What a file may unfold to, times its own size. Text shrinks to a third to a tenth, repetitive logs to a hundredth;
 #: the formats allow a thousandth (gzip) and far less (zstd), for a disk full of zeros from a megabyte.
 MAX_RATIO = 256
@@ -30,28 +29,30 @@ class DamagedError(Exception):
 
 
 @contextmanager
-def open_input(path: Path) -> Iterator[BinaryIO]:
-    """The file's contents, uncompressed by its suffix, as they are read: nothing is unpacked ahead.
+def unpacked(raw: BinaryIO, name: str, size_bytes: int) -> Iterator[BinaryIO]:
+    """The contents of an open file of `size_bytes`, uncompressed by the suffix of `name`, as they are read: nothing is
+    unpacked ahead.
 
-    Raises DataError: unreadable, no regular file, damaged, cut short, unfolding to more than MAX_RATIO times its size.
+    Raises DataError, also for what is read within the block: unreadable, damaged, cut short, unfolding to more than
+    MAX_RATIO times its size.
     """
+    suffix = PurePath(name).suffix
     try:
-        with open_regular(path) as raw:
-            if path.suffix not in COMPRESSED_SUFFIXES:
-                yield raw
-                return
-            unpacked = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else open_zstd(raw)
-            limit_bytes = max(_ALWAYS_BYTES, MAX_RATIO * path.stat().st_size)
-            yield io.BufferedReader(_Limited(unpacked, limit_bytes), _CHUNK_BYTES)
+        if suffix not in COMPRESSED_SUFFIXES:
+            yield raw
+            return
+        contents = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if suffix in (".gz", ".tgz") else open_zstd(raw)
+        limit_bytes = max(_ALWAYS_BYTES, MAX_RATIO * size_bytes)
+        yield io.BufferedReader(_Limited(contents, limit_bytes), _CHUNK_BYTES)
     except (EOFError, gzip.BadGzipFile, zlib.error, DamagedError) as error:
-        raise DataError(f"{path} is damaged or cut short: {error}.") from None
+        raise DataError(f"{name} is damaged or cut short: {error}.") from None
     except _Unfolds:
         raise DataError(
-            f"{path} unpacks to more than {MAX_RATIO} times its size, which no text does. Unpack it yourself if it is "
+            f"{name} unpacks to more than {MAX_RATIO} times its size, which no text does. Unpack it yourself if it is "
             "meant to."
         ) from None
     except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror or error}.") from None
+        raise DataError(f"Cannot read {name}: {error.strerror or error}.") from None
 
 
 def open_zstd(raw: BinaryIO) -> BinaryIO:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmscale.data.shards.set_rules import ORIGIN_NAME, check_no_links
 from llmscale.data.shards.tokenizer_origin import TokenizerOrigin, load_origin
 from llmscale.data.tokenizers.document_ends import find_beginning, find_end_of_text, token_text
 from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME, ModelFiles, read_folder
-from llmscale.data.tokenizers.special_tokens import are_all_special, special_ids, with_special_markers
+from llmscale.data.tokenizers.special_tokens import are_all_special, special_ids, with_special_markers, without_special
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
 from llmscale.data.tokenizers.vocabulary_files import tokens_by_id
 from llmscale.errors import DataError
@@ -78,10 +79,18 @@ class HuggingFaceTokenizer(Tokenizer):
         self._never = np.zeros(self.vocab_size, bool)
         if not parse_special:
             self._never[[self.eot_token, *self.bos_tokens, *special_ids(plain)]] = True
+        self._plain = plain
 
-    def __reduce__(self) -> tuple[object, ...]:
-        """Workers get what was read, and read nothing themselves."""
-        return _load_again, (self.files, self.ends, self._parse_special)
+    def plain_record(self) -> dict[str, object]:
+        """tokenizer.json for another program, which shall make the same of a text: without the special tokens, which
+        are text, unless they are to be parsed."""
+        if self._parse_special:
+            return self._plain
+        return without_special(self._plain)
+
+    def never_from_text(self) -> NDArray[np.bool_]:
+        """By token id, whether a text may not become it, [vocab_size]."""
+        return self._never
 
     def describe_ends(self) -> str:
         """What stands around documents, and what says so, in a sentence."""
@@ -140,10 +149,6 @@ class HuggingFaceTokenizer(Tokenizer):
         mask = encoding.special_tokens_mask
         template = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
         return Ends(eot.token, find_beginning(self.files, template, tokens, eot.token), eot.origin)
-
-
-def _load_again(files: ModelFiles, ends: Ends, parse_special: bool) -> HuggingFaceTokenizer:
-    return HuggingFaceTokenizer(files, ends=ends, parse_special=parse_special)
 
 
 def load_huggingface(path: Path, *, eot_token: str = "", parse_special: bool = False) -> HuggingFaceTokenizer:

@@ -32,6 +32,12 @@ def special_ids(record: dict[str, object]) -> list[int]:
     return [token for token, text in ids if isinstance(token, int) and text not in unknown and token not in unknown]
 
 
+def without_special(record: dict[str, object]) -> dict[str, object]:
+    """The same tokenizer, which looks for no special token in a text and puts none around it."""
+    plain = [entry for entry in _added(record) if not entry.get("special")]
+    return {**record, "added_tokens": plain, "post_processor": None}
+
+
 def are_all_special(record: dict[str, object]) -> bool:
     """Whether no added token is looked for in a text."""
     return all(entry.get("special") for entry in _added(record))

@@ -25,6 +25,8 @@ class TiktokenTokenizer(Tokenizer):
 
     ranks: dict[bytes, int]
     """Token id by the bytes that it stands for."""
+    parse_special: bool
+    """Whether end-of-text that is written out in a text is that token."""
 
     def __init__(self, spec: str, ranks: dict[bytes, int], *, parse_special: bool = False) -> None:
         import tiktoken
@@ -34,6 +36,7 @@ class TiktokenTokenizer(Tokenizer):
         self.eot_token = len(ranks)
         self.newline_is_a_border = True
         self.ranks = ranks
+        self.parse_special = parse_special
         self._allowed = {END_OF_TEXT} if parse_special else set[str]()
         self._ranks_text = _format_ranks(ranks)
         self.sha256 = hashlib.sha256(f"{GPT2_PATTERN}\n{self._ranks_text}".encode()).hexdigest()

@@ -4,28 +4,23 @@ import dataclasses
 import errno
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llmscale.data.prepare import split_writer, window_shuffle
+from llmscale.data.prepare import batches, split_writer, window_shuffle
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
-from llmscale.data.prepare.sources import open_source
+from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.split_writer import unigram_entropy_nats
-from llmscale.data.prepare.window_shuffle import WindowShuffle, window_keys
+from llmscale.data.prepare.window_shuffle import Run, WindowShuffle, window_keys
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 from llmscale.errors import DataError
-from tests.conftest import HANG_S
 
 WriteDocuments = Callable[..., list[str]]
 SMALL = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
@@ -211,6 +206,7 @@ def test_what_does_not_fit_into_memory_changes_nothing(
 ) -> None:
     write_documents(tmp_path / "in.jsonl", 400)
     _prepare(tmp_path / "in.jsonl", tmp_path / "in_memory")
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 1000)
     monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 3000)
     _prepare(tmp_path / "in.jsonl", tmp_path / "spilled")
@@ -220,12 +216,13 @@ def test_what_does_not_fit_into_memory_changes_nothing(
 def test_a_disk_that_fills_during_the_shuffle_leaves_nothing(
     write_documents: WriteDocuments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: WindowShuffle) -> None:
+    def fail(self: WindowShuffle, run: Run) -> None:
         (self._scratch).write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     write_documents(tmp_path / "in.jsonl", 60)
-    monkeypatch.setattr(WindowShuffle, "_write_run", fail)
+    monkeypatch.setattr(WindowShuffle, "write_run", fail)
+    monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 10)
     monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 10)
     with pytest.raises(DataError, match=r"Cannot write .*set: No space left on device"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "set")
@@ -355,50 +352,3 @@ def test_the_set_keeps_its_tokenizer(write_documents: WriteDocuments, tmp_path: 
     stored.write_text("".join(stored.read_text().splitlines(keepends=True)[:-1]))
     with pytest.raises(DataError, match=r"is not the tokenizer that .* was prepared with"):
         load_set_tokenizer(tmp_path / "moved")
-
-
-PREPARE = """
-import sys
-from pathlib import Path
-from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.sources import open_source
-from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
-if __name__ == "__main__":
-    options = PrepareOptions(seq_len=64, val_fraction=0.1, shard_bytes=65536)
-    prepare(open_source(sys.argv[1]), Path(sys.argv[2]), load_tokenizer("bytes"), options, num_workers=2)
-"""
-
-
-def test_killed_prepare_leaves_nothing_that_looks_whole_and_can_be_run_again(tmp_path: Path) -> None:
-    text = json.dumps({"text": "a line of words that goes on\n" * 400}) + "\n"
-    (tmp_path / "in.jsonl").write_text(text * 2000)
-    (tmp_path / "run.py").write_text(PREPARE)
-    out = tmp_path / "sets" / "set"
-    command = [sys.executable, str(tmp_path / "run.py"), str(tmp_path / "in.jsonl"), str(out)]
-    process = subprocess.Popen(command, start_new_session=True)
-    deadline_s = time.monotonic() + HANG_S
-    while not list(out.parent.glob(".set.partial-*/train/shard.00003.mds")):
-        assert process.poll() is None and time.monotonic() < deadline_s
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert not out.exists()
-    with pytest.raises(DataError, match="an interrupted prepare left"):
-        load_manifest(out)
-    _wait_until_gone(process.pid)
-    (tmp_path / "in.jsonl").write_text(text * 20)
-    subprocess.run(command, check=True)
-    assert load_manifest(out).splits["train"].num_documents == 20
-    assert [path.name for path in out.parent.iterdir()] == ["set"]
-
-
-def _wait_until_gone(group: int) -> None:
-    """The tokenising workers of a killed prepare end by themselves."""
-    deadline_s = time.monotonic() + HANG_S
-    while time.monotonic() < deadline_s:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return
-        time.sleep(0.05)
-    pytest.fail("workers outlive a killed prepare")

@@ -68,9 +68,10 @@ class Numbers:
 
 
 def _keep(sizes: list[tuple[str, int]], fraction: float, window: int) -> tuple[dict[str, list[Numbers]], str]:
-    keeper = ValidationKeeper(fraction, window)
+    keeper = ValidationKeeper[Numbers](fraction, window)
     found: dict[str, list[Numbers]] = {"train": [], "val": []}
-    for split, part in keeper.keep((split, Numbers(name, 0, size)) for name, (split, size) in enumerate(sizes)):
+    added = [pair for name, (split, size) in enumerate(sizes) for pair in keeper.add(split, Numbers(name, 0, size))]
+    for split, part in [*added, *keeper.finish()]:
         found[split].append(part)
     return found, keeper.note
 
@@ -114,6 +115,7 @@ def test_a_document_that_is_most_of_the_text_is_not_all_for_validation() -> None
 
 
 def test_copies_of_the_only_document_are_cut_alike() -> None:
-    keeper = ValidationKeeper(0.1, 20)
-    found = list(keeper.keep(("train", Numbers(0, 0, 199)) for _ in range(3)))
+    keeper = ValidationKeeper[Numbers](0.1, 20)
+    assert not [pair for _ in range(3) for pair in keeper.add("train", Numbers(0, 0, 199))]
+    found = keeper.finish()
     assert found == [("train", Numbers(0, 0, 180)), ("val", Numbers(0, 180, 199))] * 3

@@ -10,13 +10,17 @@ from llmscale.data.prepare import window_shuffle
 from llmscale.data.prepare.window_shuffle import WindowShuffle, window_keys
 
 
-def _shuffled(folder: Path, windows: np.ndarray, pieces: list[int], buffer_bytes: int, seed: int = 3) -> np.ndarray:
-    shuffle = WindowShuffle(folder / "scratch", seed=seed)
+def _shuffled(
+    folder: Path, windows: np.ndarray, pieces: list[int], buffer_bytes: int, seed: int | None = 3
+) -> np.ndarray:
+    length, dtype = windows.shape[1], windows.dtype.name
+    shuffle = WindowShuffle(folder / "scratch", window_length=length, dtype=dtype, seed=seed)
     with mock.patch.object(window_shuffle, "BUFFER_BYTES", buffer_bytes):
         for piece in np.split(windows, np.cumsum(pieces)[:-1]):
             shuffle.add(piece)
+            if shuffle.waiting_bytes >= buffer_bytes:
+                shuffle.write_run(shuffle.take_run())
         found = list(shuffle.drain())
-    assert not list(folder.iterdir())
     return np.concatenate(found) if found else windows[:0]
 
 
@@ -41,9 +45,11 @@ def test_few_windows(tmp_path: Path, count: int) -> None:
 def test_what_is_held_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of the merge is about half a buffer: the keys are uniform."""
     monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 64_000)
-    shuffle = WindowShuffle(tmp_path / "scratch", seed=1)
+    shuffle = WindowShuffle(tmp_path / "scratch", window_length=1, dtype="uint32", seed=1)
     for start in range(0, 60_000, 500):
         shuffle.add(np.arange(start, start + 500, dtype=np.uint32).reshape(500, 1))
+        if start % 5000 == 0:
+            shuffle.write_run(shuffle.take_run())
     pieces = list(shuffle.drain())
     assert max(piece.nbytes for piece in pieces) < 64_000
     assert np.array_equal(np.sort(np.concatenate(pieces)[:, 0]), np.arange(60_000))
@@ -56,3 +62,26 @@ def test_it_is_a_uniform_shuffle() -> None:
         counts = np.bincount(orders[:, place], minlength=30)
         assert ((counts - 100) ** 2 / 100).sum() < 62  # chi-square, 29 degrees of freedom: p < 0.001
     assert abs(np.corrcoef(orders[:-1].reshape(-1), orders[1:].reshape(-1))[0, 1]) < 0.02
+
+
+@pytest.mark.parametrize("seed", [None, 5])
+def test_it_goes_on_where_a_process_was_killed(tmp_path: Path, seed: int | None) -> None:
+    """With half a run in its file, in the middle of the merge, and in the order of the text too."""
+    windows = np.arange(500 * 3, dtype=np.uint16).reshape(500, 3)
+
+    def begin(run_begins: list[int] | None = None) -> WindowShuffle:
+        return WindowShuffle(tmp_path / "scratch", window_length=3, dtype="uint16", seed=seed, run_begins=run_begins)
+
+    killed = begin()
+    for start in (0, 100, 250):
+        killed.add(windows[start : start + 150] if start else windows[:100])
+        killed.write_run(killed.take_run())
+    kept = killed.run_begins[:-1]
+    assert kept == [0, 100, 250]
+    for first in (0, 1, 137, 499, 500):
+        again = begin(list(kept))
+        again.add(windows[250:])
+        with mock.patch.object(window_shuffle, "BUFFER_BYTES", 1000):
+            found = np.concatenate([windows[:0], *again.drain(first)])
+        order = np.arange(500) if seed is None else np.argsort(window_keys(0, 500, seed), kind="stable")
+        assert np.array_equal(found, windows[order][first:])

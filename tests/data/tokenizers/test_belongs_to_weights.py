@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.sources import open_source
+from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.tokenizers.belongs_to_weights import check_tokenizer_of_weights
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer

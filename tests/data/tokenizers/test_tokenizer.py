@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmscale.data.prepare.sources import open_source
+from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.hf_tokenizer import load_saved
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer

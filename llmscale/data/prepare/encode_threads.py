@@ -1,0 +1,53 @@
+"""Read, tokenise and hash documents on all cores, in order, with bounded memory.
+
+Threads, not processes: the encoders and hashes are native code that lets go of Python's lock, so a text is never
+copied to another process. One thread reads ahead.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+#: Batches under way per worker: enough to keep it busy while the others read and write.
+READ_AHEAD = 3
+
+
+def work_in_order(batches: Iterable[_T], work: Callable[[_T], _R], num_workers: int) -> Generator[_R, None, None]:
+    """work(batch) for every batch, in the order given: the same for any number of workers.
+
+    `batches` is consumed by a thread of its own. What it or `work` raises is raised here, in its place.
+    """
+    places = threading.Semaphore((num_workers + 1) * READ_AHEAD)
+    results: queue.Queue[Future[_R] | None] = queue.Queue()
+    is_over = threading.Event()
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="encode")
+
+    def read() -> None:
+        failed: Future[_R] = Future()
+        try:
+            for batch in batches:
+                places.acquire()
+                if is_over.is_set():
+                    return
+                results.put(pool.submit(work, batch))
+            results.put(None)
+        except BaseException as error:
+            failed.set_exception(error)
+            results.put(failed)
+
+    reader = threading.Thread(target=read, name="read", daemon=True)
+    reader.start()
+    try:
+        while (result := results.get()) is not None:
+            yield result.result()
+            places.release()
+    finally:
+        is_over.set()
+        places.release()
+        pool.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,184 @@
+"""The fastest encoder that gives exactly a tokenizer's tokens: gigatoken where it does, else the tokenizer itself.
+
+gigatoken is asked for nothing but byte-level BPE, and only after it gave the tokenizer's own tokens for texts that are
+hard to split and for the first documents of the input.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import numpy as np
+
+from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from llmscale.data.tokenizers.tiktoken_tokenizer import RANKS_NAME, TiktokenTokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, cut_text
+from llmscale.errors import DataError
+
+if TYPE_CHECKING:
+    from gigatoken.gigatoken_rs import BPETokenizer
+
+EncoderName = Literal["auto", "gigatoken", "reference"]
+#: Characters of a long document that the tokenizer itself gets at once, where it allows a cut.
+_PIECE_CHARACTERS = 1 << 18
+#: Characters of the input's first documents that are compared.
+CHECKED_CHARACTERS = 1 << 19
+#: gigatoken remembers every word that it has seen, up to 2.6 bytes for a byte of random ones; it forgets when it is
+#: loaded anew, which takes 0.2 s.
+_RENEWED_BYTES = 1 << 30
+#: What tells apart patterns that split text in almost the same way.
+_HARD_TEXTS = (
+    "",
+    " ",
+    "  \n\n \t\n   x  \r\n\r\ny   ",
+    "I'll we'Ve don't 'S'sT it's'll THEY'RE ''' 'tis",
+    "1 12 123 1234 12345678 3.14159e-10 1,000,000 ²³ ½ Ⅷ ٣٤٥ 四五",
+    "def f(x):\n\treturn {'a': [x ** 2, -x], \"b\": None}  # comment\n\n\n    pass\n",
+    "naïve café ﬁn Straße ŉ ǅ İstanbul e\u0301 n\u0303 \u0345",
+    "한국어 日本語テキスト 中文标点。 العربية हिन्दी ไทย עברית",
+    "🙂🙃 \U0001f469\u200d\U0001f469\u200d\U0001f467 \U0001f1e9\U0001f1ea",
+    "\u200b\u200d\ufeff\u00a0\u2028\u2029\u3000 \x00\x01\x1c\x1f\x7f\x85 \U000e0001 \uffff",
+    "a" * 3000,
+    " " * 300 + "x" + "\n" * 300 + "=" * 300,
+    "aA1 A1a _x_ __init__ x_1 $100 %d #tag @user http://example.com/?q=1&b=2 C++ a.b,c;d:e!f?g",
+    f"{END_OF_TEXT} <|im_start|>user<|im_end|> <s></s> [INST] <unk> <pad> <|eot_id|>",
+)
+
+
+#: Everything but letters, signs and ideographs that are their own normal form whatever stands beside them, in every
+#: version of Unicode: gigatoken and `tokenizers` know different ones.
+_NFC_MAY_CHANGE = re.compile("[^\x00-\u02ff\u0400-\u0482\u2010-\u2027\u2030-\u205e\u20a0-\u20bf\u4e00-\u9fff]")
+
+
+class Encoder(Protocol):
+    """Texts to token ids. Several threads may use one."""
+
+    name: str
+
+    def encode(self, texts: Sequence[str], contents: Sequence[bytes]) -> list[TokenArray]:
+        """Token ids of each text, of which `contents` is the UTF-8. Raises DataError."""
+
+
+class ReferenceEncoder:
+    """The tokenizer itself, as everything else of llmscale uses it."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.name = "tokenizers" if isinstance(tokenizer, HuggingFaceTokenizer) else "tiktoken"
+
+    def encode(self, texts: Sequence[str], contents: Sequence[bytes]) -> list[TokenArray]:
+        if not self._tokenizer.newline_is_a_border:
+            return self._tokenizer.encode_batch(texts)
+        cut = [list(cut_text(text, _PIECE_CHARACTERS)) for text in texts]
+        arrays = iter(self._tokenizer.encode_batch([piece for pieces in cut for piece in pieces]))
+        parts = [[next(arrays) for _ in pieces] for pieces in cut]
+        return [part[0] if len(part) == 1 else np.concatenate(part) for part in parts]
+
+
+class GigatokenEncoder:
+    """gigatoken, with the tokenizer's own word on texts that NFC may change or that become tokens that no text may."""
+
+    name = "gigatoken"
+
+    def __init__(
+        self, tokenizer: TiktokenTokenizer | HuggingFaceTokenizer, native: BPETokenizer, *, is_nfc: bool
+    ) -> None:
+        """`is_nfc`: whether the tokenizer normalises text, which `native` does not."""
+        self._tokenizer = tokenizer
+        self._native = native
+        self._is_nfc = is_nfc
+        self._num_bytes = 0
+        self._never = tokenizer.never_from_text() if isinstance(tokenizer, HuggingFaceTokenizer) else None
+
+    def encode(self, texts: Sequence[str], contents: Sequence[bytes]) -> list[TokenArray]:
+        self._num_bytes += sum(map(len, contents))
+        if self._num_bytes > _RENEWED_BYTES:
+            self._num_bytes = 0
+            self._native, _ = _load(self._tokenizer)
+        # Of an awkward array only its two numpy arrays are used; not parallel, as its own threads know no limit.
+        layout = self._native.encode_batch(list(contents), parallel=False).layout
+        tokens, ends = layout.content.data, layout.offsets.data
+        arrays = [tokens[begin:end] for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
+        doubtful = [place for place, text in enumerate(texts) if self._is_nfc and _NFC_MAY_CHANGE.search(text)]
+        if self._never is not None and len(tokens) and self._never[tokens].any():
+            doubtful += [place for place, array in enumerate(arrays) if self._never[array].any()]
+        for place, array in zip(doubtful, self._tokenizer.encode_batch([texts[k] for k in doubtful]), strict=True):
+            arrays[place] = array
+        return arrays
+
+
+def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Sequence[str]) -> tuple[Encoder, str]:
+    """An encoder, and why it is not the fastest one, if it is not. `first_texts` are of the input, for the comparison.
+
+    Raises DataError when gigatoken is `wanted` and cannot be had.
+    """
+    reference = ReferenceEncoder(tokenizer)
+    if wanted == "reference":
+        return reference, ""
+    if not isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer)):
+        why_not = "it encodes byte-level BPE only"
+    else:
+        try:
+            native, is_nfc = _load(tokenizer)
+            encoder = GigatokenEncoder(tokenizer, native, is_nfc=is_nfc)
+            why_not = _find_difference(encoder, reference, [*_HARD_TEXTS, *first_texts])
+            if not why_not:
+                return encoder, ""
+        except ImportError:
+            why_not = "it is not installed: pip install 'llmscale[data]'"
+        except _Unfit as error:
+            why_not = str(error)
+    if wanted == "gigatoken":
+        raise DataError(f"--encoder gigatoken cannot encode with {tokenizer.spec}: {why_not}.")
+    is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer))
+    return reference, f"Encoding with {reference.name}, not gigatoken: {why_not}." if is_bpe else ""
+
+
+class _Unfit(Exception):
+    """gigatoken is not for this tokenizer."""
+
+
+def _load(tokenizer: TiktokenTokenizer | HuggingFaceTokenizer) -> tuple[BPETokenizer, bool]:
+    """gigatoken's tokenizer, and whether text must be put into NFC for it. Raises ImportError, _Unfit."""
+    from gigatoken import gigatoken_rs
+
+    record = {} if isinstance(tokenizer, TiktokenTokenizer) else tokenizer.plain_record()
+    normalizer = record.get("normalizer")
+    is_nfc = normalizer == {"type": "NFC"}
+    if normalizer is not None and not is_nfc:
+        raise _Unfit("the tokenizer changes text before it splits it, and not by NFC")
+    try:
+        if isinstance(tokenizer, TiktokenTokenizer):
+            special = {END_OF_TEXT: tokenizer.eot_token} if tokenizer.parse_special else {}
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save(Path(folder))
+                return gigatoken_rs.BPETokenizer.from_tiktoken(Path(folder) / RANKS_NAME, "gpt2", special), False
+        native = gigatoken_rs.load_hf_json(json.dumps({**record, "normalizer": None}))
+    except (KeyboardInterrupt, SystemExit, MemoryError):
+        raise
+    except BaseException as error:  # Rust's panics are BaseException
+        raise _Unfit(f"it does not take this tokenizer ({' '.join(str(error).split())[:200]})") from None
+    if not isinstance(native, gigatoken_rs.BPETokenizer):
+        raise _Unfit("it encodes byte-level BPE only")
+    return native, is_nfc
+
+
+def _find_difference(encoder: Encoder, reference: Encoder, texts: Sequence[str]) -> str:
+    """What the two make different of one of the texts; empty for nothing."""
+    contents = [text.encode() for text in texts]
+    try:
+        found = encoder.encode(texts, contents)
+    except (KeyboardInterrupt, SystemExit, MemoryError, DataError):
+        raise
+    except BaseException as error:
+        return f"it fails on a text ({' '.join(str(error).split())[:200]})"
+    for text, ours, theirs in zip(texts, found, reference.encode(texts, contents), strict=True):
+        if not np.array_equal(ours, theirs):
+            place = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
+            return f"token {place} of the text {text[:60]!r} is another one"
+    return ""

@@ -1,0 +1,100 @@
+"""JSON lines: a document a line."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import BinaryIO
+
+from llmscale.data.prepare.sources import source
+from llmscale.data.prepare.sources.source import (
+    Document,
+    Place,
+    ReadOptions,
+    Record,
+    Rejected,
+    TokenRules,
+    lacks_field,
+    missing_field,
+)
+
+_CHUNK_BYTES = 1 << 20
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BOM = b"\xef\xbb\xbf"
+
+
+def read_jsonl(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Places are (byte, line), of the next line, from 0. Raises DataError when the first record lacks the field."""
+    offset, number = start or (0, 0)
+    skip_bytes(file, offset)
+    is_first = not offset
+    limit_bytes = source.MAX_DOCUMENT_BYTES
+    while line := file.readline(limit_bytes + 1):
+        offset, number = offset + len(line), number + 1
+        reason = ""
+        if len(line) > limit_bytes:
+            reason = f"longer than {limit_bytes >> 20} MiB, the longest document"
+            offset += _skip_line(file) if not line.endswith(b"\n") else 0
+        elif not line.strip():
+            continue
+        if not reason:
+            record = _parse(line.removeprefix(_BOM) if number == 1 else line)
+            if isinstance(record, dict):
+                text = record.get(options.text_field)
+                if isinstance(text, str):
+                    is_first = False
+                    # UTF-8 has no half of a surrogate pair; an escape may be one.
+                    may_be_half = b"\\ud" in line or b"\\uD" in line
+                    yield Document(without_lone_surrogates(text) if may_be_half else text, (offset, number))
+                    continue
+                if options.text_field in record:
+                    reason = f"the field '{options.text_field}' holds {type(text).__name__}, not text"
+                elif is_first:
+                    raise missing_field(f"{name}, line {number}", options.text_field, list(record))
+                else:
+                    reason = lacks_field(options.text_field, list(record))
+            else:
+                reason = record
+        yield Rejected(f"{name}, line {number}", reason, line, (offset, number))
+
+
+def _parse(line: bytes) -> dict[str, object] | str:
+    """The object that a line is, or why it is none."""
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 ({error.reason} at byte {error.start})"
+    except ValueError as error:
+        return f"not valid JSON ({error})"
+    except RecursionError:
+        return "nested too deeply"
+    return record if isinstance(record, dict) else f"expected a JSON object, found {type(record).__name__}"
+
+
+def skip_bytes(file: BinaryIO, count: int) -> None:
+    """Go to byte `count` of a file that has just been opened."""
+    if file.seekable():
+        file.seek(count)
+        return
+    while count > 0 and (chunk := file.read(min(count, _CHUNK_BYTES))):
+        count -= len(chunk)
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """The rest of a line, however long; its bytes."""
+    count = 0
+    while chunk := file.readline(_CHUNK_BYTES):
+        count += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return count
+
+
+def without_lone_surrogates(text: str) -> str:
+    r"""JSON may hold half a surrogate pair (`\ud83d`), which UTF-8 cannot: U+FFFD takes its place."""
+    if _SURROGATE.search(text):
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text

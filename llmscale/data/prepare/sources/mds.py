@@ -1,0 +1,212 @@
+"""MDS shards of another program, such as llm-foundry's conversion: a column of tokens, or one of text.
+
+Read by its own few lines and not by Streaming's readers: an index names the encodings of columns, one of which (`pkl`)
+runs code, and files, which may lie anywhere. Of a sample only the one column is looked at.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+
+from llmscale.data.prepare.sources.source import (
+    Document,
+    Place,
+    ReadOptions,
+    Record,
+    Rejected,
+    Source,
+    TokenRules,
+    lacks_field,
+)
+from llmscale.data.prepare.sources.token_stream import documents_in, need_rules
+from llmscale.data.shards.compressed import DamagedError, open_zstd
+from llmscale.data.tokenizers.tokenizer import TokenArray
+from llmscale.errors import DataError
+from llmscale.untrusted.documents import Rules, load_json
+from llmscale.untrusted.paths import is_plain_name, open_regular, read_regular
+
+INDEX_NAME = "index.json"
+#: Streaming's shards have 64 MiB unless asked for more; they are read whole.
+_MOST_SHARD_BYTES = 1 << 30
+_TOKENS_NAME = "tokens"
+#: By the byte that stands before an array whose type its column leaves open, and by name.
+_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+_NAMES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
+          "uint64": "<u8", "int64": "<i8"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Shard:
+    path: Path
+    zip_path: Path | None
+    bytes: int
+    samples: int
+    column: int
+    """Of those in a sample, which one is read."""
+    sizes: tuple[int | None, ...]
+    """Bytes of each column; None where every sample says."""
+    encoding: str
+
+
+class MdsSource(Source):
+    """The samples of a folder with Streaming's index.json. Places are (shard, sample, token) or (shard, sample)."""
+
+    def __init__(self, name: str, folder: Path, options: ReadOptions) -> None:
+        self.name = name
+        self.passed_over = Counter()
+        self._shards = _load_index(folder, options.text_field)
+        self.total_bytes = sum(shard.bytes for shard in self._shards)
+
+    def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+        shard, sample, offset = (*start, 0)[:3] if start else (0, 0, 0)
+        if self._shards and self._shards[0].encoding != "str":
+            rules = need_rules(rules, self.name)
+            yield from documents_in(self._tokens(shard, sample), offset, rules, self.name)
+            return
+        for (number, index), data in self._samples(shard, sample):
+            where, place = f"{self._shards[number].path}, sample {index}", (number, index + 1)
+            try:
+                yield Document(data.decode(), place)
+            except UnicodeDecodeError as error:
+                yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", data, place)
+
+    def fingerprint(self) -> str:
+        """Of every shard's name, size and time of modification."""
+        digest = hashlib.sha256()
+        for shard in self._shards:
+            status = (shard.zip_path or shard.path).stat()
+            digest.update(json.dumps([shard.path.name, status.st_size, status.st_mtime_ns]).encode())
+        return digest.hexdigest()
+
+    def _tokens(self, shard: int, sample: int) -> Iterator[tuple[Place, TokenArray]]:
+        for (number, index), data in self._samples(shard, sample):
+            try:
+                yield (number, index), _decode(data, self._shards[number].encoding)
+            except (ValueError, IndexError):
+                raise DataError(f"{self._shards[number].path}, sample {index} is no array of tokens.") from None
+
+    def _samples(self, shard: int, sample: int) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """From a sample on: its shard and place in it, and the column's bytes. Raises DataError."""
+        self.read_bytes = sum(part.bytes for part in self._shards[:shard])
+        for number in range(shard, len(self._shards)):
+            part = self._shards[number]
+            data = _read_shard(part)
+            try:
+                for index in range(sample, part.samples):
+                    yield (number, index), _column(data, index, part)
+            except (struct.error, ValueError):
+                raise DataError(f"{part.path} is damaged: sample {index} does not lie in it.") from None
+            sample = 0
+            self.read_bytes += part.bytes
+
+
+def _load_index(folder: Path, text_field: str) -> list[_Shard]:
+    """Raises DataError for an index that says anything unexpected."""
+    path = folder / INDEX_NAME
+    record = load_json(path, Rules(DataError))
+    entries = record.get("shards")
+    if not isinstance(entries, list) or not entries:
+        raise DataError(f"{path} lists no shards.")
+    return [_parse(entry, folder, text_field, f"{path}, shard {number}") for number, entry in enumerate(entries)]
+
+
+def _parse(entry: object, folder: Path, text_field: str, where: str) -> _Shard:
+    match entry:
+        case {
+            "format": "mds",
+            "column_names": list(names),
+            "column_encodings": list(encodings),
+            "column_sizes": list(sizes),
+            "raw_data": {"basename": str(basename), "bytes": int(num_bytes)},
+            "samples": int(samples),
+        } if len(names) == len(encodings) == len(sizes):
+            zip_data = cast(dict[str, object], entry).get("zip_data")
+        case _:
+            raise DataError(f"{where} does not describe an MDS shard.")
+    wanted = _TOKENS_NAME if _TOKENS_NAME in names else text_field
+    if wanted not in names:
+        raise DataError(f"{where}: {lacks_field(wanted, list(map(str, names)), 'column')}; name one with --text-field.")
+    column = names.index(wanted)
+    encoding = str(encodings[column])
+    _check_encoding(encoding, wanted, where)
+    zip_name = zip_data.get("basename") if isinstance(zip_data, dict) else None
+    for name in (basename, zip_name):
+        if name is not None and not is_plain_name(name):
+            raise DataError(f"{where} names the file {str(name)[:80]!r}, which is no name of a file beside it.")
+    if zip_name is not None and not str(zip_name).endswith(".zstd"):
+        raise DataError(f"{where}: {zip_name} is compressed, and not by zstd. Uncompress it.")
+    if not 0 < num_bytes <= _MOST_SHARD_BYTES or not 0 <= samples <= num_bytes:
+        raise DataError(f"{where} has {num_bytes:,} bytes and {samples:,} samples. Legal: up to 1 GiB.")
+    if not all(size is None or (type(size) is int and 0 <= size <= num_bytes) for size in sizes):
+        raise DataError(f"{where}: a column's size is none.")
+    zip_path = None if zip_name is None else folder / str(zip_name)
+    return _Shard(folder / basename, zip_path, num_bytes, samples, column,
+                  tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
+
+
+def _check_encoding(encoding: str, name: str, where: str) -> None:
+    kind, _, rest = encoding.partition(":")
+    dtype = rest.partition(":")[0]
+    if encoding in ("str", "bytes") or (kind == "ndarray" and (not dtype or dtype in _NAMES)):
+        return
+    raise DataError(
+        f"{where}: the column {name} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or ndarray "
+        "for tokens, str for text."
+    )
+
+
+def _read_shard(shard: _Shard) -> bytes:
+    """Raises DataError: missing, of another size, damaged."""
+    try:
+        if shard.zip_path is None or shard.path.is_file():
+            data = read_regular(shard.path, shard.bytes, follow_links=False)
+        else:
+            with open_regular(shard.zip_path, follow_links=False) as raw, open_zstd(raw) as contents:
+                data = contents.read(shard.bytes + 1)
+    except (OSError, DamagedError) as error:
+        raise DataError(f"{shard.path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if len(data) != shard.bytes:
+        raise DataError(f"{shard.path} has another size than its index says.")
+    return data
+
+
+def _column(data: bytes, index: int, shard: _Shard) -> bytes:
+    """One column of a sample: uint32 sizes of the columns without a fixed one, then the columns. Raises ValueError."""
+    begin, end = struct.unpack_from("<2I", data, 4 + 4 * index)
+    sample = data[begin:end]
+    open_sizes = sum(size is None for size in shard.sizes)
+    stated = iter(struct.unpack_from(f"<{open_sizes}I", sample))
+    place = 4 * open_sizes
+    for column, size in enumerate(shard.sizes):
+        length = next(stated) if size is None else size
+        if column == shard.column:
+            if place + length > len(sample):
+                raise ValueError
+            return sample[place : place + length]
+        place += length
+    raise ValueError
+
+
+def _decode(data: bytes, encoding: str) -> TokenArray:
+    """An array of tokens. Raises ValueError, IndexError."""
+    if encoding == "bytes":
+        return np.frombuffer(data, "<i8")
+    _, dtype, shape = (*encoding.split(":", 2), "", "")[:3]
+    code = _NAMES[dtype] if dtype else _DTYPES.get(data[0], "")
+    place = 0 if dtype else 1
+    if not shape:
+        # A byte: number of dimensions above, log2 of the bytes of each below.
+        ndim, width = data[place] >> 2, 1 << (data[place] & 3)
+        place += 1 + ndim * width
+    if not code:
+        raise ValueError
+    return np.frombuffer(data, code, offset=place)

@@ -1,0 +1,120 @@
+"""What every kind of input gives: documents, each with the place at which reading goes on behind it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from llmscale.data.tokenizers.tokenizer import TokenArray
+from llmscale.errors import DataError
+
+#: Where reading goes on: a source's own numbers, which only it can read. () is the beginning.
+Place = tuple[int, ...]
+#: A longer record, which cannot be read in parts, is set aside.
+MAX_DOCUMENT_BYTES = 64 << 20
+#: Names of fields that an error lists.
+_MOST_FIELDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A text, or the tokens of one without what stands around it."""
+
+    content: str | TokenArray
+    place: Place
+    """Behind this document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """A record that is no document."""
+
+    where: str
+    """File and line, or whatever names it."""
+    reason: str
+    """A sentence without its end."""
+    contents: bytes
+    """What stands there, or its beginning."""
+    place: Place
+    """Behind this record."""
+
+    def describe(self) -> str:
+        return f"{self.where}: {self.reason}."
+
+
+Record = Document | Rejected
+
+
+@dataclass(frozen=True)
+class TokenRules:
+    """What the tokens of an input that was tokenised elsewhere must be."""
+
+    vocab_size: int
+    eot_token: int
+    """Ends a document."""
+    bos_tokens: tuple[int, ...]
+    """Stand before a document, perhaps."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How records become documents."""
+
+    text_field: str = "text"
+    """Field of JSONL, Parquet, MDS and Hugging Face sets that holds the text."""
+    skip_undecodable: bool = False
+    """Leave out text files that are not UTF-8 and count them."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """Where files that are not read are counted by suffix."""
+
+
+class Source(ABC):
+    """Documents in a fixed order."""
+
+    name: str
+    """What the user wrote."""
+    total_bytes: int | None = None
+    """Bytes that will be read, compressed as they are; None when unknown."""
+    read_bytes: int = 0
+    """Of them, how many the last pass has read so far."""
+    left_out: str | None = None
+    """What `--input` names and is not read, in one line; None when everything is."""
+    passed_over: Counter[str]
+    """Files of folders that are not read, by suffix."""
+    num_cut: int = 0
+    """Texts of which several documents were made, because they are too long for one."""
+    skipped: int = 0
+    """Documents that were left out because they could not be decoded."""
+
+    @abstractmethod
+    def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+        """Every document in order from a place on, and what is none. `rules` are for tokens; without them only text is
+        taken. Raises DataError for what cannot be read."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A cheap identity of the contents: equal when nothing has changed."""
+
+    def documents(self) -> Iterator[str]:
+        """The text of every document, in order. Raises DataError for what is none."""
+        self.skipped = self.num_cut = 0
+        for record in self.records((), None):
+            if isinstance(record, Rejected):
+                raise DataError(record.describe())
+            assert isinstance(record.content, str)
+            yield record.content
+
+
+def missing_field(where: str, text_field: str, fields: list[str], word: str = "field") -> DataError:
+    """What to say of a file whose first record has no such field."""
+    return DataError(f"{where}: {lacks_field(text_field, fields, word)}; name one with --text-field.")
+
+
+def lacks_field(text_field: str, fields: list[str], word: str = "field") -> str:
+    """Names of the fields seen, the first few of many."""
+    ordered = sorted(fields)
+    more = len(ordered) - _MOST_FIELDS
+    listed = ", ".join(name[:80] for name in ordered[:_MOST_FIELDS]) + (f" and {more} more" if more > 0 else "")
+    return f"no {word} '{text_field}'. Its {word}s: {listed}"

@@ -1,0 +1,169 @@
+"""A source's documents to the windows of their splits; what is done is kept now and then."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+
+from llmscale.data.prepare import window_shuffle
+from llmscale.data.prepare.batches import Batch, Mark, gather
+from llmscale.data.prepare.encode_threads import work_in_order
+from llmscale.data.prepare.encoder import CHECKED_CHARACTERS, Encoder, EncoderName, choose_encoder
+from llmscale.data.prepare.progress import Progress
+from llmscale.data.prepare.quarantine import Quarantine
+from llmscale.data.prepare.resume_state import ResumeState, save_resume_state
+from llmscale.data.prepare.sources.source import Source, TokenRules
+from llmscale.data.prepare.split_writer import SplitWriter
+from llmscale.data.prepare.tokenise_batch import BatchTokeniser, TokenisedBatch
+from llmscale.data.prepare.tokenised_document import TokenisedDocument
+from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeeper, split_score
+from llmscale.data.prepare.work_folder import WorkFolder
+from llmscale.data.shards.set_rules import TokenDtype
+from llmscale.data.tokenizers.tokenizer import Tokenizer
+
+#: What an interrupted run loses at most, where documents need not wait for a validation split.
+CHECKPOINT_INTERVAL_S = 30.0
+
+
+class Distributor:
+    """Sends documents to the writers of their splits, and keeps what is done."""
+
+    def __init__(
+        self,
+        writers: Mapping[str, SplitWriter],
+        work: WorkFolder,
+        quarantine: Quarantine,
+        *,
+        val_fraction: float,
+        window: int,
+        seed: int,
+        state: ResumeState | None,
+    ) -> None:
+        """`window` is the tokens of one. `state` is what an interrupted run has left."""
+        self._writers = writers
+        self._work = work
+        self._quarantine = quarantine
+        self._seed = seed
+        self._assigner = SplitAssigner[TokenisedDocument](val_fraction)
+        self._keeper = ValidationKeeper[TokenisedDocument](val_fraction, window)
+        self.mark = Mark()
+        if state is not None:
+            self._assigner.go_on(state.held)
+            self._keeper.is_settled = True
+            self.mark = state.mark
+        self._has_runs = state is not None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="write")
+        self._under_way: tuple[Future[None], ResumeState] | None = None
+        self._kept_s = time.monotonic()
+
+    @property
+    def note(self) -> str:
+        """How the validation split was made, where it is not whole documents."""
+        return self._keeper.note
+
+    def add(self, batch: TokenisedBatch) -> None:
+        """Raises OSError, DataError for too many rejected records."""
+        for document in batch.documents:
+            for split, assigned in self._assigner.assign(split_score(document.text_hash, self._seed), document):
+                self._pass_on(split, assigned)
+        self.mark = batch.mark
+        self._quarantine.add(batch.rejected)
+        self._keep_now_and_then()
+
+    def finish(self) -> None:
+        """No document is left. Raises OSError."""
+        for split, assigned in self._assigner.finish():
+            self._pass_on(split, assigned)
+        for split, document in self._keeper.finish():
+            self._writers[split].add_document(document.tokens, document.num_text_bytes)
+        if self._has_runs:
+            self._keep(is_read=True)
+            self._wait()
+
+    def close(self) -> None:
+        """Let go of the thread that writes."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _pass_on(self, split: str, document: TokenisedDocument) -> None:
+        for where, kept in self._keeper.add(split, document):
+            self._writers[where].add_document(kept.tokens, kept.num_text_bytes)
+
+    def _keep_now_and_then(self) -> None:
+        if self._under_way is not None and self._under_way[0].done():
+            self._wait()
+        is_full = sum(w.waiting_bytes for w in self._writers.values()) >= window_shuffle.BUFFER_BYTES
+        is_time = time.monotonic() - self._kept_s >= CHECKPOINT_INTERVAL_S and self._under_way is None
+        if self._keeper.is_settled and (is_full or is_time):
+            self._keep(is_read=False)
+
+    def _keep(self, *, is_read: bool) -> None:
+        """Begin to write the windows in memory, and with them the state of this moment."""
+        self._wait()
+        self._has_runs, self._kept_s = True, time.monotonic()
+        taken = {name: writer.take_run() for name, writer in self._writers.items()}
+        state = ResumeState(
+            self.mark,
+            (self._quarantine.size_bytes, self._quarantine.num_records),
+            {name: split for name, (_, split) in taken.items()},
+            None if self._assigner.is_settled or is_read else self._assigner.held(),
+            self.note,
+            is_read,
+        )
+
+        def write() -> None:
+            for name, (run, _) in taken.items():
+                self._writers[name].write_run(run)
+
+        self._under_way = self._pool.submit(write), state
+
+    def _wait(self) -> None:
+        """For what is being written; then that is what a killed run goes on from."""
+        if self._under_way is not None:
+            (done, state), self._under_way = self._under_way, None
+            done.result()
+            save_resume_state(self._work, state)
+
+
+def tokenise(
+    source: Source,
+    tokenizer: Tokenizer,
+    distributor: Distributor,
+    progress: Progress,
+    *,
+    dtype: TokenDtype,
+    encoder: EncoderName,
+    num_workers: int,
+) -> None:
+    """Every document of a source that is not in its split yet. Raises DataError, OSError."""
+    rules = TokenRules(tokenizer.vocab_size, tokenizer.eot_token, tokenizer.bos_tokens)
+    batches = gather(source, rules, distributor.mark)
+    first = next(batches, None)
+    if first is None:
+        return
+    chosen = _choose(tokenizer, encoder, first, progress)
+    num_text_bytes = num_tokens = 0
+    all_batches: Iterator[Batch] = itertools.chain([first], batches)
+    with closing(work_in_order(all_batches, BatchTokeniser(tokenizer, chosen, dtype), num_workers)) as tokenised:
+        for batch in tokenised:
+            distributor.add(batch)
+            for document in batch.documents:
+                num_text_bytes += document.num_text_bytes
+                num_tokens += document.num_tokens
+            progress.show(
+                num_text_bytes, batch.mark.read_bytes, source.total_bytes, f"{num_tokens / 1e6:,.1f} M tokens"
+            )
+
+
+def _choose(tokenizer: Tokenizer, wanted: EncoderName, first: Batch, progress: Progress) -> Encoder:
+    texts, size = [], 0
+    for document in first.documents:
+        if isinstance(document, str) and size < CHECKED_CHARACTERS:
+            texts.append(document[: CHECKED_CHARACTERS - size])
+            size += len(texts[-1])
+    encoder, why_slow = choose_encoder(tokenizer, wanted, texts)
+    if why_slow:
+        progress.say(why_slow)
+    return encoder

@@ -1,0 +1,182 @@
+"""Several inputs, patterns, archives, pipes, and records that are no documents."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare, rejected_path
+from llmscale.data.prepare.sources import hugging_face
+from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.prepare.sources.source import Document, Rejected
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.errors import DataError
+
+SMALL = PrepareOptions(seq_len=8, val_fraction=0)
+
+
+def _tar(path: Path, members: dict[str, bytes], change: Callable[[tarfile.TarFile], None] | None = None) -> Path:
+    with tarfile.open(path, "w:gz" if path.suffix == ".tgz" else "w") as archive:
+        for name, contents in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(contents)
+            archive.addfile(info, io.BytesIO(contents))
+        if change is not None:
+            change(archive)
+    return path
+
+
+def _jsonl(*texts: str) -> bytes:
+    return "\n".join(json.dumps({"text": text}) for text in texts).encode()
+
+
+def test_inputs_are_read_in_the_order_given_and_patterns_sorted(tmp_path: Path) -> None:
+    (tmp_path / "crawl" / "deep").mkdir(parents=True)
+    for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl"):
+        (tmp_path / "crawl" / name).write_bytes(_jsonl(name))
+    (tmp_path / "own.txt").write_text("own")
+    source = open_source(str(tmp_path / "own.txt"), f"{tmp_path}/crawl/*.jsonl", f"{tmp_path}/crawl/**/c.*")
+    assert list(source.documents()) == ["own", "a.jsonl", "b.jsonl", "deep/c.jsonl"]
+    assert source.total_bytes == source.read_bytes == sum(p.stat().st_size for p in tmp_path.rglob("*") if p.is_file())
+    with pytest.raises(DataError, match="no file matches"):
+        open_source(f"{tmp_path}/*.nothing")
+
+
+def test_every_source_goes_on_from_every_place(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(_jsonl("one", "two") + b"\n\nbad\n" + _jsonl("three"))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(_jsonl("four", "five")))
+    parquet.write_table(pyarrow.table({"text": [f"row {n}" for n in range(150)]}), tmp_path / "c.parquet",
+                        row_group_size=70)  # fmt: skip
+    members = {"x/1.txt": b"six", "x/2.jsonl": _jsonl("seven", "eight"), "x/3.txt.gz": gzip.compress(b"nine")}
+    _tar(tmp_path / "d.tgz", members)
+    source = open_source(*(str(tmp_path / name) for name in ("a.jsonl", "b.jsonl.gz", "c.parquet", "d.tgz")))
+    whole = list(source.records((), None))
+    contents = [record.content for record in whole if isinstance(record, Document)]
+    assert contents == [
+        *("one", "two", "three", "four", "five"), *(f"row {n}" for n in range(150)), *("six", "seven", "eight", "nine")
+    ]  # fmt: skip
+    for number in (0, 1, 2, 3, 5, 40, 76, 77, 154, 155, 157, 158, 159):
+        assert list(source.records(whole[number].place, None)) == whole[number + 1 :], whole[number]
+
+
+def test_rejected_records_are_counted_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    good = "a good line of text that is long enough "
+    bad = [b'{"text": 1}', b'{"body": "x"}', b"{", b'{"text": "caf\xe9"}', b"[1]"]
+    lines = [json.dumps({"text": good + str(number)}).encode() for number in range(20)]
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b"\n".join([*lines[:10], *bad, *lines[10:]]) + b"\n")
+    with pytest.raises(DataError, match=r"line 11: the field 'text' holds int.*--max-rejected 100"):
+        prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL)
+    assert not rejected_path(tmp_path / "set").exists()
+    with pytest.raises(DataError, match=r"line 14: not UTF-8 .*3 were set aside before it"):
+        prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL, max_rejected=3)
+    prepared = prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL, max_rejected=5)
+    assert prepared.num_rejected == prepared.manifest.skipped_documents == 5
+    assert prepared.manifest.splits["train"].num_documents == 20
+    kept = [json.loads(line) for line in rejected_path(tmp_path / "set").read_text().splitlines()]
+    assert [record["contents"] for record in kept] == [line.decode(errors="backslashreplace") for line in bad]
+    assert [record["where"] for record in kept] == [f"{path}, line {number}" for number in range(11, 16)]
+    assert kept[1]["reason"] == "no field 'text'. Its fields: body"
+
+
+def test_a_file_without_the_field_is_an_error_whatever_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"body": "x", "id": 1}\n')
+    with pytest.raises(DataError, match=r"Its fields: body, id; name one with --text-field"):
+        prepare(open_source(str(tmp_path)), tmp_path.parent / "out", load_tokenizer("bytes"), SMALL, max_rejected=9)
+
+
+def test_parquet_rows_that_are_not_utf8(tmp_path: Path) -> None:
+    texts = pyarrow.array([b"good", b"caf\xe9", b"fine"], pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), 3, texts.buffers())
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    good, bad, fine = open_source(str(tmp_path / "a.parquet")).records((), None)
+    assert isinstance(bad, Rejected) and bad.contents == b"caf\xe9" and "row 1" in bad.where
+    assert isinstance(good, Document) and isinstance(fine, Document) and fine.content == "fine"
+
+
+def _links(archive: tarfile.TarFile) -> None:
+    for name, kind, target in [("l.txt", tarfile.SYMTYPE, "/etc/passwd"), ("h.txt", tarfile.LNKTYPE, "../x"),
+                               ("d.txt", tarfile.CHRTYPE, ""), ("p.txt", tarfile.FIFOTYPE, "")]:  # fmt: skip
+        info = tarfile.TarInfo(name)
+        info.type, info.linkname = kind, target
+        archive.addfile(info)
+
+
+def test_of_an_archive_only_files_are_read_and_nothing_is_unpacked(tmp_path: Path) -> None:
+    members = {"../../escape.txt": b"text", "/abs.txt": b"more", ".hidden.txt": b"no", "a.png": b"no"}
+    source = open_source(str(_tar(tmp_path / "a.tar", members, _links)))
+    assert list(source.documents()) == ["text", "more"]
+    assert source.passed_over == {".txt": 5, ".png": 1}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
+
+
+@pytest.mark.parametrize("kind", ["header", "bomb", "cut", "none"])
+def test_hostile_archives_are_one_line(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    if kind == "header":
+        info = tarfile.TarInfo("x")
+        info.type, info.size = tarfile.XHDTYPE, 1 << 40
+        path.write_bytes(info.tobuf() + b"0" * 2000)
+    elif kind == "bomb":
+        _tar(path, {"a.txt.gz": gzip.compress(b"a" * (80 << 20), 9)})
+    elif kind == "cut":
+        _tar(path, {"a.txt": b"x" * 5000})
+        path.write_bytes(path.read_bytes()[:2000])
+    else:
+        path.write_bytes(b"no archive " * 100)
+    with pytest.raises(DataError, match=r"a\.tar.* (is damaged|unpacks to more|Cannot read)"):
+        list(open_source(str(path)).documents())
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "text"])
+def test_a_pipe(kind: str, tmp_path: Path) -> None:
+    contents = {"jsonl": _jsonl("one", "two"), "jsonl.gz": gzip.compress(_jsonl("one", "two")), "text": b"one"}[kind]
+    code = "from llmscale.data.prepare.sources.open_source import open_source\n"
+    code += "s = open_source('-'); print(list(s.documents()) == list(s.documents()), *s.documents(), s.fingerprint())"
+    command = [sys.executable, "-c", code]
+    said = [
+        subprocess.run(command, input=contents, capture_output=True, check=True, env={**os.environ, "TMPDIR": tmp_path})
+        for _ in range(2)
+    ]
+    assert said[0].stdout == said[1].stdout
+    assert said[0].stdout.decode().startswith("True one")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_connection_that_breaks_is_opened_again_where_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[int] = []
+
+    def open_from(self: hugging_face.HuggingFaceSource, done: int):  # type: ignore[no-untyped-def]
+        opened.append(done)
+        for number in range(done, 6):
+            if number in (2, 4) and opened.count(done) == 1 and done != number:
+                raise ConnectionError("reset by peer\nTraceback ...")
+            yield {"text": f"record {number}"}
+
+    monkeypatch.setattr(hugging_face.HuggingFaceSource, "_open", open_from)
+    monkeypatch.setattr(hugging_face, "RETRY_PAUSES_S", (0.0, 0.0))
+    assert list(open_source("hf:some/set").documents()) == [f"record {number}" for number in range(6)]
+    assert opened == [0, 2, 4]
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2 and "record 2: reset by peer. Trying again in 0 s (1 of 2)." in said[0]
+
+    def never(self: hugging_face.HuggingFaceSource, done: int):  # type: ignore[no-untyped-def]
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(hugging_face.HuggingFaceSource, "_open", never)
+    with pytest.raises(DataError, match="Cannot read hf:some/set, split train: no answer"):
+        list(open_source("hf:some/set").documents())
+    assert len(capsys.readouterr().err.splitlines()) == 2

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from llmscale.data.prepare import progress
+from llmscale.data.prepare.progress import describe_duration, show_progress
+
+
+def test_a_log_gets_plain_lines_with_rate_and_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
+    with show_progress("Tokenising a\x1b[2Jb") as shown:
+        shown.show(0, 500, 1000)  # an interrupted run had done half
+        now_s = 110.0
+        shown.show(50_000_000, 600, 1000)
+        now_s = 120.0
+        shown.show(100_000_000, 700, 1000, "20.0 M tokens")
+        shown.say("A note.")
+    said = capsys.readouterr().err
+    assert said.splitlines() == [
+        r"Tokenising a\x1b[2Jb: 100 MB, 20.0 M tokens, 5.0 MB/s, 70%, 30 s left",
+        "A note.",
+    ]
+
+
+def test_a_terminal_gets_one_line_that_renews_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "_TERMINAL_INTERVAL_S", 0.0)
+    with show_progress("Writing", total_bytes=200) as shown:
+        shown.add(100)
+        shown.add(100)
+    said = capsys.readouterr().err
+    assert "\n" not in said and said.count("\r") >= 3 and said.endswith("\r\x1b[2K")
+    assert "100%" in said
+
+
+def test_durations() -> None:
+    assert [describe_duration(s) for s in (5, 89, 150, 7500)] == ["5 s", "89 s", "2 min", "2 h 05 min"]

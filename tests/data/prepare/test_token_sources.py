@@ -1,0 +1,159 @@
+"""Tokens that another program made: the documents between its end-of-text tokens, wherever reading begins."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources import token_files
+from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.prepare.sources.source import Document, Source, TokenRules
+from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.errors import DataError
+
+RULES = TokenRules(vocab_size=257, eot_token=256, bos_tokens=())
+TEXTS = [f"document {number} " * (number % 7 + 1) for number in range(40)]
+DOCUMENTS = [list(text.encode()) for text in TEXTS]
+
+
+def _stream(*, eot_first: bool = False) -> list[int]:
+    return [token for tokens in DOCUMENTS for token in ([256, *tokens] if eot_first else [*tokens, 256])]
+
+
+def _write_nanogpt(folder: Path) -> Path:
+    np.array(_stream(), np.uint16).tofile(folder / "train.bin")
+    return folder / "train.bin"
+
+
+def _write_llm_c(folder: Path, magic: int = 20240520, version: int = 1, dtype: str = "<u2") -> Path:
+    tokens = np.array(_stream(eot_first=True), dtype)
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens)
+    (folder / "shard.bin").write_bytes(header.tobytes() + tokens.tobytes())
+    return folder / "shard.bin"
+
+
+def _write_llama3(folder: Path) -> Path:
+    return _write_llm_c(folder, 20240801, 7, "<u4")
+
+
+def _write_mds(folder: Path, encoding: str, dtype: type, *, compression: str | None = None) -> Path:
+    """As llm-foundry concatenates documents: samples of one length, whose borders mean nothing."""
+    stream = _stream()
+    writer = streaming_module("format.mds").MDSWriter(
+        columns={"tokens": encoding, "note": "str"}, out=str(folder / "mds"), size_limit=2000, compression=compression
+    )
+    for start in range(0, len(stream), 32):
+        array = np.array(stream[start : start + 32], dtype)
+        if len(array) == 32 or ":32" not in encoding:
+            writer.write({"tokens": array.tobytes() if encoding == "bytes" else array, "note": "x" * (start % 5)})
+    writer.finish()
+    return folder / "mds"
+
+
+KINDS = {
+    "nanogpt": _write_nanogpt,
+    "llm.c": _write_llm_c,
+    "llm.c llama 3": _write_llama3,
+    "mds bytes": lambda folder: _write_mds(folder, "bytes", np.int64),
+    "mds ndarray:int32": lambda folder: _write_mds(folder, "ndarray:int32", np.int32),
+    "mds ndarray": lambda folder: _write_mds(folder, "ndarray", np.uint16),
+    "mds zstd": lambda folder: _write_mds(folder, "bytes", np.int64, compression="zstd"),
+}
+
+
+def _read(source: Source, start: tuple[int, ...] = ()) -> list[Document]:
+    records = list(source.records(start, RULES))
+    assert all(isinstance(record, Document) for record in records)
+    return records  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_come_back_from_any_place_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_files, "_PIECE_TOKENS", 600)
+    source = open_source(str(KINDS[kind](tmp_path)))
+    found = _read(source)
+    assert [np.asarray(document.content).tolist() for document in found] == DOCUMENTS
+    for number in (0, 1, 17, 39):
+        rest = _read(source, found[number].place)
+        assert [np.asarray(document.content).tolist() for document in rest] == DOCUMENTS[number + 1 :]
+
+
+def test_the_set_is_that_of_the_text_but_for_which_documents_validate(tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    options = PrepareOptions(seq_len=8, val_fraction=0)
+    made = []
+    for name, path in (("text", tmp_path / "in.jsonl"), ("tokens", _write_nanogpt(tmp_path))):
+        prepared = prepare(open_source(str(path)), tmp_path / name, load_tokenizer("bytes"), options, num_workers=2)
+        made.append(prepared.manifest.splits["train"])
+    assert made[0] == made[1]
+
+
+def test_begin_of_text_is_not_there_twice(tmp_path: Path) -> None:
+    np.array([7, 1, 2, 256, 7, 3, 256, 256, 7, 256], np.uint16).tofile(tmp_path / "a.bin")
+    records = open_source(str(tmp_path / "a.bin")).records((), TokenRules(257, 256, (7,)))
+    assert [np.asarray(record.content).tolist() for record in records] == [[1, 2], [3]]  # type: ignore[union-attr]
+
+
+def test_tokens_of_another_tokenizer_and_damage_are_one_line(tmp_path: Path) -> None:
+    np.array([1, 300, 256], np.uint16).tofile(tmp_path / "a.bin")
+    with pytest.raises(DataError, match=r"a\.bin holds the token 300, and the tokenizer has 257"):
+        _read(open_source(str(tmp_path / "a.bin")))
+    (tmp_path / "a.bin").write_bytes(b"odd")
+    with pytest.raises(DataError, match="ends within a token"):
+        _read(open_source(str(tmp_path / "a.bin")))
+    path = _write_llm_c(tmp_path)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"cut short: .* and its header says"):
+        _read(open_source(str(path)))
+    _write_llm_c(tmp_path, version=3)
+    with pytest.raises(DataError, match="of version 3, which is not known"):
+        _read(open_source(str(path)))
+    with pytest.raises(DataError, match="holds tokens, and text is needed"):
+        list(open_source(str(path)).documents())
+    with pytest.raises(DataError, match="has no header of llm"):
+        list(open_source(str(_write_nanogpt(tmp_path))).records((), TokenRules(100_000, 256, ())))
+
+
+def test_a_folder_with_weights_is_no_folder_of_tokens(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"weights")
+    (tmp_path / "README.md").write_text("a model")
+    assert list(open_source(str(tmp_path)).documents()) == ["a model"]
+
+
+def test_text_columns_of_mds(tmp_path: Path) -> None:
+    writer = streaming_module("format.mds").MDSWriter(columns={"id": "int", "text": "str"}, out=str(tmp_path / "mds"))
+    for number, text in enumerate(TEXTS):
+        writer.write({"id": number, "text": text})
+    writer.finish()
+    assert list(open_source(str(tmp_path / "mds")).documents()) == TEXTS
+    with pytest.raises(DataError, match=r"no column 'body'\. Its columns: id, text"):
+        open_source(str(tmp_path / "mds"), text_field="body")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"column_encodings": ["str", "pkl"]}, "the column tokens is 'pkl'"),
+        ({"raw_data": {"basename": "../secret", "bytes": 9}}, "no name of a file beside it"),
+        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1 << 40}}, "Legal: up to 1 GiB"),
+        ({"samples": 10**9}, "Legal: up to 1 GiB"),
+        ({"samples": 900}, "does not lie in it|is no array"),
+        ({"zip_data": {"basename": "shard.00000.mds.br"}}, "not by zstd"),
+        ({"column_sizes": [None, -5]}, "a column's size is none"),
+        ({"format": "csv"}, "does not describe an MDS shard"),
+    ],
+)
+def test_what_an_index_may_not_say(change: dict, said: str, tmp_path: Path) -> None:
+    folder = _write_mds(tmp_path, "bytes", np.int64)
+    (tmp_path / "secret").write_bytes(b"123456789")
+    index = json.loads((folder / "index.json").read_text())
+    index["shards"][0] |= change
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match=said):
+        _read(open_source(str(folder)))
