@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from deepspeed.runtime import torch_autocast
 
 from llmscale.checkpoint.dcp_adapter import engine_fragments
 from llmscale.checkpoint.load import load_engine
@@ -15,14 +14,14 @@ from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
 from llmscale.config.run_config import RunConfig
-from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
+from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World, is_gpu
 from llmscale.engine.step_seed import seed_step
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import group_scalars
-from llmscale.training.run_data import open_feed
+from llmscale.training.run_data import build_stream, open_feed
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 
 if TYPE_CHECKING:
@@ -36,11 +35,9 @@ SAVE_AT = 10
 def train(args: argparse.Namespace, config_name: str, world: World, source: Path | None) -> list[float]:
     """Losses of the steps after SAVE_AT: uninterrupted (saving on the way) without `source`, else resumed from it."""
     run = prepare_run(cell_config(args, config_name, world), world.world_size)
-    # DeepSpeed keeps autocast's state per process and never resets it, and this process builds many engines.
-    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     engine = build_engine(run.config, run.resolved if is_gpu() else run.on_cpu().resolved)
     first_step = resume(engine, source, world) if source else 0
-    feed = open_feed(run, world, start_sample=first_step * GLOBAL_BATCH)
+    feed = open_feed(run, world, build_stream(run, None), start_sample=first_step * GLOBAL_BATCH)
     losses, timer = [], PhaseTimer(world.device)
     for step in range(first_step, run.resolved.total_steps):
         seed_step(run.config.seed, step, world.rank)
@@ -52,7 +49,7 @@ def train(args: argparse.Namespace, config_name: str, world: World, source: Path
         if source is None and step + 1 == SAVE_AT:
             save(engine, run)
     feed.close()
-    engine.destroy()
+    release_engine(engine)
     return losses[SAVE_AT - first_step :]
 
 

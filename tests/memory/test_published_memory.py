@@ -10,7 +10,7 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import PRESETS
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
 from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
-from tests.planning.test_throughput import BF16, MPT, published_rows
+from tests.planning.test_throughput import BF16, MPT, fitted_to
 
 GIB = 2**30
 
@@ -41,7 +41,7 @@ def test_llama3_8b_in_torchtitan(gpus: int, published_gib: float) -> None:
 def test_what_ran_in_llm_foundry_fits() -> None:
     """Its 129 rows of GPUs with 80 GB in mixed precision DEFAULT ran; ZeRO-3 keeps as much as FSDP's FULL_SHARD. What
     is said not to fit is in tensors alone below 80 GB."""
-    rows = [row for row in published_rows() if row["mixed_precision"] == "DEFAULT"]
+    rows = [row for row in fitted_to() if row["mixed_precision"] == "DEFAULT"]
     assert len(rows) == 129
     fitting = 0
     for row in rows:
