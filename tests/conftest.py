@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -24,6 +25,10 @@ TRAIN = REPOSITORY / "llmscale" / "train.py"
 # Nothing here is compiled. DeepSpeed decorates its Muon with torch.compile all the same, and importing what that needs
 # takes more than a quarter of a rank's start.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("llmscale", deadline=None)
+hypothesis.settings.load_profile("llmscale")
 
 # Under nohup or in a shell's background these are ignored, which every process started here would inherit.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)

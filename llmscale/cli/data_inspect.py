@@ -36,7 +36,8 @@ def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=flag_type.whole(0, 10_000_000),
         default=2000,
         metavar="N",
-        help="samples per split that copies, undecodable text and lengths are counted over (default: 2000)",
+        help="samples per split, out of eight shards, that copies, undecodable text and lengths are counted over "
+        "(default: 2000)",
     )
     inspect.set_defaults(handler=_inspect)
     verify = commands.add_parser("verify", help="check the hash of every shard; exit status 1 when one is damaged")
@@ -82,14 +83,14 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
 
 
 def _print_statistics(location: SetLocation, split: str, tokenizer: Tokenizer, num_windows: int) -> None:
-    from llmscale.data.set_statistics import document_lengths, draw_lengths, read_statistics
+    from llmscale.data.set_statistics import choose_windows, document_lengths, draw_lengths, read_statistics
     from llmscale.data.shards.token_shards import TokenShards
 
     manifest = location.manifest
     shards = TokenShards(location, split)
     if not len(shards):
         return
-    found = read_statistics(shards, num_windows, tokenizer.decode)
+    found = read_statistics(shards, choose_windows(shards.samples_per_shard, num_windows), tokenizer.decode)
     most = f", of sample {found.most_copied[0]:,} alone {found.most_copied[1]:,}" if found.most_copied else ""
     print_visible(
         f"\n{split}, {found.num_windows:,} of {len(shards):,} samples: {found.num_copies:,} are copies of another"

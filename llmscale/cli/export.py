@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
         shape=trained.shape,
         checkpoint=trained.manifest,
         config=trained.config,
-        data=trained.location.manifest,
+        data=trained.sets,
     )
     with show_progress("Writing weights") as written:
         export_model(

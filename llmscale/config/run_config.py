@@ -120,7 +120,8 @@ class RunConfig(BaseModel):
     cache_limit_gib: float | None = Field(None, gt=0, le=limits.MAX_CACHE_GIB)
     """Local space for shards of a remote set, in GiB; default: unlimited."""
     skip_steps: list[str] = Field(default_factory=list)
-    """Leave out the batches that steps A to B-1 would have, given as A:B (repeat it for several); the run keeps it."""
+    """Leave out the batches that steps A to B-1 would have, given as A:B; the run keeps it. Several are applied
+    one after the other: of one log, give the later first."""
     record_samples: bool = False
     """Write the sample ids of every step to the run folder."""
 

@@ -15,6 +15,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CUT_CHARACTERS = 4
 _READ_AT_A_TIME = 256
 _BAR_CELLS = 40
+_MOST_SHARDS = 8
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,24 @@ class WindowStatistics:
     """Sample id and number of the copies of the window with most; None without copies."""
 
 
-def read_statistics(shards: WindowReader, num_windows: int, decode: Callable[[list[int]], str]) -> WindowStatistics:
-    """Over `num_windows` spread evenly over the split. Raises DataError."""
-    ids = np.unique(np.linspace(0, len(shards) - 1, min(num_windows, len(shards))).astype(np.int64))
+def choose_windows(samples_per_shard: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
+    """Ids of about so many windows, spread evenly over few shards, which are spread evenly over the split: a remote
+    shard is fetched whole for its first window, and any shard is read whole to be checked."""
+    begins = np.cumsum(samples_per_shard) - samples_per_shard
+    shards = np.unique(np.linspace(0, len(begins) - 1, min(_MOST_SHARDS, len(begins))).astype(np.int64))
+    of_each = -(-num_windows // len(shards))
+    spread = [
+        begins[shard] + np.unique(np.linspace(0, size - 1, min(of_each, size)).astype(np.int64))
+        for shard, size in zip(shards.tolist(), samples_per_shard[shards].tolist(), strict=True)
+        if size
+    ]
+    return np.concatenate(spread)
+
+
+def read_statistics(
+    shards: WindowReader, ids: NDArray[np.int64], decode: Callable[[list[int]], str]
+) -> WindowStatistics:
+    """Over the windows `ids`. Raises DataError."""
     first_of: dict[bytes, int] = {}
     copies: dict[int, int] = {}
     undecodable = 0

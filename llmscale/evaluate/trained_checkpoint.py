@@ -13,7 +13,7 @@ from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.config.arguments import build_run_config
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import RunConfig
-from llmscale.data.mix.training_sets import open_training_sets
+from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer
 from llmscale.errors import CheckpointError, DataError
 
@@ -27,8 +27,13 @@ class TrainedCheckpoint:
     state: RunState
     config: RunConfig
     shape: GPTShape
-    location: SetLocation
-    """The set that it was trained on, or the first one of several; the tokenizer's files are there."""
+    sets: TrainingSets
+    """What it was trained on."""
+
+    @property
+    def location(self) -> SetLocation:
+        """The set, or the first one of several; the tokenizer's files are there."""
+        return self.sets.first
 
 
 def open_trained_checkpoint(
@@ -53,4 +58,4 @@ def open_trained_checkpoint(
     fetch_tokenizer(sets.first)
     manifest = sets.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
-    return TrainedCheckpoint(folder, load_manifest(folder), state, config, resolve_shape(config, facts), sets.first)
+    return TrainedCheckpoint(folder, load_manifest(folder), state, config, resolve_shape(config, facts), sets)

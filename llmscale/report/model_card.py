@@ -15,7 +15,7 @@ from llmscale.checkpoint.hf_folder import CARD_MARK
 from llmscale.checkpoint.history import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
 from llmscale.config.run_config import RunConfig
-from llmscale.data.shards.manifest import Manifest
+from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.run_history import load_history
 from llmscale.training.run_folder import STARTS_NAME
@@ -45,7 +45,7 @@ class CardFacts:
     shape: GPTShape
     checkpoint: CheckpointManifest
     config: RunConfig
-    data: Manifest
+    data: TrainingSets
 
 
 def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
@@ -92,15 +92,15 @@ data permits.
 
 
 def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
-    shape, train, model = facts.shape, facts.data.splits["train"], _last_part(facts.config.model)
+    shape, model = facts.shape, _last_part(facts.config.model)
+    num_tokens = sum(location.manifest.splits["train"].num_tokens for location in facts.data.locations)
     yield "model", f"{_code(model)}: {shape.n_layer} layers, width {shape.n_embd}, {shape.n_head} heads"
     yield "parameters", f"{facts.num_parameters:,}, in {facts.dtype}"
     yield "context", f"{shape.seq_len:,} tokens"
-    yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(_last_part(facts.data.tokenizer))}"
+    yield "vocabulary", f"{shape.vocab_size:,} tokens, tokenizer {_code(_last_part(facts.data.manifest.tokenizer))}"
     yield (
         "data",
-        f"{_code(_last_part(facts.config.data))}, {train.num_tokens:,} tokens, fingerprint "
-        + _code(facts.data.fingerprint),
+        f"{_code(_last_part(facts.config.data))}, {num_tokens:,} tokens, fingerprint " + _code(facts.data.fingerprint),
     )
     yield "trained on", f"{facts.checkpoint.tokens_seen:,} tokens in {facts.checkpoint.step:,} steps"
     yield (

@@ -93,7 +93,8 @@ class MetricsLog:
         )
         if self._wandb:
             self._wandb.log(
-                {"validation/loss": loss, **{f"validation/{key}": value for key, value in of_sets.items()}}, step=step
+                {"validation/loss": loss, **{f"validation/{key}": value for key, value in (loss_by_set or {}).items()}},
+                step=step,
             )
 
     def log_event(self, event: str, **values: object) -> None:
@@ -109,8 +110,14 @@ class MetricsLog:
     def _write(self, record: dict[str, object]) -> None:
         self._step = int(str(record.get("step", self._step)))
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
-        infinite = {key: None for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
-        self._file.append(json.dumps(record | infinite, allow_nan=False).encode() + b"\n", self._step)
+        self._file.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n", self._step)
+
+
+def _finite(value: object) -> object:
+    """The same with null for what is NaN or infinite, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return {key: _finite(inner) for key, inner in value.items()} if isinstance(value, dict) else value
 
 
 def format_step(m: StepMetrics, total_steps: int) -> str:

@@ -15,7 +15,7 @@ from llmscale.data.mix.recipe import MAX_PERIOD
 from llmscale.data.mix.training_sets import MixedShards, TrainingSets
 from llmscale.data.order.rank_sharding import RankLayout
 from llmscale.data.order.sample_order import SampleOrder
-from llmscale.data.order.stream_order import Ranges, SkippingOrder, StreamOrder
+from llmscale.data.order.stream_order import MOST_POSITIONS, Ranges, SkippingOrder, StreamOrder
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.engine.process_group import World, is_gpu
 from llmscale.errors import CheckpointError
@@ -68,7 +68,12 @@ def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
 def stream_of_checkpoint(config: RunConfig, sets: TrainingSets, state: RunState) -> SampleStream:
     """The samples as a checkpoint says that its run saw and will see them. Raises CheckpointError, DataError."""
     stages = saved_stages(state.identity, len(sets.names)) if sets.recipe else ()
-    return _compose(config, sets, state.saved_order, stages, saved_skips(state.identity))
+    if sets.recipe and not stages:
+        raise CheckpointError(f"the checkpoint's state is damaged: it has no {STAGES_KEY} of the sets of {sets.name}.")
+    stream = _compose(config, sets, state.saved_order, stages, saved_skips(state.identity))
+    if stream.identity["order"] != state.identity.get("order"):
+        raise CheckpointError("the checkpoint's order of samples is none that this version of llmscale knows.")
+    return stream
 
 
 def _compose(
@@ -110,7 +115,7 @@ def order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> Orde
         num_canonical_nodes=config.num_canonical_nodes,
         block_size=config.shuffle_block_size,
         saved_order=saved_order,
-        cache_limit_bytes=_cache_limit_bytes(config),
+        cache_limit_bytes=cache_limit_bytes(config),
     )
 
 
@@ -152,13 +157,14 @@ def parts_of_run(run: PreparedRun, mix: MixedOrder) -> np.ndarray:
 
 
 def _open_shards(run: PreparedRun, split: str) -> WindowReader:
-    limit_bytes = _cache_limit_bytes(run.config)
+    limit_bytes = cache_limit_bytes(run.config)
     if run.sets.recipe is None:
         return TokenShards(run.sets.first, split, cache_limit_bytes=limit_bytes)
     return MixedShards(run.sets.locations, split, limit_bytes)
 
 
-def _cache_limit_bytes(config: RunConfig) -> int | None:
+def cache_limit_bytes(config: RunConfig) -> int | None:
+    """--cache-limit-gib."""
     limit = config.cache_limit_gib
     return None if limit is None else int(limit * 2**30)
 
@@ -189,7 +195,7 @@ def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedS
 def _parse_stage(entry: object) -> PlacedStage | None:
     """[begin, shares] as a checkpoint has it; None for anything else."""
     begin, shares = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
-    if type(begin) is not int or not isinstance(shares, list):
+    if type(begin) is not int or begin > MOST_POSITIONS or not isinstance(shares, list):
         return None
     if not all(type(share) is int and 0 <= share <= MAX_PERIOD for share in shares) or not 0 < sum(
         shares

@@ -1,4 +1,8 @@
-"""`--skip-steps A:B`: the batches of steps A up to, not including, B are left out of the stream, for good."""
+"""`--skip-steps A:B`: the batches of steps A up to, not including, B are left out of the stream, for good.
+
+Several are applied in their order, each to the steps as they are after those before it: of two ranges read from one log
+the later one is given first.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from llmscale.checkpoint.run_state import RunState
-from llmscale.data.order.stream_order import Ranges, join_ranges, stream_positions
+from llmscale.data.order.stream_order import MOST_POSITIONS, Ranges, join_ranges, stream_positions
 from llmscale.errors import CheckpointError, ConfigError
 
 _STEPS = re.compile(r"([0-9]{1,12}):([0-9]{1,12})")
@@ -57,10 +61,10 @@ def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size
                 f"--skip-steps {name}: step {first} is done, the checkpoint is at step {step}. Name steps from "
                 f"{step + 1} on, or go back to a checkpoint before step {first} with --resume."
             )
-        ahead = np.array([seen + (first - 1 - step) * global_batch_size])
-        begin = int(stream_positions(ahead, ranges(skips))[0])
-        # The stream's own batches behind that place: steps' numbers count from here, whatever else is left out later.
-        skips.append(Skip(name, begin, begin + (behind - first) * global_batch_size))
+        # Of the steps as they would be without this flag: their first sample, and their last.
+        ends = seen + np.array([(first - 1 - step) * global_batch_size, (behind - 1 - step) * global_batch_size - 1])
+        begin, last = stream_positions(ends, ranges(skips)).tolist()
+        skips.append(Skip(name, begin, last + 1))
         known.add(name)
     return tuple(skips)
 
@@ -76,7 +80,9 @@ def saved_skips(identity: Mapping[str, object]) -> tuple[Skip, ...]:
     try:
         skips = tuple(Skip(**entry) for entry in listed)  # type: ignore[attr-defined]
         if all(
-            isinstance(skip.steps, str) and type(skip.begin) is type(skip.end) is int and 0 <= skip.begin < skip.end
+            isinstance(skip.steps, str)
+            and type(skip.begin) is type(skip.end) is int
+            and 0 <= skip.begin < skip.end <= MOST_POSITIONS
             for skip in skips
         ):
             return skips

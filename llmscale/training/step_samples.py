@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,11 @@ from numpy.typing import NDArray
 
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.config import limits
 from llmscale.config.arguments import build_run_config
 from llmscale.data.mix.training_sets import MixedShards, TrainingSets, open_training_sets
 from llmscale.errors import CheckpointError, ConfigError, DataError
-from llmscale.training.run_data import stream_of_checkpoint
+from llmscale.training.run_data import cache_limit_bytes, stream_of_checkpoint
 from llmscale.training.run_folder import METRICS_NAME
 from llmscale.untrusted.documents import load_json_lines
 
@@ -57,7 +59,7 @@ def find_step_samples(run: Path, step: int) -> StepSamples:
         raise DataError(f"{config.data} is not what {folder} was trained on. Put the old data back.")
     begin, end = _positions(run, state, step)
     ids = stream_of_checkpoint(config, sets, state).order.sample_ids(np.arange(begin, end))
-    windows = MixedShards(sets.locations, "train").read(ids)
+    windows = MixedShards(sets.locations, "train", cache_limit_bytes(config)).read(ids)
     places = [_place(sets, int(sample_id)) for sample_id in ids]
     found = [
         StepSample(begin + number, *place, window)
@@ -72,13 +74,15 @@ def _positions(run: Path, state: RunState, step: int) -> tuple[int, int]:
     seq_len, size = state.identity.get("seq_len"), state.identity.get("global_batch_size")
     if not (type(seq_len) is int and type(size) is int and seq_len > 0 and size > 0):
         raise CheckpointError("the checkpoint's state is damaged: it has no seq_len and global_batch_size.")
-    seen = {0: 0, **_seen_by_step(run, seq_len), state.step: state.samples_seen}
+    seen = {0: 0, **_seen_by_step(run, seq_len, state.step), state.step: state.samples_seen}
     last = max(seen)
     if not 1 <= step <= last:
-        raise ConfigError(f"step {step} is not done: {run} has steps 1 to {last:,}.")
+        raise ConfigError(
+            f"{run} tells of steps 1 to {last:,}, and not of step {step}. The next checkpoint tells more."
+        )
     before, after = max(known for known in seen if known < step), min(known for known in seen if known >= step)
     size, rest = divmod(seen[after] - seen[before], after - before)
-    if rest or size < 1:
+    if rest or not 1 <= size <= limits.MAX_BATCH:
         raise ConfigError(
             f"steps {before + 1} to {after} of {run} had batches of several sizes, and the log does not say which had "
             "which. Name a step that was logged right behind another."
@@ -87,9 +91,11 @@ def _positions(run: Path, state: RunState, step: int) -> tuple[int, int]:
     return begin, begin + size
 
 
-def _seen_by_step(run: Path, seq_len: int) -> dict[int, int]:
-    """Samples seen by logged step, of what the run did last; nothing for a checkpoint without its run."""
+def _seen_by_step(run: Path, seq_len: int, saved_step: int) -> dict[int, int]:
+    """Samples seen by logged step, of what the run did last; nothing for a checkpoint without its run. Of steps behind
+    the checkpoint only those of the start that saved it: a later one may draw other samples."""
     found: dict[int, int] = {}
+    most: float = math.inf
     try:
         for record in load_json_lines(run / METRICS_NAME):
             step, tokens = record.get("step"), record.get("tokens_seen")
@@ -97,7 +103,8 @@ def _seen_by_step(run: Path, seq_len: int) -> dict[int, int]:
                 continue
             if record.get("event") == "start":
                 found = {known: seen for known, seen in found.items() if known <= step}
-            if record.get("kind") == "train" and type(tokens) is int:
+                most = saved_step if step >= saved_step else math.inf
+            if record.get("kind") == "train" and type(tokens) is int and step <= most:
                 found[step] = tokens // seq_len
     except OSError:
         return {}

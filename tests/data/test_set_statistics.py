@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.set_statistics import document_lengths, draw_lengths, read_statistics
+from llmscale.data.set_statistics import choose_windows, document_lengths, draw_lengths, read_statistics
 
 EOT = 9
 
@@ -38,11 +38,21 @@ def test_copies_and_replacement_characters() -> None:
     rows = np.arange(40, dtype=np.uint16).reshape(4, 10) + 65
     windows = Windows(np.concatenate([rows, rows[:1], rows[:1], rows[2:3]]))
     decode = lambda tokens: "".join(map(chr, tokens)).replace("J", "\ufffd")  # noqa: E731
-    found = read_statistics(windows, 100, decode)
+    found = read_statistics(windows, np.arange(7), decode)
     assert (found.num_windows, found.num_copies, found.most_copied) == (7, 3, (0, 2))
     assert found.num_undecodable == 0, "where a window is cut, a character may be"
-    inside = read_statistics(windows, 100, lambda tokens: decode(tokens).replace("F", "\ufffd"))
+    inside = read_statistics(windows, np.arange(7), lambda tokens: decode(tokens).replace("F", "\ufffd"))
     assert inside.num_undecodable == 3
+
+
+def test_few_shards_are_read_however_many_there_are() -> None:
+    sizes = np.array([100, 3, 50] * 200)
+    ids = choose_windows(sizes, 400)
+    shards = np.searchsorted(np.cumsum(sizes), ids, side="right")
+    assert len(set(shards.tolist())) == 8
+    assert (shards[0], shards[-1]) == (0, len(sizes) - 1)
+    assert 100 < len(ids) <= 400
+    assert choose_windows(np.array([5]), 100).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_picture_has_every_document() -> None:

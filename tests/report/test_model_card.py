@@ -11,7 +11,7 @@ from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
 from llmscale.config.arguments import build_run_config
-from llmscale.data.shards.manifest import load_manifest
+from llmscale.data.mix.training_sets import open_training_sets
 from llmscale.report.model_card import CardFacts, build_model_card
 
 MANIFEST = CheckpointManifest(30, 9_600, 2, 3, "bf16", "2026-05-01T12:00:00+00:00", ())
@@ -43,7 +43,9 @@ def checkpoint(tmp_path: Path) -> Path:
 def facts(tiny_set: Path) -> CardFacts:
     config = build_run_config({"model": "tiny-1m", "data": str(tiny_set), "run": "/home/me/runs/my-run", "lr": 1e-3})
     shape = GPTShape(2, 4, 48, 257, 32)
-    return CardFacts("gpt2", "GPT2LMHeadModel", "bf16", 12_345, shape, MANIFEST, config, load_manifest(tiny_set))
+    return CardFacts(
+        "gpt2", "GPT2LMHeadModel", "bf16", 12_345, shape, MANIFEST, config, open_training_sets(str(tiny_set))
+    )
 
 
 def test_the_card_says_what_its_run_says(facts: CardFacts, checkpoint: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,3 +113,13 @@ def test_wandb_gets_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
 def test_a_z_loss_is_shown_beside_the_loss() -> None:
     assert "| loss 3.1416 | z-loss 2.50e-03 |" in format_step(replace(METRICS, z_loss=0.0025), total_steps=100)
     assert "z-loss" not in format_step(METRICS, total_steps=100)
+
+
+def test_a_set_whose_loss_is_nan_does_not_end_the_run(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 100)
+    log.log_step(replace(METRICS, loss=math.nan, loss_by_set={"web": math.nan, "code": 2.0}))
+    log.log_validation(20, math.inf, 8, {"web": math.inf})
+    log.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["loss_by_set"] == {"web": None, "code": 2.0}
+    assert records[1]["loss_by_set"] == {"web": None}

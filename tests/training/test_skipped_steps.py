@@ -35,6 +35,13 @@ def test_what_comes_is_counted_from_the_checkpoint() -> None:
     assert place_skips(["12:14"], with_skips(kept), 8) == (kept, Skip("12:14", 104, 120)), "behind what is gone"
 
 
+def test_a_range_that_begins_before_one_that_is_gone_reaches_behind_it() -> None:
+    """Steps 2 and 3 as they are printed: the second one comes behind what is left out."""
+    kept = Skip("3:5", 16, 32)
+    state = replace(with_skips(kept), step=1, samples_seen=8)
+    assert ranges(place_skips(["2:4"], state, 8)) == ((8, 40),)
+
+
 def test_steps_that_are_done_cannot_be_left_out() -> None:
     with pytest.raises(ConfigError, match=r"step 10 is done.*from 11 on.*--resume"):
         place_skips(["10:12"], STATE, 8)
@@ -46,7 +53,17 @@ def test_what_is_no_range_is_said_with_what_is_one(text: str) -> None:
         place_skips([text], None, 8)
 
 
-@pytest.mark.parametrize("damaged", [7, [3], [{"steps": "1:2"}], [{"steps": "1:2", "begin": 5, "end": 5}], [{"x": 1}]])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        7,
+        [3],
+        [{"steps": "1:2"}],
+        [{"steps": "1:2", "begin": 5, "end": 5}],
+        [{"x": 1}],
+        [{"steps": "1:2", "begin": 0, "end": 2**64}],
+    ],
+)
 def test_a_checkpoint_that_says_nonsense(damaged: object) -> None:
     with pytest.raises(CheckpointError, match=SKIPPED_KEY):
         saved_skips({SKIPPED_KEY: damaged})

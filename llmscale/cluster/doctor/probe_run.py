@@ -15,7 +15,7 @@ from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.problems import find_problems
 from llmscale.config.deepspeed.schema import load_ds_config, parse_ds_config
 from llmscale.config.run_config import RunConfig
-from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import LlmscaleError
 from llmscale.training.run_inputs import prepare_run
@@ -57,22 +57,27 @@ def _try(config: RunConfig, world_size: int) -> str | None:
 def _describe_data(config: RunConfig) -> DataFacts:
     """The manifest, and one stat per shard of a local set. Of a remote set manifest and index come into its cache."""
     try:
-        location = open_set(config.data, config.data_cache)
-        manifest = location.manifest
-        for split in manifest.splits if location.remote is None else ():
-            check_files(location.folder, split, manifest)
+        sets = open_training_sets(config.data, config.data_cache)
+        for location in sets.locations:
+            for split in location.manifest.splits if location.remote is None else ():
+                check_files(location.folder, split, location.manifest)
     except LlmscaleError as error:
         return DataFacts(config.data, str(error))
-    train = manifest.splits.get("train")
+    manifest = sets.manifest
     return DataFacts(
         name=config.data,
         problem=None,
-        fingerprint=manifest.fingerprint,
+        fingerprint=sets.fingerprint if sets.recipe is None else _hash_mix(sets),
         vocab_size=manifest.vocab_size,
         seq_len=manifest.seq_len,
-        num_train_samples=train.num_samples if train else 0,
+        num_train_samples=sets.num_train_samples,
         eot_token=manifest.eot_token,
     )
+
+
+def _hash_mix(sets: TrainingSets) -> str:
+    """Of the sets and their proportions, which must be the same everywhere, too."""
+    return hashlib.sha256(f"{sets.fingerprint} {sets.recipe.stages if sets.recipe else ()}".encode()).hexdigest()
 
 
 def describe_folder(run: Path) -> FolderFacts:

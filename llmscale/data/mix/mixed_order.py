@@ -41,7 +41,7 @@ def place_stages(
 ) -> tuple[PlacedStage, ...]:
     """The stages of a run of `total_samples`, cut between steps, of which the first `seen` samples were drawn as the
     `saved` stages say: what was seen stays as it was, what is to come is as the file says now. `skipped` are ranges of
-    the stream that the run leaves out."""
+    the stream that the run leaves out. Neighbours of equal shares are one stage."""
 
     def place(samples: int) -> int:
         return int(stream_positions(np.array([samples]), skipped)[0])
@@ -52,9 +52,10 @@ def place_stages(
     for number, stage in enumerate(recipe.stages, 1):
         end = place(round(stage.until * total_samples / global_batch_size) * global_batch_size)
         is_last = number == len(recipe.stages)
-        goes_on = bool(stages) and stages[-1].shares == stage.shares and begin <= here
+        goes_on = bool(stages) and stages[-1].shares == stage.shares
         if (end > max(begin, here) or is_last) and not goes_on:
-            stages.append(PlacedStage(max(begin, here), stage.shares))
+            # A run that had no mix before is read on as if it had been one from its beginning.
+            stages.append(PlacedStage(max(begin, here) if stages else 0, stage.shares))
         begin = max(begin, end)
     return tuple(stages)
 

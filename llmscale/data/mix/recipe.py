@@ -21,6 +21,7 @@ from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
 
+from llmscale.config.user_paths import check_path_or_url
 from llmscale.errors import ConfigError, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
 
@@ -95,9 +96,13 @@ def _sets(where: str, value: object, folder: Path) -> dict[str, str]:
     for name, data in value.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError(f"{where}: {str(name)[:80]!r} is no name of a set. Legal: letters, digits, _ . -")
-        if not isinstance(data, str) or not data.strip():
-            raise ConfigError(f"{where}: sets.{name} is {str(data)[:80]!r}, and must be the folder or URL of a set.")
-        found[name] = data if "://" in data else str(folder / data)
+        try:
+            data = check_path_or_url(data if isinstance(data, str) else "")
+            found[name] = data if "://" in data else check_path_or_url(str(folder / data))
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: sets.{name} is {str(data)[:80]!r}, and must be the folder or URL of a set: it {error}."
+            ) from None
     return found
 
 

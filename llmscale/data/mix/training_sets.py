@@ -101,7 +101,10 @@ class MixedShards:
         """Raises DataError, as TokenShards."""
         for location in locations:
             get_split(location.manifest, split, location.name)
-        self._parts = [TokenShards(location, split, cache_limit_bytes=cache_limit_bytes) for location in locations]
+        self._parts = [
+            TokenShards(location, split, cache_limit_bytes=cache_limit_bytes, num_sets=len(locations))
+            for location in locations
+        ]
         self._dtype = np.result_type(*(part.manifest.dtype for part in self._parts))
         self._ends = np.cumsum([len(part) for part in self._parts])
 

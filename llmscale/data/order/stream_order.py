@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 IntArray = NDArray[np.int64]
+#: Far beyond any run; positions are int64, and are added to.
+MOST_POSITIONS = 1 << 56
 #: [begin, end) of stream positions, ascending and apart.
 Ranges = tuple[tuple[int, int], ...]
 

@@ -54,7 +54,10 @@ class TokenShards:
     Opening checks that every shard of a local set is there with its exact size. Raises DataError.
     """
 
-    def __init__(self, location: SetLocation, split: str, *, cache_limit_bytes: int | None = None) -> None:
+    def __init__(
+        self, location: SetLocation, split: str, *, cache_limit_bytes: int | None = None, num_sets: int = 1
+    ) -> None:
+        """`num_sets` share the files that a process may have open, and the limit of the cache."""
         self.location = location
         self.manifest = location.manifest
         self.split = split
@@ -67,9 +70,11 @@ class TokenShards:
         if location.remote is not None or location.manifest.compression:
             from_json = streaming_module("format").reader_from_json
             self._sources: list[ShardFile] = [from_json(str(location.folder), split, entry) for entry in entries]
-            self._fetcher = ShardFetcher(location, split, cache_limit_bytes)
+            limit_bytes = None if cache_limit_bytes is None else cache_limit_bytes // num_sets
+            self._fetcher = ShardFetcher(location, split, limit_bytes)
         # What is open takes its place on the disk, even when the cache has dropped it.
-        self._files = _OpenFiles(_MOST_OPEN if cache_limit_bytes is None else _MOST_OPEN_OF_A_LIMITED_CACHE)
+        most_open = _MOST_OPEN if cache_limit_bytes is None else _MOST_OPEN_OF_A_LIMITED_CACHE
+        self._files = _OpenFiles(max(1, most_open // num_sets))
         if location.remote is None:
             check_files(location.folder, split, location.manifest)
         self._verified: set[int] = set()

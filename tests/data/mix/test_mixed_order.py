@@ -77,6 +77,17 @@ def test_what_was_seen_stays_and_what_is_to_come_is_as_the_file_says_now() -> No
     assert sooner == (PlacedStage(0, (7, 3)), PlacedStage(4000, (1, 9)))
 
 
+def test_a_run_that_becomes_a_mix_is_one_from_its_beginning() -> None:
+    assert [stage.begin for stage in place_stages(ANNEALED, 8000, 8, seen=800)] == [0, 7200]
+
+
+def test_neighbours_of_equal_shares_are_one_stage_wherever_the_run_is_resumed() -> None:
+    same = recipe(("0.5", (7, 3)), ("1", (7, 3)))
+    first = place_stages(same, 816, 8)
+    assert first == (PlacedStage(0, (7, 3)),)
+    assert place_stages(same, 816, 8, saved=first, seen=408) == first
+
+
 def test_a_stage_that_rounds_to_nothing_is_left_out() -> None:
     assert place_stages(recipe(("0.01", (1, 0)), ("1", (0, 1))), 80, 8) == (PlacedStage(0, (0, 1)),)
 

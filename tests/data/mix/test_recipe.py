@@ -50,6 +50,7 @@ def test_weights_that_need_a_long_period_are_rounded_and_none_is_lost() -> None:
         ("", "sets"),
         ("sets: [a, b]\nweights: {a: 1}", "sets"),
         ("sets: {a: 3}\nweights: {a: 1}", "sets.a"),
+        (f"sets: {{a: {'x' * 5000}}}\nweights: {{a: 1}}", "sets.a"),
         ("sets: {a/b: c}\nweights: {a/b: 1}", "'a/b'"),
         (SETS, "stages"),
         (SETS + "weights: {web: 1, code: 1, math: 1}\nstages: []", "either"),
