@@ -109,7 +109,8 @@ def test_a_published_model_is_named_as_the_hub_names_it(
 
 def test_names_that_others_chose_stay_text(facts: CardFacts, checkpoint: Path) -> None:
     hostile = "x`|\x1b[2J<script>\n---\nlicense: mit"
-    card = build_model_card(replace(facts, data=replace(facts.data, tokenizer=hostile)), checkpoint)
+    first = replace(facts.data.first, manifest=replace(facts.data.manifest, tokenizer=hostile))
+    card = build_model_card(replace(facts, data=replace(facts.data, locations=(first,))), checkpoint)
     (line,) = [line for line in card.splitlines() if line.startswith("| vocabulary")]
     assert line == "| vocabulary | 257 tokens, tokenizer `xx1b2Jscriptn---nlicense: mit` |"
     assert card.count("---\n") == 2
