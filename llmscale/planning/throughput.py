@@ -121,7 +121,7 @@ def estimate_step(
     compiled_compute_s = _compiled_compute_s(shape, plan, layout, checkpointing, gpu, kernels)
     compiled_s = compiled_compute_s + _exposed_s(compiled_compute_s, communication, traffic, layout)
     compiled_s += optimizer_s + offload_s
-    calibration = calibrate(shape, layout, gpu)
+    calibration = calibrate(shape, plan, layout, gpu, gpus_per_node=ranks_per_node, interconnect=interconnect)
     tokens_per_second = plan.tokens_per_step / step_s
     mfu = tokens_per_second * shape.flops_per_token / (plan.ranks.world_size * gpu.dense_16bit_flops)
     return Throughput(

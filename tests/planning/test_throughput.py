@@ -11,6 +11,7 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.compute_time import OWN_KERNELS
 from llmscale.planning.kernels import Kernels
 from llmscale.planning.throughput import Throughput, estimate_step, estimate_throughput
@@ -58,7 +59,7 @@ def predict(row: dict[str, str], layout_of) -> float:
         get_gpu(row["gpu"]),
         traffic,
         gpus_per_node=8,
-        interconnect=get_interconnect("roce-200g" if row["gpu"].startswith("a100") else "ib-400g"),
+        interconnect=nearest_rows(get_gpu(row["gpu"])).network,
         kernels=Kernels("flash-1", loss_chunk_tokens=None),
     )
     assert found is not None
