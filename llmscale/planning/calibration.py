@@ -21,8 +21,9 @@ from llmscale.planning.kernels import kernel_efficiency
 
 #: A size counts as that of a row up to so much beside it.
 _NEAR = 1.1
-#: Of the rows' smallest micro-batches; smaller ones pay for launching kernels.
-_MICRO_BATCH_TOKENS = 4096
+#: Of the rows'. Smaller micro-batches may leave a GPU waiting for its next kernel, which estimated rates know nothing
+#: of.
+SMALLEST_MICRO_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def beyond_rows(
     if shape.has_mask:
         yield Beyond("mask", "attention with a mask")
     tokens = plan.micro_batch_size * shape.seq_len
-    if tokens < _MICRO_BATCH_TOKENS:
+    if tokens < SMALLEST_MICRO_BATCH_TOKENS:
         yield Beyond("micro-batch", f"micro-batches of {tokens:,} tokens")
     if layout.precision != "bf16":
         yield Beyond("precision", layout.precision)
@@ -138,7 +139,7 @@ def beyond_rows(
         yield Beyond("offload", "offload")
     per_gpu = interconnect.bytes_per_s_per_node(gpus_per_node) / gpus_per_node
     if ranks > gpus_per_node and per_gpu < rows.network.bytes_per_s:
-        yield Beyond("network", f"{interconnect.name}, slower than their {rows.network.name}")
+        yield Beyond("network", f"{interconnect.name} where theirs is {rows.network.name}")
 
 
 def calibrate(

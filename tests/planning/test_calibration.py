@@ -12,7 +12,7 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
-from llmscale.planning.calibration import FITTED, SEEN_BEYOND
+from llmscale.planning.calibration import FITTED, SEEN_BEYOND, SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.throughput import Throughput, estimate_throughput
 from tests.planning.published_runs import published_runs, read_rows
 from tests.planning.test_throughput import MPT
@@ -82,10 +82,10 @@ def test_a_run_within_the_rows_is_calibrated_and_says_their_range_and_error(layo
             "hpZ",
             "no published run like it",
         ),
-        ({"network": "ethernet-25g"}, "ethernet-25g, slower than their roce-200g", "no published run like it"),
+        ({"network": "ethernet-25g"}, "ethernet-25g where theirs is roce-200g", "no published run like it"),
         (
             {"gpu": "h100-80gb", "network": "ib-200g"},
-            "ib-200g, slower than their ib-400g",
+            "ib-200g where theirs is ib-400g",
             "no published run like it",
         ),
     ],
@@ -144,5 +144,5 @@ def test_the_ranges_are_those_of_the_rows() -> None:
         sizes = [GPTShape(*MPT[row["model"]], 50368, 2048).num_parameters for row in mine]
         assert fitted.gpus == (min(gpus), max(gpus))
         assert fitted.seq_len == (min(lengths), max(lengths))
-        assert min(int(row["micro_batch_size"]) * int(row["seq_len"]) for row in mine) >= 4096
+        assert min(int(row["micro_batch_size"]) * int(row["seq_len"]) for row in mine) >= SMALLEST_MICRO_BATCH_TOKENS
         assert fitted.parameters == (pytest.approx(min(sizes), rel=0.1), pytest.approx(max(sizes), rel=0.1))
