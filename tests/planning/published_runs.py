@@ -223,7 +223,7 @@ class PublishedRun:
             gathered = 2.0 * elements if self._stage else 0.0
             traffic = Traffic(gathered, 2.0 * elements * gradient_bytes, 3 * shape.n_layer)
         found = estimate_step(
-            *(shape, plan, layout, checkpointing, gpu, traffic),
+            *(shape, plan, layout, checkpointing, gpu, traffic, traffic),
             gpus_per_node=per_node,
             interconnect=self._network,
             kernels=Kernels(
