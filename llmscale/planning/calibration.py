@@ -48,7 +48,9 @@ class FittedRows:
 
 #: tests/planning/llm_foundry_rows.csv.
 FITTED = (
-    FittedRows(("a100-40gb", "a100-80gb"), "A100", (8, 128), (125e6, 70e9), (512, 65_536), get_interconnect("roce-200g")),
+    FittedRows(
+        ("a100-40gb", "a100-80gb"), "A100", (8, 128), (125e6, 70e9), (512, 65_536), get_interconnect("roce-200g")
+    ),
     FittedRows(("h100-80gb",), "H100", (8, 512), (760e6, 70e9), (512, 65_536), get_interconnect("ib-400g")),
 )
 #: Relative error of tokens/s on the rows; llmscale runs FlashAttention-2, whose speed is its paper's.
