@@ -53,8 +53,9 @@ def find_device(kind: str) -> Device:
     done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
-            f"error: torch sees no CUDA GPU here ({why_it_failed(done)}); nvidia-smi names {gpu_names() or 'none'}. Fix: a "
-            "machine with a GPU and a driver for torch's CUDA, or a torch for the driver's (pip install torch --index-url "
+            f"error: torch sees no CUDA GPU here ({why_it_failed(done)}); nvidia-smi names {gpu_names() or 'none'}. "
+            "Fix: a machine with a GPU and a driver for torch's CUDA, or a torch for the driver's (pip install torch "
+            "--index-url "
             "https://download.pytorch.org/whl/cu126), or --device cpu."
         )
     memory, major, minor, name = done.stdout.strip().split("|", 3)
