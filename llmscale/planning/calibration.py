@@ -11,13 +11,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.hardware import GPU
 from llmscale.config.human_numbers import format_quantity
+from llmscale.config.interconnect import Interconnect, get_interconnect
+from llmscale.config.optimizers import ADAMW
 from llmscale.memory.zero_settings import EngineLayout
 from llmscale.planning.kernels import kernel_efficiency
 
 #: A size counts as that of a row up to so much beside it.
 _NEAR = 1.1
+#: Of the rows'. Smaller micro-batches may leave a GPU waiting for its next kernel, which estimated rates know nothing
+#: of.
+SMALLEST_MICRO_BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class FittedRows:
     gpus: tuple[int, int]
     parameters: tuple[float, float]
     seq_len: tuple[int, int]
+    network: Interconnect
 
     def describe(self) -> str:
         """In a sentence's words."""
@@ -41,24 +48,27 @@ class FittedRows:
 
 #: tests/planning/llm_foundry_rows.csv.
 FITTED = (
-    FittedRows(("a100-40gb", "a100-80gb"), "A100", (8, 128), (125e6, 70e9), (512, 65_536)),
-    FittedRows(("h100-80gb",), "H100", (8, 512), (760e6, 70e9), (512, 65_536)),
+    FittedRows(
+        ("a100-40gb", "a100-80gb"), "A100", (8, 128), (125e6, 70e9), (512, 65_536), get_interconnect("roce-200g")
+    ),
+    FittedRows(("h100-80gb",), "H100", (8, 512), (760e6, 70e9), (512, 65_536), get_interconnect("ib-400g")),
 )
 #: Relative error of tokens/s on the rows; llmscale runs FlashAttention-2, whose speed is its paper's.
 ERROR_WITHIN = "error on them, which ran FlashAttention 1, 2 % in the median, 7 % for 9 of 10"
 
 #: Of published runs beyond the rows, by the kinds of ways in which they are: published rate over estimated one.
 SEEN_BEYOND: Mapping[tuple[str, ...], tuple[float, ...]] = {
-    ("blocks",): (
-        *(0.81, 0.87, 0.88, 0.89, 0.90, 0.92, 0.93, 0.93, 0.94, 0.94, 0.94, 0.95, 0.95, 0.96, 0.98, 1.01, 1.01, 1.04),
-        *(1.05, 1.05, 1.06, 1.07, 1.08, 1.09, 1.13, 1.14),
-    ),
+    ("blocks",): (0.81, 0.87, 0.88, 0.89, 0.93, 0.93, 0.94, 0.94, 0.94, 0.95),
     ("blocks", "fewer GPUs"): (0.86, 0.87),
     ("blocks", "fewer GPUs", "h200"): (1.07, 1.09, 1.10),
     ("blocks", "fewer GPUs", "h200", "stage"): (1.17,),
     ("blocks", "h200"): (0.99, 1.05),
+    ("blocks", "network"): (
+        *(0.90, 0.92, 0.95, 0.96, 0.98, 1.01, 1.01, 1.04, 1.05, 1.05, 1.06, 1.07, 1.08, 1.09, 1.13, 1.14),
+    ),
     ("fewer GPUs", "stage"): (0.70, 0.80),
-    ("larger",): (0.31, 0.32, 0.45, 0.47, 0.59, 0.63, 0.87, 0.96),
+    ("larger",): (0.45, 0.47, 0.59, 0.63, 0.87),
+    ("larger", "micro-batch"): (0.31, 0.32, 0.96),
     ("smaller model", "stage"): (1.02,),
     ("stage",): (0.70, 0.78, 0.83, 0.83, 0.84, 0.85, 0.85, 0.87, 0.88, 0.90, 0.96, 0.96, 0.97, 1.01),
 }
@@ -97,8 +107,10 @@ def nearest_rows(gpu: GPU) -> FittedRows:
     return next(rows for rows in FITTED if rows.name == name)
 
 
-def beyond_rows(shape: GPTShape, layout: EngineLayout, gpu: GPU) -> Iterator[Beyond]:
-    """Everything about a run that no row has."""
+def beyond_rows(
+    shape: GPTShape, plan: BatchPlan, layout: EngineLayout, gpu: GPU, *, gpus_per_node: int, interconnect: Interconnect
+) -> Iterator[Beyond]:
+    """Everything about a run that no row has. `interconnect` is between nodes of `gpus_per_node`."""
     rows, ranks = nearest_rows(gpu), layout.ranks.world_size
     if gpu.name not in rows.gpu_names:
         yield Beyond(gpu.name, gpu.name)
@@ -114,17 +126,29 @@ def beyond_rows(shape: GPTShape, layout: EngineLayout, gpu: GPU) -> Iterator[Bey
         yield Beyond("blocks", "blocks unlike GPT-3's")
     if shape.has_mask:
         yield Beyond("mask", "attention with a mask")
+    tokens = plan.micro_batch_size * shape.seq_len
+    if tokens < SMALLEST_MICRO_BATCH_TOKENS:
+        yield Beyond("micro-batch", f"micro-batches of {tokens:,} tokens")
     if layout.precision != "bf16":
         yield Beyond("precision", layout.precision)
     if layout.zero_stage != 3:
         yield Beyond("stage", f"ZeRO stage {layout.zero_stage}")
+    if layout.zero_hpz_partition_size > 1:
+        yield Beyond("hpZ", "hpZ")
+    if layout.optimizer != ADAMW:
+        yield Beyond("optimizer", layout.optimizer.name)
     if layout.offload_optimizer.device != "none" or layout.offload_param.device != "none":
         yield Beyond("offload", "offload")
+    per_gpu = interconnect.bytes_per_s_per_node(gpus_per_node) / gpus_per_node
+    if ranks > gpus_per_node and per_gpu < rows.network.bytes_per_s:
+        yield Beyond("network", f"{interconnect.name} where theirs is {rows.network.name}")
 
 
-def calibrate(shape: GPTShape, layout: EngineLayout, gpu: GPU) -> Calibration:
+def calibrate(
+    shape: GPTShape, plan: BatchPlan, layout: EngineLayout, gpu: GPU, *, gpus_per_node: int, interconnect: Interconnect
+) -> Calibration:
     """What an estimate of this run rests on."""
-    beyond = tuple(beyond_rows(shape, layout, gpu))
+    beyond = tuple(beyond_rows(shape, plan, layout, gpu, gpus_per_node=gpus_per_node, interconnect=interconnect))
     rows = nearest_rows(gpu)
     if not beyond:
         return Calibration(f"calibrated: {rows.describe()}", (), ERROR_WITHIN)

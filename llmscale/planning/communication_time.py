@@ -74,11 +74,9 @@ def count_traffic(
     if layout.zero_stage == 3:
         gather_width = layout.parameter_width
         gathered = _gathered_elements(shape, layout, checkpointing, compiled_blocks)
-        matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
-        gathers = _calls(
-            elements, layout.stage3_prefetch_bucket_size, shape.n_layer + 2 if compiled_blocks else matrices
-        )
-        scatters = _calls(elements, layout.reduce_bucket_size, matrices)
+        matrices = [tensor.elements for tensor in shape.tensors.all if tensor.kind != "vector"]
+        gathers = _gather_calls(shape, matrices, layout.stage3_prefetch_bucket_size, compiled_blocks)
+        scatters = min(-(-elements // max(1, layout.reduce_bucket_size)), len(matrices))
         group = layout.zero_hpz_partition_size
         # hpZ: a step's first forward pass gathers from all, and leaves the copies that the other passes gather from.
         from_all = elements if group > 1 else micro_steps * gathered
@@ -134,9 +132,23 @@ def _seen_elements(shape: GPTShape, layout: EngineLayout, compiled_blocks: bool)
     return min(layout.stage3_max_live_parameters, shape.num_parameters * (1 - shape.num_parameters / reached))
 
 
-def _calls(elements: int, bucket_size: int, tensors: int) -> int:
-    """Collectives for so many elements: tensors that fit into a bucket together go together."""
-    return min(-(-elements // max(1, bucket_size)), tensors)
+def _gather_calls(shape: GPTShape, matrices: list[int], bucket_size: int, compiled_blocks: bool) -> int:
+    """Collectives in which stage 3 gathers all matrices once.
+
+    DeepSpeed's prefetcher takes one tensor after the other until it has `bucket_size` elements or more, and gathers
+    them in one call. It goes on once with every module that runs: a compiled block is one, of which another call
+    gathers what no prefetch had reached. (PartitionedParameterCoordinator.fetch_sub_module.)
+    """
+    units = shape.n_layer + 2
+    if not bucket_size:
+        return units if compiled_blocks else len(matrices)
+    calls = taken = 0
+    for elements in matrices:
+        taken += elements
+        if taken >= bucket_size:
+            calls, taken = calls + 1, 0
+    calls += taken > 0
+    return min(calls, 2 * units) if compiled_blocks else calls
 
 
 def ring_bytes_per_s(gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect: Interconnect) -> float:

@@ -15,7 +15,7 @@ from typing import Literal
 from llmscale.architecture.attention_kernels import attention_kernel
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import Precision
-from llmscale.config.hardware import GPU
+from llmscale.config.hardware import GPU, get_gpu
 from llmscale.config.loss_settings import CHUNK_TOKENS
 
 #: Bytes that move through memory for every element that an eager block makes outside of matrix products, forward and
@@ -47,7 +47,10 @@ _FLASH_2_TFLOPS = {
 #: The paper counts half of the products, and 3.5 forward passes of them for forward and backward; here all are counted,
 #: three times.
 _FULL_PER_CAUSAL = 2 * 3 / 3.5
-_PEAK_TFLOPS = {"A100": 312, "H100": 989}
+#: The GPUs that the paper measured on.
+_PEAK_TFLOPS = {
+    like: get_gpu(name).dense_16bit_flops / 1e12 for like, name in (("A100", "a100-80gb"), ("H100", "h100-80gb"))
+}
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,6 @@ _H100 = KernelEfficiency("H100", 0.74, 0.315, "H100 rows of llm-foundry")
 _CALIBRATED = {"a100-40gb": _A100, "a100-80gb": _A100, "h100-80gb": _H100}
 #: GPUs as fast as an H100 or faster are as hard to keep busy; the A100's fractions would flatter them.
 _LIKE_H100 = {"h100-80gb-pcie", "h200", "b200"}
-#: FLOPs per byte of an A100 80 GB; a GPU of unknown memory bandwidth is taken to be as balanced.
-_A100_BALANCE = 312e12 / 2.039e12
 
 
 def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
@@ -136,5 +137,9 @@ def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
 
 
 def memory_bytes_per_s(gpu: GPU) -> float:
-    """The GPU's memory bandwidth, or an A100's share of its arithmetic rate where it is not known."""
-    return gpu.memory_bytes_per_s or gpu.dense_16bit_flops / _A100_BALANCE
+    """The GPU's memory bandwidth, or what an A100 80 GB has for its arithmetic rate where it is not known."""
+    if gpu.memory_bytes_per_s:
+        return gpu.memory_bytes_per_s
+    a100 = get_gpu("a100-80gb")
+    assert a100.memory_bytes_per_s is not None
+    return a100.memory_bytes_per_s * gpu.dense_16bit_flops / a100.dense_16bit_flops

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from llmscale.config.deepspeed.schema import DsConfig
 from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.memory.format_bytes import format_size
+from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.largest_micro_batch import Fit, Job, Machines, Search, fit_at, legal_micro_batches
 from llmscale.planning.strategy import CHECKPOINTING, OFFLOADS, STAGES, Strategy, change_strategy, strategy_of
 
@@ -16,8 +17,6 @@ from llmscale.planning.strategy import CHECKPOINTING, OFFLOADS, STAGES, Strategy
 _SAME_RATE = 0.03
 #: A row that leaves less of the GPU than this is tight: the estimate may be off by as much.
 _TIGHT = 0.05
-#: Smaller micro-batches may leave a GPU waiting for its next kernel, which estimated rates know nothing of.
-_SMALL_MICRO_BATCH_TOKENS = 4096
 #: How many times more GPUs are tried when nothing fits.
 _MOST_DOUBLINGS = 10
 
@@ -67,7 +66,7 @@ def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int, int]:
         OFFLOADS.index(offload) if offload in OFFLOADS else len(OFFLOADS),
         CHECKPOINTING.index(strategy.checkpointing),
         fit.spare_bytes < _TIGHT * fit.machines.gpu_bytes,
-        fit.plan.micro_batch_size * fit.plan.seq_len < _SMALL_MICRO_BATCH_TOKENS,
+        fit.plan.micro_batch_size * fit.plan.seq_len < SMALLEST_MICRO_BATCH_TOKENS,
         strategy.zero_stage,
         strategy.zero_hpz_partition_size,
         -fit.plan.micro_batch_size,

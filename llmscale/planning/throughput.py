@@ -85,9 +85,10 @@ def estimate_throughput(
 
     None when the GPU's rate in the run's precision is not known.
     """
-    traffic = count_traffic(shape, layout, checkpointing, compiled_blocks=kernels.compiled_blocks)
+    compiled_traffic = count_traffic(shape, layout, checkpointing, compiled_blocks=True)
+    traffic = compiled_traffic if kernels.compiled_blocks else count_traffic(shape, layout, checkpointing)
     return estimate_step(
-        *(shape, plan, layout, checkpointing, gpu, traffic),
+        *(shape, plan, layout, checkpointing, gpu, traffic, compiled_traffic),
         gpus_per_node=gpus_per_node,
         interconnect=interconnect,
         kernels=kernels,
@@ -101,27 +102,29 @@ def estimate_step(
     checkpointing: CheckpointingMode,
     gpu: GPU,
     traffic: Traffic,
+    compiled_traffic: Traffic,
     *,
     gpus_per_node: int,
     interconnect: Interconnect,
     kernels: Kernels,
 ) -> Throughput | None:
-    """`estimate_throughput` with traffic that was counted elsewhere."""
+    """`estimate_throughput` with traffic that was counted elsewhere: of `kernels`, and of compiled blocks."""
     micro_step_s = estimate_compute_s(shape, plan.micro_batch_size, layout.precision, checkpointing, gpu, kernels)
     if micro_step_s is None:
         return None
     ranks_per_node = min(gpus_per_node, plan.ranks.world_size)
     num_nodes = -(-plan.ranks.world_size // ranks_per_node)
     compute_s = micro_step_s * plan.gradient_accumulation_steps
-    communication = estimate_communication(traffic, gpu, ranks_per_node, num_nodes, interconnect)
-    communication_s = _exposed_s(compute_s, communication, traffic, layout)
+    machines = (gpu, ranks_per_node, num_nodes, interconnect)
+    communication_s = _exposed_s(compute_s, estimate_communication(traffic, *machines), traffic, layout)
     offload_s = estimate_offload_s(shape, plan.micro_batch_size, layout, traffic, gpu, ranks_per_node, HostRates())
     optimizer_s = _optimizer_s(shape, plan, layout, gpu)
     step_s = compute_s + communication_s + optimizer_s + offload_s
     compiled_compute_s = _compiled_compute_s(shape, plan, layout, checkpointing, gpu, kernels)
-    compiled_s = compiled_compute_s + _exposed_s(compiled_compute_s, communication, traffic, layout)
+    compiled_communication = estimate_communication(compiled_traffic, *machines)
+    compiled_s = compiled_compute_s + _exposed_s(compiled_compute_s, compiled_communication, compiled_traffic, layout)
     compiled_s += optimizer_s + offload_s
-    calibration = calibrate(shape, layout, gpu)
+    calibration = calibrate(shape, plan, layout, gpu, gpus_per_node=ranks_per_node, interconnect=interconnect)
     tokens_per_second = plan.tokens_per_step / step_s
     mfu = tokens_per_second * shape.flops_per_token / (plan.ranks.world_size * gpu.dense_16bit_flops)
     return Throughput(

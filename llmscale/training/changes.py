@@ -45,6 +45,7 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
         "gradient_clipping": ds_config["gradient_clipping"],
         "precision": resolved.precision,
         "grad_accum_dtype": types["grad_accum_dtype"],
+        "communication_data_type": ds_config["communication_data_type"],
         "zero_stage": resolved.zero_stage,
         "world_size": resolved.plan.ranks.world_size,
         "micro_batch_size": resolved.plan.micro_batch_size,
@@ -60,6 +61,9 @@ def change_lines(state: RunState, run: PreparedRun, now: Mapping[str, object]) -
         plain = as_plain(run.config)
         now = {key: plain[key] for key in now if plain.get(key) is not None}
         saved = {key: state.config[key] for key in now if key in state.config}
+    elif saved.get("precision") == "autocast":
+        # Ranks exchanged gradients in fp32 under autocast as long as this was not stored.
+        saved = {"communication_data_type": "fp32", **saved}
     changed = [f"{key} {_show(saved[key])} -> {_show(value)}" for key, value in now.items()
                if key in saved and saved[key] != value]  # fmt: skip
     if changed:

@@ -183,7 +183,9 @@ def run_plain(contest: Contest) -> float:
 
 
 def run_trainer(contest: Contest) -> float:
-    """Hugging Face Trainer with DeepSpeed, with the ds_config that train.py gives to DeepSpeed."""
+    """Hugging Face Trainer with DeepSpeed, with train.py's resolved ds_config. Under autocast its `torch_autocast`
+    section makes DeepSpeed cast by module and choose the type of the exchange itself; train.py keeps that section from
+    DeepSpeed and enters autocast in the model (llmscale.engine.autocast), so that there the two do not do the same."""
     import torch.distributed as dist
 
     from llmscale.engine.process_group import is_gpu, join_world, leave_world

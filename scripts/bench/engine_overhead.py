@@ -211,12 +211,17 @@ def time_first_step(args: argparse.Namespace, folder: Path, number: int) -> dict
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as launcher:
-        for line in launcher.stdout:
-            lines.append(line)
-            if line.startswith("start-up: "):
-                phases = line.strip()
-            if seconds is None and line.startswith("step      1/"):
-                seconds = time.perf_counter() - began
+        try:
+            for line in launcher.stdout:
+                lines.append(line)
+                if line.startswith("start-up: "):
+                    phases = line.strip()
+                if seconds is None and line.startswith("step      1/"):
+                    seconds = time.perf_counter() - began
+        except BaseException:
+            launcher.terminate()  # it ends its ranks
+            launcher.wait()
+            raise
     if launcher.returncode or seconds is None:
         raise SystemExit(f"the start failed:\n{''.join(lines[-40:])}")
     return {"ranks": launcher_ranks(), "seconds": seconds, "phases": phases}

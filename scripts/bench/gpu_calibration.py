@@ -21,6 +21,8 @@ from llmscale.planning.compute_time import TokenWork
 from llmscale.planning.kernels import memory_bytes_per_s
 
 MIB = 2**20
+#: Less than this part of a step is no saving that can be told from chance, or spelled in hundredths.
+_LEAST_SAVED = 0.005
 
 
 @dataclass(frozen=True)
@@ -59,13 +61,17 @@ def reserved_per_allocated(rows: Sequence[Mapping[str, object]]) -> float | None
 
 
 def compile_seconds(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """What compiling took, from the first steps' seconds of the same run, eager and compiled."""
-    return statistics.median(compiled - eager for eager, compiled in pairs) if pairs else None
+    """What compiling took, from the first steps' seconds of the same run, eager and compiled; None where that is
+    nothing, as out of a warm cache."""
+    found = statistics.median(compiled - eager for eager, compiled in pairs) if pairs else 0.0
+    return found if found > 0 else None
 
 
 def saved_frac(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The part of a step's time that compiled blocks save, from steps' seconds, eager and compiled."""
-    return statistics.median(1 - compiled / eager for eager, compiled in pairs) if pairs else None
+    """The part of a step's time that compiled blocks save, from steps' seconds, eager and compiled; None where they
+    save nothing."""
+    found = statistics.median(1 - compiled / eager for eager, compiled in pairs) if pairs else 0.0
+    return found if found >= _LEAST_SAVED else None
 
 
 def fit_efficiency(runs: Sequence[tuple[TokenWork, float]], gpu: GPU) -> tuple[float, float] | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from children import why_it_failed
 from machine import gpu_names
 
 from llmscale.cluster.doctor.probe_system import gather_system
@@ -51,10 +52,10 @@ def find_device(kind: str) -> Device:
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True)
     if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or ["no answer"]
         raise SystemExit(
-            f"error: torch sees no CUDA GPU here ({why[0]}); nvidia-smi names {gpu_names() or 'none'}. Fix: a machine "
-            "with a GPU and a driver for torch's CUDA, or a torch for the driver's (pip install torch --index-url "
+            f"error: torch sees no CUDA GPU here ({why_it_failed(done)}); nvidia-smi names {gpu_names() or 'none'}. "
+            "Fix: a machine with a GPU and a driver for torch's CUDA, or a torch for the driver's (pip install torch "
+            "--index-url "
             "https://download.pytorch.org/whl/cu126), or --device cpu."
         )
     memory, major, minor, name = done.stdout.strip().split("|", 3)

@@ -33,6 +33,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from children import why_it_failed
 from engine_overhead import prepare_text, slowest
 from ladder_rungs import MODELS, VOCAB_SIZE, flags, is_parallel, list_rungs, switches, why_not
 from ladder_table import Row, closing_lines, compare_memory, heading, judge, row_line
@@ -265,7 +266,7 @@ def count(args: argparse.Namespace, model: str, numbers: Sequence[int]) -> dict[
     command += ["--only", *map(str, numbers)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=REPOSITORY)
     if done.returncode:
-        problem = done.stderr.strip().splitlines()[-1][:300]
+        problem = why_it_failed(done)
         return {number: {"problem": problem} for number in numbers}
     return dict(zip(numbers, json.loads(done.stdout.splitlines()[-1]), strict=True))
 

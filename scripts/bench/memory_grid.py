@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from children import why_it_failed
 from machine import describe_machine, gpu_names, save_result
 from memory_cells import Cell, list_cells
 
@@ -44,13 +45,14 @@ def main() -> int:
     for cell in cells:
         rows.append(measure(cell, args.measure, args.timeout_s))
         print(table_line(rows[-1]), flush=True)
-    errors = {name: summarize_errors(rows, name) for name in ESTIMATORS}
+        # After every row: a grid takes hours, and what was measured of one that is killed stays.
+        errors = {name: summarize_errors(rows, name) for name in ESTIMATORS}
+        reserve = summarize_reserve(rows)
+        result = {"machine": machine, "measured_by": args.measure, "errors": errors, "reserve": reserve, "rows": rows}
+        save_result(args.json, result)
     for name in ESTIMATORS:
         print(summary_line(name, errors[name]))
-    reserve = summarize_reserve(rows)
     print(reserve_line(reserve))
-    result = {"machine": machine, "measured_by": args.measure, "errors": errors, "reserve": reserve, "rows": rows}
-    save_result(args.json, result)
     return 0
 
 
@@ -79,7 +81,7 @@ def measure(cell: Cell, how: str, timeout_s: float) -> Row:
     except subprocess.TimeoutExpired:
         return {"cell": cell.name, "problem": f"took longer than {timeout_s:.0f} s"}
     if done.returncode:
-        return {"cell": cell.name, "problem": done.stderr.strip().splitlines()[-1][:300]}
+        return {"cell": cell.name, "problem": why_it_failed(done)}
     return {"cell": cell.name, **json.loads(done.stdout.splitlines()[-1])}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 
-import torch
 from memory_cells import VOCAB_SIZE, Cell
 from memory_peers import accelerate_bytes, cookbook_bytes, deepspeed_bytes
 
@@ -13,6 +13,7 @@ from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
+from llmscale.engine.device_settings import set_allocator_default
 from llmscale.memory.estimate import estimate_memory
 from llmscale.memory.zero_settings import build_layout
 
@@ -52,6 +53,10 @@ def resolve(cell: Cell) -> tuple[RunConfig, ResolvedRun]:
 
 def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun) -> dict[str, object]:
     """Train STEPS steps on random tokens. Bytes that CUDA's allocator had handed out and held, and the GPU's."""
+    # As train.py does, and before torch is imported.
+    set_allocator_default(os.environ)
+    import torch
+
     from llmscale.engine.deepspeed_engine import build_engine
     from llmscale.engine.process_group import join_world, leave_world
     from llmscale.engine.timing import PhaseTimer

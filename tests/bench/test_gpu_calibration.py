@@ -44,6 +44,12 @@ def test_what_compiling_costs_and_saves() -> None:
     assert saved_frac([(1.0, 0.8), (2.0, 1.8), (1.0, 0.7)]) == pytest.approx(0.2)
 
 
+def test_compiling_that_costs_or_saves_nothing_calibrates_nothing() -> None:
+    assert compile_seconds([(5, 1.8), (5, 1.8)]) is compile_seconds([(5, 5)]) is None
+    assert saved_frac([(1.0, 1.2)]) is saved_frac([(1.0, 0.996)]) is None
+    assert saved_frac([(1.0, 0.995)]) == pytest.approx(0.005)
+
+
 def test_the_fit_finds_the_efficiency_that_made_the_times() -> None:
     gpu, runs = get_gpu("h100-80gb"), []
     for name, seq_len in (("gpt2-124m", 1024), ("gpt2-1.5b", 1024), ("gpt2-350m", 4096)):

@@ -21,7 +21,8 @@ def predict(flags: list[str]) -> Traffic:
     """Of a step on two ranks."""
     resolved = prepare_run(parse_run_config(flags), world_size=2).resolved
     layout = build_layout(resolved.ds_config, resolved.plan.ranks, resolved.optimizer)
-    return count_traffic(resolved.shape, layout, resolved.checkpointing)
+    compiled = "--compile" in flags
+    return count_traffic(resolved.shape, layout, resolved.checkpointing, compiled_blocks=compiled)
 
 
 #: Elements that stage 3 looks ahead by with every module -> how near the count is: of the tiny model's 22 modules one
@@ -30,23 +31,24 @@ BUCKETS = {50_000_000: 0.02, 0: 0.02, 5_000: 0.2}
 
 
 @pytest.mark.parametrize(
-    ("stage", "precision", "bucket"),
+    ("stage", "precision", "bucket", "flags"),
     [
-        (3, "bf16", 50_000_000),
-        *(pytest.param(3, "bf16", bucket, marks=pytest.mark.slow) for bucket in (0, 5_000)),
-        *(pytest.param(stage, "bf16", 0, marks=pytest.mark.slow) for stage in (0, 1, 2)),
-        *(pytest.param(stage, "autocast", 50_000_000, marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
+        (3, "bf16", 50_000_000, ()),
+        pytest.param(3, "bf16", 0, ("--compile", "on"), marks=pytest.mark.slow),
+        *(pytest.param(3, "bf16", bucket, (), marks=pytest.mark.slow) for bucket in (0, 5_000)),
+        *(pytest.param(stage, "bf16", 0, (), marks=pytest.mark.slow) for stage in (0, 1, 2)),
+        *(pytest.param(stage, "autocast", 50_000_000, (), marks=pytest.mark.slow) for stage in (0, 1, 2, 3)),
     ],
 )
 def test_bytes_are_those_of_the_throughput_model(
-    ranks: Callable, tiny_set: Path, tmp_path: Path, stage: int, precision: str, bucket: int
+    ranks: Callable, tiny_set: Path, tmp_path: Path, stage: int, precision: str, bucket: int, flags: tuple[str, ...]
 ) -> None:
     ds = tmp_path / "ds.json"
     stage_3 = {"stage3_max_reuse_distance": 0, "stage3_param_persistence_threshold": 0}
     keys = {**stage_3, "stage3_prefetch_bucket_size": bucket} if stage == 3 else {}
     ds.write_text(json.dumps({"zero_optimization": {"stage": stage, **keys}}))
-    flags = ("--ds", str(ds), "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every", "0")
-    command = build_train_command(tiny_set, tmp_path / "run", *flags)
+    run = ("--ds", str(ds), "--precision", precision, "--micro-batch-size", "2", "--steps", "3", "--save-every", "0")
+    command = build_train_command(tiny_set, tmp_path / "run", *run, *flags)
     expected = predict(command[1:])
     job = ranks([str(JOB), *command[1:]], 2)
     output = job.wait()[0]

@@ -157,8 +157,13 @@ class PublishedRun:
 
     def beyond_kinds(self, layout_of: LayoutOf) -> tuple[str, ...]:
         """The kinds of ways in which it lies beyond the rows of the fit, sorted."""
-        layout = self._plan_and_layout(layout_of)[1]
-        return tuple(sorted({way.kind for way in beyond_rows(self.shape, layout, get_gpu(self.row["gpu"]))}))
+        plan, layout = self._plan_and_layout(layout_of)
+        ways = beyond_rows(
+            *(self.shape, plan, layout, get_gpu(self.row["gpu"])),
+            gpus_per_node=self._ranks_per_node,
+            interconnect=self._network,
+        )
+        return tuple(sorted({way.kind for way in ways}))
 
     @property
     def tells_of_larger(self) -> bool:
@@ -178,6 +183,14 @@ class PublishedRun:
         return plan, replace(layout_of(ds, self.shape, plan), overlap_comm=True)
 
     @property
+    def _ranks_per_node(self) -> int:
+        return max(1, int(self.row["gpus_per_node"]) // int(self.row["gpus_per_sequence"]))
+
+    @property
+    def _network(self) -> Interconnect:
+        return Interconnect("published", float(self.row["network_gbit_per_node"]) * 1e9 / 8, True, 2e-6, "")
+
+    @property
     def _stage(self) -> int:
         return {"zero1": 1, "ddp": 0}.get(self.row["sharding"], 3)
 
@@ -194,7 +207,7 @@ class PublishedRun:
         )
         plan, layout = self._plan_and_layout(layout_of)
         steps = plan.gradient_accumulation_steps
-        per_node = max(1, int(row["gpus_per_node"]) // together)
+        per_node = self._ranks_per_node
         gradient_bytes = _GRADIENT_BYTES[row["reduce"]]
         sharding = row["sharding"]
         if sharding == "ZERO3":
@@ -209,11 +222,10 @@ class PublishedRun:
             elements = shape.num_parameters
             gathered = 2.0 * elements if self._stage else 0.0
             traffic = Traffic(gathered, 2.0 * elements * gradient_bytes, 3 * shape.n_layer)
-        network_bytes_per_s = float(row["network_gbit_per_node"]) * 1e9 / 8
         found = estimate_step(
-            *(shape, plan, layout, checkpointing, gpu, traffic),
+            *(shape, plan, layout, checkpointing, gpu, traffic, traffic),
             gpus_per_node=per_node,
-            interconnect=Interconnect("published", network_bytes_per_s, True, 2e-6, ""),
+            interconnect=self._network,
             kernels=Kernels(
                 "flash-1" if row["attention"] == "flash-1" else "flash-2",
                 compiled_blocks=row["fused"] == "1",

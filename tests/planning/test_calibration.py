@@ -10,8 +10,9 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
+from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
-from llmscale.planning.calibration import FITTED, SEEN_BEYOND
+from llmscale.planning.calibration import FITTED, SEEN_BEYOND, SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.throughput import Throughput, estimate_throughput
 from tests.planning.published_runs import published_runs, read_rows
 from tests.planning.test_throughput import MPT
@@ -21,15 +22,23 @@ STAGE_3: dict[str, object] = {"bf16": {"enabled": True}, "zero_optimization": {"
 
 
 def estimate(
-    layout_of, shape: GPTShape, *, gpus: int, gpu: str = "a100-80gb", ds: dict | None = None, micro: int = 4
+    layout_of,
+    shape: GPTShape,
+    *,
+    gpus: int,
+    gpu: str = "a100-80gb",
+    ds: dict | None = None,
+    micro: int = 4,
+    network: str | None = None,
+    optimizer: OptimizerSpec = ADAMW,
 ) -> Throughput:
     plan = build_batch_plan(
         global_batch_size=8 * micro * gpus, ranks=ParallelLayout(gpus), seq_len=shape.seq_len, micro_batch_size=micro
     )
-    layout = layout_of(ds or STAGE_3, shape, plan)
-    network = get_interconnect("ib-200g")
+    layout = replace(layout_of(ds or STAGE_3, shape, plan), optimizer=optimizer)
+    interconnect = get_interconnect(network or ("ib-200g" if gpu.startswith("a100") else "ib-400g"))
     found = estimate_throughput(
-        shape, plan, layout, "full", get_gpu(gpu), gpus_per_node=min(8, gpus), interconnect=network
+        shape, plan, layout, "full", get_gpu(gpu), gpus_per_node=min(8, gpus), interconnect=interconnect
     )
     assert found is not None
     return found
@@ -47,9 +56,9 @@ def test_a_run_within_the_rows_is_calibrated_and_says_their_range_and_error(layo
 @pytest.mark.parametrize(
     ("changes", "beyond", "seen"),
     [
-        ({"gpus": 992}, "992 GPUs", "8 published runs like it reached 0.31 to 0.96 times"),
+        ({"gpus": 992}, "992 GPUs", "5 published runs like it reached 0.45 to 0.87 times"),
         ({"gpus": 1}, "1 GPU", "no published run like it"),
-        ({"shape": GPTShape(96, 96, 12288, 50368, 2048)}, "175B parameters", "8 published runs like it reached 0.31"),
+        ({"shape": GPTShape(96, 96, 12288, 50368, 2048)}, "175B parameters", "5 published runs like it reached 0.45"),
         ({"shape": GPTShape(4, 4, 128, 257, 2048)}, "1.1M parameters", "no published run like it"),
         ({"shape": replace(SEVEN_B, seq_len=131_072)}, "a context of 131,072", "no published run like it"),
         ({"ds": {**STAGE_3, "zero_optimization": {"stage": 1}}}, "ZeRO stage 1", "14 published runs like it"),
@@ -59,21 +68,43 @@ def test_a_run_within_the_rows_is_calibrated_and_says_their_range_and_error(layo
             "offload",
             "no published run like it",
         ),
-        ({"gpu": "h100-80gb", "gpus": 1024}, "1,024 GPUs", "8 published runs like it"),
+        ({"gpu": "h100-80gb", "gpus": 1024}, "1,024 GPUs", "5 published runs like it"),
         (
             {"shape": replace(SEVEN_B, norm="rmsnorm")},
             "blocks unlike GPT-3's",
-            "26 published runs like it reached 0.81",
+            "10 published runs like it reached 0.81",
         ),
         ({"shape": replace(SEVEN_B, sliding_window=512)}, "attention with a mask", "no published run like it"),
+        ({"micro": 1}, "micro-batches of 2,048 tokens", "no published run like it"),
+        ({"optimizer": MUON}, "muon", "no published run like it"),
+        (
+            {"ds": {**STAGE_3, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}},
+            "hpZ",
+            "no published run like it",
+        ),
+        ({"network": "ethernet-25g"}, "ethernet-25g where theirs is roce-200g", "no published run like it"),
+        (
+            {"gpu": "h100-80gb", "network": "ib-200g"},
+            "ib-200g where theirs is ib-400g",
+            "no published run like it",
+        ),
     ],
 )
 def test_whatever_no_row_has_is_an_extrapolation(layout_of, changes: dict, beyond: str, seen: str) -> None:
-    found = estimate(layout_of, **{"shape": SEVEN_B, "gpus": 64, "micro": 1, **changes})
+    found = estimate(layout_of, **{"shape": SEVEN_B, "gpus": 64, "micro": 2, **changes})
     assert found.beyond == (beyond,)
     assert found.rests_on.startswith("extrapolated beyond the ")
     assert found.error.startswith(seen)
     assert found.calibration == f"{found.rests_on}: {beyond}; {found.error}"
+
+
+def test_a_network_within_one_node_is_of_no_interest(layout_of) -> None:
+    assert estimate(layout_of, SEVEN_B, gpus=8, network="ethernet-1g").beyond == ()
+
+
+def test_slower_networks_tell_of_those_who_have_one(layout_of) -> None:
+    llama = replace(SEVEN_B, norm="rmsnorm")
+    assert estimate(layout_of, llama, gpus=64, network="roce-100g").error.startswith("26 published runs like it")
 
 
 def test_a_gpu_without_rows_is_beyond_its_neighbours(layout_of) -> None:
@@ -82,13 +113,14 @@ def test_a_gpu_without_rows_is_beyond_its_neighbours(layout_of) -> None:
     assert found.beyond == ("h200", "blocks unlike GPT-3's")
     assert found.rests_on == "not calibrated, with the H100's efficiency"
     # Those of its own kind, and those of Llama's blocks on an A100 or H100.
-    assert found.error.startswith("28 published runs like it")
+    assert found.error.startswith("12 published runs like it")
     assert estimate(layout_of, shape, gpus=8, gpu="b200").error == "no published run like it is known"
 
 
 def test_of_larger_runs_with_other_blocks_larger_ones_tell(layout_of) -> None:
     llama = replace(SEVEN_B, norm="rmsnorm")
-    assert estimate(layout_of, llama, gpus=992, micro=1).error.startswith("8 published runs like it")
+    assert estimate(layout_of, llama, gpus=992).error.startswith("5 published runs like it reached 0.45")
+    assert estimate(layout_of, llama, gpus=992, micro=1).error.startswith("8 published runs like it reached 0.31")
     stage_1 = {**STAGE_3, "zero_optimization": {"stage": 1}}
     assert estimate(layout_of, llama, gpus=992, micro=1, ds=stage_1).error == "no published run like it is known"
 
@@ -112,4 +144,5 @@ def test_the_ranges_are_those_of_the_rows() -> None:
         sizes = [GPTShape(*MPT[row["model"]], 50368, 2048).num_parameters for row in mine]
         assert fitted.gpus == (min(gpus), max(gpus))
         assert fitted.seq_len == (min(lengths), max(lengths))
+        assert min(int(row["micro_batch_size"]) * int(row["seq_len"]) for row in mine) >= SMALLEST_MICRO_BATCH_TOKENS
         assert fitted.parameters == (pytest.approx(min(sizes), rel=0.1), pytest.approx(max(sizes), rel=0.1))

@@ -111,6 +111,25 @@ def test_stage_3_gathers_compiled_blocks_as_a_whole_and_eager_ones_by_matrix(lay
     assert eager.gathered_bytes == compiled.gathered_bytes
 
 
+@pytest.mark.parametrize(
+    ("bucket", "eager", "compiled"),
+    [
+        # A block's four matrices have 12.6M, 4.2M, 16.8M and 16.8M elements, an embedding and the head 103M.
+        (50_000_000, 1 + 1 + 24, 1 + 1 + 24),
+        (10_000_000, 1 + 3 * 24 + 1, 2 * 26),
+        (1, 4 * 24 + 3, 2 * 26),
+    ],
+)
+def test_stage_3_gathers_tensors_together_until_they_fill_a_bucket(
+    layout_of, bucket: int, eager: int, compiled: int
+) -> None:
+    plan = build_batch_plan(global_batch_size=8, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=1)
+    layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, SHAPE, plan)
+    layout = replace(layout, stage3_prefetch_bucket_size=bucket, reduce_bucket_size=NUM)
+    for is_compiled, calls in ((False, eager), (True, compiled)):
+        assert count_traffic(SHAPE, layout, "none", compiled_blocks=is_compiled).collectives == 2 * calls + 1
+
+
 def test_one_rank_has_nothing_to_say() -> None:
     found = estimate_communication(Traffic(1e9, 1e9, 10), get_gpu("h100-80gb"), 1, 1, get_interconnect("ib-400g"))
     assert found == CommunicationTime(0, 0, 0)

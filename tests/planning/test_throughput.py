@@ -11,6 +11,7 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.planning.calibration import nearest_rows
 from llmscale.planning.compute_time import OWN_KERNELS
 from llmscale.planning.kernels import Kernels
 from llmscale.planning.throughput import Throughput, estimate_step, estimate_throughput
@@ -56,9 +57,9 @@ def predict(row: dict[str, str], layout_of) -> float:
         *(shape, plan, layout_of(BF16 | {"zero_optimization": {"stage": 3}}, shape, plan)),
         "full" if row["recompute"] == "1" else "none",
         get_gpu(row["gpu"]),
-        traffic,
+        *(traffic, traffic),
         gpus_per_node=8,
-        interconnect=get_interconnect("roce-200g" if row["gpu"].startswith("a100") else "ib-400g"),
+        interconnect=nearest_rows(get_gpu(row["gpu"])).network,
         kernels=Kernels("flash-1", loss_chunk_tokens=None),
     )
     assert found is not None
@@ -179,8 +180,9 @@ def test_compiled_blocks_save_what_torchtitans_saved(layout_of) -> None:
     assert 8 * saved_s == pytest.approx(1 / 5762 - 1 / 6667, rel=0.1)
 
 
-def test_compiled_kernels_are_what_the_compiled_rate_says(layout_of) -> None:
-    ds = BF16 | {"zero_optimization": {"stage": 1}}
+@pytest.mark.parametrize("stage", [1, 3])
+def test_compiled_kernels_are_what_the_compiled_rate_says(layout_of, stage: int) -> None:
+    ds = BF16 | {"zero_optimization": {"stage": stage}}
     eager, compiled = estimate(layout_of, ds), estimate(layout_of, ds, kernels=Kernels(compiled_blocks=True))
     assert eager.compiled_tokens_per_second == pytest.approx(compiled.tokens_per_second)
     assert eager.compiled_tokens_per_second > 1.05 * eager.tokens_per_second

@@ -35,6 +35,14 @@ def lines(state: RunState, run: PreparedRun) -> list[str]:
     return list(change_lines(state, run, hyperparameters(run)))
 
 
+def test_old_autocast_states_exchanged_gradients_in_fp32(start: Start) -> None:
+    run = start("--precision=autocast")
+    state = saved(run, 20)
+    assert lines(state, run) == []
+    del state.hyperparameters["communication_data_type"]
+    assert lines(state, run) == ["changed since the checkpoint: communication_data_type fp32 -> bf16"]
+
+
 def test_nothing_is_said_when_nothing_changed(start: Start) -> None:
     assert lines(saved(start("--lr=1e-3"), 20), start("--lr=1e-3")) == []
     assert lines(saved(start(), 20), start("--save-every=7", "--log-every=3", "--keep-last=5")) == []
@@ -52,7 +60,7 @@ def test_nothing_is_said_when_nothing_changed(start: Start) -> None:
         ("--document-mask", "document_mask False -> True"),
         ("--schedule=linear", "schedule cosine -> linear; min_lr_frac 0.1 -> 0"),
         ("--warmup-steps=3", "warmup_steps 0 -> 3"),
-        ("--precision=fp32", "precision bf16 -> fp32"),
+        ("--precision=fp32", "precision bf16 -> fp32; communication_data_type bf16 -> fp32"),
         ("--activation=relu", "activation gelu_tanh -> relu"),
         ("--micro-batch-size=1", "micro_batch_size 4 -> 1"),
         ("--activation-checkpointing=full", "activation_checkpointing none -> full"),

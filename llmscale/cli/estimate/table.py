@@ -128,7 +128,7 @@ def _compiled_line(found: Sequence[Throughput]) -> str:
     gain = gains[0] if gains[0] == gains[-1] else f"{gains[0]} to {gains[-1]}"
     return (
         f"tok/s is that of eager blocks; compiled ones (train's --compile) are estimated at {gain} times as much, by "
-        "what torchtitan published."
+        "what torchtitan published and, at stage 3, by what they gather."
     )
 
 

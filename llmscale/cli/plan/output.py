@@ -201,6 +201,8 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     else:
         asked |= {"gpu_memory_gib": f"{gpu.memory_gib:g}", "bf16_tflops": f"{gpu.dense_16bit_flops / 1e12:g}"}
     asked |= {"num_gpus": machines.gpus_per_node, "num_nodes": machines.num_nodes}
+    if machines.num_nodes > 1:
+        asked["interconnect"] = request.gpus.interconnect.name
     yield f"llmscale estimate {_flags(asked)} --emit ds.json"
     if plan.placement.row is not None:
         yield train_command("ds.json", plan.placement.row.fit, keys | {"steps": plan.steps})

@@ -93,7 +93,13 @@ def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize(
-    "gpus", ["--gpu a100-80gb --num-nodes 2", "--gpu-memory-gib 40 --bf16-tflops 200", "--gpu t4 --num-gpus 4"]
+    "gpus",
+    [
+        "--gpu a100-80gb --num-nodes 2",
+        "--gpu a100-80gb --num-nodes 2 --interconnect ethernet-1g",
+        "--gpu-memory-gib 40 --bf16-tflops 200",
+        "--gpu t4 --num-gpus 4",
+    ],
 )
 def test_the_commands_that_come_next_are_right(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_set: Path, gpus: str
@@ -107,6 +113,7 @@ def test_the_commands_that_come_next_are_right(
     assert main(estimate.replace("ds.json", str(ds)).split()[1:]) == 0
     said = capsys.readouterr().out
     assert train.partition(" --micro-batch-size ")[2] in said, "the same micro-batch and checkpointing"
+    assert f"ZeRO stage {json.loads(ds.read_text())['zero_optimization']['stage']}," in out
     flags = train.replace("ds.json", str(ds)).partition("llmscale/train.py ")[2].split()
     ranks = 16 if "--hostfile HOSTFILE" in train else int(train.split("--num_gpus ")[1].split()[0])
     assert flags[flags.index("--seq-len") + 1] == "2048"
