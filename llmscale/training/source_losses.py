@@ -6,9 +6,9 @@ from collections import deque
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from llmscale.engine.collectives import gather
 from llmscale.training.actions.action import DoneStep
 from llmscale.training.live_run import LiveRun
 
@@ -28,6 +28,6 @@ class SourceLosses:
         losses = torch.cat(list(self._kept)).double().cpu().numpy()
         owners = live.stream.set_of(ids)
         sums = [np.bincount(owners, weights, minlength=len(names)) for weights in (losses, np.ones(len(ids)))]
-        totals = torch.from_numpy(np.stack(sums))
-        dist.all_reduce(totals, group=live.world.control)
+        # Of every rank: [sums, counts], each by set.
+        totals = np.sum(gather(live.world.control, [part.tolist() for part in sums]), axis=0)
         return {name: total / count for name, total, count in zip(names, *totals.tolist(), strict=True) if count}

@@ -22,11 +22,12 @@ from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
-from llmscale.engine.process_group import join_world, leave_world
+from llmscale.engine.process_group import join_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_layout import inner_optimizer, placements
 from llmscale.model.gpt import GPT
+from tests.rank_end import end_rank
 
 MICRO_STEPS = 64
 #: Static, of fp16; a power of two changes nothing in bf16.
@@ -93,4 +94,4 @@ if __name__ == "__main__":
         found = error_of(ds_config, world.rank, world.world_size, exact_gradients(dtype, world.world_size))
         if world.is_main:
             print(json.dumps(found), flush=True)
-    leave_world()
+    end_rank()

@@ -22,11 +22,12 @@ from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
-from llmscale.engine.process_group import join_world, leave_world
+from llmscale.engine.process_group import join_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_layout import inner_optimizer, placements
 from llmscale.model.gpt import GPT
+from tests.rank_end import end_rank
 
 MICRO_BATCH = 3
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 61, "seq_len": 8}
@@ -106,4 +107,4 @@ if __name__ == "__main__":
         errors = run(wanted, world.rank, world.world_size)
         if world.is_main:
             print(json.dumps(errors), flush=True)
-    leave_world()
+    end_rank()

@@ -28,11 +28,12 @@ from llmscale.config.run_config import RunConfig
 from llmscale.engine import muon
 from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, set_learning_rate
 from llmscale.engine.optimizer import build_parameter_groups
-from llmscale.engine.process_group import join_world, leave_world
+from llmscale.engine.process_group import join_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_layout import inner_optimizer
 from llmscale.model.gpt import GPT
+from tests.rank_end import end_rank
 
 #: Odd sizes, so that borders of partitions cut matrices; q and k, v of different heights; gate and up in one matrix.
 SHAPE = GPTShape(n_layer=2, n_head=3, n_embd=36, vocab_size=211, seq_len=12, n_kv_head=1, gated_mlp=True, mlp_width=50)
@@ -143,4 +144,4 @@ if __name__ == "__main__":
         result = train_plainly(wanted["steps"]) if "plain" in wanted else train(wanted, world.rank, world.world_size)
         if world.is_main:
             print(json.dumps(result), flush=True)
-    leave_world()
+    end_rank()

@@ -17,9 +17,10 @@ from torch import Tensor
 from llmscale.checkpoint.weights_source import PublishedWeights
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
-from llmscale.engine.process_group import World, join_world, leave_world
+from llmscale.engine.process_group import World, join_world
 from llmscale.engine.zero_shards import state_views
 from llmscale.training.run_inputs import PreparedRun, prepare_run
+from tests.rank_end import end_rank
 
 FP32 = [("zero0", "fp32"), ("zero1", "fp32"), ("zero2", "fp32"), ("zero3", "fp32")]
 OTHERS = [("zero2_offload", "fp32"), ("zero3_offload", "fp32"), ("zero1", "bf16"), ("zero3", "bf16"), ("zero0", "bf16")]
@@ -70,4 +71,4 @@ if __name__ == "__main__":
         # Whole rows or columns, cut anywhere: stages differ in that alone, so two families see all of them.
         for name, kind in (FP32 + OTHERS) if number < 2 else FP32[1::2]:
             check(here, Path(sys.argv[1]), model, name, kind)
-    leave_world()
+    end_rank()

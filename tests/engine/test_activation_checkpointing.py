@@ -16,6 +16,7 @@ from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.autocast import compute_in_bf16
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
+from tests.rank_end import end_rank
 
 WAYS: dict[str, tuple[str, dict[str, object]]] = {
     "none": ("none", {}),
@@ -238,13 +239,13 @@ def measure_on_gpu() -> dict[str, dict]:
 
 
 def main(job: str) -> None:
-    from llmscale.engine.process_group import join_world, leave_world
+    from llmscale.engine.process_group import join_world
 
     join_world()
     block, _, stage = job.partition("-")
     outcome = measure_on_gpu() if job == "gpu" else compare_ways(block, int(stage))
     sys.stdout.write(json.dumps(outcome) + "\n")
-    leave_world()
+    end_rank()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 from llmscale.architecture.shape import GPTShape
 from llmscale.model.gpt import GPT
 from llmscale.model.initialization import CHUNK_ELEMENTS, fill_normal_
+from tests.rank_end import end_rank
 
 SHAPE = GPTShape(n_layer=8, n_head=4, n_embd=64, vocab_size=300, seq_len=32)
 LLAMA = GPTShape(
@@ -84,7 +85,7 @@ def test_zero_init_shards_the_same_numbers(ranks, world_size: int) -> None:
 def compare_zero_init_with_a_plain_build() -> None:
     import deepspeed
 
-    from llmscale.engine.process_group import join_world, leave_world
+    from llmscale.engine.process_group import join_world
 
     join_world()
     for shape, (precision, dtype) in itertools.product((SHAPE, LLAMA), DTYPES.items()):
@@ -101,7 +102,7 @@ def compare_zero_init_with_a_plain_build() -> None:
                 assert ours.dtype == dtype, name
                 assert torch.equal(ours.cpu(), theirs.detach().to(dtype)), name
         sys.stdout.write(f"{precision} {'llama' if shape is LLAMA else 'gpt2'} equal\n")
-    leave_world()
+    end_rank()
 
 
 if __name__ == "__main__":
