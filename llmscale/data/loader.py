@@ -43,7 +43,7 @@ from llmscale.errors import ConfigError, DataError, MachineError
 #: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.
 WHOLE_SET_BYTES = 8 << 30
 #: Positions whose ids are found together: those of one small batch alone cost as much as those of thirty.
-_POSITIONS_AT_ONCE = 8192
+_POSITIONS_AT_ONCE = 1024
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
 
@@ -245,13 +245,12 @@ class _MicroBatchIds(Sampler[list[int]]):
         self._start_sample = start_sample
 
     def __iter__(self) -> Iterator[list[int]]:
-        first_sample, steps = self._start_sample, 1
+        first_sample = self._start_sample
+        num_steps = max(1, _POSITIONS_AT_ONCE // self._plan.global_batch_size)
         while True:
-            ids = rank_sample_ids(self._order, self._plan, first_sample, steps)
+            ids = rank_sample_ids(self._order, self._plan, first_sample, num_steps)
             yield from ids.reshape(-1, self._plan.micro_batch_size).tolist()
-            first_sample += steps * self._plan.global_batch_size
-            # The first step at once; then many, whose ids cost little more than those of one.
-            steps = min(2 * steps, max(1, _POSITIONS_AT_ONCE // self._plan.global_batch_size))
+            first_sample += num_steps * self._plan.global_batch_size
 
 
 def _as_is(batch: _T) -> _T:
