@@ -168,7 +168,7 @@ def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
         shards = TokenShards(location, name, cache_limit_bytes=limit_bytes)
         for number, shard in enumerate(split.shards):
             try:
-                shards.check_shard(number)
+                shards.verify(number)
             except DataError as error:
                 yield shard.bytes, str(error)
             else:

@@ -84,16 +84,17 @@ class MetricsLog:
         self, step: int, loss: float, num_samples: int, loss_by_set: Mapping[str, float] | None = None
     ) -> None:
         """Record a validation: loss in nats per token over num_samples sequences, and of each set of a mix."""
-        of_sets = {"loss_by_set": dict(loss_by_set)} if loss_by_set else {}
+        by_set = dict(loss_by_set or {})
+        of_sets = {"loss_by_set": by_set} if by_set else {}
         self._write({"kind": "validation", "step": step, "loss": loss, "num_samples": num_samples, **of_sets})
         print(
             f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} over {num_samples} sequences"
-            + "".join(f" | {name} {value:.4f}" for name, value in (loss_by_set or {}).items()),
+            + "".join(f" | {name} {value:.4f}" for name, value in by_set.items()),
             flush=True,
         )
         if self._wandb:
             self._wandb.log(
-                {"validation/loss": loss, **{f"validation/{key}": value for key, value in (loss_by_set or {}).items()}},
+                {"validation/loss": loss, **{f"validation/{name}": value for name, value in by_set.items()}},
                 step=step,
             )
 

@@ -100,17 +100,13 @@ class TokenShards:
             )
         return windows
 
-    def check_shard(self, shard_id: int) -> None:
-        """Fetch a shard of a remote set anew if need be, and check all of it. Raises DataError."""
-        self._verify(shard_id)
-
     def _read_windows(self, shard_id: int, behind: list[int], windows: list[NDArray[np.unsignedinteger]]) -> None:
         """Fill `windows` with those that begin so many windows before the shard's end."""
         shard, path, num_bytes = self._shards[shard_id], self._path(self._shards[shard_id]), self.manifest.window_bytes
         for _ in range(_ATTEMPTS):
             if shard_id not in self._verified:
                 self._files.close(path)
-                self._verify(shard_id)
+                self.verify(shard_id)
                 self._verified.add(shard_id)
             try:
                 file = self._files.open(path)
@@ -128,8 +124,8 @@ class TokenShards:
             "--cache-limit-gib is too small for the runs that share the cache."
         )
 
-    def _verify(self, shard_id: int) -> None:
-        """Fetch the shard if need be and check all of it; what a crash left there is fetched again."""
+    def verify(self, shard_id: int) -> None:
+        """Fetch the shard if need be and check all of it; what a crash left is fetched again. Raises DataError."""
         shard = self._shards[shard_id]
         if self._fetcher is None:
             self._check(shard)
