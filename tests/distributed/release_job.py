@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import json
 import sys
+import time
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,10 @@ ACCUMULATION = 2
 STEPS = 3
 
 
+#: How long another thread may keep a tensor: gloo's own hold a collective's a moment longer than its caller waits.
+PATIENCE_S = 10.0
+
+
 def storages() -> dict[int, tuple[int, str]]:
     """Address -> (bytes, what has it) of all memory that a living tensor has."""
     gc.collect()
@@ -41,6 +47,16 @@ def storages() -> dict[int, tuple[int, str]]:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = (storage.nbytes(), f"{thing.dtype} {tuple(thing.shape)}")
     return found
+
+
+def left_since(before: Collection[int]) -> list[tuple[int, str]]:
+    """What has memory now and had none before, once no other thread is about to let go of it."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        left = [found for address, found in storages().items() if address not in before]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
 
 
 def train(ds: dict, optimizer: str, world: World) -> list[float]:
@@ -61,15 +77,13 @@ def train(ds: dict, optimizer: str, world: World) -> list[float]:
 def main() -> None:
     world = join_world()
     for ds, optimizer in json.loads(sys.argv[1]):
-        before, allocated = storages(), torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+        before, allocated = set(storages()), torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
         losses = [train(ds, optimizer, world) for _ in range(2)]
-        after = storages()
-        left = [after[address] for address in after.keys() - before.keys()]
-        everywhere: list[int] = [0] * world.world_size
-        dist.all_gather_object(everywhere, sum(num_bytes for num_bytes, _ in left))
+        left: list[list[tuple[int, str]]] = [[]] * world.world_size
+        dist.all_gather_object(left, left_since(before))
         found = {
-            "left_bytes": everywhere,
-            "left": [what for _, what in left],
+            "left_bytes": [sum(num_bytes for num_bytes, _ in of_rank) for of_rank in left],
+            "left": [[what for _, what in of_rank] for of_rank in left],
             "gpu_bytes": torch.cuda.memory_allocated() - allocated if torch.cuda.is_available() else 0,
             "losses": losses,
         }
