@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+LossKernel = Literal["torch", "liger"]
 
 #: Half as many would halve the logits, and pass twice as often over the sum of the head's gradient.
 CHUNK_TOKENS = 2048
@@ -16,6 +19,8 @@ class LossSettings:
     """Tokens of a micro-batch whose logits exist at a time."""
     z_loss: float = 0.0
     """Weight of the mean squared log-sum-exp of the logits; 0: none."""
+    kernel: LossKernel = "torch"
+    """What makes a chunk's losses and gradients of its logits: torch's operations, or Liger Kernel's one."""
 
 
 DEFAULT_LOSS = LossSettings()

@@ -105,7 +105,7 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
     optimizer = resolve_optimizer(config)
-    loss = LossSettings(config.loss_chunk_tokens, config.z_loss)
+    loss = LossSettings(config.loss_chunk_tokens, config.z_loss, config.loss_kernel)
     return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, loss, schedule)
 
 

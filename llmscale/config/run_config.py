@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
 from llmscale.config import limits
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
-from llmscale.config.loss_settings import CHUNK_TOKENS
+from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
 
@@ -180,6 +180,8 @@ class RunConfig(BaseModel):
     z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
     """Weight of the mean squared log-sum-exp of the logits in the gradients, such as 1e-4; 0: none. The printed loss is
     without it."""
+    loss_kernel: LossKernel = "torch"
+    """liger: the loss by Liger Kernel's fused Triton kernel, on GPUs, where llmscale[liger] is installed."""
 
     # speed
     compile: CompileMode = "auto"

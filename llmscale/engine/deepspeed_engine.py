@@ -26,6 +26,7 @@ from llmscale.engine.silence_libraries import without_memory_prints
 from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer
 from llmscale.engine.zero_shards import forget_second_copies, reset_step_counts
 from llmscale.errors import ConfigError
+from llmscale.model.fused_loss import check_fused_loss
 from llmscale.model.gpt import GPT
 
 if TYPE_CHECKING:
@@ -46,8 +47,8 @@ def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
 
 
 def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompiler | None = None) -> DeepSpeedEngine:
-    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run the
-    precision."""
+    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run
+    what is asked for."""
     import deepspeed
     from deepspeed.utils import logger
 
@@ -55,7 +56,7 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     check_deepspeed_version()
     ds_config = resolved.ds_config
     check_async_io(ds_config)
-    check_precision(resolved.precision)
+    check_device(resolved)
     model = build_model(resolved, seed=config.seed)
     tensors = ParameterTensors(resolved.shape.architecture)
     if compiler is not None:
@@ -122,6 +123,15 @@ def check_async_io(ds_config: Mapping[str, object]) -> None:
             "offload to NVMe needs DeepSpeed's async_io extension, and libaio is not installed. Fix: apt-get install "
             "libaio-dev (or libaio-devel), or use ds_configs/zero3_offload.json, which offloads to host memory."
         )
+
+
+def check_device(resolved: ResolvedStep) -> None:
+    """Refuse what this machine cannot run, before anything is built. Raises ConfigError."""
+    from deepspeed.accelerator import get_accelerator
+
+    check_precision(resolved.precision)
+    if resolved.loss.kernel == "liger":
+        check_fused_loss(get_accelerator().device_name())
 
 
 def check_precision(precision: Precision) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
 from llmscale.config.loss_settings import LossSettings
+from llmscale.model.fused_loss import fused_cross_entropy
 
 
 @dataclass(frozen=True)
@@ -159,16 +160,33 @@ def _run_chunk(
     gradients: _Gradients | None,
 ) -> None:
     """The losses of some positions, their z where there is a z-loss, and their share of the gradients."""
-    part, target = x[chunk].to(job.dtype), targets[chunk, None]
+    part = x[chunk].to(job.dtype)
     # Whole rows, padding too: a product as wide as the vocabulary alone may be no multiple of what tensor cores take.
     logits = torch.mm(part, weight.t())
+    cross_entropy = _fused if job.settings.kernel == "liger" else _unfused
+    cross_entropy(logits, targets[chunk], job, losses[chunk], None if z is None else z[chunk])
+    if gradients is not None:
+        gradients.add(chunk, logits, part, weight)
+
+
+def _fused(logits: Tensor, targets: Tensor, job: _Job, losses: Tensor, z: Tensor | None) -> None:
+    """As `_unfused` does, in one kernel; the magnitudes of z, which is all that its square needs."""
+    fused_cross_entropy(
+        logits, targets, job.vocab_size, job.settings.z_loss, losses, z, wants_gradients=job.wants_gradients
+    )
+
+
+def _unfused(logits: Tensor, targets: Tensor, job: _Job, losses: Tensor, z: Tensor | None) -> None:
+    """Fill losses [tokens], and z [tokens] where there is a z-loss. Gradients of the losses' sum, if wanted, take
+    the logits' place [tokens, rows]."""
+    target = targets[:, None]
     logits[:, job.vocab_size :] = -torch.inf
     log_probs = F.log_softmax(logits, 1, dtype=torch.float32)
     of_target = log_probs.gather(1, target)
-    losses[chunk] = -of_target[:, 0]
+    torch.neg(of_target[:, 0], out=losses)
     if z is not None:
-        z[chunk] = (logits.gather(1, target) - of_target)[:, 0]
-    if gradients is None:
+        z.copy_((logits.gather(1, target) - of_target)[:, 0])
+    if not job.wants_gradients:
         return
     # softmax - onehot takes the place of the logits. The target's is taken in fp32, where little may be left of it.
     if z is None:
@@ -176,9 +194,7 @@ def _run_chunk(
         logits.scatter_(1, target, of_target.expm1_().to(job.dtype))
     else:
         # d z^2 / d logits = 2 z softmax
-        factor = 1 + 2 * job.settings.z_loss * z[chunk, None]
+        factor = 1 + 2 * job.settings.z_loss * z[:, None]
         at_target = of_target.expm1() + (factor - 1) * of_target.exp()
         torch.mul(log_probs.exp_(), factor, out=logits)
         logits.scatter_(1, target, at_target.to(job.dtype))
-    del log_probs
-    gradients.add(chunk, logits, part, weight)

@@ -19,7 +19,7 @@ from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.deepspeed_engine import build_engine, check_precision
+from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.loss_scaling import set_scaler_state
@@ -147,7 +147,7 @@ def _open_session(
 
 def _check_alike(run: PreparedRun, world: World) -> None:
     """See that all ranks can run this, and mean the same. Collective."""
-    together(world.control, lambda: check_precision(run.resolved.precision))
+    together(world.control, lambda: check_device(run.resolved))
     check_ranks_agree(run, world)
 
 
