@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -44,6 +45,8 @@ from llmscale.errors import ConfigError, DataError, MachineError
 WHOLE_SET_BYTES = 8 << 30
 #: Positions whose ids are found together: those of one small batch alone cost as much as those of thirty.
 _POSITIONS_AT_ONCE = 1024
+#: Windows that a worker sends together, in whole micro-batches: a message costs as much as reading thirty windows.
+_WINDOWS_AT_ONCE = 128
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
 
@@ -111,13 +114,16 @@ class Feed(Iterator[MicroBatch]):
         self.plan = plan
         self._pin_memory = pin_memory
         can_fork = "fork" in multiprocessing.get_all_start_methods()
+        together = max(1, _WINDOWS_AT_ONCE // plan.micro_batch_size) if num_workers else 1
+        ahead = 2 * plan.gradient_accumulation_steps // (together * max(1, num_workers))
         loader = DataLoader(
             _WindowDataset(shards),
-            batch_sampler=_MicroBatchIds(order, plan, start_sample),
+            # Each worker sends one alone at first, which is what the first step waits for.
+            batch_sampler=_MessageIds(order, plan, start_sample, together=together, num_alone=num_workers),
             collate_fn=_as_is,
             num_workers=num_workers,
             # Two steps ahead, so that a worker that fetches a shard or checks its hash holds nobody up.
-            prefetch_factor=max(2, 2 * plan.gradient_accumulation_steps // num_workers) if num_workers else None,
+            prefetch_factor=max(2, ahead) if num_workers else None,
             # Forked workers start in milliseconds where spawned ones import torch and the main module again.
             # They read files and copy memory: no CUDA, no collective, one thread.
             multiprocessing_context="fork" if num_workers and can_fork else None,
@@ -126,38 +132,50 @@ class Feed(Iterator[MicroBatch]):
         self._waits = False
         self._killed: str | None = None
         with _deaf_children(), _own_sigchld():
-            self._batches: Iterator[_Windows | _Failure] | None = iter(loader)
-        self._workers: list[BaseProcess] = getattr(self._batches, "_workers", [])
+            self._messages: Iterator[_Message] | None = iter(loader)
+        self._received: deque[_Windows] = deque()
+        self._failure: str | None = None
+        self._workers: list[BaseProcess] = getattr(self._messages, "_workers", [])
         self._notice_killed_workers()
         # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
         atexit.register(self.close)
 
     def __next__(self) -> MicroBatch:
-        if self._batches is None:
-            raise DataError("The feed was closed.")
-        self._waits = True
-        try:
-            self._check_workers()
-            batch = next(self._batches)
-        except StopIteration:
-            raise DataError("The feed ended, which it must never do.") from None
-        except RuntimeError:
-            # torch's own check, every 5 s (all there is outside of the main thread), or what it made of ours.
-            self._check_workers()
-            raise
-        finally:
-            self._waits = False
-        if isinstance(batch, _Failure):
-            self.close()
-            raise DataError(batch.text)
-        tokens = torch.from_numpy(batch.tokens.astype(np.int64))
-        sample_ids = torch.from_numpy(batch.sample_ids)
+        if not self._received:
+            self._receive()
+        windows = self._received.popleft()
+        tokens = torch.from_numpy(windows.tokens.astype(np.int64))
+        sample_ids = torch.from_numpy(windows.sample_ids)
         return MicroBatch(tokens.pin_memory() if self._pin_memory else tokens, sample_ids)
+
+    def _receive(self) -> None:
+        """Wait for one micro-batch more at least."""
+        if self._messages is None:
+            raise DataError("The feed was closed.")
+        if self._failure is None:
+            self._waits = True
+            try:
+                self._check_workers()
+                message = next(self._messages)
+            except StopIteration:
+                raise DataError("The feed ended, which it must never do.") from None
+            except RuntimeError:
+                # torch's own check, every 5 s (all there is outside of the main thread), or what it made of ours.
+                self._check_workers()
+                raise
+            finally:
+                self._waits = False
+            self._received.extend(message.micro_batches)
+            self._failure = message.failure
+        if not self._received:
+            self.close()
+            raise DataError(self._failure)
 
     def close(self) -> None:
         """Stop the workers. The feed cannot be used afterwards."""
         workers, self._workers = self._workers, []
-        self._batches = None
+        self._messages = None
+        self._received.clear()
         for worker in workers:
             if worker.is_alive():
                 worker.kill()
@@ -213,43 +231,62 @@ class _Windows(NamedTuple):
     """[micro_batch_size]."""
 
 
-class _Failure(NamedTuple):
-    """A DataError on its way from a worker: torch would wrap its text in a traceback."""
+class _Message(NamedTuple):
+    """What a worker sends at a time."""
 
-    text: str
+    micro_batches: list[_Windows]
+    failure: str | None
+    """Why the micro-batch behind these cannot be read. No exception: torch would wrap its text in a traceback."""
 
 
-class _WindowDataset(Dataset[_Windows]):
-    """Reads one micro-batch at a time."""
+class _WindowDataset(Dataset[_Message]):
+    """Reads some micro-batches at a time."""
 
     def __init__(self, shards: WindowReader) -> None:
         self._shards = shards
 
-    def __getitem__(self, index: int) -> _Windows:
+    def __getitem__(self, index: int) -> _Message:
         raise NotImplementedError("read by micro-batch")
 
-    def __getitems__(self, sample_ids: list[int]) -> _Windows | _Failure:
-        ids = np.array(sample_ids, np.int64)
+    def __getitems__(self, sample_ids: list[NDArray[np.int64]]) -> _Message:
+        """sample_ids: of some micro-batches, each [micro_batch_size]."""
         try:
-            return _Windows(self._shards.read(ids), ids)
+            tokens = np.split(self._shards.read(np.concatenate(sample_ids)), len(sample_ids))
         except DataError as error:
-            return _Failure(str(error))
+            return _Message([], str(error)) if len(sample_ids) == 1 else self._until_failure(sample_ids)
+        return _Message(list(map(_Windows, tokens, sample_ids)), None)
+
+    def _until_failure(self, sample_ids: list[NDArray[np.int64]]) -> _Message:
+        """A step is trained on what can be read for it, whatever is wrong with the next one's."""
+        read: list[_Windows] = []
+        for ids in sample_ids:
+            part = self.__getitems__([ids])
+            read.extend(part.micro_batches)
+            if part.failure is not None:
+                return _Message(read, part.failure)
+        return _Message(read, None)
 
 
-class _MicroBatchIds(Sampler[list[int]]):
-    """Sample ids of one micro-batch after the other, for ever. Runs in the main process."""
+class _MessageIds(Sampler[list[NDArray[np.int64]]]):
+    """Sample ids of the micro-batches of one message after the other, for ever: `num_alone` messages of one, then of
+    `together`. Runs in the main process."""
 
-    def __init__(self, order: StreamOrder, plan: FeedPlan, start_sample: int) -> None:
+    def __init__(self, order: StreamOrder, plan: FeedPlan, start_sample: int, *, together: int, num_alone: int) -> None:
         self._order = order
         self._plan = plan
         self._start_sample = start_sample
+        self._together = together
+        self._num_alone = num_alone
 
-    def __iter__(self) -> Iterator[list[int]]:
-        first_sample = self._start_sample
+    def __iter__(self) -> Iterator[list[NDArray[np.int64]]]:
+        size, first_sample, num_alone = self._plan.micro_batch_size, self._start_sample, self._num_alone
         num_steps = max(1, _POSITIONS_AT_ONCE // self._plan.global_batch_size)
         while True:
-            ids = rank_sample_ids(self._order, self._plan, first_sample, num_steps)
-            yield from ids.reshape(-1, self._plan.micro_batch_size).tolist()
+            ids = deque(rank_sample_ids(self._order, self._plan, first_sample, num_steps).reshape(-1, size))
+            while ids:
+                together = 1 if num_alone > 0 else min(self._together, len(ids))
+                num_alone -= 1
+                yield [ids.popleft() for _ in range(together)]
             first_sample += num_steps * self._plan.global_batch_size
 
 

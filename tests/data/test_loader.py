@@ -202,7 +202,7 @@ def test_a_killed_worker_is_named_with_its_signal_and_is_not_the_users_mistake(
     with pytest.raises(
         MachineError, match=rf"Data worker 1 \(process {worker.pid}\) was killed by {number.name}.*--num-workers"
     ):
-        for _ in range(100):
+        for _ in range(1000):  # what it sent before is trained on
             next(feed_with_workers)
 
 
