@@ -297,7 +297,7 @@ def _contest_trainer(transformers, contest: Contest) -> type:
             self.add_callback(EndOfStep)
 
         def create_optimizer(self) -> torch.optim.Optimizer:
-            self.optimizer = _build_optimizer(contest.run, self.model, lr=1.0)
+            self.optimizer = _build_optimizer(contest.run, self.model.gpt, lr=1.0)
             return self.optimizer
 
         def create_scheduler(

@@ -272,6 +272,11 @@ def start_datasets(folder: Path, workers: int, args: argparse.Namespace) -> Call
     return batches
 
 
+def only(part: object) -> Iterator[object]:
+    """A part of the tokens as LitData's `optimize` wants it; its worker finds it by name."""
+    yield part
+
+
 def start_litdata(folder: Path, workers: int, args: argparse.Namespace) -> Callable[[], Batches]:
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader, optimize
 
@@ -281,8 +286,9 @@ def start_litdata(folder: Path, workers: int, args: argparse.Namespace) -> Calla
 
         tokens = torch.from_numpy(np.fromfile(folder / "train.bin", np.uint16).astype(np.int64))
         optimize(
-            fn=lambda part: iter([part]),
-            inputs=list(tokens.split(1 << 20)),
+            fn=only,
+            # Copies: a view is sent to the worker with all that it is a view of.
+            inputs=[part.clone() for part in tokens.split(1 << 20)],
             output_dir=str(saved),
             chunk_size=(args.seq_len + 1) * 8192,
             item_loader=TokensLoader(),
