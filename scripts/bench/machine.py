@@ -41,7 +41,9 @@ def describe_circumstances(
 def save_result(path: Path | None, result: Mapping[str, object]) -> None:
     """As JSON, when a script was told where (--json)."""
     if path:
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(json.dumps(result, indent=1) + "\n")
+        partial.replace(path)
 
 
 def _cpu_name() -> str:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from llmscale.cli.estimate.as_json import strategy_as_dict
 from llmscale.cli.estimate.table import align
 from llmscale.cli.train_command import data_words, flag_words, train_command
 from llmscale.config.choices import preset_words, shape_changes
@@ -276,7 +277,7 @@ def _run_as_dict(request: PlanRequest, plan: Plan) -> dict[str, object] | None:
         "gpus_per_node": placement.machines.gpus_per_node,
         "num_nodes": placement.machines.num_nodes,
         "precision": request.gpus.precision,
-        "strategy": asdict(fit.strategy) if fit else None,
+        "strategy": strategy_as_dict(fit.strategy) if fit else None,
         "micro_batch_size": fit.plan.micro_batch_size if fit else None,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps if fit else None,
         "grad_accum_dtype": fit.layout.grad_accum_dtype if fit else None,
