@@ -105,6 +105,11 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
     chosen = ds.with_flags(config.precision, config.gradient_clipping)
     mode = config.activation_checkpointing or ds.checkpointing
     optimizer = resolve_optimizer(config)
+    if config.keep_zeros and any(group.is_orthogonalised for group in optimizer.groups):
+        raise ConfigError(
+            f"--keep-zeros does not work with --optimizer {config.optimizer}: its update moves every element of "
+            "a matrix. Use --optimizer adamw."
+        )
     loss = LossSettings(config.loss_chunk_tokens, config.z_loss, config.loss_kernel)
     return ResolvedRun(shape, plan, chosen, resolve_ds_config(chosen, shape, plan), mode, optimizer, loss, schedule)
 

@@ -168,6 +168,9 @@ class RunConfig(BaseModel):
     gradient_clipping: float | None = Field(None, ge=0.0, le=limits.MAX_CLIPPING)
     """Largest global gradient norm; 0 switches clipping off; default: the ds_config's, else 1.0."""
 
+    keep_zeros: bool = False
+    """Elements of the blocks' matrices that are 0 stay 0, such as those of a pruned model that --init-from names."""
+
     # overrides of the ds_config
     precision: Precision | None = None
     """Overrides the ds_config's precision."""

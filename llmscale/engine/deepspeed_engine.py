@@ -20,6 +20,7 @@ from llmscale.engine.autocast import compute_in_bf16, without_autocast
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
+from llmscale.engine.kept_zeros import keep_zeros
 from llmscale.engine.muon import Muon
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.engine.silence_libraries import without_memory_prints
@@ -87,6 +88,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     forget_second_copies(engine)
     if isinstance(optimizer, Muon):
         optimizer.bind(engine, tensors)
+    if config.keep_zeros:
+        keep_zeros(model, tensors.kinds)
     keep_gradient_norm_of_plain_optimizer(engine)
     return engine
 

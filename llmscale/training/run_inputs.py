@@ -156,6 +156,11 @@ def _check_run_folder(config: RunConfig) -> None:
             f"{flag} begins a new run, but {checkpoints_folder(config.run)} already holds {existing.name}. "
             "Name another --run folder, or drop the flag to continue."
         )
+    if config.keep_zeros and not (existing or config.init_from or config.resume not in ("auto", "none")):
+        raise ConfigError(
+            "--keep-zeros has no zeros to keep in a model that begins at random. Name a pruned one with --init-from "
+            "(llmscale prune RUN --to FOLDER writes one), or leave the flag out."
+        )
     if config.init_from and config.resume not in ("auto", "none"):
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
     # A checkpoint that is not there is found before anything is built.
