@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
+from llmscale.config.arguments import parse_run_config
+from tests.checkpoint.written import sign
 from tests.conftest import HANG_S
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -142,6 +145,33 @@ def test_arguments_reach_the_supervisor_unchanged(slurm: Callable[..., subproces
     assert arguments == ["launch", "--launcher", "slurm", "--slots", "1", "--", *AWKWARD]
     assert not list(tmp_path.rglob("owned"))
     assert requeues(tmp_path) == []
+
+
+def test_a_requeued_job_does_not_begin_its_run_again(
+    slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    """Once the beginning has been saved: with --init-from the run would be refused, with --resume go back each time."""
+    run, weights = tmp_path / "run", tmp_path / "weights"
+
+    def arguments(flag: str, restart: int, job_id: str) -> list[str]:
+        given = ("--run", str(run), flag, str(weights))
+        job = slurm("train.sbatch", *given, SLURM_RESTART_COUNT=str(restart), SLURM_JOB_ID=job_id)
+        output = job.communicate(timeout=HANG_S)[0]
+        assert job.returncode == 0, output
+        passed: list[str] = json.loads((tmp_path / "records" / "arguments").read_text())
+        return passed[passed.index("--") + 1 :]
+
+    for flag, job_id in (("--init-from", "1"), ("--resume", "2")):
+        begun = ["--run", str(run), flag, str(weights)]
+        assert arguments(flag, 0, job_id) == begun
+        assert arguments(flag, 1, job_id) == begun, "nothing was saved, so it has not begun"
+        saved = checkpoints_folder(run) / checkpoint_name(int(job_id))
+        saved.mkdir(parents=True)
+        sign(saved, int(job_id))
+        continued = arguments(flag, 2, job_id)
+        assert continued[:4] == ["--run", str(run), "--resume", "auto"]
+        assert parse_run_config(continued).init_from is None
+    assert arguments("--resume", 0, "3") == begun, "another job that goes back"
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])

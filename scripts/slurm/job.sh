@@ -37,6 +37,15 @@ pass_on() {
     fi
 }
 
+# choose_arguments ARGUMENTS OF TRAIN.PY...: those of this start of the job, in TRAIN_ARGUMENTS.
+choose_arguments() {
+    mapfile -d '' -t TRAIN_ARGUMENTS < <(python scripts/slurm/job_arguments.py "$@")
+    # One that could not even start has said why; train.py goes on with what there is.
+    if ((${#TRAIN_ARGUMENTS[@]} == 0)); then
+        TRAIN_ARGUMENTS=("$@")
+    fi
+}
+
 # run_training COMMAND...: its exit status, whatever signals come meanwhile.
 run_training() {
     local status name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from llmscale.checkpoint.history import find_checkpoints
 from llmscale.config.run_config import RunConfig
 
 #: Each takes one value.
@@ -26,6 +27,14 @@ def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
     kept += ["--resume", "auto"]
     # Said by a run file, perhaps.
     return kept if config.init_from is None else [*kept, "--init-from", "null"]
+
+
+def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
+    """(history, step) of what the run has saved: once there is more of it, it has begun. Not looked at where a restart
+    needs no other arguments."""
+    if not begins_somewhere(config):
+        return set()
+    return {(saved.history.number, saved.step) for saved in find_checkpoints(config.run).current}
 
 
 def begins_somewhere(config: RunConfig) -> bool:

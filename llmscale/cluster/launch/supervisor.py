@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
-from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
+from llmscale.checkpoint.history import list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Limits
 from llmscale.cluster.launch.attempt_log import Attempt, attempt_logs, next_number, read_attempts, write_attempt
@@ -19,7 +19,7 @@ from llmscale.cluster.launch.listener import Listener
 from llmscale.cluster.launch.messages import Hello
 from llmscale.cluster.launch.outcome import Outcome
 from llmscale.cluster.launch.reach import Reach
-from llmscale.cluster.launch.restart_arguments import begins_somewhere, restart_arguments
+from llmscale.cluster.launch.restart_arguments import restart_arguments, saved_checkpoints
 from llmscale.cluster.launch.retry import RetryPolicy, decide
 from llmscale.config.arguments import parse_run_config
 from llmscale.errors import ConfigError
@@ -73,7 +73,7 @@ class Supervisor:
         claim = RunFolderClaim(self._run, LAUNCH_LOCK_NAME)
         try:
             claim.take()
-            self._saved_before = self._saved()
+            self._saved_before = saved_checkpoints(self._config)
             self._close_open_attempt()
             while True:
                 attempt = self._one_attempt()
@@ -110,15 +110,9 @@ class Supervisor:
 
     def _arguments(self) -> list[str]:
         """train.py's arguments for the next attempt."""
-        if not self._attempts or self._saved() <= self._saved_before:
+        if not self._attempts or saved_checkpoints(self._config) <= self._saved_before:
             return list(self._options.arguments)
         return restart_arguments(self._options.arguments, self._config)
-
-    def _saved(self) -> set[tuple[int, int]]:
-        """(history, step) of the run's checkpoints; not looked at where a restart needs no other arguments."""
-        if not begins_somewhere(self._config):
-            return set()
-        return {(saved.history.number, saved.step) for saved in find_checkpoints(self._run).current}
 
     def _close_open_attempt(self) -> None:
         """The attempt of a supervisor that was killed has no end yet."""
