@@ -32,7 +32,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `report`."""
     parser = subparsers.add_parser(
         "report",
-        description="Without a file, each run's curve in the terminal. Several runs are drawn over each other in files.",
+        description="Without a file, each run's curve in the terminal; in files, several runs over each other.",
         epilog="Example: llmscale report runs/a runs/b --html report.html",
     )
     parser.add_argument("runs", type=flag_type.path, nargs="+", metavar="RUN", help="run folder of train.py")

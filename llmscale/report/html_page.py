@@ -41,4 +41,4 @@ def embed_json(value: object) -> str:
 
 
 def _read(name: str) -> str:
-    return resources.files("llmscale.report").joinpath("page", name).read_text(encoding="utf-8")
+    return resources.files("llmscale.report").joinpath(f"page/{name}").read_text(encoding="utf-8")

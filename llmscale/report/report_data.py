@@ -49,12 +49,28 @@ def build_report(folders: Sequence[Path]) -> Json:
         history = load_history(folder)
         runs.append(_Run(name, folder, history, load_facts(folder, history)))
     most = max(LEAST_POINTS, min(MOST_POINTS, MOST_POINTS_OF_ALL // len(runs)))
+    unit, notes = _choose_unit(runs)
     return {
         "llmscale": __version__,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "unit": unit,
+        "notes": [*notes, *(note for run in runs for note in _notes(run, len(runs)))],
         "runs": [_describe(run, most) for run in runs],
         "differences": _differences(runs),
     }
+
+
+def _choose_unit(runs: Sequence[_Run]) -> tuple[str, list[str]]:
+    """`nats` per token, or `bits` per byte where only these compare the runs, and what a reader must know of that."""
+    tokenizers = {run.facts.tokenizer for run in runs}
+    if len(tokenizers) == 1 and (len(runs) == 1 or None not in tokenizers):
+        return "nats", []
+    unknown = [run for run in runs if run.facts.bytes_per_token is None]
+    why = [f"{run.name}: bits per byte are not known, because {run.facts.why_no_bytes}." for run in unknown]
+    if len(unknown) == len(runs):
+        said = "Which tokenizers the runs have is not known" if tokenizers == {None} else "The runs' tokenizers differ"
+        return "nats", [f"{said}: losses in nats per token compare only runs of the same one.", *why]
+    return "bits", ["The runs' tokenizers differ or are not known: losses are drawn in bits per byte.", *why]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
@@ -74,7 +90,6 @@ def _describe(run: _Run, most: int) -> Json:
     return {
         "name": run.name,
         "folder": make_visible_line(str(run.folder)),
-        "notes": list(_notes(history)),
         "num_parameters": shape.num_parameters if shape else None,
         "flops_per_token": shape.flops_per_token if shape else None,
         "tokenizer": facts.tokenizer,
@@ -146,9 +161,8 @@ def _time_shares(history: RunHistory) -> Json:
         shares = sums / sums.sum(0)
     if np.isnan(shares).all():
         return {}
-    return {"steps": [history.steps.steps[end - 1] for end in ends[1:]]} | {
-        name.removesuffix("_s"): _column(share) for name, share in zip(phases, shares, strict=True)
-    }
+    columns_of = {name.removesuffix("_s"): _column(share) for name, share in zip(phases, shares, strict=True)}
+    return {"steps": [history.steps.steps[end - 1] for end in ends[1:]], **columns_of}
 
 
 def _validation(history: RunHistory, most: int) -> Json:
@@ -270,16 +284,17 @@ def _bits(losses: Sequence[float], bytes_per_token: float | None) -> float | Non
     return _rounded(losses[0] / _NATS_PER_BIT / bytes_per_token) if losses and bytes_per_token else None
 
 
-def _notes(history: RunHistory) -> Iterable[str]:
-    """What the file did not say."""
+def _notes(run: _Run, num_runs: int) -> Iterable[str]:
+    """What the metrics did not say, or are not drawn from."""
+    history, name = run.history, f"{run.name}: " if num_runs > 1 else ""
     if history.num_bad_lines:
         lines = "lines are" if history.num_bad_lines > 1 else "line is"
-        yield f"{history.num_bad_lines:,} {lines} not readable and left out"
+        yield f"{name}{history.num_bad_lines:,} {lines} not readable and left out"
     if history.is_torn:
-        yield "the last line is half-written and left out"
+        yield f"{name}the last line is half-written and left out"
     if history.num_abandoned:
         steps = "records of steps" if history.num_abandoned > 1 else "record of a step"
-        yield f"{history.num_abandoned:,} {steps} that a restart went back from are not drawn"
+        yield f"{name}{history.num_abandoned:,} {steps} that a restart went back from, not drawn"
 
 
 def _differences(runs: Sequence[_Run]) -> list[Json]:

@@ -54,7 +54,8 @@ class StepColumns:
         """Forget what lies beyond a step."""
         if self.steps and self.steps[-1] > last_step:
             kept = bisect_right(self.steps, last_step)
-            for column in (self.steps, *self.values.values()):
+            del self.steps[kept:]
+            for column in self.values.values():
                 del column[kept:]
 
     def extend(self, other: StepColumns) -> None:

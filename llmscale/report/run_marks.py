@@ -37,16 +37,16 @@ def find_marks(history: RunHistory) -> list[Mark]:
     for step, record in history.of_kind("event"):
         event = str(record["event"])
         if event == "start":
-            kind, (text, short) = "start", _start(record, start)
+            mark = Mark(step, "start", *_start(record, start))
             start = record
         elif event in _EVENTS:
             kind, describe = _EVENTS[event]
-            text, short = describe(record)
+            mark = Mark(step, kind, *describe(record))
         else:
             continue
-        left[kind] -= 1
-        if left[kind] >= 0:
-            marks.append(Mark(step, kind, text, short))
+        left[mark.kind] -= 1
+        if left[mark.kind] >= 0:
+            marks.append(mark)
     marks += islice(_lost_stretches(history), MOST_MARKS)
     return sorted(marks, key=lambda mark: mark.step)
 
@@ -99,9 +99,12 @@ def _lost_stretches(history: RunHistory) -> Iterator[Mark]:
             first = None
 
 
+_SPIKE = {"loss_z": "z-score of the loss", "grad_norm": "gradient norm", "grad_norm_z": "its z-score"}
+
+
 def _spike(record: Record) -> tuple[str, str]:
     said = [f"loss {as_number(record.get('loss')):.4g}"]
-    for key, words in (("loss_z", "z-score of the loss"), ("grad_norm", "gradient norm"), ("grad_norm_z", "its z-score")):
+    for key, words in _SPIKE.items():
         if not math.isnan(value := as_number(record.get(key))):
             said.append(f"{words} {value:.3g}")
     said += [f"{key} {show(record[key])}" for key in ("samples", "checkpoint") if record.get(key) is not None]

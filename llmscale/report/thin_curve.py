@@ -23,7 +23,8 @@ def thin(values: Sequence[float], most: int) -> NDArray[np.int64]:
     gaps = np.isnan(stretches)
     starts = np.arange(rows) * width
     # Where a stretch holds no number at all, argmin and argmax are its first value.
-    chosen = [starts + np.where(gaps, np.inf, stretches).argmin(1), starts + np.where(gaps, -np.inf, stretches).argmax(1)]
+    lowest, highest = np.where(gaps, np.inf, stretches).argmin(1), np.where(gaps, -np.inf, stretches).argmax(1)
+    chosen = [starts + lowest, starts + highest]
     with_gap = gaps.any(1)
     chosen.append((starts + gaps.argmax(1))[with_gap])
     indices = np.unique(np.concatenate([*chosen, [0, len(column) - 1]]))

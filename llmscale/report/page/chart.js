@@ -2,11 +2,13 @@
 
 const PLOT_HEIGHT = 250, WIDE_HEIGHT = 360, TIP_GAP = 14, MARK_REACH = 6;
 const FEW = 20; // points of a curve that are drawn as points too
+const INCREMENTS = Array.from({ length: 60 }, (_, n) => n - 25).flatMap((power) => [1, 2, 5].map((mantissa) => Number(`${mantissa}e${power}`)));
 const MARK_SIGNS = { spike: "▲", nonfinite: "✕", slow: "◆" };
 
 class Chart {
   // spec: {title, unit, note?, wide?, keys?, group, logY?, logX?, xLabel, formatX, formatY, range?, curves, marks}
-  // curve: {label, colour, dash, width, alpha?, points?, fill?, xs, ys, hidden?, quiet?, stepped?, shown?}
+  // curve: {label, colour, dash, width, alpha?, points?, bare?, fill?, xs, ys, quiet?, stepped?, shown?}
+  // `bare`: no points; `quiet`: no line in the tip; `shown`: what the tip says instead of ys.
   // mark: {x, kind, text, short, colour}
   constructor(spec, box, linked) {
     this.spec = spec;
@@ -31,6 +33,9 @@ class Chart {
     const joined = tables.every(([xs]) => xs === tables[0][0]) ? [tables[0][0], ...tables.map(([, ys]) => ys)] : uPlot.join(tables);
     this.data = joined;
     this.plot = new uPlot(this.options(), joined, this.place);
+    // A cursor that another chart leads shows no tip.
+    this.plot.over.addEventListener("mouseenter", () => (this.isUnderMouse = true));
+    this.plot.over.addEventListener("mouseleave", () => { this.isUnderMouse = false; this.tip.style.display = "none"; });
     const shown = range || spec.whole;
     if (shown) this.plot.setScale("x", { min: shown[0], max: shown[1] });
   }
@@ -57,8 +62,8 @@ class Chart {
         y: spec.logY ? { distr: 3, range: (u, low, high) => (low == null ? [1, 10] : [low / 1.1, high * 1.1]) } : { range: spec.range || ((u, low, high) => padded(low, high)) },
       },
       axes: [
-        { ...axis, label: spec.xLabel, labelSize: 18, labelGap: 0, size: 26, gap: 3, space: 70, values: (u, splits) => (spec.ticksX || (spec.logX ? logLabels : tickLabels))(splits), ...(spec.logX ? logAxis(70) : {}) },
-        { ...axis, size: (u, values) => 14 + 6.8 * Math.max(3, ...(values || []).map((text) => (text || "").length)), gap: 4, space: 34,
+        { ...axis, incrs: spec.whole && spec.wholeTicks ? INCREMENTS.filter((size) => size >= 1) : INCREMENTS, label: spec.xLabel, labelSize: 18, labelGap: 0, size: 26, gap: 3, space: 70, values: (u, splits) => (spec.ticksX || (spec.logX ? logLabels : tickLabels))(splits), ...(spec.logX ? logAxis(70) : {}) },
+        { ...axis, incrs: INCREMENTS, size: (u, values) => 14 + 6.8 * Math.max(3, ...(values || []).map((text) => (text || "").length)), gap: 4, space: 34,
           values: (u, splits) => (spec.logY && splits.length && splits.at(-1) / splits[0] >= 5 ? logLabels : tickLabels)(splits), ...(spec.logY ? logAxis(34) : {}) },
       ],
       series: [{}, ...spec.curves.map((curve) => this.series(curve))],
@@ -74,7 +79,7 @@ class Chart {
     const few = curve.ys.length <= FEW;
     const made = {
       label: curve.label, stroke: withAlpha(curve.colour, curve.alpha ?? 1), width: curve.width ?? 1.75, dash: curve.dash && curve.dash.length ? curve.dash : undefined,
-      points: { show: Boolean(curve.points || few) && !curve.quiet && !curve.fill && !curve.stepped, size: curve.points && !curve.alone ? 6 : 4, fill: curve.colour, stroke: curve.colour },
+      points: { show: Boolean(curve.points || few) && !curve.quiet && !curve.fill && !curve.stepped && !curve.bare, size: curve.points && !curve.alone ? 6 : 4, fill: curve.colour, stroke: curve.colour },
     };
     if (curve.fill) made.fill = curve.colour;
     if (curve.stepped) made.paths = uPlot.paths.stepped({ align: 1 });
@@ -84,8 +89,7 @@ class Chart {
   showTip(u) {
     const { spec } = this;
     const { left, top } = u.cursor;
-    // A cursor that another chart leads has no event of its own.
-    if (left == null || left < 0 || !u.cursor.event || !this.place.matches(":hover")) return void (this.tip.style.display = "none");
+    if (left == null || left < 0 || !this.isUnderMouse) return void (this.tip.style.display = "none");
     const x = u.posToVal(left, "x");
     const rows = [];
     spec.curves.forEach((curve, i) => {
@@ -125,7 +129,7 @@ const logAxis = (space) => ({
 
 // What stands alone between gaps, which no line shows.
 function loners(curve) {
-  if (curve.points || curve.fill || curve.quiet || curve.ys.length <= FEW) return [];
+  if (curve.points || curve.fill || curve.quiet || curve.bare || curve.ys.length <= FEW) return [];
   const alone = curve.ys.map((y, i) => i).filter((i) => curve.ys[i] != null && curve.ys[i - 1] == null && curve.ys[i + 1] == null);
   return alone.length ? [{ ...curve, xs: alone.map((i) => curve.xs[i]), ys: alone.map((i) => curve.ys[i]), points: true, alone: true }] : [];
 }

@@ -114,18 +114,18 @@ class ChartList {
   all() {
     const unit = this.view.unit === "bits" ? "bits per byte" : "nats per token";
     const marks = this.marks();
-    const common = { group: "x", whole: this.whole, xLabel: this.xLabel, ticksX: this.view.axis === "flops" ? exponents : null, formatX: this.formatX, marks };
+    const common = { group: "x", whole: this.whole, xLabel: this.xLabel, wholeTicks: this.view.axis === "steps", ticksX: this.view.axis === "flops" ? exponents : null, formatX: this.formatX, marks };
     const logY = this.view.logLoss;
     const chart = (section, title, unit, curves, more = {}) => ({ section, title, unit, curves, ...common, ...more });
     const norms = this.lines("grad_norm", undefined, { positive: true });
-    const validation = this.validations((run) => (this.several ? `${run.name}, validation` : "validation"));
     const training = this.losses("loss");
     if (!this.several) training.filter((curve) => !curve.quiet).forEach((curve) => (curve.label = "training"));
-    const onLoss = validation.map((curve) => ({ ...curve, dash: [7, 4], colour: this.several ? curve.colour : colourOf(1) }));
+    // Of several runs the validation has a chart of its own alone: twice as many curves are too many.
+    const onLoss = this.several ? [] : this.validations(() => "validation").map((curve) => ({ ...curve, dash: [7, 4], colour: colourOf(1) }));
     const list = [
-      chart("Loss", "Training and validation loss", unit, [...training, ...onLoss], {
+      chart("Loss", onLoss.length ? "Training and validation loss" : "Training loss", unit, [...training, ...onLoss], {
         wide: true, logY, words: !this.several,
-        keys: [["training", swatch(this.several ? variable("--faint") : colourOf(0), [])], ...(onLoss.length ? [["validation", swatch(this.several ? variable("--faint") : colourOf(1), [7, 4])]] : [])],
+        keys: onLoss.length ? [["training", swatch(colourOf(0), [])], ["validation", swatch(colourOf(1), [7, 4])]] : null,
       }),
       chart("Loss", "Validation loss", unit, this.validations(), { logY }),
       this.againstLaw(),
@@ -225,7 +225,7 @@ class ChartList {
       if (!starts.length) return [];
       const end = run.axis.steps.at(-1), values = starts.map((start) => start.bytes / 2 ** 30);
       return [{
-        label: this.several ? `${run.name}, estimated` : "estimated", colour: this.several ? colourOf(run.index) : colourOf(1), dash: [7, 4], stepped: true,
+        label: this.several ? `${run.name}, estimated` : "estimated", colour: this.several ? colourOf(run.index) : colourOf(1), dash: this.several ? [2, 4] : [7, 4], width: this.several ? 1.25 : 1.75, stepped: true,
         xs: this.x(run, [...new Set([...starts.map((start) => start.step), end])]),
         ys: [...new Set([...starts.map((start) => start.step), end])].map((step) => values[starts.findLastIndex((start) => start.step <= step)]),
       }];
@@ -233,22 +233,24 @@ class ChartList {
     const onCpu = this.runs.some((run) => run.estimated_memory.some((start) => start.device === "cpu"));
     return chart("Speed and memory", "Memory of one rank", "GiB at the peak", [...measured, ...estimated], {
       range: (u, low, high) => [0, high == null ? 1 : high * 1.08],
-      keys: estimated.length ? [["measured", swatch(this.several ? variable("--faint") : colourOf(0), [])], ["estimated", swatch(this.several ? variable("--faint") : colourOf(1), [7, 4])]] : null,
+      keys: estimated.length ? [["measured", swatch(this.several ? variable("--faint") : colourOf(0), [])], ["estimated", this.several ? swatch(variable("--faint"), [2, 4]) : swatch(colourOf(1), [7, 4])]] : null,
       note: onCpu && estimated.length ? "On a CPU the measured memory is all that the main rank's process holds, libraries included; the estimate is of a GPU's." : null,
     });
   }
 
   againstLaw() {
     const runs = this.runs.filter((run) => run.law && run.law.tokens.length && run.curves.loss);
-    const highest = Math.max(...runs.map((run) => Math.max(...run.curves.loss.values.map((loss) => loss ?? 0))));
+    const measured = Math.max(...runs.map((run) => Math.max(...run.curves.loss.values.map((loss) => loss ?? 0))));
     const curves = runs.flatMap((run) => {
       const { values, steps } = run.curves.loss, at = steps || run.axis.steps;
-      const colour = colourOf(run.index), expected = run.law.loss.map((loss) => (loss <= highest * 1.05 ? loss : null));
-      const name = this.several ? `${run.name}, ` : "";
+      // After few tokens the law expects far more than any model has.
+      const highest = 1.1 * Math.max(measured, run.law.loss.at(-1));
+      const low = (losses) => losses.map((loss) => (loss <= highest ? loss : null));
+      const colour = colourOf(run.index), name = this.several ? `${run.name}, ` : "", xs = run.law.tokens;
       return [
         { label: `${name}measured`, colour, dash: dashOf(run.index), xs: interpolate(at, run.axis.steps, run.axis.tokens), ys: smooth(at, values, Math.max(this.halfLife, this.lastStep * 0.002)) },
-        { label: `${name}expected at this size`, colour: this.several ? colour : colourOf(1), dash: [7, 4], xs: run.law.tokens, ys: expected, quiet: expected.every((loss) => loss == null) },
-        ...(this.several ? [] : [{ label: "compute-optimal", colour: colourOf(2), dash: [2, 3], xs: run.law.tokens, ys: run.law.optimal_loss }]),
+        { label: `${name}expected at this size`, colour: this.several ? colour : colourOf(1), dash: [7, 4], xs, ys: low(run.law.loss), bare: true },
+        ...(this.several ? [] : [{ label: "best for the same FLOPs", colour: colourOf(2), dash: [2, 3], xs, ys: low(run.law.optimal_loss), bare: true }]),
       ];
     });
     const grey = variable("--faint");

@@ -8,6 +8,9 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto" };
 view.choose = (index) => { view.one = index; drawAll(); };
 
+// report.html#axis=tokens&unit=bits&theme=dark opens with these.
+const CHOICES = { axis: Object.keys(X_AXES), unit: ["nats", "bits"], theme: ["auto", "light", "dark"] };
+
 let charts = [];
 let zoom = null;
 let isZooming = false;
@@ -94,27 +97,15 @@ function legendEntry(run) {
     swatch(colourOf(run.index), dashOf(run.index)), element("span", null, run.name));
 }
 
-function notes() {
-  const said = data.runs.flatMap((run) => run.notes.map((note) => (data.runs.length > 1 ? `${run.name}: ${note}` : note)));
-  const tokenizers = new Set(data.runs.map((run) => run.tokenizer));
-  if (data.runs.length > 1 && tokenizers.size > 1) {
-    const unknown = data.runs.filter((run) => !run.bytes_per_token && !run.validation.bits_per_byte);
-    said.push(unknown.length
-      ? "The runs have different tokenizers or do not say theirs: losses in nats per token are not comparable between these."
-      : "The runs have different tokenizers, so their losses are compared in bits per byte.");
-    for (const run of unknown) said.push(`${run.name}: its bits per byte are not known, because ${run.why_no_bytes_per_token}.`);
-    if (unknown.length < data.runs.length) view.unit = "bits";
-  }
-  return said;
-}
-
 function begin() {
   document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
   const [first] = data.runs;
   byId("title").textContent = data.runs.length === 1 ? first.name : `${data.runs.length} runs`;
   byId("subtitle").textContent = `${data.runs.length === 1 ? `${first.folder} · ${first.summary.ended} · ` : ""}report of llmscale ${data.llmscale}, ${data.created.replace("T", " ").replace("+00:00", " UTC")}`;
-  const said = notes();
-  if (said.length) document.querySelector("header").append(element("ul", { class: "notes" }, said.map((note) => element("li", null, note))));
+  if (data.notes.length) document.querySelector("header").append(element("ul", { class: "notes" }, data.notes.map((note) => element("li", null, note))));
+  view.unit = data.unit;
+  for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
+    if (CHOICES[key] && CHOICES[key].includes(value)) view[key] = value;
   const points = Math.max(...data.runs.map((run) => run.axis.steps.length));
   view.smoothing = points >= 100 ? 45 : 0;
   const slider = byId("smoothing");
