@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
-from llmscale.config.limits import MAX_STEPS
+from llmscale.config.limits import MAX_STEPS, MAX_TOKENS
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME, METRICS_VERSION
@@ -28,6 +28,7 @@ OF_SET = "loss of "
 MAX_SETS = 32
 #: What a training record must say to be one.
 _NEEDED = ("tokens_seen", "tokens_per_second")
+_LARGEST = 3.5e38
 Record = Mapping[str, object]
 
 
@@ -146,19 +147,21 @@ def load_history(run: Path) -> RunHistory:
     wrote them."""
     # One for each history that the run began (checkpoint/history.py); `path` leads to the last.
     by_number: dict[int, RunHistory] = {}
-    whole, path, step, num_train = RunHistory(), History(), 0, 0
+    whole, path, last_step, num_train = RunHistory(), History(), 0, 0
     for record in _read(run, whole):
-        step = _step(record, step)
+        step = _step(record, last_step)
+        if record["kind"] == "train" or record.get("event") == "start":
+            last_step = step
         if record.get("event") == "start":
             _check_version(run, record)
             path = parse_history(record["history"], record["branches"], METRICS_NAME)
             by_number.setdefault(path.number, RunHistory()).cut(step)
         by_number.setdefault(path.number, RunHistory()).add(step, record)
         num_train += record["kind"] == "train"
-    for number, last_step in path.branches:
+    for number, left_at in path.branches:
         # Once each: a file may name any branches.
         whole.extend(by_number.pop(number, RunHistory()))
-        whole.cut(last_step)
+        whole.cut(left_at)
     whole.extend(by_number.pop(path.number, RunHistory()))
     if not whole.steps.steps:
         raise ConfigError(f"{run / METRICS_NAME} holds no training step yet.")
@@ -177,10 +180,11 @@ def load_run_manifest(run: Path) -> Manifest | None:
 
 
 def as_number(value: object) -> float:
-    """A number of a record; NaN for what is none. metrics.jsonl says null for NaN and infinity."""
+    """A number of a record; NaN for what is none, or beyond what fp32 holds. metrics.jsonl says null for NaN and
+    infinity."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     number = float(value) if is_number else math.nan  # type: ignore[arg-type]  # it is one
-    return number if math.isfinite(number) else math.nan
+    return number if abs(number) <= _LARGEST else math.nan
 
 
 def _unknown(count: int) -> array[float]:
@@ -191,10 +195,10 @@ def _step_of(entry: tuple[int, Record]) -> int:
     return entry[0]
 
 
-def _step(record: Record, before: int) -> int:
-    """A record's own step, or that of the record before it."""
+def _step(record: Record, last_step: int) -> int:
+    """A record's own step, or the last one that was trained."""
     step = record.get("step")
-    return step if is_count(step) else before
+    return step if is_count(step) else last_step
 
 
 def _read(run: Path, whole: RunHistory) -> Iterator[Record]:
@@ -225,7 +229,7 @@ def _is_record(record: Record) -> bool:
         return False
     if kind in ("train", "validation") and not _is_loss(record.get("loss", "")):
         return False
-    return kind != "train" or all(as_number(record.get(name)) >= 0 for name in _NEEDED)
+    return kind != "train" or all(0 <= as_number(record.get(name)) <= MAX_TOKENS for name in _NEEDED)
 
 
 def _is_loss(value: object) -> bool:

@@ -70,6 +70,8 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
     """Draw what report_data.build_report returned to `path`, as `png` or `svg`. Raises ConfigError without matplotlib,
     or when the file cannot be written."""
     pyplot = import_pyplot()
+    from matplotlib import ticker
+
     runs: Sequence[Run] = report["runs"]  # type: ignore[assignment]  # as report_data builds it
     panels = [panel for panel in _PANELS if any(_curve(panel, run) for run in runs)]
     rows = -(-len(panels) // 2)
@@ -87,6 +89,8 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
         unit = f", {_UNITS[str(report['unit'])]} (dashed: validation)" if panel.column == "loss" else ""
         axes.set_title(f"{panel.title}{unit}", fontsize=10, loc="left")
         axes.set_xlabel("step", fontsize=9)
+        axes.set_xlim(0, max(run["axis"]["steps"][-1] for run in runs) * 1.02)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
     for axes in cells[len(panels) :]:

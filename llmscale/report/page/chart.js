@@ -2,7 +2,7 @@
 
 const PLOT_HEIGHT = 250, WIDE_HEIGHT = 360, TIP_GAP = 14, MARK_REACH = 6;
 const FEW = 20; // points of a curve that are drawn as points too
-const INCREMENTS = Array.from({ length: 60 }, (_, n) => n - 25).flatMap((power) => [1, 2, 5].map((mantissa) => Number(`${mantissa}e${power}`)));
+const INCREMENTS = Array.from({ length: 66 }, (_, n) => n - 25).flatMap((power) => [1, 2, 5].map((mantissa) => Number(`${mantissa}e${power}`)));
 const MARK_SIGNS = { spike: "▲", nonfinite: "✕", slow: "◆" };
 
 class Chart {
@@ -90,14 +90,14 @@ class Chart {
     const { spec } = this;
     const { left, top } = u.cursor;
     if (left == null || left < 0 || !this.isUnderMouse) return void (this.tip.style.display = "none");
-    const x = u.posToVal(left, "x");
+    const x = u.cursor.idx == null ? u.posToVal(left, "x") : this.data[0][u.cursor.idx];
     const rows = [];
     spec.curves.forEach((curve, i) => {
       if (curve.quiet || curve.alone) return;
       const index = nearest(this.data[i + 1], u.cursor.idx);
       if (index < 0) return;
       const value = curve.shown ? curve.shown[index] : this.data[i + 1][index];
-      rows.push([value, element("div", null, swatch(curve.colour, curve.dash || [], curve.fill ? 8 : 2.5), element("span", null, curve.label), (spec.formatY || format)(value))]);
+      rows.push([value, element("div", null, swatch(curve.colour, curve.dash || [], curve.fill ? 8 : 2.5), element("span", null, curve.label), (spec.formatY || even)(value))]);
     });
     if (rows.length > 4 && !spec.keepOrder) rows.sort((a, b) => b[0] - a[0]);
     const near = spec.marks.filter((mark) => Math.abs(u.valToPos(mark.x, "x") - left) <= MARK_REACH).slice(0, 6);
@@ -134,6 +134,9 @@ function loners(curve) {
   return alone.length ? [{ ...curve, xs: alone.map((i) => curve.xs[i]), ys: alone.map((i) => curve.ys[i]), points: true, alone: true }] : [];
 }
 
+// Equally many digits below each other.
+const even = (value) => (Math.abs(value) >= 1e-3 && Math.abs(value) < 1000 ? value.toPrecision(4) : format(value));
+
 function nearest(values, index) {
   if (index == null) return -1;
   for (let distance = 0; distance < values.length; distance++) {
@@ -146,7 +149,7 @@ function nearest(values, index) {
 
 function padded(low, high) {
   if (low == null) return [0, 1];
-  const margin = high - low < 1e-3 * Math.abs(high) ? Math.max(1e-9, Math.abs(high) * 0.1) : (high - low) * 0.06;
+  const margin = high - low < 1e-3 * Math.abs(high) ? (high === 0 ? 1 : Math.abs(high) * 0.1) : (high - low) * 0.06;
   const bottom = low - margin;
   return [low >= 0 && (bottom < 0 || low < (high - low) * 0.15) ? 0 : bottom, high + margin];
 }

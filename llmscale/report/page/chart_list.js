@@ -29,7 +29,10 @@ class ChartList {
 
   // The part of the horizontal axis that the runs have together: all of their charts show it.
   get whole() {
-    const ends = this.runs.map((run) => this.x(run, [run.marks.length ? Math.min(run.marks[0].step, run.axis.steps[0]) : run.axis.steps[0], run.axis.steps.at(-1)]));
+    const ends = this.runs.map((run) => {
+      const { steps } = run.axis, others = [run.validation, ...run.evaluations].map((column) => column.steps.at(-1) ?? 0);
+      return this.x(run, [run.marks.length ? Math.min(run.marks[0].step, steps[0]) : steps[0], Math.max(steps.at(-1), ...others)]);
+    });
     const low = Math.min(...ends.map(([first]) => first)), high = Math.max(...ends.map(([, last]) => last));
     return high > low ? [low, high] : [low - Math.max(0.5, low * 0.05), high + Math.max(0.5, high * 0.05)];
   }
