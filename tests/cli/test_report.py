@@ -80,7 +80,6 @@ def test_several_runs_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[s
         (["--html", "no/such/folder/a.html"], "no/such/folder does not exist"),
         (["--json", "."], "is a folder"),
         (["--html", "a", "--json", "./a"], "are the same file"),
-        (["--png", "/proc/a.png"], "/proc"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_read(

@@ -158,10 +158,10 @@ function withAlpha(colour, alpha) {
   return alpha >= 1 ? colour : colour + Math.round(alpha * 255).toString(16).padStart(2, "0");
 }
 
-// Restarts as lines over the whole height, with words where there is room; other marks as signs above the plot.
+// Restarts as lines over the whole height, with words above where there is room; other marks as signs there.
 function drawMarks(u, spec) {
   const { ctx } = u, ratio = devicePixelRatio, { left, top, width, height } = u.bbox;
-  const faint = variable("--faint"), alarm = variable("--alarm"), card = variable("--card");
+  const faint = variable("--faint"), alarm = variable("--alarm");
   ctx.save();
   ctx.font = `${11 * ratio}px system-ui, sans-serif`;
   ctx.textBaseline = "middle";
@@ -179,13 +179,11 @@ function drawMarks(u, spec) {
     }
     line(ctx, at, top, height, mark.colour || withAlpha(faint, 0.75), [4 * ratio, 3 * ratio], ratio);
     if (!spec.words) continue;
-    const wide = ctx.measureText(mark.short).width, begins = at + 5 * ratio;
+    const wide = ctx.measureText(mark.short).width, begins = at;
     if (begins < free || begins + wide > left + width) continue;
     ctx.textAlign = "left";
-    ctx.fillStyle = card;
-    ctx.fillRect(begins - 2 * ratio, top + 3 * ratio, wide + 4 * ratio, 15 * ratio);
     ctx.fillStyle = faint;
-    ctx.fillText(mark.short, begins, top + 11 * ratio);
+    ctx.fillText(mark.short, begins, top - 7 * ratio);
     free = begins + wide + 12 * ratio;
   }
   ctx.restore();

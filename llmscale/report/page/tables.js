@@ -14,6 +14,7 @@ const SUMMARY = [
   { label: "starts", of: (run) => format(run.summary.starts) },
 ];
 
+const shortened = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 const runLabel = (run) => element("span", { style: "display:inline-flex;gap:7px;align-items:center" }, swatch(colourOf(run.index), dashOf(run.index)), run.name);
 
 function summary(runs) {
@@ -21,8 +22,8 @@ function summary(runs) {
   if (runs.length === 1)
     return element("div", { class: "tiles" }, shown.map(({ label, of, why }) =>
       element("div", { class: "tile" }, element("b", null, of(runs[0])), element("span", null, why ? `${label}, ${why}` : label))));
-  const columns = [{ label: "run", kind: "name" }, ...shown.map(({ label }) => ({ label, kind: "number" })), { label: "ended" }];
-  return table(columns, runs.map((run) => [runLabel(run), ...shown.map(({ of }) => of(run)), run.summary.ended]));
+  const columns = [{ label: "run", kind: "name" }, ...shown.map(({ label }) => ({ label, kind: "number" })), { label: "ended", kind: "name" }];
+  return table(columns, runs.map((run) => [runLabel(run), ...shown.map(({ of }) => of(run)), shortened(run.summary.ended, 48)]));
 }
 
 function lawTable(runs) {
