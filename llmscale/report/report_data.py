@@ -6,32 +6,36 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-import numpy as np
-
 from llmscale import __version__
 from llmscale.planning.scaling_laws import Interval
 from llmscale.report.against_law import Expectation, expect
-from llmscale.report.run_facts import RunFacts, load_facts, show
-from llmscale.report.run_history import OF_SET, RunHistory, as_number, load_history
+from llmscale.report.run_columns import (
+    Json,
+    build_column,
+    build_curves,
+    build_estimated_memory,
+    build_evaluations,
+    build_samples,
+    build_time_shares,
+    build_validation,
+    round_value,
+    training_hours,
+)
+from llmscale.report.run_facts import RunFacts, load_facts
+from llmscale.report.run_history import RunHistory, as_number, load_history
 from llmscale.report.run_marks import find_marks, how_it_ended
-from llmscale.report.thin_curve import spread, thin
-from llmscale.untrusted.terminal import make_visible, make_visible_line
+from llmscale.untrusted.terminal import make_visible_line
 
 #: Points of one curve, of all runs' curves of one kind, and the least that a curve has.
 MOST_POINTS, MOST_POINTS_OF_ALL, LEAST_POINTS = 20_000, 80_000, 2_000
-#: Over which shares of time are summed.
-MOST_STRETCHES = 100
-#: Of one run: a file may hold any number.
-MOST_SAMPLES, MOST_SAMPLE_LETTERS, MOST_EVALUATIONS = 200, 4_000, 64
 #: Of a report: beyond, nobody tells curves apart.
 MOST_RUNS = 64
 _NATS_PER_BIT = math.log(2)
-Json = dict[str, object]
 
 
 @dataclass(frozen=True)
@@ -93,139 +97,21 @@ def _describe(run: _Run, most: int) -> Json:
         "num_parameters": shape.num_parameters if shape else None,
         "flops_per_token": shape.flops_per_token if shape else None,
         "tokenizer": facts.tokenizer,
-        "bytes_per_token": _rounded(facts.bytes_per_token),
-        "validation_bytes_per_token": _rounded(facts.validation_bytes_per_token),
+        "bytes_per_token": round_value(facts.bytes_per_token),
+        "validation_bytes_per_token": round_value(facts.validation_bytes_per_token),
         "why_no_bytes_per_token": facts.why_no_bytes,
-        "unigram_entropy": _rounded(facts.unigram_entropy),
+        "unigram_entropy": round_value(facts.unigram_entropy),
         "summary": _summary(run, hours, law),
-        **_curves(history, hours, most),
-        "time_shares": _time_shares(history),
-        "validation": _validation(history, most),
-        "evaluations": _evaluations(history),
-        "estimated_memory": _estimated_memory(history),
+        **build_curves(history, hours, most),
+        "time_shares": build_time_shares(history),
+        "validation": build_validation(history, most),
+        "evaluations": build_evaluations(history),
+        "estimated_memory": build_estimated_memory(history),
         "law": _law(law),
         "marks": [dataclasses.asdict(mark) for mark in find_marks(history)],
-        "samples": _samples(history),
+        "samples": build_samples(history),
         "tables": facts.tables,
     }
-
-
-def training_hours(history: RunHistory) -> list[float]:
-    """Hours of training steps until each record: validation, sampling, checkpoints and starts are not in it, nor what a
-    restart went back from."""
-    steps = history.steps
-    tokens = np.asarray(steps.values["tokens_seen"])
-    # Of a run that began from another's checkpoint, only what it trained itself.
-    first_step = next((step for step, _ in history.of_kind("event", "start")), 0)
-    own = tokens[:1] * (1 - min(first_step, steps.steps[0]) / max(1, steps.steps[0]))
-    rates = np.asarray(steps.values["tokens_per_second"])
-    with np.errstate(divide="ignore", invalid="ignore"):
-        seconds = np.concatenate([own, np.maximum(0, np.diff(tokens))]) / rates
-    seconds[~np.isfinite(seconds)] = 0
-    total: list[float] = np.cumsum(seconds / 3600).tolist()
-    return total
-
-
-def _curves(history: RunHistory, hours: Sequence[float], most: int) -> Json:
-    """`axis`: step, tokens and hours, between which a page interpolates; `curves`: columns of the training records.
-
-    A curve without `steps` has those of the axis.
-    """
-    steps, columns = history.steps.steps, history.steps.values
-    kept = spread(len(steps), most)
-    axis: Json = {
-        "steps": [steps[index] for index in kept],
-        "tokens": _column(columns["tokens_seen"][index] for index in kept),
-        "hours": _column(hours[index] for index in kept),
-    }
-    curves: Json = {}
-    for name, values in columns.items():
-        if name == "tokens_seen" or all(map(math.isnan, values)):
-            continue
-        chosen = thin(values, most)
-        curve: Json = {"values": _column(values[index] for index in chosen)}
-        if len(steps) > most:
-            curve["steps"] = [steps[index] for index in chosen]
-        curves[make_visible_line(name[:80]) if name.startswith(OF_SET) else name] = curve
-    return {"axis": axis, "curves": curves}
-
-
-def _time_shares(history: RunHistory) -> Json:
-    """What part of a step each phase took, over equal stretches of records; `steps` are their last ones."""
-    columns = history.steps.values
-    phases = ("data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s")
-    seconds = np.nan_to_num(np.array([columns[name] for name in phases]))
-    ends = spread(len(history.steps.steps) + 1, MOST_STRETCHES + 1)
-    sums = np.add.reduceat(seconds, ends[:-1], axis=1)
-    with np.errstate(invalid="ignore"):
-        shares = sums / sums.sum(0)
-    if np.isnan(shares).all():
-        return {}
-    columns_of = {name.removesuffix("_s"): _column(share) for name, share in zip(phases, shares, strict=True)}
-    return {"steps": [history.steps.steps[end - 1] for end in ends[1:]], **columns_of}
-
-
-def _validation(history: RunHistory, most: int) -> Json:
-    records = history.of_kind("validation")
-    records = [records[index] for index in thin([as_number(record.get("loss")) for _, record in records], most)]
-    names = list(dict.fromkeys(name for _, record in records for name in _by_set(record)))[:32]
-    columns: Json = {
-        "steps": [step for step, _ in records],
-        "loss": _column(as_number(record.get("loss")) for _, record in records),
-    }
-    bits = [as_number(record.get("bits_per_byte")) for _, record in records]
-    if not all(map(math.isnan, bits)):
-        columns["bits_per_byte"] = _column(bits)
-    columns["by_set"] = {
-        show(name): _column(as_number(_by_set(record).get(name)) for _, record in records) for name in names
-    }
-    return columns
-
-
-def _by_set(record: Mapping[str, object]) -> Mapping[str, object]:
-    losses = record.get("loss_by_set")
-    return losses if isinstance(losses, dict) else {}
-
-
-def _evaluations(history: RunHistory) -> list[Json]:
-    """One column per task and value."""
-    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for step, record in history.of_kind("evaluation"):
-        task, values = record.get("task"), record.get("values")
-        if not isinstance(task, str) or not isinstance(values, dict):
-            continue
-        for name, value in values.items():
-            key = (show(task), show(name))
-            if not math.isnan(as_number(value)) and (key in found or len(found) < MOST_EVALUATIONS):
-                found.setdefault(key, []).append((step, as_number(value)))
-    return [
-        {"task": task, "value": name, "steps": [step for step, _ in points], "values": _column(v for _, v in points)}
-        for (task, name), points in found.items()
-    ]
-
-
-def _estimated_memory(history: RunHistory) -> list[Json]:
-    """Of each start that has an estimate, bytes of one rank's GPU memory; `device` says what was measured instead."""
-    starts = history.of_kind("event", "start")
-    return [
-        {"step": step, "bytes": as_number(record["estimated_bytes"]), "device": show(record.get("device"))}
-        for step, record in starts
-        if as_number(record.get("estimated_bytes")) > 0
-    ]
-
-
-def _samples(history: RunHistory) -> list[Json]:
-    """Text that the model wrote, of evenly spread steps where there is too much."""
-    records = [(step, record) for step, record in history.of_kind("sample") if isinstance(record.get("text"), str)]
-    samples = []
-    for index in spread(len(records), MOST_SAMPLES):
-        step, record = records[index]
-        texts = {
-            key: make_visible(value[:MOST_SAMPLE_LETTERS]) if isinstance(value := record.get(key), str) else ""
-            for key in ("prompt", "text")
-        }
-        samples.append({"step": step, **texts})
-    return samples
 
 
 def _expectation(run: _Run) -> Expectation | None:
@@ -242,9 +128,9 @@ def _law(law: Expectation | None) -> Json | None:
         "name": law.law,
         "source": law.source,
         "is_extrapolation": law.is_extrapolation,
-        "tokens": _column(law.tokens),
-        "loss": _column(law.loss),
-        "optimal_loss": _column(law.optimal_loss),
+        "tokens": build_column(law.tokens),
+        "loss": build_column(law.loss),
+        "optimal_loss": build_column(law.optimal_loss),
     }
 
 
@@ -261,27 +147,27 @@ def _summary(run: _Run, hours: Sequence[float], law: Expectation | None) -> Json
         "steps": history.steps.steps[-1],
         "total_steps": run.facts.total_steps,
         "tokens": int(columns["tokens_seen"][-1]),
-        "hours": _rounded(hours[-1]),
-        "loss": _rounded(finite[-1] if finite else None),
-        "validation_loss": _rounded(validations[-1] if validations else None),
-        "best_validation_loss": _rounded(min(validations, default=None)),
+        "hours": round_value(hours[-1]),
+        "loss": round_value(finite[-1] if finite else None),
+        "validation_loss": round_value(validations[-1] if validations else None),
+        "best_validation_loss": round_value(min(validations, default=None)),
         "bits_per_byte": _bits(validations[-1:], run.facts.validation_bytes_per_token),
-        "tokens_per_second": _rounded(history.median_tokens_per_second),
-        "mfu": _rounded(statistics.median(mfu) if mfu else None),
+        "tokens_per_second": round_value(history.median_tokens_per_second),
+        "mfu": round_value(statistics.median(mfu) if mfu else None),
         "peak_memory_bytes": int(max(peaks)) if peaks else None,
         "starts": len(history.of_kind("event", "start")),
         "abandoned_records": history.num_abandoned,
         "ended": how_it_ended(history),
-        "expected_loss": _rounded(interval.value if interval else as_number(final)),
-        "expected_loss_low": _rounded(interval.low if interval else None),
-        "expected_loss_high": _rounded(interval.high if interval else None),
-        "optimal_parameters": _rounded(law.optimal_parameters if law else None),
-        "optimal_tokens": _rounded(law.optimal_tokens if law else None),
+        "expected_loss": round_value(interval.value if interval else as_number(final)),
+        "expected_loss_low": round_value(interval.low if interval else None),
+        "expected_loss_high": round_value(interval.high if interval else None),
+        "optimal_parameters": round_value(law.optimal_parameters if law else None),
+        "optimal_tokens": round_value(law.optimal_tokens if law else None),
     }
 
 
 def _bits(losses: Sequence[float], bytes_per_token: float | None) -> float | None:
-    return _rounded(losses[0] / _NATS_PER_BIT / bytes_per_token) if losses and bytes_per_token else None
+    return round_value(losses[0] / _NATS_PER_BIT / bytes_per_token) if losses and bytes_per_token else None
 
 
 def _notes(run: _Run, num_runs: int) -> Iterable[str]:
@@ -308,15 +194,3 @@ def _differences(runs: Sequence[_Run]) -> list[Json]:
             if len(set(values)) > 1:
                 found.append({"section": section, "key": key, "values": values})
     return found
-
-
-def _column(values: Iterable[float]) -> list[float | int | None]:
-    """Six digits, more than a picture shows; null for what is no number."""
-    return [_rounded(value) for value in values]
-
-
-def _rounded(value: float | None) -> float | int | None:
-    if value is None or not math.isfinite(value):
-        return None
-    rounded = value if value == int(value) else float(f"{value:.6g}")
-    return int(rounded) if abs(rounded) < 1e15 and rounded == int(rounded) else rounded

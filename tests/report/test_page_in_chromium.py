@@ -1,4 +1,4 @@
-"""The page in a real browser: it draws, says nothing on its console, loads nothing, and runs nothing that a run says."""
+"""The page in a real browser: it draws without an error, loads nothing, and runs nothing that a run says."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ addEventListener("load", () => setTimeout(() => {
       title: document.title, notes: [...document.querySelectorAll(".notes li")].map((note) => note.textContent),
       text: document.getElementById("main").innerText.length,
     };
-    document.body.append(Object.assign(document.createElement("pre"), { id: "facts", textContent: JSON.stringify(facts) }));
+    const box = Object.assign(document.createElement("pre"), { id: "facts", textContent: JSON.stringify(facts) });
+    document.body.append(box);
   }, 100);
 }, 100));
 </script>

@@ -9,7 +9,8 @@ import pytest
 
 from llmscale.errors import ConfigError
 from llmscale.report import report_data
-from llmscale.report.report_data import LEAST_POINTS, build_report, training_hours
+from llmscale.report.report_data import LEAST_POINTS, build_report
+from llmscale.report.run_columns import training_hours
 from llmscale.report.run_history import load_history
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 

@@ -122,7 +122,7 @@ def test_what_a_newer_version_wrote_is_refused_in_one_line(write_run: Callable[.
     begins = json.loads(start(0)) | {"metrics_version": METRICS_VERSION}
     assert load_history(write_run(json.dumps(begins), train(1, 2.0))).train == {1: 2.0}
     newer = json.dumps(begins | {"metrics_version": METRICS_VERSION + 1})
-    with pytest.raises(ConfigError, match="newer llmscale.*pip install --upgrade") as error:
+    with pytest.raises(ConfigError, match=r"newer llmscale.*pip install --upgrade") as error:
         load_history(write_run(newer, train(1, 2.0)))
     assert "\n" not in str(error.value)
 
@@ -143,6 +143,7 @@ def test_sets_of_a_mix_have_columns_from_where_they_begin(write_run: Callable[..
         return json.dumps(json.loads(train(step, 1.0)) | {"loss_by_set": losses})
 
     columns = load_history(write_run(train(1, 1.0), mixed(2, a=2.0), mixed(3, b=3.0))).steps.values
-    assert [list(map(str, columns[f"loss of {name}"])) for name in "ab"] == [["nan", "2.0", "nan"], ["nan", "nan", "3.0"]]
+    found = {name: [str(loss) for loss in columns[f"loss of {name}"]] for name in "ab"}
+    assert found == {"a": ["nan", "2.0", "nan"], "b": ["nan", "nan", "3.0"]}
     many = {f"set{number}": 1.0 for number in range(1000)}
     assert len(load_history(write_run(mixed(1, **many))).steps.values) < 100

@@ -4,7 +4,7 @@
 const X_AXES = {
   steps: { label: "steps", format: (x) => `step ${format(x)}`, value: (run, steps) => steps },
   tokens: { label: "tokens", format: (x) => `${quantity(x, 4)} tokens`, value: (run, steps) => interpolate(steps, run.axis.steps, run.axis.tokens) },
-  hours: { label: "time in training steps, hours", format: (x) => duration(x), value: (run, steps) => interpolate(steps, run.axis.steps, run.axis.hours) },
+  hours: { value: (run, steps) => interpolate(steps, run.axis.steps, run.axis.hours) },
   flops: {
     label: "training FLOPs", format: (x) => `${format(x)} FLOPs`,
     value: (run, steps) => X_AXES.tokens.value(run, steps).map((tokens) => tokens * run.flops_per_token),
@@ -150,7 +150,6 @@ class ChartList {
   ofSets(chart, unit, logY) {
     const run = this.chosen((candidate) => Object.keys(candidate.validation.by_set || {}).length || ofSetNames(candidate).length);
     if (!run) return [];
-    const factor = 1; // sets of a mix have no one ratio of bytes to tokens
     const names = [...new Set([...ofSetNames(run), ...Object.keys(run.validation.by_set || {})])];
     const curves = names.flatMap((name, i) => {
       const colours = { colour: colourOf(i), dash: dashOf(i) };

@@ -49,7 +49,7 @@ function choice(box, options, chosen, choose) {
   );
 }
 
-// A table of columns {label, number?} and rows of cells: texts, or elements.
+// A table of columns {label, kind?} and rows of cells: texts, or elements. `kind` is a class of the style.
 function table(columns, rows) {
   const head = element("tr", null, columns.map((c) => element("th", { class: c.kind || null }, c.label)));
   const body = rows.map((cells) =>

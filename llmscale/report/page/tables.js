@@ -85,7 +85,7 @@ function settings(runs) {
   return runs.map((run) => {
     const sections = Object.entries(run.tables).filter(([, entries]) => Object.keys(entries).length);
     const tables = sections.map(([section, entries]) =>
-      element("details", { open: false }, element("summary", null, section), table([{ label: "setting", kind: "key" }, { label: "value" }], Object.entries(entries))));
+      element("details", null, element("summary", null, section), table([{ label: "setting", kind: "key" }, { label: "value" }], Object.entries(entries))));
     if (!tables.length) return null;
     if (runs.length === 1) return element("div", null, tables);
     return element("details", null, element("summary", null, runLabel(run)), element("div", { style: "padding:0 10px 4px" }, tables));
