@@ -19,7 +19,7 @@ COMMANDS = {
     "doctor": "check hosts, network, disks and configuration before a launch",
     "train": "train on this machine, on all of its GPUs",
     "launch": "train on many hosts, and go on when one of them fails",
-    "report": "a run's loss curve and results, in the terminal",
+    "report": "curves and results of runs: in the terminal, as a page, a picture or JSON",
     "sample": "generate text from a run's newest weights",
     "export": "a run's newest weights and tokenizer for Hugging Face transformers",
     "checkpoint": "list, show, verify and compare checkpoints",

@@ -1,16 +1,23 @@
-"""`llmscale report RUN`: the loss curve and the numbers that matter, in the terminal."""
+"""`llmscale report RUN...`: what became of runs, in the terminal, as a page, as a picture or as JSON."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.config import flag_type
+from llmscale.config.user_paths import check_output_file
 from llmscale.data.sample_log import read_recorded
+from llmscale.errors import ConfigError
+from llmscale.files.whole import write_output
 from llmscale.report.ascii_chart import draw_chart
-from llmscale.report.run_history import load_history, load_run_manifest
-from llmscale.untrusted.terminal import print_visible
+from llmscale.report.run_history import RunHistory, load_history, load_run_manifest
+from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -18,17 +25,102 @@ if TYPE_CHECKING:
     from llmscale.config.flag_parser import FlagParser
     from llmscale.data.shards.manifest import Manifest
 
+_OUTPUTS = ("html", "png", "svg", "json")
+
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `report`."""
-    parser = subparsers.add_parser("report")
-    parser.add_argument("run", type=flag_type.path, metavar="RUN", help="run folder of train.py")
+    parser = subparsers.add_parser(
+        "report",
+        description="Without a file, each run's curve in the terminal; in files, several runs over each other.",
+        epilog="Example: llmscale report runs/a runs/b --html report.html",
+    )
+    parser.add_argument("runs", type=flag_type.path, nargs="+", metavar="RUN", help="run folder of train.py")
+    files = parser.add_argument_group("files")
+    for name, what in (
+        ("html", "one page with every chart, for a browser; it loads nothing"),
+        ("png", "the main charts as a picture (needs matplotlib)"),
+        ("svg", "the same as a drawing (needs matplotlib)"),
+        ("json", "the numbers behind them"),
+    ):
+        files.add_argument(f"--{name}", type=flag_type.path, metavar="FILE", help=what)
     parser.set_defaults(handler=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    history = load_history(args.run)
-    manifest = load_run_manifest(args.run)
+    wanted = {name: path for name in _OUTPUTS if (path := getattr(args, name)) is not None}
+    _check(args.runs, wanted)
+    if not wanted:
+        for number, run in enumerate(args.runs):
+            if len(args.runs) > 1:
+                print_visible(f"{'' if number == 0 else chr(10)}{make_visible_line(str(run))}")
+            _print_run(run)
+        return 0
+    # Takes longer to import than the terminal's report takes.
+    from llmscale.report.report_data import build_report
+
+    report = build_report(args.runs)
+    for name, path in wanted.items():
+        _WRITERS[name](path, report)
+        print_visible(f"{path}: {path.stat().st_size / 1e3:,.0f} KB" if path.is_file() else f"{path}")
+    return 0
+
+
+def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
+    """Refuse, before anything is read, what could not be written."""
+    from llmscale.report.report_data import MOST_RUNS
+
+    if len(runs) > MOST_RUNS:
+        raise ConfigError(f"{len(runs)} runs are more than a report shows; name at most {MOST_RUNS}.")
+    for name, path in wanted.items():
+        check_output_file(f"--{name}", path, overwrite=True)
+    places = [path.resolve() for path in wanted.values()]
+    if len(set(places)) < len(places):
+        named = ", ".join(f"--{name} {path}" for name, path in wanted.items())
+        raise ConfigError(f"two of {named} are the same file; name another for each.")
+    if {"png", "svg"} & wanted.keys():
+        from llmscale.report.run_plot import import_pyplot
+
+        import_pyplot()
+
+
+def _write_page(path: Path, report: Mapping[str, object]) -> None:
+    from llmscale.report.html_page import build_page
+
+    runs = report["runs"]
+    assert isinstance(runs, list)
+    title = str(runs[0]["name"]) if len(runs) == 1 else f"{len(runs)} runs"
+    _write("--html", path, build_page(report, f"{title} - llmscale report"))
+
+
+def _write_json(path: Path, report: Mapping[str, object]) -> None:
+    _write("--json", path, json.dumps(report, allow_nan=False, indent=1) + "\n")
+
+
+def _write(flag: str, path: Path, content: str) -> None:
+    try:
+        write_output(path, content)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}.") from None
+
+
+def _write_picture(format: str, path: Path, report: Mapping[str, object]) -> None:
+    from llmscale.report.run_plot import plot_runs
+
+    plot_runs(path, report, format)
+
+
+_WRITERS: Mapping[str, Callable[[Path, Mapping[str, object]], None]] = {
+    "html": _write_page,
+    "png": partial(_write_picture, "png"),
+    "svg": partial(_write_picture, "svg"),
+    "json": _write_json,
+}
+
+
+def _print_run(run: Path) -> None:
+    history = load_history(run)
+    manifest = load_run_manifest(run)
     entropy = _entropy(manifest, "train")
     print("loss, nats per token: * training, o validation" + (", --- unigram entropy" if entropy else ""))
     print(draw_chart({"*": list(history.train.items()), "o": list(history.validation.items())}, entropy))
@@ -42,12 +134,18 @@ def _run(args: argparse.Namespace) -> int:
         f"progress         {last_step:,} steps, {history.tokens_seen[last_step]:,} tokens, "
         f"{history.median_tokens_per_second:,.0f} tokens/s"
     )
-    saved = list_checkpoints(args.run)
+    saved = list_checkpoints(run)
     print_visible(f"checkpoint       {saved[0] if saved else 'none yet'}")
-    gaps = read_recorded(args.run).gaps
+    _print_gaps(run, history)
+
+
+def _print_gaps(run: Path, history: RunHistory) -> None:
+    """What is missing from the run's records."""
+    if history.num_bad_lines:
+        print(f"metrics          {history.num_bad_lines:,} unreadable lines are left out")
+    gaps = read_recorded(run).gaps
     if gaps:
         print_visible(f"sample record    INCOMPLETE: {'; '.join(gaps)} missing")
-    return 0
 
 
 def _entropy(manifest: Manifest | None, split: str) -> float | None:

@@ -4,27 +4,104 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
+from llmscale.config.limits import MAX_STEPS, MAX_TOKENS
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.errors import CheckpointError, ConfigError, DataError
-from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME
-from llmscale.untrusted.documents import Rules, load_json, load_json_lines
+from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME, METRICS_VERSION
+from llmscale.untrusted.documents import BadLine, Rules, load_json, load_json_lines
+
+#: What a training record may say, in the names and units of training/metrics.py.
+COLUMNS = (
+    *("tokens_seen", "loss", "z_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "mfu"),
+    *("peak_memory_bytes", "data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s"),
+)
+#: Columns of the loss on each set of a mix begin so.
+OF_SET = "loss of "
+#: Sets of a mix that have a column: a file may name any number.
+MAX_SETS = 32
+#: What a training record must say to be one.
+_NEEDED = ("tokens_seen", "tokens_per_second")
+_LARGEST = 3.5e38
+Record = Mapping[str, object]
+
+
+@dataclass
+class StepColumns:
+    """Training records as columns of equal length, ascending by step; NaN where a record says nothing, null, or what is
+    no number."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
+
+    def append(self, step: int, record: Record) -> None:
+        """Add a record of a later step than the last."""
+        by_set = record.get("loss_by_set")
+        losses = {f"{OF_SET}{name}": value for name, value in by_set.items()} if isinstance(by_set, dict) else {}
+        for name in losses.keys() - self.values.keys():
+            if len(self.values) < len(COLUMNS) + MAX_SETS:
+                self.values[name] = _unknown(len(self.steps))
+        self.steps.append(step)
+        for name, column in self.values.items():
+            column.append(as_number((losses if name.startswith(OF_SET) else record).get(name)))
+
+    def cut(self, last_step: int) -> None:
+        """Forget what lies beyond a step."""
+        if self.steps and self.steps[-1] > last_step:
+            kept = bisect_right(self.steps, last_step)
+            del self.steps[kept:]
+            for column in self.values.values():
+                del column[kept:]
+
+    def extend(self, other: StepColumns) -> None:
+        """Go on with what another part has of later steps."""
+        first = bisect_right(other.steps, self.steps[-1]) if self.steps else 0
+        for name in other.values.keys() - self.values.keys():
+            self.values[name] = _unknown(len(self.steps))
+        self.steps.extend(other.steps[first:])
+        for name, column in self.values.items():
+            column.extend(other.values[name][first:] if name in other.values else _unknown(len(other.steps) - first))
 
 
 @dataclass
 class RunHistory:
-    """Losses in nats per token, by optimizer steps done."""
+    """Records by optimizer steps done. Losses are in nats per token."""
 
-    train: dict[int, float] = field(default_factory=dict)
-    validation: dict[int, float] = field(default_factory=dict)
-    tokens_seen: dict[int, int] = field(default_factory=dict)
-    tokens_per_second: dict[int, float] = field(default_factory=dict)
-    """All ranks, since the record before."""
+    steps: StepColumns = field(default_factory=StepColumns)
+    others: list[tuple[int, Record]] = field(default_factory=list)
+    """(step, record) of every other kind, ascending by step."""
+    num_bad_lines: int = 0
+    """Lines of the file that are no JSON object; one at its end that is half-written does not count."""
+    is_torn: bool = False
+    """Such a one ends the file."""
+    num_abandoned: int = 0
+    """Training records of steps that a restart went back from."""
+
+    @property
+    def train(self) -> dict[int, float]:
+        """The loss by step; NaN where it was NaN or infinite."""
+        return self._column("loss")
+
+    @property
+    def tokens_seen(self) -> dict[int, int]:
+        """Tokens trained on since step 0."""
+        return {step: int(value) for step, value in self._column("tokens_seen").items()}
+
+    @property
+    def tokens_per_second(self) -> dict[int, float]:
+        """All ranks, since the record before."""
+        return self._column("tokens_per_second")
+
+    @property
+    def validation(self) -> dict[int, float]:
+        """The loss by step."""
+        return {step: as_number(record.get("loss")) for step, record in self.of_kind("validation")}
 
     @property
     def median_tokens_per_second(self) -> float:
@@ -32,47 +109,63 @@ class RunHistory:
         rates = list(self.tokens_per_second.values())
         return statistics.median(rates[1:] or rates)
 
+    def of_kind(self, kind: str, event: str | None = None) -> list[tuple[int, Record]]:
+        """(step, record) of a kind; of events those of a name."""
+        return [
+            (step, record)
+            for step, record in self.others
+            if record.get("kind") == kind and (event is None or record.get("event") == event)
+        ]
+
+    def add(self, step: int, record: Record) -> None:
+        """Add one that a report shows."""
+        if record["kind"] == "train":
+            # A restart goes back to its checkpoint: what was logged beyond it belongs to no history.
+            self.cut(step - 1)
+            self.steps.append(step, record)
+        else:
+            # Behind all that are not later: an event may be of a step before the one that told of it.
+            self.others.insert(bisect_right(self.others, step, key=_step_of), (step, record))
+
     def cut(self, last_step: int) -> None:
         """Forget what lies beyond a step."""
-        for kept in self._by_step():
-            while kept and next(reversed(kept)) > last_step:
-                kept.popitem()
+        self.steps.cut(last_step)
+        del self.others[bisect_right(self.others, last_step, key=_step_of) :]
 
     def extend(self, other: RunHistory) -> None:
         """Go on with a later part."""
-        for kept, more in zip(self._by_step(), other._by_step(), strict=True):
-            kept.update(more)
+        self.steps.extend(other.steps)
+        first = bisect_left(other.others, self.others[-1][0], key=_step_of) if self.others else 0
+        self.others += other.others[first:]
 
-    def _by_step(self) -> tuple[dict[int, Any], ...]:
-        return self.train, self.validation, self.tokens_seen, self.tokens_per_second
+    def _column(self, name: str) -> dict[int, float]:
+        return dict(zip(self.steps.steps, self.steps.values[name], strict=True))
 
 
 def load_history(run: Path) -> RunHistory:
-    """Read a run folder's metrics. Raises ConfigError when there is none, or no step was logged yet."""
+    """Read a run folder's metrics. Raises ConfigError when there are none, no step was logged yet, or a newer llmscale
+    wrote them."""
     # One for each history that the run began (checkpoint/history.py); `path` leads to the last.
     by_number: dict[int, RunHistory] = {}
-    path = History()
-    for record in _records(run):
-        step = record["step"]
-        if record["kind"] == "event":
+    whole, path, last_step, num_train = RunHistory(), History(), 0, 0
+    for record in _read(run, whole):
+        step = _step(record, last_step)
+        if record["kind"] == "train" or record.get("event") == "start":
+            last_step = step
+        if record.get("event") == "start":
+            _check_version(run, record)
             path = parse_history(record["history"], record["branches"], METRICS_NAME)
             by_number.setdefault(path.number, RunHistory()).cut(step)
-        history = by_number.setdefault(path.number, RunHistory())
-        if record["kind"] == "train":
-            # A restart goes back to its checkpoint: what was logged beyond it belongs to no history.
-            history.cut(step - 1)
-            history.train[step] = _number(record["loss"])
-            history.tokens_seen[step] = record["tokens_seen"]
-            history.tokens_per_second[step] = record["tokens_per_second"]
-        elif record["kind"] == "validation":
-            history.validation[step] = _number(record["loss"])
-    whole = RunHistory()
-    for number, last_step in path.branches:
-        whole.extend(by_number.get(number, RunHistory()))
-        whole.cut(last_step)
-    whole.extend(by_number.get(path.number, RunHistory()))
-    if not whole.train:
+        by_number.setdefault(path.number, RunHistory()).add(step, record)
+        num_train += record["kind"] == "train"
+    for number, left_at in path.branches:
+        # Once each: a file may name any branches.
+        whole.extend(by_number.pop(number, RunHistory()))
+        whole.cut(left_at)
+    whole.extend(by_number.pop(path.number, RunHistory()))
+    if not whole.steps.steps:
         raise ConfigError(f"{run / METRICS_NAME} holds no training step yet.")
+    whole.num_abandoned = num_train - len(whole.steps.steps)
     return whole
 
 
@@ -86,20 +179,65 @@ def load_run_manifest(run: Path) -> Manifest | None:
         return None
 
 
-def _is_record(record: dict) -> bool:
+def as_number(value: object) -> float:
+    """A number of a record; NaN for what is none, or beyond what fp32 holds. metrics.jsonl says null for NaN and
+    infinity."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = float(value) if is_number else math.nan  # type: ignore[arg-type]  # it is one
+    return number if abs(number) <= _LARGEST else math.nan
+
+
+def _unknown(count: int) -> array[float]:
+    return array("d", [math.nan]) * count
+
+
+def _step_of(entry: tuple[int, Record]) -> int:
+    return entry[0]
+
+
+def _step(record: Record, last_step: int) -> int:
+    """A record's own step, or the last one that was trained."""
+    step = record.get("step")
+    return step if is_count(step) else last_step
+
+
+def _read(run: Path, whole: RunHistory) -> Iterator[Record]:
+    """The log's records that a report shows; what is wrong with others is noted in `whole`."""
+    path = run / METRICS_NAME
+
+    def note(line: BadLine) -> None:
+        whole.is_torn |= line.is_torn
+        whole.num_bad_lines += not line.is_torn
+
+    try:
+        yield from filter(_is_record, load_json_lines(path, note))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error.strerror}). Name a run folder: the one that train.py's --run named."
+        ) from None
+
+
+def _is_record(record: Record) -> bool:
     """Whether a record that a report shows has what its kind has, each with its type."""
-    numbers = {"train": ("tokens_seen", "tokens_per_second"), "validation": ()}.get(str(record.get("kind")))
-    if not is_count(record.get("step")):
+    kind, step = record.get("kind"), record.get("step")
+    if step is not None and not (is_count(step) and step <= MAX_STEPS):
         return False
-    if record.get("kind") == "event":
-        return record.get("event") == "start" and _is_history(record)
-    if numbers is None:
+    if kind == "event":
+        is_start = record.get("event") == "start"
+        return isinstance(record.get("event"), str) and (not is_start or (step is not None and _is_history(record)))
+    if step is None or kind not in ("train", "validation", "evaluation", "sample"):
         return False
-    loss = record.get("loss", "")
-    return (loss is None or _is_number(loss)) and all(_is_number(record.get(name)) for name in numbers)
+    if kind in ("train", "validation") and not _is_loss(record.get("loss", "")):
+        return False
+    return kind != "train" or all(0 <= as_number(record.get(name)) <= MAX_TOKENS for name in _NEEDED)
 
 
-def _is_history(record: dict) -> bool:
+def _is_loss(value: object) -> bool:
+    """NaN and infinity are losses too, and so is null, which stands for them."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and not value < 0)
+
+
+def _is_history(record: Record) -> bool:
     try:
         parse_history(record.get("history"), record.get("branches"), "")
     except CheckpointError:
@@ -107,21 +245,11 @@ def _is_history(record: dict) -> bool:
     return True
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
-
-
-def _number(value: float | None) -> float:
-    """metrics.jsonl says null for NaN and infinity."""
-    return math.nan if value is None else value
-
-
-def _records(run: Path) -> Iterator[dict]:
-    """The log's training and validation records, without those that a killed process left half-written."""
-    path = run / METRICS_NAME
-    try:
-        yield from filter(_is_record, load_json_lines(path))
-    except OSError as error:
+def _check_version(run: Path, record: Record) -> None:
+    """Refuse what a newer version wrote: its records may mean something else."""
+    version = record.get("metrics_version")
+    if is_count(version) and version > METRICS_VERSION:
         raise ConfigError(
-            f"{path} cannot be read ({error.strerror}). Name a run folder: the one that train.py's --run named."
-        ) from None
+            f"{run / METRICS_NAME} was written by a newer llmscale (metrics version {version}; this one reads up to "
+            f"{METRICS_VERSION}). Update it: pip install --upgrade llmscale."
+        )

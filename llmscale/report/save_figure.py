@@ -13,16 +13,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write it to `path`, whose suffix says the format (PNG without one), and close it. Raises ConfigError."""
+def save_figure(figure: Figure, path: Path, flag: str = "--plot", format: str = "") -> None:
+    """Write it to `path`, which `flag` named, and close it. Where `format` is empty, the suffix says it (PNG without
+    one). Raises ConfigError."""
     from matplotlib import pyplot
 
     picture = io.BytesIO()
     try:
-        figure.savefig(picture, dpi=130, format=path.suffix.removeprefix(".") or "png")
+        figure.savefig(picture, dpi=130, format=format or path.suffix.removeprefix(".") or "png")
         write_output(path, picture.getvalue())
     except (OSError, ValueError) as error:
         reason = error.strerror or error if isinstance(error, OSError) else error
-        raise ConfigError(f"--plot {path} cannot be written: {str(reason).rstrip('.')}.") from None
+        raise ConfigError(f"{flag} {path} cannot be written: {str(reason).rstrip('.')}.") from None
     finally:
         pyplot.close(figure)

@@ -98,6 +98,10 @@ class MetricsLog:
                 step=step,
             )
 
+    def log_sample(self, step: int, prompt: str, text: str) -> None:
+        """Record text of the model; `text` begins with the prompt."""
+        self._write({"kind": "sample", "step": step, "prompt": prompt, "text": text})
+
     def log_event(self, event: str, **values: object) -> None:
         """Record anything that is not a measurement: start, resume, save, stop."""
         self._write({"kind": "event", "event": event, **values})

@@ -22,6 +22,8 @@ CONFIG_NAME = "config.json"
 DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
 METRICS_NAME = "metrics.jsonl"
+#: Raised whenever older code could misread metrics.jsonl; every start writes it there.
+METRICS_VERSION = 1
 LOCK_NAME = ".lock"
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
@@ -64,18 +64,29 @@ def load_toml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
     return parse_toml(_read(path, rules, where), rules, where)
 
 
-def load_json_lines(path: Path) -> Iterator[dict[str, object]]:
-    """The JSON objects of a log, a line each; what is none (torn, damaged, not UTF-8, too long) is passed over.
+@dataclass(frozen=True)
+class BadLine:
+    """A line of a log that is no JSON object: damaged, not UTF-8, too long, too deep, or half-written."""
+
+    number: int
+    """From 1."""
+    is_torn: bool
+    """It is the last one and has no end: whoever wrote it died, or is writing still."""
+
+
+def load_json_lines(path: Path, on_bad: Callable[[BadLine], None] | None = None) -> Iterator[dict[str, object]]:
+    """The JSON objects of a log, a line each; what is none is passed over, and told to `on_bad`.
 
     NaN and Infinity are accepted. Raises OSError, RefusedFile when it is no regular file.
     """
     rules = Rules(LlmscaleError, max_bytes=LINE_MAX_BYTES, not_finite=True)
     with open_regular(path) as file:
-        for line in _lines(file):
+        for number, (line, is_whole) in enumerate(_lines(file), 1):
             try:
                 yield parse_json(line, rules, "")
             except LlmscaleError:
-                continue
+                if on_bad and not line.isspace():
+                    on_bad(BadLine(number, is_torn=not is_whole))
 
 
 def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
@@ -146,14 +157,19 @@ def _read(path: Path, rules: Rules, where: str) -> bytes:
         raise _fault(rules, f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
-    """Lines of bounded length; of a longer one nothing."""
-    whole = True
-    while line := file.readline(LINE_MAX_BYTES + 1):
-        ends = line.endswith(b"\n")
-        if whole and (ends or len(line) <= LINE_MAX_BYTES):
-            yield line
-        whole = ends
+def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
+    """Lines, and whether they end; of one that is too long nothing."""
+    is_inside = False
+    while piece := file.readline(LINE_MAX_BYTES + 1):
+        ends = piece.endswith(b"\n")
+        is_long = is_inside or (not ends and len(piece) > LINE_MAX_BYTES)
+        is_inside = is_long and not ends
+        if not is_long:
+            yield piece, ends
+        elif ends:
+            yield b"", True
+    if is_inside:
+        yield b"", False
 
 
 def _decode(contents: bytes | str, rules: Rules, where: str, kind: str) -> str:

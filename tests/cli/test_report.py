@@ -52,3 +52,50 @@ def test_a_run_whose_set_is_gone_still_has_a_curve(run: Path, capsys: pytest.Cap
 def test_no_run_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_writes_what_is_asked_for_and_nothing_else(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "out"
+    out.mkdir()
+    flags = [word for kind in ("html", "png", "svg", "json") for word in (f"--{kind}", str(out / f"report.{kind}"))]
+    assert main(["report", str(run), *flags]) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "report.json", "report.png", "report.svg"]
+    report = json.loads((out / "report.json").read_text())
+    assert report["runs"][0]["curves"]["loss"]["values"] == [5.5, 1.25]
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert capsys.readouterr().out.count(" KB") == 4
+
+
+def test_several_runs_in_the_terminal(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), str(run)]) == 0
+    assert capsys.readouterr().out.count("training loss ") == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["--html", "no/such/folder/a.html"], "no/such/folder does not exist"),
+        (["--json", "."], "is a folder"),
+        (["--html", "a", "--json", "./a"], "are the same file"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_anything_is_read(
+    flags: list[str], word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "no/run", *flags]) == 2
+    error = capsys.readouterr().err
+    assert word in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_without_metrics_leaves_the_old_report(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "a.html"
+    page.write_text("old")
+    assert main(["report", str(run), str(tmp_path / "gone"), "--html", str(page)]) == 2
+    assert "gone" in capsys.readouterr().err
+    assert page.read_text() == "old"

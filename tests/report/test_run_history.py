@@ -11,6 +11,7 @@ import pytest
 
 from llmscale.errors import ConfigError
 from llmscale.report.run_history import load_history, load_run_manifest
+from llmscale.training.run_folder import METRICS_VERSION
 
 
 def train(step: int, loss: float, rate: float = 100.0) -> str:
@@ -107,3 +108,42 @@ def test_records_of_another_shape_are_passed_over(tmp_path: Path) -> None:
 def test_a_hostile_description_of_a_run(contents: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(contents)
     assert load_run_manifest(tmp_path) is None
+
+
+def test_broken_lines_are_counted_and_a_torn_end_is_said(tmp_path: Path) -> None:
+    lines = [train(1, 2.0).encode(), b"{", b"\xff", b"", b'{"a":' * 5000, b"x" * 3_000_000, train(2, 1.0).encode()]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join(lines) + b'\n{"kind": "tr')
+    history = load_history(tmp_path)
+    assert list(history.train) == [1, 2]
+    assert (history.num_bad_lines, history.is_torn) == (4, True)
+
+
+def test_what_a_newer_version_wrote_is_refused_in_one_line(write_run: Callable[..., Path]) -> None:
+    begins = json.loads(start(0)) | {"metrics_version": METRICS_VERSION}
+    assert load_history(write_run(json.dumps(begins), train(1, 2.0))).train == {1: 2.0}
+    newer = json.dumps(begins | {"metrics_version": METRICS_VERSION + 1})
+    with pytest.raises(ConfigError, match=r"newer llmscale.*pip install --upgrade") as error:
+        load_history(write_run(newer, train(1, 2.0)))
+    assert "\n" not in str(error.value)
+
+
+def test_events_are_told_of_late(write_run: Callable[..., Path]) -> None:
+    """A spike is known some steps after it; going back to before it forgets it all the same."""
+    spike = json.dumps({"kind": "event", "event": "loss_spike", "step": 2, "loss": 9.0})
+    first = [start(0), *(train(step, 1.0) for step in range(1, 5)), spike, validation(4, 1.0)]
+    history = load_history(write_run(*first))
+    assert [step for step, _ in history.others] == [0, 2, 4]
+    history = load_history(write_run(*first, start(1, 2, (1, 1)), train(2, 3.0)))
+    assert [step for step, _ in history.others] == [0, 1]
+    assert (history.train, history.num_abandoned) == ({1: 1.0, 2: 3.0}, 3)
+
+
+def test_sets_of_a_mix_have_columns_from_where_they_begin(write_run: Callable[..., Path]) -> None:
+    def mixed(step: int, **losses: float) -> str:
+        return json.dumps(json.loads(train(step, 1.0)) | {"loss_by_set": losses})
+
+    columns = load_history(write_run(train(1, 1.0), mixed(2, a=2.0), mixed(3, b=3.0))).steps.values
+    found = {name: [str(loss) for loss in columns[f"loss of {name}"]] for name in "ab"}
+    assert found == {"a": ["nan", "2.0", "nan"], "b": ["nan", "nan", "3.0"]}
+    many = {f"set{number}": 1.0 for number in range(1000)}
+    assert len(load_history(write_run(mixed(1, **many))).steps.values) < 100

@@ -12,6 +12,7 @@ from llmscale.engine.loss_scaling import loss_scale
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 from llmscale.training.metrics import StepMetrics
+from llmscale.training.run_folder import METRICS_VERSION
 from llmscale.training.source_losses import SourceLosses
 from llmscale.training.throughput import StepTimes
 
@@ -25,7 +26,7 @@ class LogSteps(StepAction):
 
     def begin(self, step: int) -> None:
         if self._live.log:
-            self._live.log.log_event("start", step=step, **self._live.history.as_dict())
+            self._live.log.log_event("start", step=step, **self._live.history.as_dict(), **_facts(self._live))
 
     def due(self, step: int) -> bool:
         run = self._live.run
@@ -84,3 +85,20 @@ class LogSteps(StepAction):
             other_s=interval.other_s,
             eta_s=(resolved.total_steps - step) * interval.step_s,
         )
+
+
+def _facts(live: LiveRun) -> dict[str, object]:
+    """What a report must know of this start, and what may differ at the next one."""
+    resolved, sets = live.run.resolved, live.run.sets
+    return {
+        "metrics_version": METRICS_VERSION,
+        "world_size": live.world.world_size,
+        "zero_stage": resolved.zero_stage,
+        "precision": resolved.precision,
+        "micro_batch_size": resolved.plan.micro_batch_size,
+        "device": live.world.device_name,
+        "estimated_bytes": live.estimate.allocated_bytes if live.estimate else None,
+        "tokenizer": sets.manifest.tokenizer,
+        # A mix has no one ratio: its weights may change from stage to stage.
+        "bytes_per_token": None if sets.recipe else sets.manifest.splits["train"].bytes_per_token,
+    }

@@ -42,3 +42,5 @@ class SampleText(StepAction):
             )
             text = config.sample_prompt + "".join(piece.text for piece in pieces)
         live.report(f"step {done.step:>6}/{live.run.resolved.total_steps} | sample: {text!r}")
+        if live.log:
+            live.log.log_sample(done.step, config.sample_prompt, text)

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from llmscale.training.run_folder import METRICS_VERSION
 from tests.conftest import read_losses
 
 STEPS = 6
@@ -33,4 +35,11 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
     assert [step for step, _ in texts["zero0", "2"]] == ["2", "4", "6"]
     assert texts["zero3", "2"] == texts["zero0", "2"]
     assert len(losses["zero3", "2"]) == STEPS
+    records = [json.loads(line) for line in (tmp_path / "zero3-2" / "metrics.jsonl").read_text().splitlines()]
+    recorded = [(str(record["step"]), repr(record["text"])) for record in records if record["kind"] == "sample"]
+    assert recorded == texts["zero3", "2"]
+    # What a report must know of a start.
+    assert (records[0]["world_size"], records[0]["zero_stage"], records[0]["precision"]) == (2, 3, "fp32")
+    assert records[0]["metrics_version"] == METRICS_VERSION
+    assert records[0]["bytes_per_token"] > 0
     assert losses["zero3", "2"] == losses["zero3", "0"]

@@ -1,0 +1,133 @@
+// The page: what the reader chooses, and drawing again when that changes.
+
+const began = performance.now();
+const data = JSON.parse(document.getElementById("data").textContent);
+data.runs.forEach((run, index) => (run.index = index));
+const byId = (id) => document.getElementById(id);
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const view = { axis: "steps", unit: "nats", smoothing: 0, logLoss: false, hidden: new Set(), one: 0, theme: "auto" };
+view.choose = (index) => { view.one = index; drawAll(); };
+
+// report.html#axis=tokens&unit=bits&theme=dark opens with these.
+const CHOICES = { axis: Object.keys(X_AXES), unit: ["nats", "bits"], theme: ["auto", "light", "dark"] };
+
+let charts = [];
+let zoom = null;
+let isZooming = false;
+
+// Charts of the same horizontal axis show the same part of it.
+const linked = {
+  zoomed(source) {
+    if (isZooming || !source.plot) return;
+    const { min, max } = source.plot.scales.x;
+    zoom = [min, max];
+    isZooming = true;
+    for (const chart of charts)
+      if (chart !== source && chart.plot && chart.spec.group) chart.plot.setScale("x", { min, max });
+    queueMicrotask(() => (isZooming = false));
+    byId("whole").disabled = false;
+  },
+  whole() {
+    zoom = null;
+    drawAll();
+  },
+};
+
+function drawAll() {
+  document.documentElement.dataset.theme = view.theme === "auto" ? (dark.matches ? "dark" : "light") : view.theme;
+  const scrolled = scrollY;
+  charts.forEach((chart) => chart.plot && chart.plot.destroy());
+  charts = [];
+  const main = byId("main");
+  main.style.minHeight = `${main.offsetHeight}px`;
+  main.replaceChildren(summary(data.runs));
+  const list = new ChartList(data, view);
+  const sections = new Map();
+  for (const spec of list.all()) {
+    if (!sections.has(spec.section)) sections.set(spec.section, section(spec.section, element("div", { class: "charts" })).lastChild);
+    charts.push(new Chart(spec, sections.get(spec.section), linked));
+  }
+  for (const box of sections.values()) {
+    const narrow = [...box.children].filter((card) => !card.classList.contains("wide"));
+    if (narrow.length % 2) narrow.at(-1).classList.add("wide");
+  }
+  isZooming = true;
+  charts.forEach((chart) => chart.draw(chart.spec.group ? zoom : null));
+  queueMicrotask(() => (isZooming = false));
+  section("Beside Chinchilla's law", lawTable(data.runs));
+  section("What happened", timeline(data.runs));
+  section("Text over time", samples(data.runs, view.one, view.choose));
+  section("Differences between the runs", differences(data));
+  section("Settings", settings(data.runs));
+  main.style.minHeight = "";
+  scrollTo(0, scrolled);
+  drawControls();
+}
+
+function section(title, content) {
+  if (!content || (Array.isArray(content) && !content.length)) return null;
+  const made = element("section", null, element("h2", null, title), content);
+  byId("main").append(made);
+  return made;
+}
+
+function drawControls() {
+  const known = data.runs.filter((run) => run.flops_per_token);
+  const axes = [["steps", "steps"], ["tokens", "tokens"], ["hours", "time"], ["flops", "FLOPs"]];
+  choice(byId("x-axis"), axes.map(([key, label]) => ({ key, label, why: key === "flops" && !known.length ? "no run says the shape of its model" : "" })), view.axis,
+    (key) => { view.axis = key; zoom = null; drawAll(); });
+  const able = data.runs.filter((run) => run.bytes_per_token || run.validation.bits_per_byte);
+  choice(byId("unit"), [{ key: "nats", label: "nats/token" }, { key: "bits", label: "bits/byte", why: able.length ? "" : data.runs[0].why_no_bytes_per_token }], view.unit,
+    (key) => { view.unit = key; drawAll(); });
+  choice(byId("theme"), [["auto", "auto"], ["light", "light"], ["dark", "dark"]].map(([key, label]) => ({ key, label })), view.theme,
+    (key) => { view.theme = key; drawAll(); });
+  byId("half-life").textContent = view.smoothing > 0 ? `± ${quantity(new ChartList(data, view).halfLife, 2)} steps` : "off";
+  byId("whole").disabled = !zoom;
+  byId("legend").replaceChildren(...(data.runs.length > 1 ? data.runs.map(legendEntry) : []));
+}
+
+function legendEntry(run) {
+  const isShown = !view.hidden.has(run.index);
+  const toggle = () => {
+    if (isShown) view.hidden.add(run.index);
+    else view.hidden.delete(run.index);
+    drawAll();
+  };
+  return element("button", { type: "button", "aria-pressed": String(isShown), title: run.folder, on: { click: toggle } },
+    swatch(colourOf(run.index), dashOf(run.index)), element("span", null, run.name));
+}
+
+function begin() {
+  document.documentElement.dataset.theme = dark.matches ? "dark" : "light";
+  const [first] = data.runs;
+  byId("title").textContent = data.runs.length === 1 ? first.name : `${data.runs.length} runs`;
+  byId("subtitle").textContent = `${data.runs.length === 1 ? `${first.folder} · ${first.summary.ended} · ` : ""}report of llmscale ${data.llmscale}, ${data.created.replace("T", " ").replace("+00:00", " UTC")}`;
+  if (data.notes.length) document.querySelector("header").append(element("ul", { class: "notes" }, data.notes.map((note) => element("li", null, note))));
+  view.unit = data.unit;
+  for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
+    if (CHOICES[key] && CHOICES[key].includes(value)) view[key] = value;
+  const points = Math.max(...data.runs.map((run) => run.axis.steps.length));
+  view.smoothing = points >= 100 ? 45 : 0;
+  const slider = byId("smoothing");
+  slider.value = view.smoothing;
+  let pending = false;
+  slider.addEventListener("input", () => {
+    view.smoothing = Number(slider.value);
+    if (pending) return;
+    pending = true;
+    requestAnimationFrame(() => { pending = false; drawAll(); });
+  });
+  byId("log-loss").addEventListener("change", (event) => { view.logLoss = event.target.checked; drawAll(); });
+  byId("whole").addEventListener("click", linked.whole);
+  dark.addEventListener("change", () => view.theme === "auto" && drawAll());
+  new ResizeObserver(() => charts.forEach((chart) => chart.resize())).observe(byId("main"));
+  drawAll();
+  // uPlot draws when this task is over.
+  setTimeout(() => {
+    const took = Math.round(performance.now() - began);
+    document.body.dataset.drawnMs = took;
+    byId("footer").textContent = `${charts.length} charts drawn in ${took} ms. Drag over a chart to zoom, double-click to see all of it.`;
+  });
+}
+
+begin();

@@ -1,0 +1,183 @@
+"""The main curves of runs as one picture. Needs matplotlib, only when it is called."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from llmscale.errors import ConfigError
+from llmscale.report.save_figure import save_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+#: Eight colours that stay apart for colour-blind readers (after Okabe and Ito); more runs have other dashes.
+_COLOURS = ("#0072b2", "#d55e00", "#00805d", "#b3478f", "#8a6d00", "#3aa0dc", "#5b3fa0", "#4d4d4d")
+_DASHES = ("-", "--", ":", "-.")
+#: The half-life of the mean that smooths a curve, as a part of all steps.
+_SMOOTHING = 0.01
+#: Runs whose restarts are drawn: of more, nobody could tell whose they are.
+_MOST_MARKED = 3
+_SIGNS = {"spike": "^", "nonfinite": "x", "slow": "d"}
+_GIB = 2**30
+Run = Mapping[str, Any]  # as report_data builds it
+
+
+#: The column that is no curve of its own in a report: the share of time by phase has it.
+_DATA_WAIT = "data_wait"
+_UNITS = {"nats": "nats per token", "bits": "bits per byte"}
+
+
+@dataclass(frozen=True)
+class _Panel:
+    title: str
+    column: str
+    scale: float = 1.0
+    is_smoothed: bool = True
+
+
+_PANELS = (
+    _Panel("loss", "loss"),
+    _Panel("learning rate", "lr", is_smoothed=False),
+    _Panel("gradient norm before clipping", "grad_norm"),
+    _Panel("loss scale", "loss_scale", is_smoothed=False),
+    _Panel("tokens per second, all ranks", "tokens_per_second"),
+    _Panel("model FLOPs utilisation, %", "mfu", 100.0),
+    _Panel("waiting for data, % of a step", _DATA_WAIT, 100.0),
+    _Panel("peak memory of one rank, GiB (dashed: estimated)", "peak_memory_bytes", 1 / _GIB, is_smoothed=False),
+)
+
+
+def import_pyplot() -> ModuleType:
+    """Matplotlib's pyplot, drawing into files. Raises ConfigError without matplotlib."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ConfigError("--png and --svg need matplotlib: `pip install 'llmscale[plot]'`.") from None
+    return pyplot
+
+
+def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
+    """Draw what report_data.build_report returned to `path`, as `png` or `svg`. Raises ConfigError without matplotlib,
+    or when the file cannot be written."""
+    pyplot = import_pyplot()
+    from matplotlib import ticker
+
+    runs: Sequence[Run] = report["runs"]  # type: ignore[assignment]  # as report_data builds it
+    panels = [panel for panel in _PANELS if any(_curve(panel, run) for run in runs)]
+    rows = -(-len(panels) // 2)
+    figure, grid = pyplot.subplots(rows, 2, figsize=(12, 3.1 * rows + 0.4), layout="constrained", squeeze=False)
+    cells: list[Axes] = list(grid.flat)
+    for axes, panel in zip(cells, panels, strict=False):
+        is_first = axes is cells[0]
+        for number, run in enumerate(runs):
+            colour = _COLOURS[number % 8]
+            _draw(axes, panel, run, colour, _DASHES[number // 8 % 4], is_in_bits=report["unit"] == "bits")
+            if len(runs) <= _MOST_MARKED:
+                _draw_marks(axes, run, colour if len(runs) > 1 else "0.45", with_words=is_first)
+        if panel.column == "peak_memory_bytes":
+            axes.set_ylim(bottom=0)
+        unit = f", {_UNITS[str(report['unit'])]} (dashed: validation)" if panel.column == "loss" else ""
+        axes.set_title(f"{panel.title}{unit}", fontsize=10, loc="left")
+        axes.set_xlabel("step", fontsize=9)
+        axes.set_xlim(0, max(run["axis"]["steps"][-1] for run in runs) * 1.02)
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.25)
+    for axes in cells[len(panels) :]:
+        axes.remove()
+    handles = [
+        pyplot.Line2D([], [], color=_COLOURS[number % 8], linestyle=_DASHES[number // 8 % 4], label=_plain(run["name"]))
+        for number, run in enumerate(runs)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    save_figure(figure, path, f"--{format}", format)
+
+
+def _curve(panel: _Panel, run: Run) -> Mapping[str, Any] | None:
+    """Its `values`, and its `steps` where they are not the run's."""
+    if panel.column != _DATA_WAIT:
+        return run["curves"].get(panel.column)
+    shares = run["time_shares"]
+    return {"steps": shares["steps"], "values": shares[_DATA_WAIT]} if shares else None
+
+
+def _draw(axes: Axes, panel: _Panel, run: Run, colour: str, dash: str, *, is_in_bits: bool) -> None:
+    curve = _curve(panel, run)
+    factors = [1.0, 1.0]
+    if panel.column == "loss" and is_in_bits:
+        factors = [_bits_per_nat(run[key]) for key in ("bytes_per_token", "validation_bytes_per_token")]
+    if curve is None:
+        return
+    steps = np.array(curve.get("steps", run["axis"]["steps"]), dtype=float)
+    values = _numbers(curve["values"]) * panel.scale * factors[0]
+    if panel.is_smoothed and len(steps) >= 100:
+        axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.25)
+        values = _smooth(steps, values, _SMOOTHING * steps[-1])
+    marker = "o" if len(steps) <= 20 else None
+    axes.plot(steps, values, marker=marker, markersize=3, linestyle=dash, color=colour, linewidth=1.4)
+    dashed: dict[str, Any] = {"color": colour, "linewidth": 1.2, "linestyle": (0, (5, 3))}
+    if panel.column == "loss" and run["validation"]["steps"]:
+        validation = run["validation"]
+        losses = _numbers(validation["loss"]) * factors[1]
+        axes.plot(validation["steps"], losses, marker="o", markersize=3, **dashed)
+    if panel.column == "peak_memory_bytes" and run["estimated_memory"]:
+        starts = run["estimated_memory"]
+        at = [start["step"] for start in starts]
+        sizes = [start["bytes"] / _GIB for start in starts]
+        axes.step([*at, max(at[-1], steps[-1])], [*sizes, sizes[-1]], where="post", **dashed)
+
+
+def _bits_per_nat(bytes_per_token: float | None) -> float:
+    """Bits per byte of a nat per token; NaN, which draws nothing, where the ratio is not known."""
+    return 1 / math.log(2) / bytes_per_token if bytes_per_token else math.nan
+
+
+def _draw_marks(axes: Axes, run: Run, colour: str, *, with_words: bool) -> None:
+    """Lines at restarts, with their words; signs above the plot at spikes and losses that are no numbers."""
+    starts = [mark for mark in run["marks"] if mark["kind"] == "start"]
+    for mark in starts[1:]:
+        axes.axvline(mark["step"], color=colour, linestyle="--", linewidth=0.8, alpha=0.8)
+        if with_words:
+            words: dict[str, Any] = {"fontsize": 7, "color": colour, "rotation": 90, "va": "top", "ha": "right"}
+            axes.text(mark["step"], 0.98, _plain(mark["short"]), transform=axes.get_xaxis_transform(), **words)
+    for kind, sign in _SIGNS.items():
+        at = [mark["step"] for mark in run["marks"] if mark["kind"] == kind]
+        style: dict[str, Any] = {"color": "#b42318", "linestyle": "none", "markersize": 5, "clip_on": False}
+        (drawn,) = axes.plot(at, [1.0] * len(at), marker=sign, transform=axes.get_xaxis_transform(), **style)
+        drawn.set_in_layout(False)
+
+
+def _numbers(column: Sequence[float | None]) -> np.ndarray:
+    return np.array([np.nan if value is None else value for value in column], dtype=float)
+
+
+def _smooth(steps: np.ndarray, values: np.ndarray, half_life: float) -> np.ndarray:
+    """Means whose weights halve with every `half_life` steps to either side; NaN where a value is."""
+    sums, weights = np.zeros(len(values)), np.zeros(len(values))
+    for order in (range(len(values)), range(len(values) - 1, -1, -1)):
+        total = weight = 0.0
+        last = None
+        for index in order:
+            if np.isnan(values[index]):
+                continue
+            kept = 1.0 if last is None else 2.0 ** (-abs(steps[index] - last) / half_life)
+            total, weight, last = total * kept, weight * kept, steps[index]
+            sums[index] += total
+            weights[index] += weight
+            total, weight = total + values[index], weight + 1
+    return (sums + values) / (weights + 1)
+
+
+def _plain(text: str) -> str:
+    """Without matplotlib's mathematics: a dollar sign begins it."""
+    return text.replace("$", r"\$")

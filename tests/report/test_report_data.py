@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmscale.errors import ConfigError
+from llmscale.report import report_data
+from llmscale.report.report_data import LEAST_POINTS, build_report
+from llmscale.report.run_columns import training_hours
+from llmscale.report.run_history import load_history
+from tests.report.runs import full_run, hostile_run, start, train, write_run
+
+
+def report_of(*folders: Path) -> Any:
+    report = build_report(folders)
+    json.dumps(report, allow_nan=False)
+    return report
+
+
+def test_every_kind_of_record_is_in_it(tmp_path: Path) -> None:
+    run = report_of(full_run(tmp_path))["runs"][0]
+    assert run["axis"]["steps"] == list(range(1, 41))
+    assert run["curves"]["loss"]["values"][0] == 8
+    assert run["validation"] == {"steps": [40], "loss": [3.5], "bits_per_byte": [1.3], "by_set": {}}
+    assert run["evaluations"] == [{"task": "hellaswag", "value": "acc", "steps": [40], "values": [0.3]}]
+    assert run["samples"] == [{"step": 40, "prompt": "The ", "text": "The end"}]
+    assert [at["step"] for at in run["estimated_memory"]] == [0, 20]
+    assert run["summary"]["starts"] == 2
+    assert run["summary"]["tokens"] == 40 * 1024
+    assert run["time_shares"]["data_wait"] == pytest.approx([0.2] * 40)
+    # What no record says has no curve.
+    assert not {"z_loss", "loss_scale", "mfu"} & run["curves"].keys()
+
+
+def test_hours_are_those_of_steps_and_of_this_history(tmp_path: Path) -> None:
+    """Half a second a step; what a restart went back from is not counted."""
+    records = [start(), *(train(step) for step in range(1, 9)), start(4, 2, [(1, 4)]), train(5), train(6)]
+    history = load_history(write_run(tmp_path, records))
+    assert [hours * 3600 for hours in training_hours(history)] == pytest.approx([0.5 * step for step in range(1, 7)])
+    assert report_of(tmp_path)["runs"][0]["summary"]["abandoned_records"] == 4
+
+
+def test_hours_of_a_run_from_anothers_checkpoint_are_its_own(tmp_path: Path) -> None:
+    history = load_history(write_run(tmp_path, [start(100), train(101), train(102)]))
+    assert [hours * 3600 for hours in training_hours(history)] == pytest.approx([0.5, 1.0])
+
+
+def test_a_long_run_keeps_its_spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_data, "MOST_POINTS", LEAST_POINTS)
+    num_steps = 3 * LEAST_POINTS
+    records = (train(step, 99.0 if step == 1_234 else 2.0) for step in range(1, num_steps + 1))
+    run = report_of(write_run(tmp_path, records))["runs"][0]
+    curve = run["curves"]["loss"]
+    assert len(curve["values"]) == len(curve["steps"]) <= LEAST_POINTS + 3
+    assert curve["values"][curve["steps"].index(1_234)] == 99
+    assert run["axis"]["tokens"][-1] == num_steps * 1024
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    run = report_of(write_run(tmp_path, [train(1), train(2, math.nan), train(3)]))["runs"][0]
+    assert run["curves"]["loss"]["values"][1] is None
+    assert run["summary"]["loss"] is not None
+
+
+def test_runs_and_their_differences(tmp_path: Path) -> None:
+    report = report_of(full_run(tmp_path / "a", lr=1e-3), full_run(tmp_path / "b", lr=2e-3), full_run(tmp_path / "c/a"))
+    assert [run["name"] for run in report["runs"]] == [str(tmp_path / "a"), "b", str(tmp_path / "c/a")]
+    (difference,) = report["differences"]
+    assert difference == {"section": "Configuration", "key": "lr", "values": ["0.001", "0.002", None]}
+
+
+def test_other_tokenizers_are_compared_in_bits_per_byte(tmp_path: Path) -> None:
+    one, same = full_run(tmp_path / "one"), full_run(tmp_path / "same")
+    other = write_run(tmp_path / "other", [start(tokenizer="llama", bytes_per_token=3.0), train(1)])
+    unknown = write_run(tmp_path / "unknown", [start(tokenizer=None, bytes_per_token=None), train(1)], data="/gone")
+    assert report_of(one, same)["unit"] == "nats"
+    assert report_of(one, other)["unit"] == "bits"
+    report = report_of(one, unknown)
+    assert report["unit"] == "bits"
+    assert any(note.startswith("unknown: ") and "/gone" in note for note in report["notes"])
+    assert report_of(unknown, unknown)["unit"] == "nats"
+
+
+def test_a_hostile_run_is_a_report_that_says_so(tmp_path: Path) -> None:
+    report = report_of(hostile_run(tmp_path))
+    assert any("6 lines" in note for note in report["notes"])
+    assert any("half-written" in note for note in report["notes"])
+    run = report["runs"][0]
+    assert run["axis"]["steps"] == [1, 2, 3, 4, 5, 6, 7]
+    assert run["num_parameters"] is None and run["law"] is None
+    for text in _texts(report):
+        assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+def _texts(value: object) -> list[str]:
+    if isinstance(value, dict):
+        return [text for key, inner in value.items() for text in [key, *_texts(inner)]]
+    return [text for inner in value for text in _texts(inner)] if isinstance(value, list) else [str(value)]
+
+
+def test_one_run_without_metrics_refuses_all(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        build_report([full_run(tmp_path / "a"), tmp_path / "nowhere"])
