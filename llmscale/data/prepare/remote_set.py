@@ -23,7 +23,7 @@ from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
-from llmscale.data.storage.schemes import check_out_url, streaming_url
+from llmscale.data.storage.schemes import check_out_url, scheme_of, streaming_url
 from llmscale.errors import DataError
 
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
@@ -56,7 +56,10 @@ class RemoteSet(Destination):
         digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
         self.beside = work_dir.expanduser() / f"{self.url.rpartition('/')[2]}-{digest}"
         self._store = Store(self.url, remedy=_REMEDY)
-        self._uploader = faults.with_retries(self._open_uploader, f"Cannot write to {self.url}", url=self.url)
+        remedy = f"It must be there, and be open to the credentials, {scheme_of(self.url).credentials}."
+        self._uploader = faults.with_retries(
+            self._open_uploader, f"Cannot write to {self.url}", url=self.url, remedy=remedy
+        )
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._uploaded: set[str] = set()

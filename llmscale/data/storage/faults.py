@@ -66,7 +66,7 @@ def with_retries(action: Callable[[], _T], what: str, *, url: str, remedy: str =
 def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataError:
     """What to tell the user."""
     scheme = SCHEMES.get(url.partition("://")[0])
-    said = f"{what}: {summarise(error)}."
+    said = f"{what}: {summarise(error)[:300]}."
     if scheme is not None and lacks_credentials(error):
         return DataError(f"{said} Credentials are missing, or may not do that. Give {scheme.credentials}.")
     if isinstance(error, ImportError):

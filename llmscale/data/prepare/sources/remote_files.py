@@ -101,6 +101,8 @@ def open_remote(spec: str, options: ReadOptions, glob: str | None) -> FileSource
         raise DataError(f"--input {spec}: nothing is there under that name. Patterns: * within a name, ** across /.")
     _refuse_shards(found, spec)
     root, passed_over = _root(spec), Counter[str]()
+    if _has_pattern(spec):
+        found = [one for one in found if not _is_hidden(_below(one, root))]
     if [one.path for one in found] == [path_of(spec)]:
         root = root.rpartition("/")[0]
     elif not _has_pattern(spec):
@@ -117,8 +119,8 @@ def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple
     """Of everything below a name, what is read without being named, and how many of each kind are not."""
     chosen, passed_over = [], Counter[str]()
     for one in found:
-        relative = PurePosixPath(one.path.removeprefix(root).lstrip("/"))
-        if any(part.startswith(".") for part in relative.parts):
+        relative = _below(one, root)
+        if _is_hidden(relative):
             continue
         kind = format_of(relative)
         if matches(relative, glob) if glob else kind is not None and kind.in_folders:
@@ -126,6 +128,14 @@ def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple
         elif not glob:
             passed_over[(relative.suffix or relative.name)[:80]] += 1
     return chosen, passed_over
+
+
+def _below(one: StoredObject, root: str) -> PurePosixPath:
+    return PurePosixPath(one.path.removeprefix(root).lstrip("/"))
+
+
+def _is_hidden(path: PurePosixPath) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _has_pattern(spec: str) -> bool:
