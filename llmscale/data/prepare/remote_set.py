@@ -29,6 +29,8 @@ from llmscale.errors import DataError
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
 UNFINISHED_NAME = "unfinished.json"
 _JOURNAL_NAME = "uploaded.txt"
+#: What a new data set of the Hub has.
+_HUB_NAMES = (".gitattributes", "README.md")
 #: Uploads at a time, and shards that are whole and on this disk, those included.
 _THREADS, _MOST_WAITING = 2, 4
 #: Parts in which boto3 sends what is longer; S3's ETag is of their hashes.
@@ -67,7 +69,7 @@ class RemoteSet(Destination):
         self._folder = self._journal = Path()
 
     def find(self, request: PrepareRequest) -> Manifest | None:
-        names = self._store.names_in(self.url)
+        names = [name for name in self._store.names_in(self.url) if name not in _HUB_NAMES]
         if MANIFEST_NAME in names:
             where = f"{self.url}/{MANIFEST_NAME}"
             manifest = parse_manifest(self._store.read(where), where)
@@ -88,7 +90,7 @@ class RemoteSet(Destination):
         """Upload the marker, which shows that writing is allowed."""
         self._folder, self._journal = work.set_folder, work.path / _JOURNAL_NAME
         if not self._is_begun and self._journal.exists():
-            work.clear()  # what was uploaded is gone, here and there
+            work.begin_anew()  # what was uploaded is gone, here and there
         if self._journal.exists():
             *lines, _ = self._journal.read_text().split("\n")
             self._uploaded = set(lines)

@@ -21,7 +21,7 @@ from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, Ranks, build_train_command, read_losses
 from tests.object_store import BUCKET, ObjectStore
 
 OPTIONS = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
@@ -194,6 +194,25 @@ def test_another_stores_etag_is_no_fault(
     monkeypatch.setattr(remote_set, "etag_of", lambda path: "of a store that has its own")
     _prepare(corpus, tmp_path / "work")
     assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
+
+
+@pytest.mark.slow
+def test_ranks_train_on_it(
+    corpus: Path,
+    object_store: ObjectStore,
+    tmp_path: Path,
+    ranks: Callable[..., Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _prepare(corpus, tmp_path / "work")
+    _local(corpus, tmp_path / "set")
+    losses = []
+    for name, data in (("remote", URL), ("local", str(tmp_path / "set"))):
+        command = build_train_command(tmp_path, tmp_path / name, "--data", data, "--steps", "3")
+        ranks(command, 2).wait()
+        losses.append(read_losses(tmp_path / name))
+    assert losses[0] == losses[1] and len(losses[0]) == 3
 
 
 KILLED = """
