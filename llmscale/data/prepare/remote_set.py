@@ -25,6 +25,7 @@ from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
 from llmscale.data.storage.schemes import check_out_url, scheme_of, streaming_url
 from llmscale.errors import DataError
+from llmscale.untrusted.documents import MAX_BYTES
 
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
 UNFINISHED_NAME = "unfinished.json"
@@ -72,7 +73,7 @@ class RemoteSet(Destination):
         names = [name for name in self._store.names_in(self.url) if name not in _HUB_NAMES]
         if MANIFEST_NAME in names:
             where = f"{self.url}/{MANIFEST_NAME}"
-            manifest = parse_manifest(self._store.read(where), where)
+            manifest = parse_manifest(self._read_small(where), where)
             check_same(manifest, request, self.url, "A set in a store is never replaced: remove it yourself")
             self._remove_marker(names)
             return manifest
@@ -180,11 +181,18 @@ class RemoteSet(Destination):
                 place += len(part)
         return True
 
+    def _read_small(self, url: str) -> bytes:
+        """Raises DataError for what is too long to be a manifest."""
+        size_bytes = self._store.describe(url).size_bytes
+        if size_bytes > MAX_BYTES:
+            raise DataError(f"{url} has {size_bytes:,} bytes, and is none of llmscale's files.")
+        return self._store.read(url)
+
     def _check_marker(self, request: PrepareRequest) -> None:
         """Raises DataError when something else is being prepared there."""
         url = f"{self.url}/{UNFINISHED_NAME}"
         try:
-            there = json.loads(self._store.read(url))
+            there = json.loads(self._read_small(url))
         except ValueError:
             there = None
         different = describe_differences(there, request) if isinstance(there, dict) else "unreadable"
