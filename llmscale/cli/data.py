@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.cli import data_inspect, data_which
@@ -14,6 +15,7 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
     from collections.abc import Iterator
 
+    from llmscale.data.prepare.destination import Destination
     from llmscale.data.prepare.prepare_set import Prepared
     from llmscale.data.prepare.sources.source import Source
 
@@ -34,9 +36,10 @@ def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
         type=flag_type.path_or_url,
         required=True,
         action="append",
-        metavar="PATH|PATTERN|-|hf:NAME[:CONFIG]|python-stdlib",
+        metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib",
         help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst; a folder, or a pattern "
-        "such as 'crawl/*.jsonl.zst'; tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
+        "such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
+        "hf://datasets/); tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
         "Face data set; or the sources and docs of this Python's standard library; as often as needed, in this order",
     )
     parser.add_argument(
@@ -62,7 +65,21 @@ def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
     _add_source_arguments(parser)
-    parser.add_argument("--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the prepared set")
+    parser.add_argument(
+        "--out",
+        type=flag_type.path_or_url,
+        required=True,
+        metavar="DIR|URL",
+        help="folder of the prepared set, or s3://BUCKET/PATH (gs, az, hf://datasets/ORGANISATION/NAME), where shards "
+        "are uploaded as they become whole",
+    )
+    parser.add_argument(
+        "--work-dir",
+        type=flag_type.path,
+        metavar="DIR",
+        help="where a set for a URL is prepared: takes the tokens once, while they are shuffled (default: "
+        "~/.cache/llmscale/prepare)",
+    )
     _add_token_arguments(parser)
     _add_sample_arguments(parser)
     _add_shard_arguments(parser)
@@ -196,16 +213,17 @@ def _prepare(args: argparse.Namespace) -> int:
         compression=args.compression,
         parse_special=args.parse_special_tokens,
     )
+    args.out = _check_out(args)
     source = _open_source(args)
+    destination = _open_destination(args)
     tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
     start_s = time.monotonic()
     prepared = prepare(
         source,
-        args.out,
+        destination,
         tokenizer,
         options,
         num_workers=args.workers,
-        overwrite=args.overwrite,
         encoder=args.encoder,
         max_rejected=args.max_rejected,
     )
@@ -218,21 +236,48 @@ def _prepare(args: argparse.Namespace) -> int:
         print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
         if isinstance(tokenizer, HuggingFaceTokenizer):
             print_visible(tokenizer.describe_ends(), file=sys.stderr)
-        for line in _choices(prepared, source, args):
+        for line in _choices(prepared, source, destination.beside, args.val_fraction):
             print_visible(line, file=sys.stderr)
     return 0
 
 
-def _choices(prepared: Prepared, source: Source, args: argparse.Namespace) -> Iterator[str]:
+def _check_out(args: argparse.Namespace) -> Path | str:
+    """A folder, or a URL as text. Raises DataError before anything is opened."""
+    from llmscale.data.storage.schemes import check_not_forgotten, check_out_url, is_url
+    from llmscale.errors import DataError
+
+    if not is_url(args.out):
+        check_not_forgotten(args.out, "--out")
+        if args.work_dir is not None:
+            raise DataError(f"--work-dir is for an --out that is a URL, and {args.out} is a folder. Drop it.")
+        return Path(args.out)
+    if args.overwrite:
+        raise DataError(
+            f"--overwrite does not replace a set in a store ({args.out}). Remove it yourself, or choose another --out."
+        )
+    return check_out_url(args.out)
+
+
+def _open_destination(args: argparse.Namespace) -> Destination:
+    """Raises DataError: credentials missing, no such bucket."""
+    from llmscale.data.prepare.destination import LocalFolder
+    from llmscale.data.prepare.remote_set import DEFAULT_WORK_DIR, RemoteSet
+
+    if isinstance(args.out, str):
+        return RemoteSet(args.out, work_dir=args.work_dir or DEFAULT_WORK_DIR)
+    return LocalFolder(args.out, overwrite=args.overwrite)
+
+
+def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
     """What was decided and not asked for."""
     from llmscale.data.prepare.prepare_set import rejected_path
     from llmscale.data.prepare.sources.text_files import MAX_TEXT_BYTES
 
     if prepared.num_rejected:
-        yield f"Set aside {prepared.num_rejected:,} records that are no documents: {rejected_path(args.out)}."
+        yield f"Set aside {prepared.num_rejected:,} records that are no documents: {rejected_path(beside)}."
     if prepared.num_cut:
         yield f"{prepared.num_cut:,} texts of more than {MAX_TEXT_BYTES >> 20} MiB became documents of about 1 MiB."
-    splits, val_fraction = prepared.manifest.splits, args.val_fraction
+    splits = prepared.manifest.splits
     if source.passed_over:
         kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in source.passed_over.most_common(6))
         number = source.passed_over.total()

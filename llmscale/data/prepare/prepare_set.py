@@ -8,8 +8,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.data.prepare.atomic_folder import put_in_place, recover, sync_tree
 from llmscale.data.prepare.batches import Mark
+from llmscale.data.prepare.destination import Destination, LocalFolder
 from llmscale.data.prepare.encoder import EncoderName
 from llmscale.data.prepare.progress import show_progress
 from llmscale.data.prepare.quarantine import Quarantine
@@ -24,15 +24,10 @@ from llmscale.data.shards.manifest import (
     Manifest,
     PrepareRequest,
     SplitManifest,
-    load_manifest,
 )
 from llmscale.data.shards.set_rules import HASH_ALGORITHM, MAX_SHARD_BYTES, TOKENIZER_FOLDER, Compression, TokenDtype
-from llmscale.data.shards.verify_shards import check_files
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import DataError
-
-#: What sets are that were prepared before these were settings.
-_BEFORE: PrepareRequest = {"tokens before a document": "", "--parse-special-tokens": False}
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class Prepared:
 
 def prepare(
     source: Source,
-    out: Path,
+    out: Path | Destination,
     tokenizer: Tokenizer,
     options: PrepareOptions,
     *,
@@ -96,35 +91,39 @@ def prepare(
     encoder: EncoderName = "auto",
     max_rejected: int = 0,
 ) -> Prepared:
-    """Write the set to `out`, or find that it is there already. The result does not depend on `num_workers`, on the
-    `encoder`, or on how often the work was interrupted.
+    """Write the set to `out`, a folder (`overwrite`: in place of what is there) or another destination, or find that it
+    is there already. The result does not depend on `num_workers`, on the `encoder`, or on how often the work was
+    interrupted.
 
     Up to `max_rejected` records that are no documents are set aside. Raises DataError when `out` holds something else,
     when the source cannot be read or holds too little text, and when the disk is full; then `out` is as it was before.
     """
+    destination = LocalFolder(out, overwrite=overwrite) if isinstance(out, Path) else out
     request = _request(source, tokenizer, options)
-    recover(out)
-    if _is_already_there(out, request, overwrite=overwrite):
-        remove_finished(out)
-        return Prepared(load_manifest(out), reused=True)
-    with open_work_folder(out, request) as work:
-        prepared = _write_set(
-            source,
-            work,
-            tokenizer,
-            options,
-            request,
-            num_workers or os.cpu_count() or 1,
-            encoder,
-            Quarantine(rejected_path(out), max_rejected),
-        )
-        sync_tree(work.set_folder)
-        put_in_place(work.set_folder, out, replace=overwrite)
+    with closing(destination):
+        manifest = destination.find(request)
+        if manifest is not None:
+            remove_finished(destination.beside)
+            return Prepared(manifest, reused=True)
+        with open_work_folder(destination.beside, request) as work:
+            destination.begin(work, request)
+            prepared = _write_set(
+                source,
+                work,
+                destination,
+                tokenizer,
+                options,
+                request,
+                num_workers or os.cpu_count() or 1,
+                encoder,
+                Quarantine(rejected_path(destination.beside), max_rejected),
+            )
+            destination.finish(work)
     return prepared
 
 
 def rejected_path(out: Path) -> Path:
-    """The file of records that are no documents, beside the set."""
+    """The file of records that are no documents, beside the set, or beside the folder in which it is prepared."""
     return out.parent / f"{out.name}.rejected.jsonl"
 
 
@@ -146,36 +145,10 @@ def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> P
     }
 
 
-def _is_already_there(out: Path, request: PrepareRequest, *, overwrite: bool) -> bool:
-    """Whether `out` answers the request. Raises DataError when it holds anything else."""
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
-        return False
-    if not (out / MANIFEST_NAME).is_file():
-        raise DataError(f"{out} exists and is not a prepared set, so it will not be replaced. Choose another --out.")
-    if overwrite:
-        return False
-    manifest = load_manifest(out)
-    names = ("--input", "--tokenizer")  # where equal contents lie does not matter
-    # A set of an older version lacks settings that did not exist: what they were then, else what is asked now.
-    there = request | _BEFORE | manifest.request
-    different = [
-        f"{key} {there[key]!r} there, {value!r} now"
-        for key, value in request.items()
-        if key not in names and there[key] != value
-    ]
-    if different:
-        raise DataError(
-            f"{out} already holds a set of {manifest.source} prepared differently: {'; '.join(different)}. "
-            "Replace it with --overwrite, or choose another --out."
-        )
-    for split in manifest.splits:
-        check_files(out, split, manifest)
-    return True
-
-
 def _write_set(
     source: Source,
     work: WorkFolder,
+    destination: Destination,
     tokenizer: Tokenizer,
     options: PrepareOptions,
     request: PrepareRequest,
@@ -187,7 +160,9 @@ def _write_set(
     state = load_resume_state(work)
     quarantine.go_on(*(state.quarantine if state else (0, 0)))
     work.set_folder.mkdir(exist_ok=True)
-    writers = {split: _open_writer(split, work, tokenizer, options, dtype, state) for split in ("train", "val")}
+    writers = {
+        split: _open_writer(split, work, destination, tokenizer, options, dtype, state) for split in ("train", "val")
+    }
     mark, note = (state.mark, state.note) if state else (Mark(), "")
     with show_progress(f"Tokenising {source.name}") as progress:
         if work.replaced_other:
@@ -203,6 +178,8 @@ def _write_set(
                 window=options.seq_len + 1,
                 seed=options.seed,
                 state=state,
+                # A shard that has left this disk must not be needed again.
+                is_always_kept=destination.is_remote,
             )
             with closing(distributor):
                 tokenise(
@@ -210,8 +187,8 @@ def _write_set(
                 )
                 distributor.finish()
             mark, note = distributor.mark, distributor.note
+    _check_sizes(writers, source, options)
     splits = _finish(writers, work.set_folder)
-    _check_sizes(splits, source, options)
     manifest = Manifest(
         tokenizer=tokenizer.spec,
         tokenizer_files=_save_tokenizer(tokenizer, work.set_folder),
@@ -235,6 +212,7 @@ def _write_set(
 def _open_writer(
     split: str,
     work: WorkFolder,
+    destination: Destination,
     tokenizer: Tokenizer,
     options: PrepareOptions,
     dtype: TokenDtype,
@@ -247,6 +225,7 @@ def _open_writer(
         dtype=dtype,
         shard_bytes=options.shard_bytes,
         compression=options.compression,
+        keep=destination.keep_shard,
     )
     return SplitWriter(
         files,
@@ -281,16 +260,18 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
     return f"{TOKENIZER_FOLDER}/{saved}" if saved else ""
 
 
-def _check_sizes(splits: dict[str, SplitManifest], source: Source, options: PrepareOptions) -> None:
-    for split, made in splits.items():
-        if made.num_samples:
+def _check_sizes(writers: dict[str, SplitWriter], source: Source, options: PrepareOptions) -> None:
+    """Before a shard is written. Raises DataError."""
+    made = {split: writer for split, writer in writers.items() if writer.num_documents or split == "train"}
+    for split, writer in made.items():
+        if writer.num_windows:
             continue
         remedy = "lower --seq-len or give more text"
         if split == "val":
             remedy = "raise --val-fraction, lower --seq-len, or do without with --val-fraction 0"
-        elif "val" in splits and splits["val"].num_documents:
-            remedy += f" (val took {splits['val'].num_documents} documents: --val-fraction 0 leaves them in train)"
+        elif "val" in made:
+            remedy += f" (val took {made['val'].num_documents} documents: --val-fraction 0 leaves them in train)"
         raise DataError(
-            f"{source.name}: the {split} split holds {made.num_tokens} tokens in {made.num_documents} documents, "
+            f"{source.name}: the {split} split holds {writer.num_tokens} tokens in {writer.num_documents} documents, "
             f"less than one window of {options.seq_len + 1}: {remedy}."
         )

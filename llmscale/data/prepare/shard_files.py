@@ -35,12 +35,22 @@ class ShardFiles:
     """The shards of one split, written in order into `folder`."""
 
     def __init__(
-        self, folder: Path, journal: Path, *, seq_len: int, dtype: TokenDtype, shard_bytes: int, compression: str
+        self,
+        folder: Path,
+        journal: Path,
+        *,
+        seq_len: int,
+        dtype: TokenDtype,
+        shard_bytes: int,
+        compression: str,
+        keep: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """`journal` is a file beside the set that says which shards are whole."""
+        """`journal` is a file beside the set that says which shards are whole. `keep` is given each that is, also
+        those of an interrupted run: a remote set's are uploaded and removed."""
         self._folder = folder
         self._journal = journal
         self._compression = compression
+        self._keep = keep
         self._config: Entry = {
             "version": 2,
             "format": "mds",
@@ -64,6 +74,7 @@ class ShardFiles:
             leftover.unlink()
         entries = self._load_whole()
         for entry in entries:
+            self._keep(self._folder / _stored_name(entry))
             done(_raw_bytes(entry))
         first = len(entries) * self.windows_per_shard
         with ThreadPoolExecutor(_MOST_UNDER_WAY) as pool, open(self._journal, "ab", buffering=0) as journal:
@@ -74,6 +85,7 @@ class ShardFiles:
                 journal.write(json.dumps(entry).encode() + b"\n")
                 os.fsync(journal.fileno())
                 entries.append(entry)
+                self._keep(self._folder / _stored_name(entry))
                 done(_raw_bytes(entry))
 
             for number, windows in enumerate(self._grouped(windows_from(first)), start=len(entries)):
@@ -137,3 +149,9 @@ def _raw_bytes(entry: Entry) -> int:
     raw = entry["raw_data"]
     assert isinstance(raw, dict)
     return int(raw["bytes"])
+
+
+def _stored_name(entry: Entry) -> str:
+    stored = entry["zip_data"] or entry["raw_data"]
+    assert isinstance(stored, dict)
+    return str(stored["basename"])

@@ -75,9 +75,18 @@ class SplitWriter:
         return self._shuffle.waiting_bytes
 
     @property
+    def num_windows(self) -> int:
+        """That all documents until now fill."""
+        return self._shuffle.num_windows + max(0, self._num_waiting - 1) // self._seq_len
+
+    @property
     def num_window_bytes(self) -> int:
-        """Of all windows."""
-        return self._shuffle.num_windows * (self._seq_len + 1) * self._waiting[0].itemsize
+        """Of these windows."""
+        return self.num_windows * (self._seq_len + 1) * self._waiting[0].itemsize
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self._counts.sum()) + self._num_waiting - self._num_counted
 
     def add_document(self, tokens: Tokens, num_text_bytes: int) -> None:
         """Append a document's tokens, of the split's dtype, with the end-of-text token that ends it."""

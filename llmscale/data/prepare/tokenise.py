@@ -41,8 +41,10 @@ class Distributor:
         window: int,
         seed: int,
         state: ResumeState | None,
+        is_always_kept: bool = False,
     ) -> None:
-        """`window` is the tokens of one. `state` is what an interrupted run has left."""
+        """`window` is the tokens of one. `state` is what an interrupted run has left. `is_always_kept`: what is done
+        in the end is written down even if it did not take long."""
         self._writers = writers
         self._work = work
         self._quarantine = quarantine
@@ -54,7 +56,7 @@ class Distributor:
             self._assigner.go_on(state.held)
             self._keeper.is_settled = True
             self.mark = state.mark
-        self._has_runs = state is not None
+        self._has_runs = is_always_kept or state is not None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="write")
         self._under_way: tuple[Future[None], ResumeState] | None = None
         self._kept_s = time.monotonic()

@@ -45,7 +45,7 @@ class WorkFolder:
             self.clear()
             write_durably(path / _REQUEST_NAME, json.dumps(wanted))
         elif not (path / _STATE_NAME).exists():
-            self.clear(keep=_REQUEST_NAME)
+            self.begin_anew()
 
     @property
     def set_folder(self) -> Path:
@@ -53,7 +53,7 @@ class WorkFolder:
         return self.path / "set"
 
     def clear(self, keep: str = "") -> None:
-        """Begin anew."""
+        """Remove all but one."""
         for path in self.path.iterdir():
             if path.name in (_LOCK_NAME, keep):
                 continue
@@ -61,6 +61,10 @@ class WorkFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+
+    def begin_anew(self) -> None:
+        """Forget what is done of the same request."""
+        self.clear(keep=_REQUEST_NAME)
 
     def has_state(self) -> bool:
         return (self.path / _STATE_NAME).exists()

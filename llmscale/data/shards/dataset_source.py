@@ -13,6 +13,8 @@ from llmscale.data.shards.set_rules import ORIGIN_NAME, TOKENIZER_FILES, TOKENIZ
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.tokenizer_origin import load_origin
 from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
+from llmscale.data.storage.faults import fault
+from llmscale.data.storage.schemes import streaming_url
 from llmscale.errors import DataError
 from llmscale.files.whole import write_durably
 from llmscale.untrusted.documents import MAX_BYTES
@@ -46,7 +48,7 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
     if "://" not in data and cache is None:
         return SetLocation(data, load_manifest(data), Path(data), remote=None)
     cache = (cache or DEFAULT_CACHE).expanduser()
-    remote = data.rstrip("/")
+    remote = streaming_url(data).rstrip("/")
     if "://" not in remote:
         load_manifest(remote)  # explains a missing or half-written folder better than a failed download
     manifest = parse_manifest(_download(remote, MANIFEST_NAME, cache), f"{remote}/{MANIFEST_NAME}")
@@ -91,7 +93,7 @@ def _download(remote: str, relative: str, scratch: Path) -> bytes:
     except DataError:
         raise
     except Exception as error:  # each transport raises its client library's own kinds
-        raise DataError(f"Cannot fetch {remote}/{relative}: {type(error).__name__}: {error}.") from error
+        raise fault(error, f"Cannot fetch {remote}/{relative}", url=remote) from error
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)

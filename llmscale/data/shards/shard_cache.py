@@ -23,6 +23,7 @@ from llmscale.data.shards.manifest import ShardInfo
 from llmscale.data.shards.set_rules import check_no_links
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import hash_file
+from llmscale.data.storage.faults import fault
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
 
@@ -203,7 +204,7 @@ class ShardFetcher:
             return DataError(
                 f"The checksum of {where} is wrong at its source, {_RETRIES} times. Prepare or copy it again."
             )
-        return DataError(f"Cannot fetch {where}: {type(error).__name__}: {error}.")
+        return fault(error, f"Cannot fetch {where}", url=self._location.name)
 
 
 class _Stream(Protocol):

@@ -13,11 +13,9 @@ from typing import BinaryIO
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.input_files import InputFile, opened
 from llmscale.data.prepare.sources.source import (
-    Document,
     Place,
     ReadOptions,
     Record,
-    Rejected,
     Source,
     TokenRules,
 )
@@ -60,11 +58,8 @@ class FileSource(Source):
                 self.read_bytes = begin_bytes + _place_in(raw)
                 # Once a file, wherever reading began.
                 self.num_cut += not kind.makes_many and record.place == (2,)
-                place = (number, *record.place)
-                if isinstance(record, Document):
-                    yield Document(record.content, place)
-                else:
-                    yield Rejected(record.where, record.reason, record.contents, place)
+                record.place = (number, *record.place)
+                yield record
 
     def fingerprint(self) -> str:
         """Of every file's path below the root, size and time of modification."""

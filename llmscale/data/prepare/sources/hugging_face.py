@@ -20,6 +20,7 @@ from llmscale.data.prepare.sources.source import (
     lacks_field,
     missing_field,
 )
+from llmscale.data.storage.faults import may_pass
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
 
@@ -53,7 +54,7 @@ class HuggingFaceSource(Source):
             except Exception as error:  # the hub client raises many kinds: network, missing names, scripts, ...
                 summary = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 where = f"Cannot read {self.name}, split {self._split}"
-                if not _may_pass(error) or num_failures == len(RETRY_PAUSES_S):
+                if not may_pass(error) or num_failures == len(RETRY_PAUSES_S):
                     raise DataError(f"{where}: {summary}") from error
                 pause_s = RETRY_PAUSES_S[num_failures]
                 num_failures += 1
@@ -90,12 +91,3 @@ class HuggingFaceSource(Source):
     def fingerprint(self) -> str:
         """Of the names alone: whether the hub's copy has changed is not asked."""
         return hashlib.sha256(json.dumps([self.name, self._split, self._options.text_field]).encode()).hexdigest()
-
-
-def _may_pass(error: Exception) -> bool:
-    """Whether it is a fault of the connection, or of the Hub for the moment."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    if kinds & {"ConnectionError", "TimeoutError", "ClientError", "IncompleteRead", "ProtocolError", "TransportError"}:
-        return True
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    return isinstance(status, int) and (status == 429 or status >= 500)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from typing import BinaryIO
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import BinaryIO, cast
 
 from llmscale.data.prepare.sources import source
 from llmscale.data.prepare.sources.source import (
@@ -32,37 +33,51 @@ def read_jsonl(
     skip_bytes(file, offset)
     is_first = not offset
     limit_bytes = source.MAX_DOCUMENT_BYTES
+    field, fast = options.text_field, _fast_parser()
     while line := file.readline(limit_bytes + 1):
-        offset, number = offset + len(line), number + 1
+        size_bytes = len(line)
+        offset, number = offset + size_bytes, number + 1
         reason = ""
-        if len(line) > limit_bytes:
+        if size_bytes > limit_bytes:
             reason = f"longer than {limit_bytes >> 20} MiB, the longest document"
             offset += _skip_line(file) if not line.endswith(b"\n") else 0
-        elif not line.strip():
+        elif line.isspace():
             continue
         if not reason:
-            record = _parse(line.removeprefix(_BOM) if number == 1 else line)
+            record = _parse(line.removeprefix(_BOM) if number == 1 else line, fast)
             if isinstance(record, dict):
-                text = record.get(options.text_field)
+                text = record.get(field)
                 if isinstance(text, str):
                     is_first = False
-                    # UTF-8 has no half of a surrogate pair; an escape may be one.
-                    may_be_half = b"\\ud" in line or b"\\uD" in line
-                    yield Document(without_lone_surrogates(text) if may_be_half else text, (offset, number))
+                    yield Document(text, (offset, number))
                     continue
-                if options.text_field in record:
-                    reason = f"the field '{options.text_field}' holds {type(text).__name__}, not text"
+                if field in record:
+                    reason = f"the field '{field}' holds {type(text).__name__}, not text"
                 elif is_first:
-                    raise missing_field(f"{name}, line {number}", options.text_field, list(record))
+                    raise missing_field(f"{name}, line {number}", field, list(record))
                 else:
-                    reason = lacks_field(options.text_field, list(record))
+                    reason = lacks_field(field, list(record))
             else:
                 reason = record
         yield Rejected(f"{name}, line {number}", reason, line, (offset, number))
 
 
-def _parse(line: bytes) -> dict[str, object] | str:
+def _fast_parser() -> Callable[[bytes], object]:
+    """orjson, where it is installed. What it takes means the same to `json`, which may take what orjson refuses (NaN,
+    half a surrogate pair, deep nesting) and says why not."""
+    try:
+        import orjson
+    except ImportError:
+        return lambda _: None
+    return cast(Callable[[bytes], object], orjson.loads)
+
+
+def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | str:
     """The object that a line is, or why it is none."""
+    with suppress(ValueError):
+        record = fast(line)
+        if isinstance(record, dict):
+            return record
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -71,7 +86,12 @@ def _parse(line: bytes) -> dict[str, object] | str:
         return f"not valid JSON ({error})"
     except RecursionError:
         return "nested too deeply"
-    return record if isinstance(record, dict) else f"expected a JSON object, found {type(record).__name__}"
+    if not isinstance(record, dict):
+        return f"expected a JSON object, found {type(record).__name__}"
+    # UTF-8 has no half of a surrogate pair; an escape may be one.
+    if b"\\ud" in line or b"\\uD" in line:
+        record = {key: without_lone_surrogates(v) if isinstance(v, str) else v for key, v in record.items()}
+    return record
 
 
 def skip_bytes(file: BinaryIO, count: int) -> None:

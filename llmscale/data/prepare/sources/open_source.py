@@ -13,17 +13,22 @@ from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
 from llmscale.data.prepare.sources.input_files import LocalFile, describe_left_out, matches, walk
 from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsSource
+from llmscale.data.prepare.sources.remote_files import open_remote
 from llmscale.data.prepare.sources.several import SeveralSources
 from llmscale.data.prepare.sources.source import ReadOptions, Source
 from llmscale.data.prepare.sources.stdin import STDIN, StandardInput
 from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.storage.schemes import check_not_forgotten, is_url
 from llmscale.errors import DataError, did_you_mean
 from llmscale.untrusted.paths import check_regular
 
 STDLIB = "python-stdlib"
 #: Parts of the standard library's folder that are not its own text.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
-_LEGAL = f"a file, a folder, a pattern such as 'crawl/*.jsonl.zst', - for stdin, hf:NAME[:CONFIG] or {STDLIB}"
+_LEGAL = (
+    "a file, a folder, a pattern such as 'crawl/*.jsonl.zst', s3:// or another store's URL, - for stdin, "
+    f"hf:NAME[:CONFIG] or {STDLIB}"
+)
 
 
 def open_source(
@@ -34,12 +39,12 @@ def open_source(
     skip_undecodable: bool = False,
 ) -> Source:
     """The source that one or several `--input` name, in the order given: each a file, a folder (recursive), a pattern,
-    MDS shards, `-`, `hf:NAME[:CONFIG]` or `python-stdlib`.
+    any of these in a store (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]` or `python-stdlib`.
 
     `glob` chooses among folders' files by name or relative path; without it, those with a known suffix are taken.
     Raises DataError when there is nothing to read.
     """
-    if glob is not None and not any(os.path.isdir(spec) for spec in specs):
+    if glob is not None and not any(is_url(spec) or os.path.isdir(spec) for spec in specs):
         raise DataError(
             f"--glob '{glob}' chooses among the files of a folder, and --input {', '.join(specs)} is none. Drop it."
         )
@@ -49,6 +54,9 @@ def open_source(
 
 
 def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None) -> Source:
+    if is_url(spec):
+        return open_remote(spec, options, glob)
+    check_not_forgotten(spec, "--input")
     if spec.startswith(HF_PREFIX):
         return HuggingFaceSource(spec, hf_split, options)
     if spec == STDLIB:
@@ -118,11 +126,17 @@ def _open_pattern(spec: str, options: ReadOptions) -> Source:
     return FileSource(spec, [LocalFile(file, root) for file in files], options)
 
 
-def check_apart(specs: Sequence[str], out: Path) -> None:
-    """Refuse an `--out` that lies in an `--input` or around it: the next run would read what this one wrote, and
-    `--overwrite` would delete the text. Raises DataError."""
+def check_apart(specs: Sequence[str], out: Path | str) -> None:
+    """Refuse an `--out`, a folder or a URL, that lies in an `--input` or around it: the next run would read what this
+    one wrote, and `--overwrite` would delete the text. Raises DataError."""
     for spec in specs:
-        if spec.startswith(HF_PREFIX) or spec == STDIN:
+        if is_url(spec) and isinstance(out, str):
+            ours, theirs = f"{out.rstrip('/')}/", f"{spec.rstrip('/')}/"
+            if ours.startswith(theirs) or theirs.startswith(ours):
+                raise DataError(
+                    f"--out {out} and --input {spec} lie within each other. Choose an --out beside the text."
+                )
+        if is_url(spec) or isinstance(out, str) or spec.startswith(HF_PREFIX) or spec == STDIN:
             continue
         # os.path, because Path.resolve raises where links form a loop.
         source = Path(os.path.realpath(sysconfig.get_path("stdlib") if spec == STDLIB else spec))

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from llmscale.data.prepare.sources.source import Document, Place, Record, Rejected, Source, TokenRules
+from llmscale.data.prepare.sources.source import Place, Record, Source, TokenRules
 
 
 class SeveralSources(Source):
@@ -33,11 +33,8 @@ class SeveralSources(Source):
             for record in source.records(inner, rules):
                 self.read_bytes = before + source.read_bytes
                 self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
-                place = (number, *record.place)
-                if isinstance(record, Document):
-                    yield Document(record.content, place)
-                else:
-                    yield Rejected(record.where, record.reason, record.contents, place)
+                record.place = (number, *record.place)
+                yield record
             self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
             before, inner = before + source.read_bytes, ()
 

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import IO, BinaryIO, cast
 
 from llmscale.data.prepare.sources.formats import FORMATS, Format, format_of
-from llmscale.data.prepare.sources.source import Document, Place, ReadOptions, Record, Rejected, TokenRules
+from llmscale.data.prepare.sources.source import Place, ReadOptions, Record, Rejected, TokenRules
 from llmscale.data.prepare.sources.text_files import UndecodableError
 from llmscale.data.shards.compressed import unpacked
 from llmscale.errors import DataError
@@ -74,11 +74,8 @@ def read_tar(
                 contents = io.BufferedReader(_Forward(archive, member))
                 where = f"{name}:{member.name}"
                 for record in _read(contents, where, member.size, kind, options, rules, inner):
-                    place = (number, *record.place)
-                    if isinstance(record, Document):
-                        yield Document(record.content, place)
-                    else:
-                        yield Rejected(record.where, record.reason, record.contents, place)
+                    record.place = (number, *record.place)
+                    yield record
                 inner = ()
     except (tarfile.TarError, EOFError) as error:
         raise DataError(f"{name} is damaged, cut short or no tar: {error}.") from None

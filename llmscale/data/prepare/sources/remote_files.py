@@ -1,0 +1,158 @@
+"""Files of an object store as input: listed once, in the order of their names, and read as they are needed."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import PurePosixPath
+from typing import BinaryIO
+
+from llmscale.data.prepare.sources.file_source import FileSource
+from llmscale.data.prepare.sources.formats import format_of
+from llmscale.data.prepare.sources.input_files import InputFile, matches
+from llmscale.data.prepare.sources.source import ReadOptions
+from llmscale.data.storage.objects import Store, StoredObject
+from llmscale.data.storage.schemes import path_of
+from llmscale.errors import DataError
+
+#: What is asked for at once; while one part is read the next one is under way.
+_PART_BYTES = 8 << 20
+_BUFFER_BYTES = 1 << 20
+
+
+class RemoteFile(InputFile):
+    """An object of a store."""
+
+    def __init__(self, store: Store, found: StoredObject, root: str) -> None:
+        """`root` is the folder, in the store, that was named."""
+        self._store = store
+        self._found = found
+        self.name = found.url
+        self.relative = found.path.removeprefix(root).lstrip("/")
+        self.size_bytes, self.stamp = found.size_bytes, found.stamp
+
+    def open(self) -> BinaryIO:
+        now = self._store.describe(self.name)
+        if (now.size_bytes, now.stamp) != (self.size_bytes, self.stamp):
+            raise DataError(f"{self.name} has changed since this command began. Run it again, which begins anew.")
+        return io.BufferedReader(_Parts(self._store, self._found), _BUFFER_BYTES)
+
+
+class _Parts(io.RawIOBase):
+    """An object, read part after part, the next one ahead."""
+
+    def __init__(self, store: Store, found: StoredObject) -> None:
+        self._store = store
+        self._url, self._size_bytes = found.url, found.size_bytes
+        self._place = 0
+        self._begin, self._part = 0, b""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fetch")
+        self._ahead: tuple[int, Future[bytes]] | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._place = max(0, offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size_bytes}[whence])
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        if self._place >= self._size_bytes:
+            return 0
+        if not self._begin <= self._place < self._begin + len(self._part):
+            self._begin, self._part = self._place, self._fetch(self._place)
+        first = self._place - self._begin
+        data = memoryview(self._part)[first : first + len(buffer)]
+        buffer[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+    def _fetch(self, begin: int) -> bytes:
+        ahead, self._ahead = self._ahead, None
+        is_next = begin == self._begin + len(self._part) or begin == 0
+        part = ahead[1].result() if ahead is not None and ahead[0] == begin else self._ask(begin)
+        end = begin + len(part)
+        if is_next and end < self._size_bytes:
+            self._ahead = end, self._pool.submit(self._ask, end)
+        return part
+
+    def _ask(self, begin: int) -> bytes:
+        return self._store.read(self._url, begin, min(begin + _PART_BYTES, self._size_bytes))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._part = b""
+        super().close()
+
+
+def open_remote(spec: str, options: ReadOptions, glob: str | None) -> FileSource:
+    """An object, those that match a pattern, or all of known kinds below a name. Raises DataError."""
+    store = Store(spec, for_reading=True)
+    found = store.find(spec)
+    if not found:
+        raise DataError(f"--input {spec}: nothing is there under that name. Patterns: * within a name, ** across /.")
+    _refuse_shards(found, spec)
+    root, passed_over = _root(spec), Counter[str]()
+    if _has_pattern(spec):
+        found = [one for one in found if not _is_hidden(_below(one, root))]
+    if [one.path for one in found] == [path_of(spec)]:
+        root = root.rpartition("/")[0]
+    elif not _has_pattern(spec):
+        found, passed_over = _choose(found, root, glob)
+    if not found:
+        wanted = f"match --glob '{glob}'" if glob else "have a known suffix (.txt, .jsonl, .parquet, ...; .gz, .zst)"
+        raise DataError(f"--input {spec}: none of its files {wanted}.")
+    source = FileSource(spec, [RemoteFile(store, one, root) for one in found], options)
+    source.passed_over.update(passed_over)
+    return source
+
+
+def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple[list[StoredObject], Counter[str]]:
+    """Of everything below a name, what is read without being named, and how many of each kind are not."""
+    chosen, passed_over = [], Counter[str]()
+    for one in found:
+        relative = _below(one, root)
+        if _is_hidden(relative):
+            continue
+        kind = format_of(relative)
+        if matches(relative, glob) if glob else kind is not None and kind.in_folders:
+            chosen.append(one)
+        elif not glob:
+            passed_over[(relative.suffix or relative.name)[:80]] += 1
+    return chosen, passed_over
+
+
+def _below(one: StoredObject, root: str) -> PurePosixPath:
+    return PurePosixPath(one.path.removeprefix(root).lstrip("/"))
+
+
+def _is_hidden(path: PurePosixPath) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _has_pattern(spec: str) -> bool:
+    return any(letter in spec for letter in "*?[")
+
+
+def _root(spec: str) -> str:
+    """What stands before the first part with a pattern, or before the name."""
+    parts = path_of(spec).split("/")
+    fixed = next((k for k, part in enumerate(parts) if _has_pattern(part)), None)
+    return "/".join(parts[:fixed]) if fixed is not None else "/".join(parts)
+
+
+def _refuse_shards(found: Sequence[StoredObject], spec: str) -> None:
+    shard = next((one for one in found if ".mds" in PurePosixPath(one.path).suffixes), None)
+    if shard is not None:
+        raise DataError(
+            f"--input {spec}: {shard.url} is an MDS shard, not text. Of a prepared set give the text that it was made "
+            "from; another program's shards are read from a local folder: copy them to one."
+        )

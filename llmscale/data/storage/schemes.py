@@ -1,0 +1,103 @@
+"""URLs of object stores: which there are, what each is called by Streaming, and how credentials are given.
+
+No library of a store is imported here.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from llmscale.config.user_paths import check_text
+from llmscale.errors import DataError, did_you_mean
+
+_SEPARATOR = "://"
+_FORGOTTEN = re.compile(r"(s3|gs|az|azure):(?!//)")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A kind of store."""
+
+    example: str
+    streaming: str
+    """What Streaming's transport calls it."""
+    credentials: str
+    """How they are given, as the end of a sentence that begins with "Give"."""
+
+
+_AZURE = Scheme(
+    "az://CONTAINER/PATH",
+    "azure",
+    "AZURE_ACCOUNT_NAME with AZURE_ACCOUNT_ACCESS_KEY, or AZURE_ACCOUNT_NAME after `az login`",
+)
+SCHEMES = {
+    "s3": Scheme(
+        "s3://BUCKET/PATH",
+        "s3",
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (AWS_SESSION_TOKEN with temporary ones), AWS_PROFILE, or a role "
+        "of this machine; for a store that is not Amazon's also S3_ENDPOINT_URL",
+    ),
+    "gs": Scheme(
+        "gs://BUCKET/PATH",
+        "gs",
+        "GOOGLE_APPLICATION_CREDENTIALS (a key file), `gcloud auth application-default login`, or GCS_KEY and "
+        "GCS_SECRET (an HMAC key)",
+    ),
+    "az": _AZURE,
+    "azure": _AZURE,
+    "hf": Scheme("hf://datasets/ORGANISATION/NAME", "hf", "HF_TOKEN, or `hf auth login`"),
+}
+
+
+def is_url(text: str) -> bool:
+    return _SEPARATOR in text
+
+
+def scheme_of(url: str) -> Scheme:
+    """Raises DataError for a store that is not known."""
+    name = url.partition(_SEPARATOR)[0]
+    if name not in SCHEMES:
+        legal = ", ".join(dict.fromkeys(scheme.example for scheme in SCHEMES.values()))
+        raise DataError(
+            f"{url} begins with {name}://, which is not known.{did_you_mean(name, SCHEMES)} Legal: {legal}."
+        )
+    return SCHEMES[name]
+
+
+def path_of(url: str) -> str:
+    """Bucket and name, as fsspec takes it."""
+    return url.partition(_SEPARATOR)[2].strip("/")
+
+
+def streaming_url(url: str) -> str:
+    """The same place as Streaming's transport calls it; what is no URL or not known here stays."""
+    name, separator, path = url.partition(_SEPARATOR)
+    return f"{SCHEMES[name].streaming}{separator}{path}" if separator and name in SCHEMES else url
+
+
+def check_out_url(url: str) -> str:
+    """A place that a set can be written to, without the slash at its end. Raises DataError."""
+    try:
+        check_text(url)
+    except ValueError as error:
+        raise DataError(f"--out {url!r} {error}.") from None
+    scheme = scheme_of(url)
+    parts = path_of(url).split("/")
+    is_hub = scheme.streaming == "hf"
+    if is_hub and (len(parts) != 3 or parts[0] != "datasets" or not all(parts)):
+        raise DataError(
+            f"--out {url}: Streaming writes a set to the root of a data set of the Hub. Legal: {scheme.example}."
+        )
+    if len(parts) < 2 or any(part in ("", ".", "..") for part in parts) or set("?#*[]") & set(url):
+        raise DataError(
+            f"--out {url} is no place for a set. Legal: {scheme.example}, without ? # * [ ] and empty names."
+        )
+    return f"{url.partition(_SEPARATOR)[0]}{_SEPARATOR}{'/'.join(parts)}"
+
+
+def check_not_forgotten(text: str, flag: str) -> None:
+    """Refuse s3:bucket and s3:/bucket, which would be a folder of that name. Raises DataError."""
+    found = _FORGOTTEN.match(text)
+    if found:
+        raise DataError(f"{flag} {text} is neither a path nor a URL. Legal: {SCHEMES[found[1]].example}.")

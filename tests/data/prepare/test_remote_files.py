@@ -1,0 +1,131 @@
+"""Text in an object store gives what the same text on a disk gives."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+
+from llmscale.data.prepare.sources import remote_files
+from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.prepare.sources.source import Document
+from llmscale.errors import DataError
+from tests.object_store import ObjectStore
+
+TEXTS = [f"document {number} " * (number + 1) for number in range(60)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def _tar() -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        member = tarfile.TarInfo("a.jsonl")
+        member.size = len(LINES)
+        archive.addfile(member, io.BytesIO(LINES))
+    return file.getvalue()
+
+
+def _parquet() -> bytes:
+    file = io.BytesIO()
+    parquet.write_table(pyarrow.table({"text": TEXTS}), file, row_group_size=20)
+    return file.getvalue()
+
+
+FORMATS = {
+    "a.jsonl": LINES,
+    "a.jsonl.gz": gzip.compress(LINES),
+    "a.jsonl.zst": zstandard.compress(LINES),
+    "a.tar": _tar(),
+    "a.parquet": _parquet(),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_read(name: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    object_store.put(f"in/{name}", FORMATS[name])
+    assert list(open_source(f"s3://bucket/in/{name}").documents()) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.parquet"])
+def test_it_goes_on_from_any_place(name: str, object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    object_store.put(f"in/{name}", FORMATS[name])
+    source = open_source("s3://bucket/in/a*")
+    places = [record.place for record in source.records((), None)]
+    rest = list(source.records(places[40], None))
+    assert [record.content for record in rest if isinstance(record, Document)] == TEXTS[41:]
+
+
+def test_patterns_and_folders_choose_as_on_a_disk_and_in_order(object_store: ObjectStore) -> None:
+    for name in ("in/b/2.txt", "in/b/1.txt", "in/a.txt", "in/a.bin", "in/.hidden/x.txt", "in/a.exe", "in2/z.txt"):
+        object_store.put(name, name.encode())
+
+    def found(spec: str, **options: str) -> list[str]:
+        return list(open_source(spec, **options).documents())  # type: ignore[arg-type]
+
+    assert found("s3://bucket/in") == found("s3://bucket/in/") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt"]
+    assert found("s3://bucket/in/**/*.txt") == ["in/a.txt", "in/b/1.txt", "in/b/2.txt"]
+    assert found("s3://bucket/in/b/*.txt") == ["in/b/1.txt", "in/b/2.txt"]
+    assert found("s3://bucket/in/", glob="2.*") == ["in/b/2.txt"]
+    assert found("s3://bucket/in2/z.txt") == ["in2/z.txt"]
+    assert dict(open_source("s3://bucket/in").passed_over) == {".exe": 1, ".bin": 1}
+    for spec in ("s3://bucket/nothing/", "s3://bucket/in/*.jsonl", "s3://none/x"):
+        with pytest.raises(DataError, match="nothing is there"):
+            open_source(spec)
+
+
+def test_an_object_that_changes_is_noticed(object_store: ObjectStore) -> None:
+    object_store.put("in/a.txt", b"one")
+    source = open_source("s3://bucket/in/*.txt")
+    before = source.fingerprint()
+    object_store.put("in/a.txt", b"two")
+    assert open_source("s3://bucket/in/*.txt").fingerprint() != before
+    with pytest.raises(DataError, match="has changed"):
+        list(source.documents())
+    object_store.put("in/a.txt", b"one")
+    assert open_source("s3://bucket/in/*.txt").fingerprint() == before
+
+
+def test_a_read_that_fails_is_tried_again_where_it_was(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    object_store.put("in/a.jsonl", LINES)
+    source = open_source("s3://bucket/in/a.jsonl")
+    begun = len(object_store.requests)
+    object_store.fails = lambda method, _: method == "GET" and begun + 8 < len(object_store.requests) < begun + 11
+    assert list(source.documents()) == TEXTS
+    assert "Trying again" in capsys.readouterr().err
+    object_store.fails = lambda method, _: method == "GET"
+    with pytest.raises(DataError, match=r"s3://bucket/in/a\.jsonl"):
+        list(source.documents())
+
+
+def test_shards_are_no_text(object_store: ObjectStore) -> None:
+    object_store.put("set/train/shard.00000.mds", b"x")
+    with pytest.raises(DataError, match="MDS"):
+        open_source("s3://bucket/set")
+
+
+def test_a_public_object_is_read_without_credentials(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    object_store.client.put_object(Bucket="bucket", Key="in/a.txt", Body=b"open", ACL="public-read")
+    _without_credentials(monkeypatch.delenv, monkeypatch.setenv, tmp_path)
+    assert list(open_source("s3://bucket/in/a.txt").documents()) == ["open"]
+
+
+def _without_credentials(delete: Callable[[str], None], put: Callable[[str, str], None], home: Path) -> None:
+    delete("AWS_ACCESS_KEY_ID")
+    delete("AWS_SECRET_ACCESS_KEY")
+    put("AWS_SHARED_CREDENTIALS_FILE", str(home / "none"))
+    put("AWS_CONFIG_FILE", str(home / "none"))

@@ -1,0 +1,289 @@
+"""A set in an object store is whole or not there, and the local one to the last byte."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+from llmscale.data.prepare import remote_set
+from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
+from llmscale.data.prepare.remote_set import UNFINISHED_NAME, RemoteSet, etag_of
+from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.errors import DataError
+from tests.conftest import HANG_S, Ranks, build_train_command, read_losses
+from tests.object_store import BUCKET, ObjectStore
+
+OPTIONS = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
+URL = f"s3://{BUCKET}/sets/a"
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write_documents: Callable[..., list[str]]) -> Path:
+    write_documents(tmp_path / "documents.jsonl", 120)
+    return tmp_path / "documents.jsonl"
+
+
+def _prepare(corpus: Path, work_dir: Path, options: PrepareOptions = OPTIONS) -> Prepared:
+    source = open_source(str(corpus))
+    return prepare(source, RemoteSet(URL, work_dir=work_dir), load_tokenizer("bytes"), options, num_workers=1)
+
+
+def _local(corpus: Path, out: Path) -> dict[str, bytes]:
+    prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), OPTIONS, num_workers=1)
+    return _files(out)
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _is_empty(folder: Path) -> bool:
+    return not folder.exists() or not any(folder.iterdir())
+
+
+def test_it_is_the_local_set_and_nothing_is_left_here(corpus: Path, object_store: ObjectStore, tmp_path: Path) -> None:
+    assert not _prepare(corpus, tmp_path / "work").reused
+    assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
+    assert _is_empty(tmp_path / "work")
+    puts = [path.removeprefix(f"/{BUCKET}/sets/a/") for method, path in object_store.requests if method == "PUT"]
+    # Whoever sees the manifest sees everything, whoever sees an index sees its shards.
+    assert puts[0] == UNFINISHED_NAME and puts[-1] == MANIFEST_NAME
+    is_index = [name.endswith("index.json") for name in puts]
+    assert is_index.index(True) > max(k for k, name in enumerate(puts) if ".mds" in name)
+
+
+def test_shards_leave_this_disk_while_others_are_written(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = 0
+    move = RemoteSet._move
+
+    def count(self: RemoteSet, name: str) -> None:
+        nonlocal most
+        most = max(most, len(list(self._folder.rglob("*.mds*"))))
+        move(self, name)
+
+    monkeypatch.setattr(RemoteSet, "_move", count)
+    prepared = _prepare(corpus, tmp_path / "work")
+    assert len(prepared.manifest.splits["train"].shards) > most
+    assert most <= remote_set._MOST_WAITING + 2
+
+
+def test_what_is_there_is_refused_or_found_before_any_text_is_read(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    object_store.put("sets/a/precious.txt", b"x")
+    with pytest.raises(DataError, match="is no prepared set"):
+        _prepare(corpus, tmp_path / "work")
+    object_store.client.delete_object(Bucket=BUCKET, Key="sets/a/precious.txt")
+    # A neighbour whose name begins alike is none of ours.
+    object_store.put("sets/ab/x", b"x")
+    _prepare(corpus, tmp_path / "work")
+    before = object_store.files()
+    monkeypatch.setattr("llmscale.data.prepare.prepare_set.tokenise", None)
+    assert _prepare(corpus, tmp_path / "work").reused
+    with pytest.raises(DataError, match="never replaced"):
+        _prepare(corpus, tmp_path / "work", PrepareOptions(seq_len=8, val_fraction=0.1, shard_bytes=4096))
+    assert object_store.files() == before
+
+
+def test_without_credentials_or_bucket_nothing_is_begun(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match="It must be there"):
+        RemoteSet("s3://no-such-bucket/set", work_dir=tmp_path / "work")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    with pytest.raises(DataError, match="Give AWS_ACCESS_KEY_ID"):
+        _prepare(corpus, tmp_path / "work")
+    assert not (tmp_path / "work").exists()
+
+
+def test_an_upload_that_fails_or_arrives_spoilt_is_tried_again(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults = {"shard.00001": 1, "shard.00003": 2, MANIFEST_NAME: 1}
+    spoilt = {"shard.00002": 2, "index": 1}
+
+    def once(left: dict[str, int]) -> Callable[[str, str], bool]:
+        def hits(method: str, path: str) -> bool:
+            name = next((name for name in left if name in path and left[name]), None)
+            if method != "PUT" or name is None:
+                return False
+            left[name] -= 1
+            return True
+
+        return hits
+
+    object_store.fails, object_store.spoil = once(faults), once(spoilt)
+    _prepare(corpus, tmp_path / "work")
+    assert not any(faults.values()) and not any(spoilt.values())
+    said = capsys.readouterr().err.splitlines()
+    assert sum("Trying again" in line for line in said) == 7
+    assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
+
+
+def test_a_store_that_stays_away_leaves_the_work_for_the_next_run(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    object_store.fails = lambda method, path: method == "PUT" and "shard.00004" in path
+    with pytest.raises(DataError, match=rf"Cannot upload {URL}/train/shard.00004.mds: .*same command goes on"):
+        _prepare(corpus, tmp_path / "work")
+    assert MANIFEST_NAME not in object_store.files("sets/a/")
+    object_store.fails = lambda method, path: False
+    with pytest.raises(DataError, match="not finished and prepared differently"):
+        _prepare(corpus, tmp_path / "work", PrepareOptions(seq_len=8, val_fraction=0.1, shard_bytes=4096))
+    object_store.requests.clear()
+    monkeypatch.setattr("llmscale.data.prepare.prepare_set.tokenise", None)
+    _prepare(corpus, tmp_path / "work")
+    # What had come there is not sent again.
+    assert ("PUT", f"/{BUCKET}/sets/a/train/shard.00000.mds") not in object_store.requests
+    assert object_store.files("sets/a/") == _local_files(corpus, tmp_path, monkeypatch)
+    assert _is_empty(tmp_path / "work")
+
+
+def _local_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    monkeypatch.undo()
+    return _local(corpus, tmp_path / "set")
+
+
+@pytest.mark.parametrize("what", ["train/shard.00000.mds", ""], ids=["a shard", "everything"])
+def test_what_somebody_removed_meanwhile_is_noticed(
+    what: str, corpus: Path, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    object_store.fails = lambda method, path: method == "PUT" and "shard.00004" in path
+    with pytest.raises(DataError):
+        _prepare(corpus, tmp_path / "work")
+    object_store.fails = lambda method, path: False
+    for name in object_store.files("sets/a/"):
+        if name.startswith(what):
+            object_store.client.delete_object(Bucket=BUCKET, Key=f"sets/a/{name}")
+    if what:
+        with pytest.raises(DataError, match="is no longer there"):
+            _prepare(corpus, tmp_path / "work")
+        assert MANIFEST_NAME not in object_store.files("sets/a/")
+    else:
+        _prepare(corpus, tmp_path / "work")
+        assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
+
+
+def test_an_etag_is_known_beforehand(object_store: ObjectStore, tmp_path: Path) -> None:
+    for size_bytes in (0, 1000, (8 << 20) - 1, 8 << 20, (20 << 20) + 1):
+        (tmp_path / "file").write_bytes(random.Random(0).randbytes(size_bytes))
+        object_store.client.upload_file(str(tmp_path / "file"), BUCKET, "file")
+        found = object_store.client.head_object(Bucket=BUCKET, Key="file")
+        assert found["ETag"].strip('"') == etag_of(tmp_path / "file")
+
+
+def test_another_stores_etag_is_no_fault(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_set, "etag_of", lambda path: "of a store that has its own")
+    _prepare(corpus, tmp_path / "work")
+    assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
+
+
+@pytest.mark.slow
+def test_ranks_train_on_it(
+    corpus: Path,
+    object_store: ObjectStore,
+    tmp_path: Path,
+    ranks: Callable[..., Ranks],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    _prepare(corpus, tmp_path / "work")
+    _local(corpus, tmp_path / "set")
+    losses = []
+    for name, data in (("remote", URL), ("local", str(tmp_path / "set"))):
+        command = build_train_command(tmp_path, tmp_path / name, "--data", data, "--steps", "3")
+        ranks(command, 2).wait()
+        losses.append(read_losses(tmp_path / name))
+    assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from llmscale.data.prepare import batches, shard_files, tokenise
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.remote_set import RemoteSet
+from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+tokenise.CHECKPOINT_INTERVAL_S = 0.02
+batches.BATCH_CHARACTERS = 2000
+upload = RemoteSet._upload
+def upload_slowly(self, folder, name):
+    time.sleep(0.03)
+    upload(self, folder, name)
+    time.sleep(0.03)
+RemoteSet._upload = upload_slowly
+source, url, work = sys.argv[1:]
+options = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
+print("ready", flush=True)
+prepare(open_source(source), RemoteSet(url, work_dir=Path(work)), load_tokenizer("bytes"), options, num_workers=2)
+"""
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_goes_on(
+    num_kills: int, corpus: Path, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    object_store.put("in/documents.jsonl", corpus.read_bytes())
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "run.py"), "s3://bucket/in/*.jsonl", URL, str(tmp_path / "work")]
+    rng = random.Random(num_kills)
+    for number in range(num_kills):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        if number == 0:
+            _wait_for_upload(process, object_store)
+        else:
+            assert process.stdout is not None
+            process.stdout.readline()
+            time.sleep(rng.uniform(0.2, 1.5))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    subprocess.run(command, check=True)
+    found = object_store.files("sets/a/")
+    expected = _local(corpus, tmp_path / "set")
+    ours, theirs = (json.loads(files.pop(MANIFEST_NAME)) for files in (found, expected))
+    assert found == expected
+    assert ours["fingerprint"] == theirs["fingerprint"] and ours["splits"] == theirs["splits"]
+    assert _is_empty(tmp_path / "work")
+
+
+def _wait_for_upload(process: subprocess.Popen[bytes], store: ObjectStore) -> None:
+    deadline_s = time.monotonic() + HANG_S
+    while not any(method == "PUT" and "shard.00002" in path for method, path in store.requests):
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def test_the_commands_take_urls(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("HOME", str(tmp_path))
+    object_store.put("in/a.jsonl", corpus.read_bytes())
+    prepare_it = ["data", "prepare", "--input", "s3://bucket/in/*.jsonl", "--tokenizer", "bytes", "--seq-len", "16"]
+    assert main([*prepare_it, "--out", URL]) == 0
+    assert main(["data", "verify", URL]) == 0
+    assert main(["data", "inspect", URL]) == 0
+    object_store.put("sets/a/train/shard.00000.mds", b"spoilt")
+    assert main(["data", "verify", URL]) == 1
+    assert "train" in capsys.readouterr().err
+    for flags in (["--out", URL, "--overwrite"], ["--out", "folder", "--work-dir", "x"], ["--out", "s3:/bucket/a"]):
+        assert main([*prepare_it, *flags]) == 2
