@@ -36,9 +36,9 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "with the fix for whatever is wrong. Exit status: 0 nothing is red, 1 something is, 2 it could not be asked.",
     )
     parser.add_argument(
-        "--hostfile", type=flag_type.path, metavar="FILE", help="hosts to check (default: this machine)"
+        "--hostfile", type=flag_type.path, metavar="FILE|NAME", help="hosts to check (default: this machine)"
     )
-    parser.add_argument("--ds", type=flag_type.path, metavar="FILE", help="ds_config to check, on every host")
+    parser.add_argument("--ds", type=flag_type.path, metavar="FILE|NAME", help="ds_config to check, on every host")
     parser.add_argument(
         "--run-config", type=flag_type.path, metavar="FILE", help="run file of train.py (its --config) to check"
     )
