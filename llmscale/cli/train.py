@@ -28,7 +28,8 @@ from llmscale.config.launcher_variables import read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
-from llmscale.training.run_inputs import prepare_run
+from llmscale.terminal.announcer import announced
+from llmscale.training.run_inputs import asks_the_network, prepare_run
 from llmscale.training.stop_request import STOP_SIGNALS
 
 #: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.
@@ -58,13 +59,15 @@ def _run_ranks(words: Sequence[str]) -> int:
             "LOCAL_RANK is set: a launcher started this, and `llmscale train` starts ranks itself. Give the launcher "
             "llmscale/train.py, or call `llmscale train` without one."
         )
-    num_ranks = _count_ranks(asked)
-    prepare_run(config, world_size=num_ranks)
+    with announced("checking the configuration and the data", at_once=asks_the_network(config)):
+        num_ranks = _count_ranks(asked)
+        prepare_run(config, world_size=num_ranks)
     for lock in remove_stale_locks():
         _show(f"removed {lock}, left behind by a build that was killed")
     port, _ = find_port(None)
     environments = rank_environment(os.environ, num_ranks, port, count_cpus())
     read_launcher_variables(environments[0])
+    _show(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} ...")
     return LocalRanks(
         rank_command(PACKAGE / "train.py", arguments),
         environments,

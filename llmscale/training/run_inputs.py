@@ -64,6 +64,11 @@ class PreparedRun:
         }
 
 
+def asks_the_network(config: RunConfig) -> bool:
+    """Whether the checks may have to wait for other machines."""
+    return "://" in config.data or any(is_published(name) for name in (config.model, config.init_from) if name)
+
+
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
     ds = read_ds_config(config.ds)

@@ -142,9 +142,9 @@ def _answer(args: argparse.Namespace) -> int:
 
 def _print_gpus() -> int:
     from llmscale.cli.estimate.table import gpu_lines
+    from llmscale.terminal.table import print_fitting
 
-    for line in gpu_lines():
-        print(line)
+    print_fitting(gpu_lines())
     return 0
 
 

@@ -129,4 +129,3 @@ def _refuse_first(source: str, problems: list[str]) -> None:
     if problems:
         more = f" (And {len(problems) - 1} more in this file.)" if len(problems) > 1 else ""
         raise ConfigError(f"{source}: {problems[0]}{more}")
-

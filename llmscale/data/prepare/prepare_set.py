@@ -11,7 +11,6 @@ from pathlib import Path
 from llmscale.data.prepare.atomic_folder import put_in_place, recover, sync_tree
 from llmscale.data.prepare.batches import Mark
 from llmscale.data.prepare.encoder import EncoderName
-from llmscale.data.prepare.progress import show_progress
 from llmscale.data.prepare.quarantine import Quarantine
 from llmscale.data.prepare.resume_state import ResumeState, load_resume_state
 from llmscale.data.prepare.shard_files import ShardFiles
@@ -30,6 +29,7 @@ from llmscale.data.shards.set_rules import HASH_ALGORITHM, MAX_SHARD_BYTES, TOKE
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import DataError
+from llmscale.terminal.progress import show_progress
 
 #: What sets are that were prepared before these were settings.
 _BEFORE: PrepareRequest = {"tokens before a document": "", "--parse-special-tokens": False}
