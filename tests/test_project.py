@@ -51,6 +51,8 @@ SUBCOMMANDS = (
         "sample",
         "export",
         "report",
+        "runs",
+        "completion",
     ),
     *("checkpoint", "checkpoint list"),
 )

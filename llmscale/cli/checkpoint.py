@@ -61,7 +61,7 @@ def _list(args: argparse.Namespace) -> int:
     rows.sort(key=lambda entry: -entry[0])
     if rows:
         for line in table_lines(_COLUMNS, [cells for _, cells in rows], output_width()):
-            print_visible(line)
+            print(line)
     for path, problem in found.damaged:
         print_visible(f"{path.name}  DAMAGED: {problem}")
     if found.abandoned:

@@ -102,10 +102,15 @@ def _parser() -> FlagParser:
         description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
         "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a second SIGINT ends it at once.",
     )
+    add_own_flags(parser)
+    return parser
+
+
+def add_own_flags(parser: argparse.ArgumentParser) -> None:
+    """What is not train.py's."""
     parser.add_argument(
         *_OWN_FLAGS, type=_num_processes, metavar="N", help="processes (default: one per GPU; 1 where there is none)"
     )
-    return parser
 
 
 def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:

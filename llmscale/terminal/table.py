@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from llmscale.terminal.colour import is_terminal, paint
+from llmscale.untrusted.terminal import make_visible_line
 
 #: Narrower is not taken seriously.
 _LEAST_WIDTH = 40
@@ -44,8 +45,10 @@ def output_width() -> int | None:
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
     """Lines of a table within `width`, the head first; an empty row is an empty line. What was left out stands below.
 
-    One space between columns, and one more behind text. Without a limit everything is there.
+    One space between columns, and one more behind text. Without a limit everything is there. Cells may hold what
+    others wrote.
     """
+    rows = [[make_visible_line(cell) for cell in row] for row in rows]
     longest = [
         max(len(cell) for cell in (column.name, *(row[i] for row in rows if row))) for i, column in enumerate(columns)
     ]
