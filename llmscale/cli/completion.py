@@ -25,8 +25,8 @@ _INSTALL = """\
   zsh    llmscale completion zsh > "${fpath[1]}/_llmscale"
   fish   llmscale completion fish > ~/.config/fish/completions/llmscale.fish
 """
-#: Flags of train.py that name files or folders, beside those that also take names.
-_PATH_KEYS = ("config", "data", "data_cache", "run", "resume", "init_from")
+#: Flags of train.py that name files or folders.
+_PATH_KEYS = ("config", "ds", "data", "data_cache", "run", "resume", "init_from")
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:

@@ -65,6 +65,8 @@ def add_command(name: str, subcommands: argparse._SubParsersAction[FlagParser]) 
     """Import one subcommand, and add it with an example."""
     module = f"{name}.command" if name in PACKAGES else name
     importlib.import_module(f"llmscale.cli.{module}").add_parser(subcommands)
+    # Without a help text it would be a command that is not shown.
+    subcommands._choices_actions.append(subcommands._ChoicesPseudoAction(name, (), COMMANDS[name]))
     parser = subcommands.choices[name]
     _describe(parser, COMMANDS[name])
     parser.epilog = parser.epilog or f"Example: llmscale {EXAMPLES[name]}"
