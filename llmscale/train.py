@@ -33,7 +33,7 @@ from llmscale.last_words import output_arrives, prepare_streams, say_error, say_
 from llmscale.terminal.announcer import Announcer
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
-from llmscale.training.run_inputs import PreparedRun, asks_the_network, prepare_run
+from llmscale.training.run_inputs import PreparedRun, prepare_run, quiet_s
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         # Not before: --help that cannot be written is an error.
         make_output_patient()
         announcer = Announcer(is_silent=here.rank != 0)
-        announcer.begin("checking the configuration and the data", at_once=asks_the_network(config))
+        announcer.begin("checking the configuration and the data", after_s=quiet_s(config))
         run = prepare_run(config, world_size=here.world_size)
         check_meeting_point(here, os.environ)
         status = train(run, stop, heartbeat, began, announcer)

@@ -97,7 +97,7 @@ class _Request:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.locate import find_checkpoint
-    from llmscale.terminal.announcer import announced
+    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import count_words, show_progress
     from llmscale.untrusted.terminal import print_visible
 
@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
 
-    with announced("importing torch", at_once=False, on_terminal_only=True):
+    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
         from llmscale.evaluate.load_model import load_trained_model
     from llmscale.evaluate.sampling import SamplingSettings, check_prompt
     from llmscale.evaluate.sampling_memory import check_memory
@@ -114,7 +114,7 @@ def _run(args: argparse.Namespace) -> int:
 
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
-    with announced("loading the weights", at_once=False, on_terminal_only=True):
+    with announced("loading the weights", after_s=SOON_S, on_terminal_only=True):
         trained = load_trained_model(folder)
     tokens_of = [encode_prompt(trained.tokenizer, prompt) for prompt in prompts]
     for number, tokens in enumerate(tokens_of, start=1):

@@ -29,7 +29,7 @@ from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.terminal.announcer import announced
-from llmscale.training.run_inputs import asks_the_network, prepare_run
+from llmscale.training.run_inputs import prepare_run, quiet_s
 from llmscale.training.stop_request import STOP_SIGNALS
 
 #: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.
@@ -59,7 +59,7 @@ def _run_ranks(words: Sequence[str]) -> int:
             "LOCAL_RANK is set: a launcher started this, and `llmscale train` starts ranks itself. Give the launcher "
             "llmscale/train.py, or call `llmscale train` without one."
         )
-    with announced("checking the configuration and the data", at_once=asks_the_network(config)):
+    with announced("checking the configuration and the data", after_s=quiet_s(config)):
         num_ranks = _count_ranks(asked)
         prepare_run(config, world_size=num_ranks)
     for lock in remove_stale_locks():

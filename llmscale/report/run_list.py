@@ -120,18 +120,18 @@ def _total_steps(path: Path, problems: list[str]) -> int | None:
 
 def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None, str]:
     """The last step and loss, and the last event of metrics.jsonl."""
-    step, loss, event = None, None, ""
+    step, event, losses = None, "", dict[int, float | None]()
     for record in _tail(path / METRICS_NAME, problems):
         found = record.get("step")
         if not is_count(found):
             continue
         if record.get("kind") == "train":
-            step, loss = found, _loss(record.get("loss"))
+            step, losses[found] = found, _loss(record.get("loss"))
         elif record.get("kind") == "event" and record.get("event") in ("start", "finished", "stopped"):
             event = str(record["event"])
             # A start from an earlier checkpoint leaves behind what was logged beyond it.
-            step, loss = found or None, loss if step == found else None
-    return step, loss, event
+            step, losses = found or None, {at: loss for at, loss in losses.items() if at <= found}
+    return step, next(reversed(losses.values()), None), event
 
 
 def _loss(value: object) -> float | None:

@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 from llmscale.terminal.colour import is_terminal
 
 #: Nobody waits longer than 5 s for a line.
-_REPEAT_S = 4.0
+REPEAT_S = 4.0
+#: What may be over at once, and then needs no word: by then one is due.
+SOON_S = 1.5
 _STDERR = 2
 
 
@@ -22,17 +24,17 @@ class Announcer:
     def __init__(self, *, is_silent: bool = False) -> None:
         self._is_silent = is_silent
         self._changed = threading.Condition()
-        self._words = ""
+        self._words, self._after_s = "", 0.0
         self._thread: threading.Thread | None = None
 
-    def begin(self, words: str, *, at_once: bool = True) -> None:
-        """The next phase. Without `at_once` it is announced only when it takes long."""
+    def begin(self, words: str, *, after_s: float = 0.0) -> None:
+        """The next phase, which is announced when it has lasted `after_s` seconds."""
         if self._is_silent:
             return
-        if at_once:
+        if not after_s:
             _say(f"{words} ...")
         with self._changed:
-            self._words = words
+            self._words, self._after_s = words, after_s
             self._changed.notify()
         if self._thread is None:
             self._thread = threading.Thread(target=self._repeat, daemon=True)
@@ -50,16 +52,17 @@ class Announcer:
     def _repeat(self) -> None:
         with self._changed:
             while words := self._words:
-                began_s = time.monotonic()
-                while not self._changed.wait(_REPEAT_S):
-                    _say(f"still {words}: {time.monotonic() - began_s:.0f} s")
+                began_s, is_announced, wait_s = time.monotonic(), not self._after_s, self._after_s or REPEAT_S
+                while not self._changed.wait(wait_s):
+                    _say(f"still {words}: {time.monotonic() - began_s:.0f} s" if is_announced else f"{words} ...")
+                    is_announced, wait_s = True, REPEAT_S
 
 
 @contextmanager
-def announced(words: str, *, at_once: bool = True, on_terminal_only: bool = False) -> Iterator[None]:
+def announced(words: str, *, after_s: float = 0.0, on_terminal_only: bool = False) -> Iterator[None]:
     """One phase."""
     announcer = Announcer(is_silent=on_terminal_only and not is_terminal(sys.stderr))
-    announcer.begin(words, at_once=at_once)
+    announcer.begin(words, after_s=after_s)
     try:
         yield
     finally:

@@ -25,7 +25,7 @@ from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.planning.compilation import Compilation, decide_compilation
-from llmscale.terminal.announcer import Announcer
+from llmscale.terminal.announcer import REPEAT_S, Announcer
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.heartbeat import Heartbeat
@@ -72,8 +72,8 @@ class StartupClock:
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def phase(self, name: str, words: str, *, at_once: bool = True) -> Iterator[None]:
-        self.announcer.begin(words, at_once=at_once)
+    def phase(self, name: str, words: str, *, after_s: float = 0.0) -> Iterator[None]:
+        self.announcer.begin(words, after_s=after_s)
         began = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
@@ -109,9 +109,9 @@ def _open_session(
     if run.weights is not None:
         with clock.phase("published weights", "fetching and checking the published weights"):
             run = replace(run, weights=complete_published_weights(run.weights, run.sets.first, world, progress))
-    with clock.phase("ranks", "claiming the run folder", at_once=False):
+    with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
         claim_one_run_folder(claim, world)
-    with clock.phase("checkpoint check", "looking for a checkpoint to go on from", at_once=False):
+    with clock.phase("checkpoint check", "looking for a checkpoint to go on from", after_s=REPEAT_S):
         point = _choose_checkpoint(run, world, report)
     state = point.state if point else None
     run = replace(run, compilation=_decide_compilation(run, world, state))
@@ -119,13 +119,13 @@ def _open_session(
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
         stream = together(world.control, lambda: build_stream(run, state))
         feed, validation = _open_data(run, world, stream, state)
-    with clock.phase("estimate", "estimating the memory", at_once=False):
+    with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
         estimate = estimate_run(run, gpu_capability())
     with clock.phase("engine", f"building the engine, ZeRO stage {run.resolved.zero_stage}"):
         compiler = BlockCompiler(run.compilation.backend) if run.compilation.backend else None
         engine = build_engine(run.config, run.resolved, compiler)
     has_weights = point is not None or run.config.init_from is not None
-    with clock.phase("checkpoint load", "loading the weights", at_once=has_weights):
+    with clock.phase("checkpoint load", "loading the weights", after_s=0.0 if has_weights else REPEAT_S):
         _load(run, engine, point, world, report, progress)
     wandb_run = _start_wandb(run, world, state)
     history = enter_history(run.config.run, point, world.control, report)

@@ -36,7 +36,7 @@ def make_run(folder: Path, *records: Record, total_steps: int = 10, arguments: o
     ("records", "state", "step", "loss"),
     [
         ([event("start", 0), train(5, 3.0), train(10, 2.5), event("finished", 10)], "finished", 10, 2.5),
-        ([event("start", 0), train(5, 3.0), event("stopped", 7)], "stopped", 7, None),
+        ([event("start", 0), train(5, 3.0), event("stopped", 7)], "stopped", 7, 3.0),
         ([event("start", 0), train(5, 3.0), event("stopped", 5)], "stopped", 5, 3.0),
         ([event("start", 0), train(5, 3.0)], "lost", 5, 3.0),
         ([event("start", 0)], "lost", None, None),
@@ -45,6 +45,7 @@ def make_run(folder: Path, *records: Record, total_steps: int = 10, arguments: o
         ([event("start", 0), train(5, 3.0), event("stopped", 5), event("start", 5), train(8, 2.0)], "lost", 8, 2.0),
         # It went back to a checkpoint.
         ([event("start", 0), train(5, 3.0), train(9, 1.0), event("start", 4)], "lost", 4, None),
+        ([event("start", 0), train(3, 3.5), train(9, 1.0), event("start", 4)], "lost", 4, 3.5),
     ],
 )
 def test_states(records: list[Record], state: str, step: int | None, loss: float | None, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
     said: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(announcer, "_REPEAT_S", 0.01)
+    monkeypatch.setattr(announcer, "REPEAT_S", 0.01)
     again = threading.Event()
 
     def say(line: str) -> None:
@@ -31,15 +31,20 @@ def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
         assert said[0] == "building ..."
         assert again.wait(60)
     assert said[1] == "still building: 0 s"
-    count = len(said)
-    assert threading.active_count() == 1 or all(thread.name != "announcer" for thread in threading.enumerate())
-    assert len(said) == count
+
+
+def test_a_quiet_phase_is_announced_when_it_lasts(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken = threading.Event()
+    monkeypatch.setattr(announcer, "_say", lambda line: (said.append(line), spoken.set()))
+    with announced("checking", after_s=0.01):
+        assert spoken.wait(60)
+    assert said[0] == "checking ..."
 
 
 def test_phases_follow_each_other_and_end_more_than_once(said: list[str]) -> None:
     busy = Announcer()
     busy.begin("one")
-    busy.begin("two", at_once=False)
+    busy.begin("two", after_s=3600)
     busy.begin("three")
     busy.end()
     busy.end()
