@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-import textwrap
 from collections.abc import Iterator, Sequence
 
 from llmscale import __version__
 from llmscale.config.flag_parser import FlagParser
 from llmscale.last_words import guarded
 from llmscale.terminal.colour import paint
-from llmscale.terminal.table import output_width
 
 #: What each is for, in the order of the questions that they answer; each is a module of this folder, or a package with
 #: a `command`.
@@ -98,6 +96,10 @@ def _describe(parser: argparse.ArgumentParser, purpose: str) -> None:
 
 def _overview() -> Iterator[str]:
     """What it can do, with an example of each."""
+    import textwrap  # only here: every command would wait for it, and for the next
+
+    from llmscale.terminal.table import output_width
+
     yield f"llmscale {__version__}. {_DESCRIPTION}"
     yield ""
     indent = " " * (max(map(len, COMMANDS)) + 4)
