@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from llmscale.errors import LlmscaleError, MachineError
+from llmscale.terminal.colour import paint
 from llmscale.untrusted.terminal import make_visible_line
 
 #: With this variable set, the traceback goes to stderr too.
@@ -89,7 +90,7 @@ def _say_lost_output(error: OSError) -> None:
 
 def say_error(text: str) -> None:
     """One line, whatever is in it."""
-    say(f"error: {make_visible_line(_shortened(text))}")
+    say(f"{paint('error:', 'red', sys.stderr)} {make_visible_line(_shortened(text))}")
 
 
 def say(text: str) -> None:

@@ -30,9 +30,10 @@ from llmscale.engine.device_settings import set_allocator_default
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
+from llmscale.terminal.announcer import Announcer
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.run_inputs import PreparedRun, prepare_run, quiet_s
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     without one, signals act as before."""
     began = time.perf_counter()
     prepare_streams()
-    stop, heartbeat = stop or StopRequest(), Heartbeat(None, 0)
+    stop, heartbeat, announcer = stop or StopRequest(), Heartbeat(None, 0), Announcer(is_silent=True)
     here: LauncherVariables | None = None
     run_folder: Path | None = None
     try:
@@ -55,9 +56,11 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         run_folder = config.run
         # Not before: --help that cannot be written is an error.
         make_output_patient()
+        announcer = Announcer(is_silent=here.rank != 0)
+        announcer.begin("checking the configuration and the data", after_s=quiet_s(config))
         run = prepare_run(config, world_size=here.world_size)
         check_meeting_point(here, os.environ)
-        status = train(run, stop, heartbeat, began)
+        status = train(run, stop, heartbeat, began, announcer)
     except OutOfMemory as error:
         # It may have happened on this rank alone, so each speaks for itself.
         say_error(str(error))
@@ -82,16 +85,18 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             stop.end_now()
         say_unexpected(error, run_folder)
         status = 1
+    announcer.end()
     heartbeat.end(status)
     return status
 
 
-def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float) -> int:
+def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: Announcer) -> int:
     """Everything after the checks. `began` is when the process started, on perf_counter's clock."""
     set_allocator_default(os.environ)
+    announcer.begin("importing torch and DeepSpeed")
     from llmscale.training.build_session import open_session
 
-    with explained_out_of_memory(run), open_session(run, stop, heartbeat, began) as session:
+    with explained_out_of_memory(run), open_session(run, stop, heartbeat, began, announcer) as session:
         for step in range(session.step, run.resolved.total_steps):
             micro_batches = session.fetch(step)
             decision = session.agree(step)
@@ -102,6 +107,7 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
                 heartbeat.beat("stopped", step)
                 break
             done = session.train(step, micro_batches)
+            announcer.end()
             stop.leave_start_up()
             session.after(done)
             heartbeat.beat("training", session.step)

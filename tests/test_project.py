@@ -21,7 +21,7 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The README's tour has the same order.
 LAYERS = (
-    *("__init__", "other_names", "errors", "files", "untrusted", "last_words"),
+    *("__init__", "other_names", "errors", "files", "untrusted", "terminal", "last_words"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
     "__main__",
@@ -51,6 +51,8 @@ SUBCOMMANDS = (
         "sample",
         "export",
         "report",
+        "runs",
+        "completion",
     ),
     *("checkpoint", "checkpoint list"),
 )

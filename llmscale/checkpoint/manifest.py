@@ -198,18 +198,17 @@ def find_damage(
 ) -> str | None:
     """What is wrong with a checkpoint, or None: the manifest, and every file's presence, size and hash.
 
-    `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets each file's bytes
-    once they are hashed.
+    `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets numbers
+    of bytes that are hashed.
     """
     try:
         manifest = load_manifest(folder)
     except CheckpointError as error:
         return str(error)
     for stored in manifest.files[part::parts]:
-        damage = _file_damage(folder / stored.name, stored)
+        damage = _file_damage(folder / stored.name, stored, progress)
         if damage:
             return damage
-        progress(stored.num_bytes)
     return None
 
 
@@ -218,10 +217,10 @@ def is_whole(folder: Path, manifest: CheckpointManifest) -> bool:
     return all(_size_damage(folder / stored.name, stored) is None for stored in manifest.files)
 
 
-def _file_damage(path: Path, stored: StoredFile) -> str | None:
+def _file_damage(path: Path, stored: StoredFile, progress: Callable[[int], object]) -> str | None:
     damage = _size_damage(path, stored)
     try:
-        if damage is None and hash_file(path).xxh3_128 != stored.xxh3_128:
+        if damage is None and hash_content(path, "xxh3_128", progress) != stored.xxh3_128:
             return f"{path} does not match its hash: its content was altered."
     except OSError as error:
         return f"{path} cannot be read: {error.strerror or error}."

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.history import Checkpoint, FoundCheckpoints, find_checkpoints, report_passed_over
 from llmscale.checkpoint.locate import find_checkpoint, read_state
-from llmscale.checkpoint.manifest import find_damage, load_manifest, step_of
+from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.checkpoint.retention import delete_checkpoint, prunable
 from llmscale.config import flag_type
 from llmscale.errors import CheckpointError
+from llmscale.terminal.progress import show_progress
+from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
@@ -42,36 +44,42 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     diff.set_defaults(handler=_diff)
 
 
+#: Behind the name: what is dropped first where a line is too long, and why a row is special, which stays.
+_COLUMNS = (
+    Column("checkpoint", is_text=True),
+    *(Column("step"), Column("tokens", drop=1), Column("ranks", drop=4), Column("stage", drop=5)),
+    *(Column("precision", drop=6), Column("GiB", drop=2)),
+    Column("created", is_text=True, drop=3),
+    Column("", is_text=True, least=24),
+)
+
+
 def _list(args: argparse.Namespace) -> int:
     found = _find(args.run)
-    rows = [(saved.path, saved, "") for saved in found.current]
+    rows = [(saved.step, _row(saved, "" if number else "<- latest")) for number, saved in enumerate(found.current)]
+    rows += [(saved.step, _row(saved, f"abandoned (history {saved.history.number})")) for saved in found.abandoned]
+    rows.sort(key=lambda entry: -entry[0])
     if rows:
-        rows[0] = (*rows[0][:2], "  <- latest")
-    rows += [(saved.path, saved, f"  abandoned (history {saved.history.number})") for saved in found.abandoned]
-    width = max([16, *(len(path.name) for path, _, _ in rows)])
-    lines = [(step_of(path), f"{_row(saved, width)}{mark}") for path, saved, mark in rows]
-    lines += [(step_of(path), f"{path.name:<{width}} DAMAGED: {problem}") for path, problem in found.damaged]
-    print_visible(
-        f"{'checkpoint':<{width}} {'step':>8} {'tokens':>16} {'ranks':>5} {'stage':>5} {'precision':>9} {'GiB':>8}"
-        "  created"
-    )
-    for _, line in sorted(lines, key=lambda entry: -entry[0]):
-        print_visible(line)
+        for line in table_lines(_COLUMNS, [cells for _, cells in rows], output_width()):
+            print(line)
+    for path, problem in found.damaged:
+        print_visible(f"{path.name}  DAMAGED: {problem}")
     if found.abandoned:
-        print_visible(
-            f"\nThe run is in its history {found.history.number}. Abandoned checkpoints are of steps that it went back "
+        print()
+        for line in wrap_line(
+            f"The run is in its history {found.history.number}. Abandoned checkpoints are of steps that it went back "
             "from: they stay, and are resumed by name only (--resume PATH). "
-            f"`llmscale checkpoint prune {args.run}` deletes them."
-        )
+            f"`llmscale checkpoint prune {args.run}` deletes them.",
+            output_width(),
+        ):
+            print_visible(line)
     return 0
 
 
-def _row(saved: Checkpoint, width: int) -> str:
+def _row(saved: Checkpoint, mark: str) -> list[str]:
     m = saved.manifest
-    return (
-        f"{saved.path.name:<{width}} {m.step:>8} {m.tokens_seen:>16,} {m.world_size:>5} {m.zero_stage:>5} "
-        f"{m.precision:>9} {m.num_bytes / 2**30:>8.3f}  {m.created}"
-    )
+    numbers = [str(m.step), f"{m.tokens_seen:,}", str(m.world_size), str(m.zero_stage)]
+    return [saved.path.name, *numbers, m.precision, f"{m.num_bytes / 2**30:.3f}", m.created, mark]
 
 
 def _find(run: Path) -> FoundCheckpoints:
@@ -105,11 +113,14 @@ def _verify(args: argparse.Namespace) -> int:
     folders = [saved.path for saved in [*found.current, *found.abandoned]] + [path for path, _ in found.damaged]
     abandoned = {saved.path for saved in found.abandoned}
     num_damaged = 0
-    for folder in folders or [find_checkpoint(args.run)]:
-        damage = find_damage(folder)
-        num_damaged += damage is not None
-        mark = " (abandoned)" if folder in abandoned else ""
-        print_visible(f"{folder.name}{mark}: {'whole' if damage is None else f'DAMAGED: {damage}'}")
+    total_bytes = sum(saved.manifest.num_bytes for saved in [*found.current, *found.abandoned])
+    with show_progress("Verifying", total_bytes) as progress:
+        for folder in folders or [find_checkpoint(args.run)]:
+            damage = find_damage(folder, progress=progress.add)
+            num_damaged += damage is not None
+            mark = " (abandoned)" if folder in abandoned else ""
+            progress.clear()
+            print_visible(f"{folder.name}{mark}: {'whole' if damage is None else f'DAMAGED: {damage}'}")
     return 1 if num_damaged else 0
 
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type
-from llmscale.untrusted.terminal import print_visible
+from llmscale.terminal.announcer import SOON_S, announced
+from llmscale.terminal.progress import show_progress
+from llmscale.terminal.table import output_width, wrap_line
+from llmscale.untrusted.terminal import make_visible, print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
     from collections.abc import Iterator
@@ -63,12 +66,12 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def print_manifest(manifest: Manifest, folder: str) -> None:
     """What a set says of itself, in a few lines."""
-    print_visible(
+    _print_fitting(
         f"{folder}: {manifest.source}, tokenizer {manifest.tokenizer} ({manifest.vocab_size:,} tokens), "
         f"seq_len {manifest.seq_len}, {manifest.dtype}, fingerprint {manifest.fingerprint[:12]}"
     )
     for name, split in manifest.splits.items():
-        print_visible(
+        _print_fitting(
             f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
             f"samples (+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
             f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
@@ -82,6 +85,11 @@ def print_manifest(manifest: Manifest, folder: str) -> None:
         )
 
 
+def _print_fitting(line: str) -> None:
+    for part in wrap_line(line, output_width()):
+        print_visible(part)
+
+
 def _print_statistics(location: SetLocation, split: str, tokenizer: Tokenizer, num_windows: int) -> None:
     from llmscale.data.set_statistics import choose_windows, document_lengths, draw_lengths, read_statistics
     from llmscale.data.shards.token_shards import TokenShards
@@ -90,10 +98,12 @@ def _print_statistics(location: SetLocation, split: str, tokenizer: Tokenizer, n
     shards = TokenShards(location, split)
     if not len(shards):
         return
-    found = read_statistics(shards, choose_windows(shards.samples_per_shard, num_windows), tokenizer.decode)
+    with announced(f"reading samples of {split}", after_s=SOON_S, on_terminal_only=True):
+        found = read_statistics(shards, choose_windows(shards.samples_per_shard, num_windows), tokenizer.decode)
     most = f", of sample {found.most_copied[0]:,} alone {found.most_copied[1]:,}" if found.most_copied else ""
-    print_visible(
-        f"\n{split}, {found.num_windows:,} of {len(shards):,} samples: {found.num_copies:,} are copies of another"
+    print()
+    _print_fitting(
+        f"{split}, {found.num_windows:,} of {len(shards):,} samples: {found.num_copies:,} are copies of another"
         f"{most}; {found.num_undecodable:,} hold replacement characters (U+FFFD)"
     )
     if split == "train" and manifest.is_shuffled:
@@ -177,12 +187,16 @@ def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
 
 def _report(folder: str, manifest: Manifest, found: Iterator[tuple[int, str]]) -> int:
     num_files = num_damaged = num_bytes = 0
-    for file_bytes, damage in found:
-        num_files += 1
-        num_bytes += file_bytes
-        if damage:
-            num_damaged += 1
-            print_visible(damage, file=sys.stderr)
+    total_bytes = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
+    # Those of a compressed set are smaller: how much is left is not known.
+    with show_progress("Verifying", None if manifest.compression else total_bytes) as progress:
+        for file_bytes, damage in found:
+            num_files += 1
+            num_bytes += file_bytes
+            progress.add(file_bytes)
+            if damage:
+                num_damaged += 1
+                progress.say(make_visible(damage))
     print_visible(f"{folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
     if num_damaged:
         print_visible(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -14,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type, limits
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
+from llmscale.terminal.colour import Style, paint
+from llmscale.terminal.table import output_width
 from llmscale.untrusted.terminal import make_visible
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from llmscale.cluster.doctor.rows import CheckRow, Status
     from llmscale.config.flag_parser import FlagParser
 
-_COLOURS = {"ok": "\033[32m", "warn": "\033[33m", "fail": "\033[31m"}
-_RESET = "\033[0m"
+_COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _MAX_WIDTH = 120
+_LEAST_TEXT = 24
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -36,9 +36,9 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "with the fix for whatever is wrong. Exit status: 0 nothing is red, 1 something is, 2 it could not be asked.",
     )
     parser.add_argument(
-        "--hostfile", type=flag_type.path, metavar="FILE", help="hosts to check (default: this machine)"
+        "--hostfile", type=flag_type.path, metavar="FILE|NAME", help="hosts to check (default: this machine)"
     )
-    parser.add_argument("--ds", type=flag_type.path, metavar="FILE", help="ds_config to check, on every host")
+    parser.add_argument("--ds", type=flag_type.path, metavar="FILE|NAME", help="ds_config to check, on every host")
     parser.add_argument(
         "--run-config", type=flag_type.path, metavar="FILE", help="run file of train.py (its --config) to check"
     )
@@ -116,31 +116,26 @@ def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
 
 
 def _print_table(diagnosis: Diagnosis) -> None:
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-    width = min(_MAX_WIDTH, shutil.get_terminal_size((_MAX_WIDTH, 24)).columns)
-    for line in table_lines(diagnosis.rows, colour=colour, width=width):
+    for line in table_lines(diagnosis.rows, width=min(_MAX_WIDTH, output_width() or _MAX_WIDTH)):
         print(line)
     print(_summary(diagnosis))
 
 
-def table_lines(rows: Sequence[CheckRow], *, colour: bool, width: int) -> list[str]:
+def table_lines(rows: Sequence[CheckRow], *, width: int) -> list[str]:
     """Status, name, finding; the fix below it."""
     first = max((len(row.name) for row in rows), default=0) + 8
     lines = []
     for row in rows:
         # Of other hosts' words in part.
-        text = textwrap.wrap(make_visible(row.found), max(40, width - first)) or [""]
+        text = textwrap.wrap(make_visible(row.found), max(_LEAST_TEXT, width - first)) or [""]
         if row.fix:
-            text += textwrap.wrap(make_visible(f"fix: {row.fix}"), max(40, width - first), subsequent_indent="     ")
-        head = f"{_paint(row.status, colour)}{' ' * (6 - len(row.status))}{row.name:{first - 6}}"
+            fix = make_visible(f"fix: {row.fix}")
+            text += textwrap.wrap(fix, max(_LEAST_TEXT, width - first), subsequent_indent="     ")
+        word = row.status.upper() if row.status == "fail" else row.status
+        head = f"{paint(word, _COLOURS[row.status], sys.stdout)}{' ' * (6 - len(word))}{row.name:{first - 6}}"
         lines.append(head + text[0])
         lines += [" " * first + line for line in text[1:]]
     return lines
-
-
-def _paint(status: Status, colour: bool) -> str:
-    word = status.upper() if status == "fail" else status
-    return f"{_COLOURS[status]}{word}{_RESET}" if colour else word
 
 
 def _summary(diagnosis: Diagnosis) -> str:

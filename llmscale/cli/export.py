@@ -59,13 +59,14 @@ def _run(args: argparse.Namespace) -> int:
     check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.architecture.families.registry import family_of
-    from llmscale.data.prepare.progress import show_progress
+    from llmscale.checkpoint.manifest import load_manifest
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.evaluate.export import ExportedModel, export_model
     from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
     from llmscale.report.model_card import CardFacts, build_model_card
+    from llmscale.terminal.progress import show_progress
 
-    with show_progress("Verifying the checkpoint") as verified:
+    with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add)
     model = ExportedModel(trained.shape, family_of(trained.shape), args.dtype, args.shard_size)
     facts = CardFacts(
@@ -78,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
         config=trained.config,
         data=trained.sets,
     )
-    with show_progress("Writing weights") as written:
+    with show_progress("Writing weights", model.weight_bytes) as written:
         export_model(
             checkpoint,
             model,

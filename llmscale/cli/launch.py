@@ -37,7 +37,10 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     where = parser.add_argument_group("where")
     where.add_argument(
-        "--hostfile", type=flag_type.path, metavar="FILE", help="`name slots=N` per host (default: this machine)"
+        "--hostfile",
+        type=flag_type.path,
+        metavar="FILE|NAME",
+        help="`name slots=N` per host; 8xa100 and the like are llmscale's own (default: this machine)",
     )
     where.add_argument("--launcher", choices=LAUNCHERS, help="to the hosts (default: slurm in a job, else ssh)")
     where.add_argument("--starter", choices=STARTERS, default="deepspeed", help="what starts a host's ranks there")

@@ -17,6 +17,7 @@ from llmscale.errors import ConfigError
 from llmscale.files.whole import write_output
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.run_history import RunHistory, load_history, load_run_manifest
+from llmscale.terminal.table import output_width, print_fitting
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from llmscale.data.shards.manifest import Manifest
 
 _OUTPUTS = ("html", "png", "svg", "json")
+
+
+#: Columns of the chart, at most, and those beside it.
+_CHART_WIDTH, _CHART_MARGIN = 64, 12
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -122,18 +127,20 @@ def _print_run(run: Path) -> None:
     history = load_history(run)
     manifest = load_run_manifest(run)
     entropy = _entropy(manifest, "train")
-    print("loss, nats per token: * training, o validation" + (", --- unigram entropy" if entropy else ""))
-    print(draw_chart({"*": list(history.train.items()), "o": list(history.validation.items())}, entropy))
+    print_fitting(["loss, nats per token: * training, o validation" + (", --- unigram entropy" if entropy else "")])
+    width = min(_CHART_WIDTH, (output_width() or 200) - _CHART_MARGIN)
+    print(draw_chart({"*": list(history.train.items()), "o": list(history.validation.items())}, entropy, width=width))
     losses = list(history.train.values())
     last_step = list(history.train)[-1]
-    print(f"\ntraining loss    {losses[0]:.3f} -> {losses[-1]:.3f}{_compare(losses[-1], entropy)}")
+    lines = ["", f"training loss    {losses[0]:.3f} -> {losses[-1]:.3f}{_compare(losses[-1], entropy)}"]
     if history.validation:
         final = list(history.validation.values())[-1]
-        print(f"validation loss  {final:.3f}{_compare(final, _entropy(manifest, 'val'))}")
-    print(
+        lines.append(f"validation loss  {final:.3f}{_compare(final, _entropy(manifest, 'val'))}")
+    lines.append(
         f"progress         {last_step:,} steps, {history.tokens_seen[last_step]:,} tokens, "
         f"{history.median_tokens_per_second:,.0f} tokens/s"
     )
+    print_fitting(lines)
     saved = list_checkpoints(run)
     print_visible(f"checkpoint       {saved[0] if saved else 'none yet'}")
     _print_gaps(run, history)

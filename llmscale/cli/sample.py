@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
     from llmscale.config.flag_parser import FlagParser
     from llmscale.evaluate.load_model import TrainedModel
-    from llmscale.evaluate.sampling import SamplingSettings
+    from llmscale.evaluate.sampling import SamplingSettings, TokenByPrompt
+    from llmscale.evaluate.text import Piece
+    from llmscale.terminal.progress import Progress
 
 _MAX_BATCH = 1024
 _MAX_TEXTS = 10**6
@@ -95,20 +97,25 @@ class _Request:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.locate import find_checkpoint
+    from llmscale.terminal.announcer import SOON_S, announced
+    from llmscale.terminal.progress import count_words, show_progress
     from llmscale.untrusted.terminal import print_visible
 
     prompts = _prompts(args)
     folder = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr))
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.evaluate.load_model import load_trained_model
+
+    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+        from llmscale.evaluate.load_model import load_trained_model
     from llmscale.evaluate.sampling import SamplingSettings, check_prompt
     from llmscale.evaluate.sampling_memory import check_memory
     from llmscale.evaluate.text import encode_prompt
 
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
-    trained = load_trained_model(folder)
+    with announced("loading the weights", after_s=SOON_S, on_terminal_only=True):
+        trained = load_trained_model(folder)
     tokens_of = [encode_prompt(trained.tokenizer, prompt) for prompt in prompts]
     for number, tokens in enumerate(tokens_of, start=1):
         check_prompt(trained.model.shape, tokens, f"prompt {number}" if len(prompts) > 1 else "the prompt")
@@ -120,8 +127,15 @@ def _run(args: argparse.Namespace) -> int:
     batch_size = min(args.batch_size, len(requests))
     longest = max(map(len, tokens_of))
     check_memory(trained.model.shape, batch_size, longest, args.max_new_tokens, use_cache=not args.no_cache)
-    for start in range(0, len(requests), batch_size):
-        _write(trained, requests[start : start + batch_size], settings, args, first=start + 1, of=len(requests))
+    # A text alone is its own progress.
+    streams = len(requests) == 1 and not args.json
+    with show_progress("Sampling", len(requests) * args.max_new_tokens, count_words("tokens")) as progress:
+        for start in range(0, len(requests), batch_size):
+            batch = requests[start : start + batch_size]
+            if streams:
+                _stream(_generate(trained, batch, settings, args), batch[0])
+            else:
+                _write(_generate(trained, batch, settings, args, progress), batch, args, start + 1, progress)
     return 0
 
 
@@ -143,47 +157,60 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return prompts
 
 
-def _write(
+def _generate(
     trained: TrainedModel,
     batch: Sequence[_Request],
     settings: SamplingSettings,
     args: argparse.Namespace,
-    *,
-    first: int,
-    of: int,
-) -> None:
-    """A text alone as it comes; several in the order of the prompts, each as soon as all before it are whole."""
+    progress: Progress | None = None,
+) -> Iterator[Piece]:
     from llmscale.evaluate.text import generate_text
-    from llmscale.untrusted.terminal import make_visible
 
-    pieces = generate_text(
+    def counted(tokens: TokenByPrompt) -> TokenByPrompt:
+        if progress is not None:
+            progress.add(len(tokens))
+        return tokens
+
+    return generate_text(
         trained.model,
         trained.tokenizer,
         [request.tokens for request in batch],
         settings,
         seeds=[request.seed for request in batch],
         use_cache=not args.no_cache,
+        agree=counted,
     )
-    streams = of == 1 and not args.json
-    if streams:
-        sys.stdout.write(make_visible(batch[0].prompt))
+
+
+def _stream(pieces: Iterator[Piece], request: _Request) -> None:
+    """A text alone, as it comes."""
+    from llmscale.untrusted.terminal import make_visible
+
+    sys.stdout.write(make_visible(request.prompt))
+    for piece in pieces:
+        sys.stdout.write(make_visible(piece.text))
+        sys.stdout.flush()
+    print()
+
+
+def _write(
+    pieces: Iterator[Piece], batch: Sequence[_Request], args: argparse.Namespace, first: int, progress: Progress
+) -> None:
+    """Several texts in the order of the prompts, each as soon as all before it are whole."""
+    from llmscale.untrusted.terminal import make_visible
+
     texts, ends, next_number = [""] * len(batch), [""] * len(batch), 0
     for piece in pieces:
         texts[piece.number] += piece.text
         ends[piece.number] = piece.ended_by or ""
-        if streams:
-            sys.stdout.write(make_visible(piece.text))
-            sys.stdout.flush()
-            continue
         while next_number < len(batch) and ends[next_number]:
             request, text = batch[next_number], texts[next_number]
+            progress.clear()
             if args.json:
                 print(_as_json(request, text, ends[next_number]), flush=True)
             else:
                 print(f"--- {first + next_number} ---\n{make_visible(request.prompt + text)}", flush=True)
             next_number += 1
-    if streams:
-        print()
 
 
 def _as_json(request: _Request, text: str, ended_by: str) -> str:

@@ -28,7 +28,8 @@ from llmscale.config.launcher_variables import read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
-from llmscale.training.run_inputs import prepare_run
+from llmscale.terminal.announcer import announced
+from llmscale.training.run_inputs import prepare_run, quiet_s
 from llmscale.training.stop_request import STOP_SIGNALS
 
 #: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.
@@ -58,13 +59,15 @@ def _run_ranks(words: Sequence[str]) -> int:
             "LOCAL_RANK is set: a launcher started this, and `llmscale train` starts ranks itself. Give the launcher "
             "llmscale/train.py, or call `llmscale train` without one."
         )
-    num_ranks = _count_ranks(asked)
-    prepare_run(config, world_size=num_ranks)
+    with announced("checking the configuration and the data", after_s=quiet_s(config)):
+        num_ranks = _count_ranks(asked)
+        prepare_run(config, world_size=num_ranks)
     for lock in remove_stale_locks():
         _show(f"removed {lock}, left behind by a build that was killed")
     port, _ = find_port(None)
     environments = rank_environment(os.environ, num_ranks, port, count_cpus())
     read_launcher_variables(environments[0])
+    _show(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} ...")
     return LocalRanks(
         rank_command(PACKAGE / "train.py", arguments),
         environments,
@@ -99,10 +102,15 @@ def _parser() -> FlagParser:
         description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
         "SIGTERM, SIGINT, SIGHUP and SIGUSR1 save and end the run with exit status 0; a second SIGINT ends it at once.",
     )
+    add_own_flags(parser)
+    return parser
+
+
+def add_own_flags(parser: argparse.ArgumentParser) -> None:
+    """What is not train.py's."""
     parser.add_argument(
         *_OWN_FLAGS, type=_num_processes, metavar="N", help="processes (default: one per GPU; 1 where there is none)"
     )
-    return parser
 
 
 def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:

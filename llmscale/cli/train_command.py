@@ -6,16 +6,14 @@ import shlex
 from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.planning.largest_micro_batch import Fit
+from llmscale.config.shipped import is_checkout
+from llmscale.planning.largest_micro_batch import Fit, Machines
 
 
 def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
     """With the ds_config `ds` on the row's machines. `keys` are those of the run that neither it nor the row says; a
     vocabulary and a context that are not among them come from the data set."""
-    words = ["deepspeed"]
-    machines = fit.machines
-    words += ["--hostfile", "HOSTFILE"] if machines.num_nodes > 1 else ["--num_gpus", str(machines.gpus_per_node)]
-    words += ["llmscale/train.py", "--ds", ds]
+    words = [*launcher_words(fit.machines, in_checkout=is_checkout()), "--ds", ds]
     for key, value in keys.items():
         words += flag_words(key, value)
     words += flag_words("global_batch_size", fit.plan.global_batch_size)
@@ -24,6 +22,16 @@ def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
     if fit.strategy.checkpointing != fit.ds.checkpointing:
         words += flag_words("activation_checkpointing", fit.strategy.checkpointing)
     return shlex.join(words)
+
+
+def launcher_words(machines: Machines, *, in_checkout: bool) -> list[str]:
+    """What starts the ranks: DeepSpeed's launcher, which needs the path of train.py; without a checkout, llmscale's."""
+    if in_checkout:
+        where = ["--hostfile", "HOSTFILE"] if machines.num_nodes > 1 else ["--num_gpus", str(machines.gpus_per_node)]
+        return ["deepspeed", *where, "llmscale/train.py"]
+    if machines.num_nodes > 1:
+        return ["llmscale", "launch", "--hostfile", "HOSTFILE", "--"]
+    return ["llmscale", "train", "--num-gpus", str(machines.gpus_per_node)]
 
 
 def data_words(shape: GPTShape, keys: Mapping[str, object]) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.config.limits import MAX_GPUS_PER_NODE
+from llmscale.config.shipped import HOSTFILES
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES
 from llmscale.untrusted.paths import read_regular
@@ -28,14 +29,15 @@ class Host:
 
 
 def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts in the file's order. Raises ConfigError when it is missing, empty or has a line that cannot be used."""
-    path = Path(path)
+    """The hosts in the order of the file, or of the one of llmscale's own that `path` names. Raises ConfigError when
+    it is missing, empty or has a line that cannot be used."""
+    path = HOSTFILES.find(Path(path))
     try:
         lines = read_regular(path, CONFIG_MAX_BYTES).decode("utf-8-sig").splitlines()
     except FileNotFoundError:
         raise ConfigError(
             f"--hostfile {path} does not exist. Write one with a line `name slots=N` per host, "
-            "or leave --hostfile out to use this machine."
+            f"or leave --hostfile out to use this machine.{HOSTFILES.why_missing(path)}"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

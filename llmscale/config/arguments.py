@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -14,6 +16,9 @@ from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig
 from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
+
+if TYPE_CHECKING:
+    from pydantic_settings import CliSettingsSource
 
 #: One quantity in two units: a flag for either overrides the file's entry for both.
 EXCLUSIVE_KEYS = (
@@ -27,24 +32,11 @@ EXCLUSIVE_KEYS = (
 def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> RunConfig:
     """The run's configuration: flags over the `--config` file over defaults. `parser` names the command and may know
     further flags, for --help. Raises ConfigError, SystemExit on --help."""
-    # Takes longer to import than everything else of the command line, and `estimate` has flags of its own.
-    from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
-
-    class FromFlags(BaseSettings, RunConfig):  # type: ignore[misc]  # their model_configs are TypedDicts of two names
-        """RunConfig as pydantic_settings wants it: nothing is taken from the environment."""
+    from pydantic_settings import SettingsError
 
     parser = parser or FlagParser(prog="train.py", description=RunConfig.__doc__)
     try:
-        source: CliSettingsSource[FlagParser] = CliSettingsSource(
-            FromFlags,
-            root_parser=parser,
-            cli_parse_args=_normalise_flags(argv),
-            cli_prog_name="train.py",
-            cli_kebab_case=True,
-            cli_implicit_flags=True,
-            cli_hide_none_type=True,
-        )
-        flags = source()
+        flags = _flags_source(parser, _normalise_flags(argv))()
     except SettingsError as error:
         raise ConfigError(f"{' '.join(str(error).split())}. Repeat the flag for several values.") from None
     from_file = load_run_file(_path("config", flags["config"])) if "config" in flags else {}
@@ -53,6 +45,30 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
             if given in flags and overridden not in flags:
                 from_file.pop(overridden, None)
     return build_run_config({**from_file, **flags})
+
+
+def add_run_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Every key of a run as a flag of `parser`, which may be a subcommand's."""
+    _flags_source(parser, None)
+
+
+def _flags_source(parser: argparse.ArgumentParser, argv: list[str] | None) -> CliSettingsSource:
+    """What reads the flags of `argv`; None: nothing is read."""
+    # Takes longer to import than everything else of the command line, and `estimate` has flags of its own.
+    from pydantic_settings import BaseSettings, CliSettingsSource
+
+    class FromFlags(BaseSettings, RunConfig):  # type: ignore[misc]  # their model_configs are TypedDicts of two names
+        """RunConfig as pydantic_settings wants it: nothing is taken from the environment."""
+
+    return CliSettingsSource(
+        FromFlags,
+        root_parser=parser,
+        cli_parse_args=argv,
+        cli_prog_name="train.py",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+    )
 
 
 def build_run_config(values: dict[str, object]) -> RunConfig:

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from llmscale.errors import ConfigError, did_you_mean
+from llmscale.terminal.colour import paint
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
 
+#: Of a section of a help text, and the word that every help text begins with.
+_HEADING = re.compile(r"^usage:|^[a-z][^\n]*:$", re.MULTILINE)
 NamespaceT = TypeVar("NamespaceT")
 
 
@@ -69,8 +72,9 @@ class FlagParser(argparse.ArgumentParser):
             given[action.dest] = word
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
-        """As argparse, which keeps silent about help that cannot be written."""
-        (file or sys.stderr).write(message)
+        """As argparse, which keeps silent about help that cannot be written; on a terminal its headings stand out."""
+        file = file or sys.stderr
+        file.write(_HEADING.sub(lambda match: paint(match.group(), "bold", file), message))
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)

@@ -45,7 +45,8 @@ class RunConfig(BaseModel):
     config: UserPath | None = None
     """YAML or TOML run file that holds any of these keys."""
     ds: UserPath = Path("ds_configs/zero2.json")
-    """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing."""
+    """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like name
+    llmscale's own."""
 
     # model
     model: NonBlank = "tiny-10m"

@@ -25,6 +25,7 @@ from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.planning.compilation import Compilation, decide_compilation
+from llmscale.terminal.announcer import REPEAT_S, Announcer
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.heartbeat import Heartbeat
@@ -65,59 +66,66 @@ if TYPE_CHECKING:
 
 @dataclass
 class StartupClock:
-    """Seconds per phase of the start."""
+    """Seconds per phase of the start, which are announced; those that are short as a rule only when they are not."""
 
+    announcer: Announcer
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, words: str, *, after_s: float = 0.0) -> Iterator[None]:
+        self.announcer.begin(words, after_s=after_s)
         began = time.perf_counter()
         yield
         self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
 
-def open_session(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float) -> Session:
-    """Everything up to the first step. Collective. Raises LlmscaleError on every rank when it cannot start on one."""
+def open_session(
+    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: Announcer
+) -> Session:
+    """Everything up to the first step, which is announced last. Collective. Raises LlmscaleError on every rank when it
+    cannot start on one."""
     claim = RunFolderClaim(run.config.run)
     stop.before_early_end.append(claim.give_up)
     try:
-        return _open_session(run, stop, heartbeat, began, claim)
+        clock = StartupClock(announcer, {"checks and imports": time.perf_counter() - began})
+        return _open_session(run, stop, heartbeat, clock, claim)
     except BaseException:
         claim.give_up()
         raise
 
 
 def _open_session(
-    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, claim: RunFolderClaim
+    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, clock: StartupClock, claim: RunFolderClaim
 ) -> Session:
     def progress() -> None:
         heartbeat.beat("starting")
 
-    clock = StartupClock({"checks and imports": time.perf_counter() - began})
-    with clock.phase("ranks"):
+    with clock.phase("ranks", "joining the ranks"):
         world = join_world()
         report = report_on_main(world)
         run = run if is_gpu() else run.on_cpu()
         allow_tf32(run.resolved.precision)
         _check_alike(run, world)
     if run.weights is not None:
-        with clock.phase("published weights"):
+        with clock.phase("published weights", "fetching and checking the published weights"):
             run = replace(run, weights=complete_published_weights(run.weights, run.sets.first, world, progress))
-    with clock.phase("ranks"):
+    with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
         claim_one_run_folder(claim, world)
-    with clock.phase("checkpoint check"):
+    with clock.phase("checkpoint check", "looking for a checkpoint to go on from", after_s=REPEAT_S):
         point = _choose_checkpoint(run, world, report)
     state = point.state if point else None
     run = replace(run, compilation=_decide_compilation(run, world, state))
-    with clock.phase("data"):
+    with clock.phase("data", "opening the data"):
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
         stream = together(world.control, lambda: build_stream(run, state))
         feed, validation = _open_data(run, world, stream, state)
-    estimate = estimate_run(run, gpu_capability())
-    with clock.phase("engine"):
+    with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
+        estimate = estimate_run(run, gpu_capability())
+    with clock.phase("engine", f"building the engine, ZeRO stage {run.resolved.zero_stage}"):
         compiler = BlockCompiler(run.compilation.backend) if run.compilation.backend else None
         engine = build_engine(run.config, run.resolved, compiler)
-    with clock.phase("checkpoint load"):
+    has_weights = point is not None or run.config.init_from is not None
+    with clock.phase("checkpoint load", "loading the weights", after_s=0.0 if has_weights else REPEAT_S):
         _load(run, engine, point, world, report, progress)
     wandb_run = _start_wandb(run, world, state)
     history = enter_history(run.config.run, point, world.control, report)
@@ -142,7 +150,10 @@ def _open_session(
     )
     with live.meter.pause():
         _announce(live)
-        return _begin(live, stop)
+        session = _begin(live, stop)
+    if live.first_step < run.resolved.total_steps:
+        clock.announcer.begin(f"{'compiling the blocks and ' if compiler else ''}taking the first step")
+    return session
 
 
 def _check_alike(run: PreparedRun, world: World) -> None:

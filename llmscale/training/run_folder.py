@@ -6,6 +6,8 @@ import fcntl
 import json
 import os
 import platform
+import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -146,6 +148,8 @@ def save_run_description(
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "host": platform.node(),
         "world_size": resolved.get("plan", {}).get("world_size"),  # type: ignore[attr-defined]  # a dict by as_dict
+        # Of this process: DeepSpeed's launcher adds the rank's number.
+        "arguments": [word for word in sys.argv[1:] if not re.match("--local[-_]rank=", word)],
         "python": platform.python_version(),
         "llmscale": __version__,
         "versions": library_versions(),

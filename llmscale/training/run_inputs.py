@@ -28,6 +28,7 @@ from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.planning.compilation import EAGER, Compilation
+from llmscale.terminal.announcer import REPEAT_S, SOON_S
 from llmscale.training.published_weights import FoundWeights, find_published_weights
 from llmscale.training.skipped_steps import parse_steps
 
@@ -62,6 +63,13 @@ class PreparedRun:
             "seed": self.config.seed,
             **stream,
         }
+
+
+def quiet_s(config: RunConfig) -> float:
+    """Seconds that the checks may take without a word: few where they may have to wait for other machines. What is
+    wrong is known sooner as a rule, and is then the only line."""
+    asks_others = "://" in config.data or any(is_published(name) for name in (config.model, config.init_from) if name)
+    return SOON_S if asks_others else REPEAT_S
 
 
 def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:

@@ -39,8 +39,9 @@ def test_list_shows_a_damaged_manifest_and_goes_on(run: Path, capsys: pytest.Cap
     (run / "checkpoints/step-00000003/manifest.json").write_text("{}")
     status, out, _ = call(capsys, "list", str(run))
     assert status == 0
-    assert "step-00000003    DAMAGED: " in out
-    assert out.splitlines()[2].startswith("step-00000002")
+    head, whole, damaged = out.splitlines()
+    assert head.startswith("checkpoint ") and whole.startswith("step-00000002 ")
+    assert damaged.startswith("step-00000003  DAMAGED: ")
 
 
 def test_show_prints_files_and_state(trained_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 
 from llmscale import __version__
 from llmscale.cli import main as cli
+from llmscale.config.arguments import parse_run_config
 
 
 def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Callable) -> None:
@@ -19,6 +21,35 @@ def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Calla
     for command in cli.COMMANDS:
         assert re.search(rf"^    {command}\b", done.stdout, re.MULTILINE)
     assert "llmscale train --ds ds_configs/zero2.json" in " ".join(done.stdout.split())
+
+
+def test_alone_it_shows_what_it_can_do_with_an_example_each(llmscale: Callable) -> None:
+    done = llmscale(torch_free=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert cli.EXAMPLES.keys() == cli.COMMANDS.keys()
+    for name, example in cli.EXAMPLES.items():
+        assert re.search(rf"^  {name}\b", done.stdout, re.MULTILINE)
+        assert f"llmscale {example}\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "launch"])
+def test_examples_are_commands_that_the_parser_takes(name: str) -> None:
+    words = shlex.split(cli.EXAMPLES[name])
+    assert words[0] == name
+    if name == "train":
+        assert parse_run_config(words[1:]).model == "gpt2-124m"
+    else:
+        cli.build_parser(words).parse_args(words)
+
+
+def test_every_command_and_action_explains_itself() -> None:
+    parsers = [cli.build_parser([name]) for name in cli.COMMANDS]
+    while parsers:
+        parser = parsers.pop()
+        assert parser.description, parser.prog
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,7 +63,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         (("smple",), "error: 'smple' is not known. Did you mean 'sample'? Legal: plan, "),
-        ((), "error: the following arguments are required: COMMAND."),
         (
             ("checkpoint", "lst"),
             "error: 'lst' is not known. Did you mean 'list'? Legal: list, show, verify, prune, diff.\n",
@@ -81,7 +111,7 @@ def run_with_handler(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> i
             return argparse.Namespace(handler=handler)
 
     monkeypatch.setattr(cli, "build_parser", Parser)
-    return cli.main([])
+    return cli.main(["anything"])
 
 
 def test_ctrl_c_has_the_shell_s_status_and_no_traceback(

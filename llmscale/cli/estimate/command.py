@@ -81,7 +81,11 @@ def _add_run_arguments(group: argparse._ArgumentGroup) -> None:
         "--activation-checkpointing", metavar="MODE", help="none, selective or full only (default: all of them)"
     )
     group.add_argument(
-        "--ds", type=flag_type.path, nargs="+", metavar="FILE", help="explain these ds_configs, side by side"
+        "--ds",
+        type=flag_type.path,
+        nargs="+",
+        metavar="FILE|NAME",
+        help="explain these ds_configs, side by side; zero2 and the like are llmscale's own",
     )
     group.add_argument(
         "--nvme-path", type=flag_type.name, default="/local_nvme", metavar="DIR", help="of every node, for --emit"
@@ -138,9 +142,9 @@ def _answer(args: argparse.Namespace) -> int:
 
 def _print_gpus() -> int:
     from llmscale.cli.estimate.table import gpu_lines
+    from llmscale.terminal.table import print_fitting
 
-    for line in gpu_lines():
-        print(line)
+    print_fitting(gpu_lines())
     return 0
 
 

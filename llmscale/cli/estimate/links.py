@@ -16,6 +16,7 @@ from llmscale.config.interconnect import Interconnect
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
 from llmscale.planning.ranked_configs import fastest_by_link
+from llmscale.terminal.table import print_fitting
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,13 +38,12 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(values, indent=1))
     else:
         shape = search.job.shape
-        print(
+        head = (
             f"{shape.num_parameters:,} parameters on {request.machines_in_words}, {search.precision}, global batch "
             f"{search.job.global_batch_size:,} x {shape.seq_len:,} tokens"
         )
-        print("Estimated tokens/s of each ZeRO stage's fastest row that fits; * the fastest of a line.\n")
-        for line in _lines(rates):
-            print(line)
+        what = "Estimated tokens/s of each ZeRO stage's fastest row that fits; * the fastest of a line."
+        print_fitting([head, what, "", *_lines(rates)])
     if any(best for _, best in rates):
         return 0
     print("Nothing fits: without --interconnect list the table says by how much.", file=sys.stderr)

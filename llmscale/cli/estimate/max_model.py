@@ -12,6 +12,7 @@ from llmscale.cli.estimate.table import largest_model_lines
 from llmscale.cli.train_command import model_words
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.planning.largest_model import GPT3, find_largest_models, scaling_family
+from llmscale.terminal.table import print_fitting
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,26 +27,24 @@ def run(args: argparse.Namespace) -> int:
         del values["shape"]
         print(json.dumps(values, indent=1))
     else:
-        print(
+        said = [
             f"{_what(model)} that fits {request.machines_in_words}, {search.precision}: sequences of "
-            f"{job.shape.seq_len:,}, vocabulary {job.shape.vocab_size:,}, micro-batch {job.micro_batch_size or 1}"
-        )
-        print()
-        for line in largest_model_lines(models):
-            print(line)
-        print()
+            f"{job.shape.seq_len:,}, vocabulary {job.shape.vocab_size:,}, micro-batch {job.micro_batch_size or 1}",
+            *("", *largest_model_lines(models), ""),
+        ]
         host = "checked" if job.machines.host_bytes else "not checked: --host-memory-gib"
         fit = next((model.fit for model in models if model.fit), None)
         if fit is not None and fit.plan.gradient_accumulation_steps > 1:
-            print(
+            said.append(
                 f"global batch {job.global_batch_size:,}: {fit.plan.gradient_accumulation_steps} micro-steps, whose "
                 f"gradients are summed in {fit.layout.grad_accum_dtype}."
             )
-        print(_shapes_line(model, family))
-        print(f"total: GiB of one GPU; host and NVMe: GiB of one node, {host}.")
-        print(
-            "preset: the largest one that is not larger. What only just fits leaves no room for a larger micro-batch."
-        )
+        said += [
+            _shapes_line(model, family),
+            f"total: GiB of one GPU; host and NVMe: GiB of one node, {host}.",
+            "preset: the largest one that is not larger. What only just fits leaves no room for a larger micro-batch.",
+        ]
+        print_fitting(said)
     return 0 if any(model.shape for model in models) else EXIT_NOTHING_FITS
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,8 @@ from llmscale.planning.largest_micro_batch import Fit, Search
 from llmscale.planning.ranked_configs import Ranking, rank_configs
 from llmscale.planning.recommend import Shortfall, find_shortfall, nearest_fit
 from llmscale.planning.strategy import strategy_ds_config
+from llmscale.terminal.colour import paint
+from llmscale.terminal.table import output_width, print_fitting, wrap_line, wrap_lines
 
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and --emit need
     from llmscale.dry_run.comparison import Comparison
@@ -48,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
         values = search_as_dict(request.search) | ranking_as_dict(ranking, names)
         print(json.dumps(values | {"dry_runs": [comparison_as_dict(dry_run) for dry_run in dry_runs]}, indent=1))
     else:
-        for line in _lines(request, ranking, names, dry_runs):
-            print(line)
+        print_fitting(_lines(request, ranking, names, dry_runs))
     if args.plot is not None:
         _plot(args.plot, request, ranking, names)
     if args.emit is not None and ranking.recommended is not None:
@@ -138,12 +140,13 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
     """What to take, or what is missing."""
     search = request.search
     if ranking.recommendation is None or ranking.recommended is None:
-        yield from _shortfall_lines(find_shortfall(search, ranking.fits))
+        yield from wrap_lines(_shortfall_lines(find_shortfall(search, ranking.fits)), output_width())
         return
     fit = ranking.recommended.fit
     ds_path = Path(fit.ds.source) if search.files else emitted
     name = Path(fit.ds.source).name if search.files else fit.strategy.describe()
-    yield f"* {name}, micro-batch {fit.plan.micro_batch_size}: {ranking.recommendation.why}"
+    choice = f"* {name}, micro-batch {fit.plan.micro_batch_size}: {ranking.recommendation.why}"
+    yield from (paint(line, "green", sys.stdout) for line in wrap_line(choice, output_width()))
     if emitted is not None:
         yield f"  written: {emitted}"
     if ds_path is not None:
@@ -152,7 +155,7 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
         yield f"  {train_command(str(ds_path), fit, keys | told)}"
         yield f"  {data_words(search.job.shape, keys)}"
     else:
-        yield "  --emit FILE writes its ds_config and prints the train.py command."
+        yield from wrap_line("  --emit FILE writes its ds_config and prints the train.py command.", output_width())
 
 
 def _shortfall_lines(shortfall: Shortfall) -> Iterator[str]:

@@ -12,6 +12,7 @@ from llmscale.memory.format_bytes import GIB, format_size
 from llmscale.planning.largest_micro_batch import Fit
 from llmscale.planning.ranked_configs import RankedConfig
 from llmscale.planning.throughput import Throughput
+from llmscale.terminal.table import Column, output_width, table_lines
 
 if TYPE_CHECKING:
     from llmscale.dry_run.comparison import Comparison
@@ -24,17 +25,20 @@ _TEXT = {
     *("", "offload", "checkpt", "peak in", "  fits", "moment", "ds_config"),
     *("preset", "phase", "by", "GPU", "source", "network"),
 }
+#: What goes first where a line is too long, and what goes after that: whether a row fits, and how fast it is, stay.
+_DROPPED_FIRST = (
+    *("source", "preset", "peak in", "temp", "comm", "logits", "context", "reserve", "NVMe", "optim", "grad"),
+    *("param", "activ", "host", "loss", "tokens D", "D/N", "layers", "heads", "width", "MFU", "difference", "total"),
+)
+#: Texts that may be cut, and to how much.
+_LEAST = {"source": 20}
 
 
 def align(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table, two spaces between columns and one before numbers; an empty row is an empty line."""
-    widths = [max(len(row[column]) for row in (head, *rows) if row) for column in range(len(head))]
-    for row in (head, *rows):
-        cells = (
-            f"{cell:<{width}} " if name in _TEXT else f"{cell:>{width}}"
-            for name, cell, width in zip(head, row, widths, strict=bool(row))
-        )
-        yield " ".join(cells).rstrip()
+    """Lines of a table that fits the terminal."""
+    order = {name: len(_DROPPED_FIRST) - place for place, name in enumerate(_DROPPED_FIRST)}
+    columns = [Column(name, name in _TEXT, order.get(name, 0), _LEAST.get(name, 0)) for name in head]
+    return table_lines(columns, rows, output_width())
 
 
 def row_lines(

@@ -16,18 +16,20 @@ from llmscale.config.choices import preset_words, shape_changes
 from llmscale.config.hardware import GPUS
 from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS
+from llmscale.config.shipped import is_checkout
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
 from llmscale.planning.law_table import LawRow, central, law_rows
 from llmscale.planning.placement import GPUPlacement
 from llmscale.planning.run_plan import Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
+from llmscale.terminal.table import output_width
 
 _TIB = 2**40
 #: Of the model, beside its preset.
 _SIZES = ("n_layer", "n_head", "n_embd")
 #: Columns of a line of text.
-_WIDTH = 112
+_MOST_WIDTH = 112
 
 
 def plan_lines(request: PlanRequest, plan: Plan, *, is_pue_given: bool) -> Iterator[str]:
@@ -46,11 +48,13 @@ def plan_lines(request: PlanRequest, plan: Plan, *, is_pue_given: bool) -> Itera
 
 def _line(name: str, text: str) -> str:
     """A name and what it is, wrapped."""
-    return textwrap.fill(text, _WIDTH, initial_indent=f"{name:11}", subsequent_indent=" " * 11)
+    return textwrap.fill(text, _width(), initial_indent=f"{name:11}", subsequent_indent=" " * 11)
 
 
 def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
-    yield f"Optimal for {plan.flops:.3g} FLOPs = {plan.flops / PF_DAY_FLOPS:,.4g} PF-days (C = 6 N D) of training:"
+    yield _note(
+        f"Optimal for {plan.flops:.3g} FLOPs = {plan.flops / PF_DAY_FLOPS:,.4g} PF-days (C = 6 N D) of training:"
+    )
     rows = law_rows(plan.flops)
     cells = [
         [
@@ -75,7 +79,11 @@ def _law_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
 
 
 def _note(text: str) -> str:
-    return textwrap.fill(text, _WIDTH)
+    return textwrap.fill(text, _width())
+
+
+def _width() -> int:
+    return min(_MOST_WIDTH, output_width() or _MOST_WIDTH)
 
 
 def _with_range(value: Interval | float) -> str:
@@ -194,7 +202,8 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if plan.placement is None or request.gpus is None:
         trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
         yield f"llmscale estimate {_flags(asked)} --gpu NAME --emit ds.json"
-        yield f"deepspeed llmscale/train.py --ds ds.json {_flags(trained)}"
+        start = "deepspeed llmscale/train.py" if is_checkout() else "llmscale train"
+        yield f"{start} --ds ds.json {_flags(trained)}"
         return
     machines, gpu = plan.placement.machines, request.gpus.gpu
     if gpu in GPUS:

@@ -15,6 +15,7 @@ from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.problems import find_problems
 from llmscale.config.deepspeed.schema import load_ds_config, parse_ds_config
 from llmscale.config.run_config import RunConfig
+from llmscale.config.shipped import DS_CONFIGS
 from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import LlmscaleError
@@ -23,6 +24,7 @@ from llmscale.training.run_inputs import prepare_run
 
 def gather_ds(path: str) -> FileFacts:
     """Whether a ds_config is there and legal, and all that is wrong with it."""
+    path = str(DS_CONFIGS.find(Path(path)))
     try:
         config = load_ds_config(Path(path))
     except LlmscaleError as error:

@@ -17,10 +17,9 @@ from llmscale.config.deepspeed.sections import (
     Section,
     TorchAutocast,
 )
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.config.shipped import DS_CONFIGS
+from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
-
-SHIPPED_FOLDER = Path("ds_configs")
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,13 @@ class DsConfig:
 
 
 def load_ds_config(path: Path) -> dict[str, object]:
-    """The JSON object in a file, not yet checked. Raises ConfigError."""
+    """The JSON object in a file, or in the one of llmscale's own that `path` names, not yet checked. Raises
+    ConfigError."""
+    found = DS_CONFIGS.find(path)
     try:
-        return load_json(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {path}")
+        return load_json(found, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {found}")
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(_missing_file(path)) from None
+        raise ConfigError(f"ds_config {path} does not exist.{DS_CONFIGS.why_missing(path)}") from None
 
 
 def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
@@ -115,8 +116,9 @@ def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
 
 
 def read_ds_config(path: Path) -> DsConfig:
-    """Load and check a file. Raises ConfigError."""
-    return parse_ds_config(load_ds_config(path), str(path))
+    """Load and check a file, or the one of llmscale's own that `path` names. Raises ConfigError."""
+    found = DS_CONFIGS.find(path)
+    return parse_ds_config(load_ds_config(path), str(path) if found == path else found.name)
 
 
 def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:
@@ -127,13 +129,3 @@ def _refuse_first(source: str, problems: list[str]) -> None:
     if problems:
         more = f" (And {len(problems) - 1} more in this file.)" if len(problems) > 1 else ""
         raise ConfigError(f"{source}: {problems[0]}{more}")
-
-
-def _missing_file(path: Path) -> str:
-    folder = path.parent if path.parent.is_dir() else SHIPPED_FOLDER
-    names = sorted(file.name for file in folder.glob("*.json"))
-    if not names and folder != SHIPPED_FOLDER:
-        folder = SHIPPED_FOLDER
-        names = sorted(file.name for file in folder.glob("*.json"))
-    listing = f" Files in {folder}: {', '.join(names)}." if names else ""
-    return f"ds_config {path} does not exist.{did_you_mean(path.name, names)}{listing}"

@@ -11,7 +11,6 @@ from pathlib import Path
 from llmscale.data.prepare.batches import Mark
 from llmscale.data.prepare.destination import Destination, LocalFolder
 from llmscale.data.prepare.encoder import EncoderName
-from llmscale.data.prepare.progress import show_progress
 from llmscale.data.prepare.quarantine import Quarantine
 from llmscale.data.prepare.resume_state import ResumeState, load_resume_state
 from llmscale.data.prepare.shard_files import ShardFiles
@@ -28,6 +27,7 @@ from llmscale.data.shards.manifest import (
 from llmscale.data.shards.set_rules import HASH_ALGORITHM, MAX_SHARD_BYTES, TOKENIZER_FOLDER, Compression, TokenDtype
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import DataError
+from llmscale.terminal.progress import show_progress
 
 
 @dataclass(frozen=True)

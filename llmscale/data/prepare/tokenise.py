@@ -12,7 +12,6 @@ from llmscale.data.prepare import window_shuffle
 from llmscale.data.prepare.batches import Batch, Mark, gather
 from llmscale.data.prepare.encode_threads import work_in_order
 from llmscale.data.prepare.encoder import CHECKED_CHARACTERS, Encoder, EncoderName, choose_encoder
-from llmscale.data.prepare.progress import Progress
 from llmscale.data.prepare.quarantine import Quarantine
 from llmscale.data.prepare.resume_state import ResumeState, save_resume_state
 from llmscale.data.prepare.sources.source import Source, TokenRules
@@ -23,6 +22,7 @@ from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeepe
 from llmscale.data.prepare.work_folder import WorkFolder
 from llmscale.data.shards.set_rules import TokenDtype
 from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.terminal.progress import Progress
 
 #: What an interrupted run loses at most, where documents need not wait for a validation split.
 CHECKPOINT_INTERVAL_S = 30.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -166,14 +166,16 @@ def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:
         )
 
 
-def hash_file(path: Path, algorithm: str) -> str:
-    """Hexadecimal hash of a regular file by one of xxhash's algorithms, read in chunks. Raises OSError."""
+def hash_file(path: Path, algorithm: str, progress: Callable[[int], object] = lambda num_bytes: None) -> str:
+    """Hexadecimal hash of a regular file by one of xxhash's algorithms, read in chunks, whose bytes `progress` gets.
+    Raises OSError."""
     import xxhash
 
     digest = getattr(xxhash, algorithm)()
     with open_regular(path, follow_links=False) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
+            progress(len(chunk))
     text: str = digest.hexdigest()
     return text
 

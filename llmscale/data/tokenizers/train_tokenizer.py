@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from llmscale.data.prepare.atomic_folder import new_folder
-from llmscale.data.prepare.progress import Progress, show_progress
 from llmscale.data.prepare.sources.source import Source
 from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, load_huggingface
 from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
 from llmscale.errors import DataError
+from llmscale.terminal.announcer import Announcer
+from llmscale.terminal.progress import Progress, show_progress
 
 #: The 256 byte values and end-of-text.
 SMALLEST_VOCAB = 257
@@ -48,8 +49,12 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
+    learning = Announcer()
     with show_progress(f"Training on {source.name}") as progress:
-        fast.train_from_iterator(_texts(source, progress), trainer)
+        try:
+            fast.train_from_iterator(_texts(source, progress, learning), trainer)
+        finally:
+            learning.end()
     if fast.get_vocab_size() < vocab_size:
         raise DataError(
             f"{source.name} is too small for {vocab_size} tokens: only {fast.get_vocab_size()} could be learnt. Use "
@@ -65,11 +70,13 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _texts(source: Source, progress: Progress) -> Iterator[str]:
-    """Documents in pieces: the same merges (no token crosses a border), without one huge string at a time."""
+def _texts(source: Source, progress: Progress, learning: Announcer) -> Iterator[str]:
+    """Documents in pieces: the same merges (no token crosses a border), without one huge string at a time. When there
+    are no more, `learning` begins."""
     num_characters = 0
     for text in source.documents():
         yield from cut_text(text, _PIECE_CHARACTERS)
         num_characters += len(text)
         progress.show(num_characters, source.read_bytes, source.total_bytes)
-    progress.say("All text is read; learning merges.")
+    progress.clear()
+    learning.begin("all text is read; learning merges")

@@ -265,13 +265,15 @@ def test_a_mistake_is_one_line(flags: list[str], words: str, capsys: pytest.Capt
     assert error.count("\n") == 1
 
 
-def test_the_table() -> None:
+def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [green("a", "fine"), yellow("bb", "so so", "Do this."), red("c", "word " * 30, "Do that.")]
-    plain = table_lines(rows, colour=False, width=60)
+    plain = table_lines(rows, width=60)
     assert plain[:3] == ["ok    a   fine", "warn  bb  so so", "          fix: Do this."]
     assert plain[3].startswith("FAIL  c   word word")
     assert max(map(len, plain)) <= 60
-    assert table_lines(rows, colour=True, width=60)[0] == "\033[32mok\033[0m    a   fine"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert table_lines(rows, width=60)[0] == "\033[32mok\033[0m    a   fine"
 
 
 def test_findings_of_many_hosts_in_few_words() -> None:

@@ -53,11 +53,19 @@ def test_a_missing_file_names_the_others_and_the_closest(tmp_path: Path) -> None
     assert "mine.json, zero2.json" in text
 
 
-def test_a_missing_folder_names_the_shipped_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "ds_configs").mkdir()
-    (tmp_path / "ds_configs" / "zero2.json").write_text("{}")
+def test_a_missing_file_in_a_missing_folder_names_llmscale_s_own() -> None:
+    text = read_error(Path("ds_config/zero2_offlaod.json"))
+    assert "Did you mean 'zero2_offload'?" in text or "Did you mean 'zero2'?" in text
+    assert "zero0, zero1, zero1_fp16, zero2, " in text
+
+
+def test_a_name_is_llmscale_s_own_file_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "Files in ds_configs: zero2.json." in read_error(Path("ds_config/zero2.json"))
+    ds = read_ds_config(Path("zero3_offload"))
+    assert (ds.source, ds.zero_stage, ds.offload_param_device) == ("zero3_offload.json", 3, "cpu")
+    # What lies there goes first, also when it is wrong.
+    Path("zero3_offload").write_text("[]")
+    assert read_error(Path("zero3_offload")).startswith("ds_config zero3_offload")
 
 
 def test_malformed_json_is_located(tmp_path: Path) -> None:

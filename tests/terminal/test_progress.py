@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from llmscale.data.prepare import progress
-from llmscale.data.prepare.progress import describe_duration, show_progress
+from llmscale.terminal import progress
+from llmscale.terminal.progress import count_words, describe_duration, show_progress
 
 
 def test_a_log_gets_plain_lines_with_rate_and_what_is_left(
@@ -15,7 +15,7 @@ def test_a_log_gets_plain_lines_with_rate_and_what_is_left(
     monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
     with show_progress("Tokenising a\x1b[2Jb") as shown:
         shown.show(0, 500, 1000)  # an interrupted run had done half
-        now_s = 110.0
+        now_s = 105.0
         shown.show(50_000_000, 600, 1000)
         now_s = 120.0
         shown.show(100_000_000, 700, 1000, "20.0 M tokens")
@@ -32,12 +32,27 @@ def test_a_terminal_gets_one_line_that_renews_itself(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(progress, "_TERMINAL_INTERVAL_S", 0.0)
-    with show_progress("Writing", total_bytes=200) as shown:
+    monkeypatch.setattr(progress, "_FIRST_SHOWN_S", 0.0)
+    monkeypatch.setenv("TERM", "xterm")
+    with show_progress("Writing", total=200) as shown:
         shown.add(100)
         shown.add(100)
     said = capsys.readouterr().err
     assert "\n" not in said and said.count("\r") >= 3 and said.endswith("\r\x1b[2K")
-    assert "100%" in said
+    assert "Writing: [####################]" in said and "100%" in said
+
+
+def test_what_is_counted_one_by_one_and_is_over_at_once_shows_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s)
+    with show_progress("Sampling", 3000, count_words("tokens")) as shown:
+        shown.add(1000)
+        assert capsys.readouterr().err == ""
+        now_s = 110.0
+        shown.add(1000)
+    assert capsys.readouterr().err == "Sampling: 2,000 tokens, 200 tokens/s, 67%, 5 s left\n"
 
 
 def test_durations() -> None:

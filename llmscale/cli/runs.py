@@ -1,0 +1,92 @@
+"""`llmscale runs [FOLDER]`: every run below a folder, the newest first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmscale.config import flag_type
+from llmscale.terminal.colour import Style, paint
+from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
+from llmscale.untrusted.terminal import make_visible_line
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from llmscale.config.flag_parser import FlagParser
+    from llmscale.report.run_list import ListedRun
+
+_COLUMNS = (
+    Column("run", is_text=True),
+    Column("state", is_text=True),
+    *(Column("step"), Column("loss")),
+    Column("last seen", is_text=True, drop=1),
+    Column("command", is_text=True, drop=2, least=24),
+)
+_STYLES: dict[str, Style] = {"running": "green", "lost": "red", "unreadable": "red"}
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `runs`."""
+    parser = subparsers.add_parser(
+        "runs",
+        description="Every run below a folder with its step, last logged loss, state and command, the newest first. "
+        "lost: it ended without a word, killed or with an error. `llmscale report RUN` shows one.",
+    )
+    parser.add_argument(
+        "folder", type=flag_type.path, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from llmscale.report.run_list import find_runs
+
+    runs = find_runs(args.folder)
+    if args.json:
+        print(json.dumps([_as_plain(run) for run in runs], indent=1))
+        return 0
+    if not runs:
+        print(f"No runs below {make_visible_line(str(args.folder))}. `llmscale train --run FOLDER` makes one.")
+        return 0
+    head, *lines = table_lines(_COLUMNS, [_row(run, args.folder) for run in runs], output_width())
+    print(head)
+    for number, line in enumerate(lines):
+        style = _STYLES.get(runs[number].state) if number < len(runs) else None
+        print(paint(line, style, sys.stdout) if style else line)
+    for run in runs:
+        if run.problem:
+            for line in wrap_line(f"{_name(run, args.folder)}: {make_visible_line(run.problem)}", output_width()):
+                print(line)
+    return 0
+
+
+def _row(run: ListedRun, folder: Path) -> list[str]:
+    of = "" if run.total_steps is None else f" of {run.total_steps:,}"
+    loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else f"{run.loss:.4f}"
+    seen = "-" if run.last_seen is None else f"{run.last_seen.astimezone():%Y-%m-%d %H:%M}"
+    return [_name(run, folder), run.state, f"{run.step or 0:,}{of}", loss, seen, run.command or "-"]
+
+
+def _name(run: ListedRun, folder: Path) -> str:
+    """Its path from the folder that was asked for."""
+    return make_visible_line(str(run.path.relative_to(folder)) if run.path != folder else str(folder))
+
+
+def _as_plain(run: ListedRun) -> dict[str, object]:
+    return {
+        "run": str(run.path),
+        "state": run.state,
+        "step": run.step,
+        "total_steps": run.total_steps,
+        # JSON has no NaN.
+        "loss": None if run.loss is None or math.isnan(run.loss) else run.loss,
+        "last_seen": run.last_seen.isoformat(timespec="seconds") if run.last_seen else None,
+        "command": run.command,
+        "problem": run.problem or None,
+    }

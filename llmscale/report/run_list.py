@@ -1,0 +1,187 @@
+"""Every run below a folder, each in a few facts: how far it is, its loss, whether it lives, its command. No torch.
+
+Only the ends of a run's logs are read, so that a hundred long runs are listed at once. Whatever lies in a run folder is
+not trusted: what cannot be read is a word in its row.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import shlex
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Literal
+
+from llmscale.checkpoint.manifest import is_count
+from llmscale.errors import ConfigError, LlmscaleError
+from llmscale.training.run_folder import CONFIG_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
+from llmscale.untrusted.documents import Rules, load_json, parse_json
+from llmscale.untrusted.paths import open_regular
+
+State = Literal["running", "finished", "stopped", "lost", "unreadable"]
+#: What a run folder has at least one of.
+_MARKS = (METRICS_NAME, STARTS_NAME)
+#: Read of a log's end: hundreds of records.
+_TAIL_BYTES = 1 << 17
+_MAX_DEPTH = 8
+_RULES = Rules(ConfigError, not_finite=True)
+#: Linux's struct flock on 64-bit machines: type, whence, start, length, process.
+_FLOCK = "hhqqi0q"
+
+
+@dataclass(frozen=True)
+class ListedRun:
+    """One run folder."""
+
+    path: Path
+    state: State
+    """`lost`: it ended without a word, killed or with an error; or a host that is not seen from here runs it."""
+    step: int | None
+    """Steps done as far as is logged; None before the first logged one."""
+    total_steps: int | None
+    loss: float | None
+    """Of the last logged step, in nats per token; NaN when it was not finite."""
+    last_seen: datetime | None
+    """When it last wrote something."""
+    command: str | None
+    """train.py with the arguments of its last start; None for runs of an llmscale that did not note them."""
+    problem: str
+    """What could not be read; empty when all is well."""
+
+
+def find_runs(folder: Path) -> list[ListedRun]:
+    """All runs at and below `folder`, the newest first. Raises ConfigError when there is no such folder."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder. Name one with run folders below it (train.py's --run).")
+    runs = [read_run(path) for path in _run_folders(folder, _MAX_DEPTH)]
+    oldest = datetime.min.replace(tzinfo=timezone.utc)
+    return sorted(runs, key=lambda run: (run.last_seen or oldest, str(run.path)), reverse=True)
+
+
+def read_run(path: Path) -> ListedRun:
+    """What is known of a run folder; never raises for what is in it."""
+    problems: list[str] = []
+    total_steps = _total_steps(path, problems)
+    step, loss, last_event = _progress(path, problems)
+    starts = _tail(path / STARTS_NAME, problems)
+    return ListedRun(
+        path=path,
+        state=_state(path, last_event, problems),
+        step=step,
+        total_steps=total_steps,
+        loss=loss,
+        last_seen=_last_seen(path),
+        command=_command(starts[-1]) if starts else None,
+        problem="; ".join(problems),
+    )
+
+
+def is_claimed(path: Path) -> bool:
+    """Whether a living process holds the run folder's lock (training/run_claim.py). Asks only: takes no lock, which a
+    starting run could stumble over."""
+    try:
+        with open_regular(path / LOCK_NAME, follow_links=False) as file:
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            answer = fcntl.fcntl(file.fileno(), fcntl.F_GETLK, asked)
+    except OSError:
+        return False
+    return bool(struct.unpack(_FLOCK, answer)[0] != fcntl.F_UNLCK)
+
+
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
+    """A run folder's own folders are not looked into; links are not followed."""
+    if any(os.path.lexists(folder / name) for name in _MARKS):
+        yield folder
+        return
+    if depth:
+        with suppress(OSError), os.scandir(folder) as entries:
+            for name in sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False)):
+                yield from _run_folders(folder / name, depth - 1)
+
+
+def _total_steps(path: Path, problems: list[str]) -> int | None:
+    try:
+        resolved = load_json(path / CONFIG_NAME, _RULES, CONFIG_NAME).get("resolved")
+    except OSError:
+        problems.append(f"no {CONFIG_NAME}")
+        return None
+    except LlmscaleError:
+        problems.append(f"{CONFIG_NAME} is damaged")
+        return None
+    total = resolved.get("total_steps") if isinstance(resolved, dict) else None
+    return total if is_count(total) else None
+
+
+def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None, str]:
+    """The last step and loss, and the last event of metrics.jsonl."""
+    step, event, losses = None, "", dict[int, float | None]()
+    for record in _tail(path / METRICS_NAME, problems):
+        found = record.get("step")
+        if not is_count(found):
+            continue
+        if record.get("kind") == "train":
+            step, losses[found] = found, _loss(record.get("loss"))
+        elif record.get("kind") == "event" and record.get("event") in ("start", "finished", "stopped"):
+            event = str(record["event"])
+            # A start from an earlier checkpoint leaves behind what was logged beyond it.
+            step, losses = found or None, {at: loss for at, loss in losses.items() if at <= found}
+    return step, next(reversed(losses.values()), None), event
+
+
+def _loss(value: object) -> float | None:
+    """metrics.jsonl says null for NaN and infinity."""
+    if value is None:
+        return math.nan
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def _tail(path: Path, problems: list[str]) -> list[dict[str, object]]:
+    """The JSON objects at the end of a log; what is none is passed over."""
+    try:
+        with open_regular(path, follow_links=False) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).splitlines()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read ({error.strerror})")
+        return []
+    records = []
+    for line in lines[1:] if size > _TAIL_BYTES else lines:
+        with suppress(LlmscaleError):
+            records.append(parse_json(line, _RULES, path.name))
+    if lines and not records:
+        problems.append(f"{path.name} is damaged")
+    return records
+
+
+def _state(path: Path, last_event: str, problems: list[str]) -> State:
+    if is_claimed(path):
+        return "running"
+    if last_event == "finished":
+        return "finished"
+    if last_event == "stopped":
+        return "stopped"
+    return "unreadable" if problems else "lost"
+
+
+def _last_seen(path: Path) -> datetime | None:
+    times = []
+    for name in (*_MARKS, CONFIG_NAME):
+        with suppress(OSError, ValueError, OverflowError):
+            times.append(datetime.fromtimestamp(os.lstat(path / name).st_mtime, timezone.utc))
+    return max(times, default=None)
+
+
+def _command(start: dict[str, object]) -> str | None:
+    words = start.get("arguments")
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return None
+    return shlex.join(["train.py", *words])

@@ -1,0 +1,124 @@
+"""Progress on stderr: a bar that renews itself on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from llmscale.terminal.colour import can_redraw
+from llmscale.untrusted.terminal import make_visible
+
+_LINE_INTERVAL_S = 10.0
+_TERMINAL_INTERVAL_S = 0.2
+#: Of work that is over sooner nothing is shown.
+_FIRST_SHOWN_S = 1.0
+_BAR_WIDTH = 20
+_TERMINAL_WIDTH = 100
+
+
+def bytes_words(number: float) -> str:
+    """For what is counted in bytes."""
+    return f"{number / 1e6:,.0f} MB" if number >= 1e7 or not number else f"{number / 1e6:,.1f} MB"
+
+
+class Progress:
+    """What has been done, how fast, and when it will be over where that can be known; shown by `show_progress`."""
+
+    def __init__(self, label: str, total: int | None, words: Callable[[float], str], *, on_terminal: bool) -> None:
+        self._label = label
+        self._total = total
+        self._words = words
+        self._done = 0
+        self._on_terminal = on_terminal
+        self._start_s = time.monotonic()
+        self._next_s = self._start_s + (_FIRST_SHOWN_S if on_terminal else _LINE_INTERVAL_S)
+        self._first: tuple[int, int] | None = None
+
+    def add(self, number: int) -> None:
+        """So many more bytes, or of whatever is counted, are done."""
+        self._done += number
+        self._first = (0, 0)
+        self.show(self._done, self._done, self._total)
+
+    def show(self, done: int, place: int, end: int | None, detail: str = "") -> None:
+        """`done` is the work that the rate counts; `place` of `end`, in any unit, says how much is left."""
+        now_s = time.monotonic()
+        if self._first is None:
+            # Where an interrupted run goes on.
+            self._first = (done, place)
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + (_TERMINAL_INTERVAL_S if self._on_terminal else _LINE_INTERVAL_S)
+        elapsed_s = now_s - self._start_s
+        parts = [self._words(done), f"{self._words((done - self._first[0]) / elapsed_s)}/s"]
+        if detail:
+            parts.insert(1, detail)
+        if end:
+            fraction = min(place / end, 1)
+            parts.append(f"{fraction:.0%}")
+            gone = place - self._first[1]
+            if gone > 0:
+                parts.append(f"{describe_duration(max(end - place, 0) * elapsed_s / gone)} left")
+            if self._on_terminal:
+                parts[0] = f"{_bar(fraction)} {parts[0]}"
+        self._print(f"{self._label}: {', '.join(parts)}")
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        self.clear()
+        print(line, file=sys.stderr, flush=True)
+
+    def _print(self, line: str) -> None:
+        if self._on_terminal:
+            # A line that wraps cannot be taken back.
+            print(f"\r\x1b[2K{line[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self._on_terminal:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def show_progress(
+    label: str, total: int | None = None, words: Callable[[float], str] = bytes_words
+) -> Iterator[Progress]:
+    """A bar that renews itself when stderr is a terminal, otherwise a line every 10 s.
+
+    `words` writes a number of what is counted, and of it per second; `total` is how much there will be.
+    """
+    progress = Progress(make_visible(label)[:60], total, words, on_terminal=can_redraw(sys.stderr))
+    try:
+        yield progress
+    finally:
+        progress.clear()
+
+
+def count_words(unit: str) -> Callable[[float], str]:
+    """For what is counted one by one, such as "1,234 files"."""
+    return lambda number: f"{number:,.0f} {unit}" if number >= 10 or number == int(number) else f"{number:,.1f} {unit}"
+
+
+def describe_duration(seconds: float) -> str:
+    """Such as 2 h 05 min, 12 min or 40 s."""
+    minutes = round(seconds / 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min" if seconds >= 90 else f"{seconds:.0f} s"
+
+
+def _bar(fraction: float) -> str:
+    filled = round(fraction * _BAR_WIDTH)
+    return f"[{'#' * filled}{'-' * (_BAR_WIDTH - filled)}]"
+
+
+def _columns() -> int:
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _TERMINAL_WIDTH
+    except (AttributeError, OSError, ValueError):
+        return _TERMINAL_WIDTH

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+
+
+def test_a_real_run_is_listed_without_torch(trained_run: Path, llmscale: Callable) -> None:
+    done = llmscale("runs", str(trained_run.parent), torch_free=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    head, line = done.stdout.splitlines()
+    assert head.split() == ["run", "state", "step", "loss", "last", "seen", "command"]
+    assert line.split()[:5] == ["run", "finished", "3", "of", "3"]
+    assert "train.py --data " in line and line.endswith("--num-workers 0")
+    (run,) = json.loads(llmscale("runs", str(trained_run.parent), "--json").stdout)
+    assert (run["run"], run["state"], run["step"], run["total_steps"]) == (str(trained_run), "finished", 3, 3)
+    assert 4 < run["loss"] < 7 and run["problem"] is None
+
+
+def test_names_from_the_disk_cannot_act_on_the_terminal(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(trained_run, tmp_path / "a\x1b[2Jb", ignore=shutil.ignore_patterns("checkpoints"))
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    for width in ("60", "80", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        assert main(["runs", str(tmp_path)]) == 0
+        out = capsys.readouterr().out
+        assert "a\\x1b[2Jb" in out and "\x1b" not in out
+        assert max(map(len, out.splitlines())) <= int(width)
+
+
+def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("No runs below ")
+    assert main(["runs", str(tmp_path / "nothing")]) == 2
+    assert "is no folder" in capsys.readouterr().err

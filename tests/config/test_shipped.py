@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("given", ["zero2", "zero2.json", "ds_configs/zero2.json", "./zero2", "ds_configs/zero2"])
+def test_a_name_is_found_anywhere(given: str) -> None:
+    found = DS_CONFIGS.find(Path(given))
+    assert found.name == "zero2.json"
+    assert json.loads(found.read_text())["zero_optimization"]["stage"] == 2
+
+
+@pytest.mark.parametrize("given", ["zero4", "other/zero2.json", "../zero2", "/zero2", "zero2.json.json", "README.md"])
+def test_what_is_no_name_stays_a_path(given: str) -> None:
+    assert DS_CONFIGS.find(Path(given)) == Path(given)
+
+
+def test_what_lies_there_goes_first_also_when_it_leads_nowhere() -> None:
+    for name in ("zero2", "zero3.json"):
+        Path(name).symlink_to("nowhere")
+        assert DS_CONFIGS.find(Path(name)) == Path(name)
+
+
+def test_hostfiles_have_names_too() -> None:
+    assert HOSTFILES.find(Path("8xa100")).read_text().strip().endswith("slots=8")
+    assert HOSTFILES.find(Path("README.md")) == Path("README.md")
+    assert "README.md" not in HOSTFILES.names()
+
+
+def test_a_missing_file_is_answered_with_what_is_beside_it_or_with_all_names(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    assert "Did you mean 'mine.json'?" in DS_CONFIGS.why_missing(tmp_path / "mne.json")
+    assert "Did you mean 'zero3'?" in DS_CONFIGS.why_missing(Path("zeroo3"))
+    assert "1x1, 2x8xa100" in HOSTFILES.why_missing(Path("x"))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from llmscale.terminal import announcer
+from llmscale.terminal.announcer import Announcer, announced
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(announcer, "_say", lines.append)
+    return lines
+
+
+def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "REPEAT_S", 0.01)
+    again = threading.Event()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if len(said) == 3:
+            again.set()
+
+    monkeypatch.setattr(announcer, "_say", say)
+    with announced("building"):
+        assert said[0] == "building ..."
+        assert again.wait(60)
+    assert said[1] == "still building: 0 s"
+
+
+def test_a_quiet_phase_is_announced_when_it_lasts(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken = threading.Event()
+    monkeypatch.setattr(announcer, "_say", lambda line: (said.append(line), spoken.set()))
+    with announced("checking", after_s=0.01):
+        assert spoken.wait(60)
+    assert said[0] == "checking ..."
+
+
+def test_phases_follow_each_other_and_end_more_than_once(said: list[str]) -> None:
+    busy = Announcer()
+    busy.begin("one")
+    busy.begin("two", after_s=3600)
+    busy.begin("three")
+    busy.end()
+    busy.end()
+    busy.begin("four")
+    busy.end()
+    assert said == ["one ...", "three ...", "four ..."]
+
+
+def test_other_ranks_are_silent(said: list[str]) -> None:
+    busy = Announcer(is_silent=True)
+    busy.begin("one")
+    busy.end()
+    assert said == []
+
+
+def test_it_speaks_past_python_s_buffer(capfd: pytest.CaptureFixture[str]) -> None:
+    with announced("reading"):
+        pass
+    assert capfd.readouterr().err == "reading ...\n"
