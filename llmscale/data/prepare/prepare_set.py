@@ -12,7 +12,7 @@ from llmscale.data.prepare.atomic_folder import put_in_place, recover, sync_tree
 from llmscale.data.prepare.batches import Mark
 from llmscale.data.prepare.encoder import EncoderName
 from llmscale.data.prepare.progress import show_progress
-from llmscale.data.prepare.quarantine import Quarantine
+from llmscale.data.prepare.quarantine import Quarantine, rejected_path
 from llmscale.data.prepare.resume_state import ResumeState, load_resume_state
 from llmscale.data.prepare.shard_files import ShardFiles
 from llmscale.data.prepare.sources.source import Source
@@ -121,11 +121,6 @@ def prepare(
         sync_tree(work.set_folder)
         put_in_place(work.set_folder, out, replace=overwrite)
     return prepared
-
-
-def rejected_path(out: Path) -> Path:
-    """The file of records that are no documents, beside the set."""
-    return out.parent / f"{out.name}.rejected.jsonl"
 
 
 def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> PrepareRequest:
