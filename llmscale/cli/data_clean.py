@@ -29,14 +29,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     data_source.add_arguments(parser)
     parser.add_argument(
-        "--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the cleaned text, for prepare --input"
+        "--out",
+        type=flag_type.path,
+        required=True,
+        metavar="DIR",
+        help="folder of the result, for prepare --input",
     )
     parser.add_argument(
         "--steps",
         type=flag_type.name,
         metavar="NAME,NAME",
-        help=f"what is done, in this order (default: {_STEPS}, without those that nothing is given for). The filters of "
-        "quality are for prose; of code or lists take exact,near",
+        help=f"what is done, in this order (default: {_STEPS}, without those that nothing is given for). The "
+        "filters of quality are for prose; of code or lists take exact,near",
     )
     _add_step_arguments(parser)
     parser.add_argument(
@@ -80,14 +84,17 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         ("--shingle-words", flag_type.whole(1, 100), 3, "N", "words of a shingle"),
         ("--seed", flag_type.whole(0, limits.MAX_SEED), 0, "N", "of the permutations"),
     ):
-        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=f"near: {about} (default: {default})")
+        parser.add_argument(
+            flag, type=kind, default=default, metavar=metavar, help=f"near: {about} (default: {default})"
+        )
     parser.add_argument(
         "--decontaminate",
         type=flag_type.path,
         action="append",
         default=[],
         metavar="FILE",
-        help="decontaminate: evaluation text, JSON lines (every string in them) or text, also .gz/.zst; as often as needed",
+        help="decontaminate: evaluation text, JSON lines (every string in them) or text, also .gz/.zst; as often "
+        "as needed",
     )
     parser.add_argument(
         "--max-ngram-documents",
@@ -167,7 +174,7 @@ def _describe(cleaned: Cleaned) -> Iterator[str]:
     for report in cleaned.reports:
         yield from _describe_taken(report)
     if cleaned.num_ignored_ngrams:
-        yield f"{cleaned.num_ignored_ngrams:,} 13-grams of evaluation text stand in too many documents and were ignored."
+        yield f"{cleaned.num_ignored_ngrams:,} 13-grams of evaluation text are in too many documents and were ignored."
     if cleaned.num_short_items:
         yield f"{cleaned.num_short_items:,} items of evaluation text have fewer than 13 words and cannot be looked for."
 

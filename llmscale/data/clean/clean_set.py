@@ -1,4 +1,4 @@
-"""Text to less text: read, look at it in many processes, decide in the order of the input, and put it in place at once."""
+"""Text to less text: read, look at it in many processes, decide in the order of the input, put it in place at once."""
 
 from __future__ import annotations
 
@@ -124,7 +124,8 @@ def _is_already_there(out: Path, request: dict[str, object], *, overwrite: bool)
     manifest = load_clean_manifest(out)
     if manifest is None:
         raise DataError(
-            f"{out} exists and was not written by `llmscale data clean`, so it will not be replaced. Choose another --out."
+            f"{out} exists and was not written by `llmscale data clean`, so it will not be replaced. Choose another "
+            "--out."
         )
     if overwrite:
         return False

@@ -1,8 +1,8 @@
 """The folder that `data clean` writes, and how other commands know it.
 
-    OUT/clean.json                     what was done; written last
-    OUT/documents-00000.jsonl.zst ...  what is left: {"id": place in the input, "text": ...}
-    OUT/removed/01-exact.jsonl.zst ... what each step took, and why
+OUT/clean.json                     what was done; written last
+OUT/documents-00000.jsonl.zst ...  what is left: {"id": place in the input, "text": ...}
+OUT/removed/01-exact.jsonl.zst ... what each step took, and why
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_clean_manifest(folder: Path) -> dict[str, object] | None:
         return None
     if manifest.get("version") != FORMAT_VERSION:
         raise DataError(
-            f"{path} is of version {manifest.get('version')}, and this llmscale knows {FORMAT_VERSION}. Update llmscale."
+            f"{path} is of version {manifest.get('version')}, and this llmscale knows {FORMAT_VERSION}. Update it."
         )
     return manifest
 

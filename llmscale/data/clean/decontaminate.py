@@ -1,11 +1,11 @@
 """Evaluation text in training text, as GPT-3 took it out (Brown et al. 2020, arXiv 2005.14165, appendix C).
 
 N-grams of 13 words that both have, and the 200 characters on either side, are cut out; what is left of the document is
-split there, pieces of fewer than 200 characters go, and so does a document that falls into more than 10 pieces, short ones
-counted. N-grams that stand in more than 10 documents are ignored: phrases, boilerplate.
+split there, pieces of fewer than 200 characters go, and so does a document that falls into more than 10 pieces, short
+ones counted. N-grams that stand in more than 10 documents are ignored: phrases, boilerplate.
 
-How many documents have an n-gram is known at the end only, so documents that have any wait in a file until then, and come
-last in the output.
+How many documents have an n-gram is known at the end only, so documents that have any wait in a file until then, and
+come last in the output.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Decontaminator:
         long = [piece for piece in pieces if len(piece) >= MIN_PIECE_CHARACTERS]
         if len(pieces) > MAX_PIECES or not long:
             rule = "too_many_pieces" if len(pieces) > MAX_PIECES else "no_piece_is_long_enough"
-            why = {"rule": rule, "pieces": len(pieces), **self._describe(text, counted[0])}
+            why: Why = {"rule": rule, "pieces": len(pieces), **self._describe(text, counted[0])}
             return Decontaminated(number, text, [], [(text, why)])
         parts: list[tuple[str, Why]] = [
             (text[begin:end], {"rule": "evaluation_ngram", **self._describe(text, match)}) for begin, end, match in cuts
@@ -116,9 +116,7 @@ class Decontaminator:
         return {"ngram": text[begin:end], "evaluation": self._ngrams.labels[self._ngrams.items[ngram]]}
 
 
-def _join(
-    matches: Sequence[tuple[int, int, int]], num_characters: int
-) -> list[tuple[int, int, tuple[int, int, int]]]:
+def _join(matches: Sequence[tuple[int, int, int]], num_characters: int) -> list[tuple[int, int, tuple[int, int, int]]]:
     """Stretches to cut, windows included, each with its first match; matches are in the order of the text."""
     cuts: list[tuple[int, int, tuple[int, int, int]]] = []
     for match in matches:

@@ -104,7 +104,7 @@ def _strings(value: object) -> Iterator[str]:
 
 def _decode(contents: bytes, where: str) -> str:
     if len(contents) > MAX_DOCUMENT_BYTES:
-        raise DataError(f"--decontaminate {where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB. Give it as JSON lines.")
+        raise DataError(f"--decontaminate {where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB. Give JSON lines.")
     if b"\0" in contents:
         raise DataError(f"--decontaminate {where} holds zero bytes: it is binary. Give JSON lines or text.")
     try:

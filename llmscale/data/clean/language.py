@@ -1,7 +1,7 @@
-"""Language, by py3langid: langid.py's model (Lui & Baldwin 2012) retrained, 4.6 MB within the package, nothing to download.
+"""Language, by py3langid: langid.py's model (Lui & Baldwin 2012) retrained, 4.6 MB within the package.
 
-It is BSD-licensed and needs numpy alone. Of the others fastText's model is fetched or under a share-alike licence, and
-lingua's is 100 MB and more.
+Nothing is downloaded. It is BSD-licensed and needs numpy alone. Of the others fastText's model is fetched or under a
+share-alike licence, and lingua's is 100 MB and more.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def index_bytes_per_document(settings: NearSettings) -> int:
-    """Of a document that is kept: 32 bits of hash and 32 of its number in every band, a byte of every minimum to compare
-    by (Li & König 2010, b-bit minwise hashing), and its number in the input."""
+    """Of a document that is kept: 32 bits of hash and 32 of its number in every band, a byte of every minimum to
+    compare by (Li & König 2010, b-bit minwise hashing), and its number in the input."""
     return 8 * settings.bands + settings.permutations + 4
 
 

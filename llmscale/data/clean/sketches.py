@@ -19,9 +19,9 @@ MAX_PERMUTATIONS = 1024
 class NearSettings:
     """When two documents are near duplicates.
 
-    Documents whose shingles have the Jaccard similarity s share one of b bands of r minima, and so are compared, with the
-    probability 1 - (1 - s^r)^b (Leskovec, Rajaraman & Ullman, Mining of Massive Datasets, 3.4.2). Where 5 % of the words
-    of a text are replaced, 0.95^3 of its shingles of three words stay, so s = 0.75, and it is found with 99.9 %.
+    Documents whose shingles have the Jaccard similarity s share one of b bands of r minima, and so are compared, with
+    the probability 1 - (1 - s^r)^b (Leskovec, Rajaraman & Ullman, Mining of Massive Datasets, 3.4.2). Where 5 % of the
+    words of a text are replaced, 0.95^3 of its shingles of three words stay, so s = 0.75, which is found with 99.9 %.
     """
 
     permutations: int = 128

@@ -1,7 +1,7 @@
 """A map from hashes to numbers that takes just the bytes of both, however many there are.
 
-Sorted runs, each at least twice as long as the next: what is added is sorted and merged with runs no longer than itself,
-so a look-up searches as many runs as the number of entries has binary digits at most.
+Sorted runs, each at least twice as long as the next: a look-up searches as many runs as the number of entries has
+binary digits at most.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class SortedIndex:
         self._runs.append(_sorted(keys, numbers))
         while len(self._runs) > 1 and len(self._runs[-2][0]) < 2 * len(self._runs[-1][0]):
             second, first = self._runs.pop(), self._runs.pop()
-            self._runs.append(
-                _sorted(np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]]))
-            )
+            self._runs.append(_sorted(np.concatenate([first[0], second[0]]), np.concatenate([first[1], second[1]])))
 
     def find(self, keys: Keys) -> tuple[NDArray[np.int64], Numbers]:
         """Every entry that has one of these keys: places in `keys`, [n], and the entries' numbers, [n]."""

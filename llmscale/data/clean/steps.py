@@ -11,9 +11,7 @@ from llmscale.data.clean.decontaminate import MAX_NGRAM_DOCUMENTS
 from llmscale.data.clean.sketches import NearSettings
 from llmscale.errors import DataError, did_you_mean
 
-StepName = Literal[
-    "exact", "language", "gopher-repetition", "gopher-quality", "c4", "fineweb", "near", "decontaminate"
-]
+StepName = Literal["exact", "language", "gopher-repetition", "gopher-quality", "c4", "fineweb", "near", "decontaminate"]
 #: All of them, in the order of FineWeb's recipe: what is cheap and takes much first, what compares documents last.
 STEP_NAMES: tuple[StepName, ...] = get_args(StepName)
 

@@ -20,17 +20,17 @@ _SPACED = re.compile(rf"[{_SIGNS}]|[^\s{_SIGNS}]+")
 _LETTER = rf"[^\W\d_{_SIGNS}]"
 #: Punctuation within what stands between spaces, at which spaCy's English rules cut: `well-known`, `a/b`, `end.Next`.
 _CUTS = (
-    rf"(?<={_LETTER})(?:,|-+|[–—~])(?={_LETTER})",
+    rf"(?<={_LETTER})(?:,|-+|[\u2013\u2014~])(?={_LETTER})",
     rf"(?<=\w)[:<>=/](?={_LETTER})",
     r"(?<=\d)[+\-*^](?=\d)",
     r"(?<=[a-z])\.(?=[A-Z])",
-    r"['’](?:s|m|d|re|ve|ll)\b",
+    r"['\u2019](?:s|m|d|re|ve|ll)\b",
 )
 _RUN = rf"[^\W{_SIGNS}]+"
-#: Words as spaCy's English tokenizer has them, nearly, since the thresholds were chosen on its words: marks of punctuation
-#: before and behind a word are words of their own, those within belong to it, clitics stand alone.
+#: Words as spaCy's English tokenizer has them, nearly, since the thresholds were chosen on its words: marks of
+#: punctuation before and behind a word are words of their own, those within belong to it, clitics stand alone.
 _WORD = re.compile(
-    rf"[{_SIGNS}]|{_RUN}?(?=n['’]t\b)|n['’]t\b|['’](?:s|m|d|re|ve|ll)\b"
+    rf"[{_SIGNS}]|{_RUN}?(?=n['\u2019]t\b)|n['\u2019]t\b|['\u2019](?:s|m|d|re|ve|ll)\b"
     rf"|{_RUN}(?:{''.join(f'(?!{cut})' for cut in _CUTS)}[^\w\s]+{_RUN})*|\.\.\.|[^\w\s]"
 )
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)

@@ -18,7 +18,7 @@ LINE_ENDS = (".", "?", "!", '"', "'")
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
-_SENTENCE_END = re.compile(r"[.?!。！？]+[\"'”’)\]]*(?=\s|$)|[。！？]")
+_SENTENCE_END = re.compile(r"[.?!\u3002\uff01\uff1f]+[\"'\u201d\u2019)\]]*(?=\s|$)|[\u3002\uff01\uff1f]")
 
 
 class C4Filter:
