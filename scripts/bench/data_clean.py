@@ -1,11 +1,11 @@
 """How many documents a second `llmscale data clean` cleans beside datatrove, with the same steps on the same text.
 
-Both take turns, each in processes of its own, on the same JSON lines with the same number of workers: once the filters of
-quality alone (Gopher's repetition and quality, C4's without terminal punctuation, FineWeb's), once near duplicates alone
-(MinHash, each with its own defaults: datatrove's 14 buckets of 8 minima over 5-grams, in four passes), so that both see
-every document. Time is from the first read to the last write, without imports of the first process. How many of the
-filters' decisions agree is counted, and what each takes for near duplicates, of which some were planted: copies of every
-tenth document with 3 % of its words replaced.
+Both take turns, each in processes of its own, on the same JSON lines with the same number of workers: once the filters
+of quality alone (Gopher's repetition and quality, C4's without terminal punctuation, FineWeb's), once near duplicates
+alone (MinHash, each with its own defaults: datatrove's 14 buckets of 8 minima over 5-grams, in four passes), so that both
+see every document. Time is from the first read to the last write, without imports of the first process. How many of the
+filters' decisions agree is counted, and what each takes for near duplicates, of which some were planted: copies of
+every tenth document with 3 % of its words replaced.
 
     python scripts/bench/data_clean.py --datatrove-python VENV/bin/python --json scripts/bench/results/data_clean.json
 """
@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from data_prepare import documents, processor_s
+from data_prepare import documents
 from machine import describe_circumstances, describe_machine, save_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,8 @@ PLANTED_EVERY, PLANTED_EDITS = 10, 0.03
 
 
 def write_parts(folder: Path, most_bytes: int, parts: int) -> tuple[int, int, list[int]]:
-    """As many files as workers, since a task of datatrove's reads whole files; how many documents, bytes, and the numbers
-    of the planted copies. Numbers count through the files in their order."""
+    """As many files as workers, since a task of datatrove's reads whole files; how many documents, bytes, and the
+    numbers of the planted copies. Numbers count through the files in their order."""
     folder.mkdir()
     texts = read_prose(most_bytes)
     rng = random.Random(0)
@@ -60,9 +60,11 @@ def read_prose(most_bytes: int) -> list[str]:
                 text = "\n\n".join(_docstrings(ast.parse(text)))
         except (OSError, ValueError, SyntaxError):
             continue
-        if 200 <= len(text) < 1 << 20 and size_bytes < most_bytes:
+        if 200 <= len(text) < 1 << 20:
             size_bytes += len(text.encode())
             texts.append(text)
+        if size_bytes >= most_bytes:
+            break
     return texts
 
 
@@ -125,11 +127,11 @@ def run_datatrove(task: str, folder: Path, out: Path, workers: int) -> Callable[
 
 
 def compete(name: str, task: str, folder: Path, out: Path, workers: int) -> None:
-    """In a process of its own: do it and print seconds and processor seconds."""
+    """In a process of its own: do it and print seconds."""
     work = {"llmscale": run_llmscale, "datatrove": run_datatrove}[name](task, folder, out, workers)
-    before, begin_s = processor_s(), time.monotonic()
+    begin_s = time.monotonic()
     work()
-    print(json.dumps({"wall_s": time.monotonic() - begin_s, "processor_s": processor_s() - before}))
+    print(time.monotonic() - begin_s)
 
 
 def kept_by(name: str, out: Path) -> set[int]:
@@ -181,7 +183,7 @@ def measure(args: argparse.Namespace, names: list[str], folder: Path) -> dict[st
     )
     tasks = {}
     for task in STEPS:
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        runs: dict[str, list[float]] = {name: [] for name in names}
         kept: dict[str, set[int]] = {}
         for _ in range(args.rounds):
             for name in names:
@@ -194,40 +196,45 @@ def measure(args: argparse.Namespace, names: list[str], folder: Path) -> dict[st
 
 def describe(
     task: str,
-    runs: dict[str, list[dict[str, float]]],
+    runs: dict[str, list[float]],
     kept: dict[str, set[int]],
     num_documents: int,
     size_bytes: int,
     planted: list[int],
 ) -> dict[str, object]:
-    best = {name: {key: min(run[key] for run in of) for key in of[0]} for name, of in runs.items()}
-    print(f"{task:10}{'documents/s':>14}{'MB/s':>8}{'llmscale is':>14}{'by processor':>14}{'kept':>10}")
-    for name, run in best.items():
-        ratio, by_processor = (run[key] / best["llmscale"][key] for key in ("wall_s", "processor_s"))
+    print(f"{task:10}{'documents/s':>14}{'MB/s':>8}{'llmscale is':>14}{'kept':>10}")
+    best_s = {name: min(of) for name, of in runs.items()}
+    for name, wall_s in best_s.items():
         print(
-            f"{name:10}{num_documents / run['wall_s']:14.0f}{size_bytes / 1e6 / run['wall_s']:8.1f}"
-            f"{ratio:12.2f} x{by_processor:12.2f} x{len(kept[name]):10,}"
+            f"{name:10}{num_documents / wall_s:14.0f}{size_bytes / 1e6 / wall_s:8.1f}"
+            f"{wall_s / best_s['llmscale']:12.2f} x{len(kept[name]):10,}"
         )
-    result: dict[str, object] = {"best": best, "runs": runs, "kept": {name: len(found) for name, found in kept.items()}}
+    result: dict[str, object] = {
+        "best_s": best_s,
+        "runs_s": runs,
+        "kept": {name: len(found) for name, found in kept.items()},
+    }
     if len(kept) > 1:
         result["agreement"] = 1 - len(kept["llmscale"] ^ kept["datatrove"]) / num_documents
         print(f"the same documents are kept or not: {result['agreement']:.2%}")
     if task == "near":
-        result["planted_found"] = {name: len(set(planted) - found) / len(planted) for name, found in kept.items()}
-        print("planted copies found:", ", ".join(f"{n} {s:.1%}" for n, s in result["planted_found"].items()))  # type: ignore[attr-defined]
+        shares = {name: len(set(planted) - found) / len(planted) for name, found in kept.items()}
+        print("planted copies found:", ", ".join(f"{name} {share:.1%}" for name, share in shares.items()))
+        result["planted_found"] = shares
     return result
 
 
-def run_one(args: argparse.Namespace, name: str, task: str, folder: Path, out: Path) -> dict[str, float]:
+def run_one(args: argparse.Namespace, name: str, task: str, folder: Path, out: Path) -> float:
+    """Seconds."""
     python = sys.executable if name == "llmscale" else str(args.datatrove_python)
     command = [python, __file__, "--workers", str(args.workers), "--compete", name, task, str(folder), str(out)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name} failed:\n{done.stderr[-3000:]}")
-    record: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    print(f"{name}, {task}: {record['wall_s']:.1f} s", file=sys.stderr, flush=True)
-    return record
+    wall_s = float(done.stdout.splitlines()[-1])
+    print(f"{name}, {task}: {wall_s:.1f} s", file=sys.stderr, flush=True)
+    return wall_s
 
 
 if __name__ == "__main__":

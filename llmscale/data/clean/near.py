@@ -16,8 +16,8 @@ from llmscale.data.clean.findings import Removed
 from llmscale.data.clean.sketches import NearSettings, Sketches
 from llmscale.data.clean.sorted_index import SortedIndex
 
-#: Documents that wait to be sorted into the index, about 4 KB each.
-_MOST_RECENT = 1 << 12
+#: Documents that wait to be sorted into the index, about 6 KB each.
+_MOST_RECENT = 1 << 11
 #: Candidates that one document is compared with, the earliest: bounds the time where thousands share a template.
 _MOST_COMPARED = 1 << 10
 _BLOCK_DOCUMENTS = 1 << 12

@@ -24,6 +24,8 @@ class SortedIndex:
 
     def add(self, keys: Keys, numbers: Numbers) -> None:
         """Two arrays of equal length. While the longest runs are merged, they are there twice."""
+        if not len(keys):
+            return
         self._runs.append(_sorted(keys, numbers))
         while len(self._runs) > 1 and len(self._runs[-2][0]) < 2 * len(self._runs[-1][0]):
             second, first = self._runs.pop(), self._runs.pop()
@@ -34,12 +36,14 @@ class SortedIndex:
         places: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
         numbers: list[Numbers] = [np.zeros(0, np.uint32)]
         for run_keys, run_numbers in self._runs:
-            begins = np.searchsorted(run_keys, keys, "left")
-            counts = np.searchsorted(run_keys, keys, "right") - begins
-            for place in np.flatnonzero(counts):
-                begin, count = begins[place], counts[place]
-                places.append(np.full(count, place))
-                numbers.append(run_numbers[begin : begin + count])
+            begins = np.searchsorted(run_keys, keys)
+            # Most keys are in no run.
+            hits = np.flatnonzero(run_keys[np.minimum(begins, len(run_keys) - 1)] == keys)
+            ends = np.searchsorted(run_keys, keys[hits], "right")
+            for place, end in zip(hits, ends, strict=True):
+                begin = begins[place]
+                places.append(np.full(end - begin, place))
+                numbers.append(run_numbers[begin:end])
         return np.concatenate(places), np.concatenate(numbers)
 
 

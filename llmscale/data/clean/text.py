@@ -30,8 +30,8 @@ _RUN = rf"[^\W{_SIGNS}]+"
 #: Words as spaCy's English tokenizer has them, nearly, since the thresholds were chosen on its words: marks of
 #: punctuation before and behind a word are words of their own, those within belong to it, clitics stand alone.
 _WORD = re.compile(
-    rf"[{_SIGNS}]|{_RUN}?(?=n['\u2019]t\b)|n['\u2019]t\b|['\u2019](?:s|m|d|re|ve|ll)\b"
-    rf"|{_RUN}(?:{''.join(f'(?!{cut})' for cut in _CUTS)}[^\w\s]+{_RUN})*|\.\.\.|[^\w\s]"
+    rf"[{_SIGNS}]|https?://[^\s{_SIGNS}]*[\w/]|{_RUN}?(?=n['\u2019]t\b)|n['\u2019]t\b|['\u2019](?:s|m|d|re|ve|ll)\b"
+    rf"|(?:(?<!\w)[-./@]{{1,3}})?{_RUN}(?:{''.join(f'(?!{cut})' for cut in _CUTS)}[^\w\s]+{_RUN})*|-+|\.{{2,}}|[^\w\s]"
 )
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
