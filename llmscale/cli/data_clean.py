@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # the real imports wait until a command runs
 
 #: As in steps.py, which --help must not load.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"
+#: Whose rules take most of code, tables and lists.
+_FOR_PROSE = ("gopher-repetition", "gopher-quality", "c4", "fineweb")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -190,3 +192,5 @@ def _describe_taken(report: StepReport) -> Iterator[str]:
     yield f"{report.step}: {report.removed.documents:,} documents, {report.removed.words:,} tokens; {rules}"
     for line in report.describe_examples():
         yield f"  {line}"
+    if report.step in _FOR_PROSE and report.removed.documents > report.taken_in.documents / 2:
+        yield "  That is most of what it saw. It is made for English prose; leave it out of --steps for anything else."

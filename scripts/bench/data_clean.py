@@ -2,10 +2,10 @@
 
 Both take turns, each in processes of its own, on the same JSON lines with the same number of workers: once the filters
 of quality alone (Gopher's repetition and quality, C4's without terminal punctuation, FineWeb's), once near duplicates
-alone (MinHash, each with its own defaults: datatrove's 14 buckets of 8 minima over 5-grams, in four passes), so that both
-see every document. Time is from the first read to the last write, without imports of the first process. How many of the
-filters' decisions agree is counted, and what each takes for near duplicates, of which some were planted: copies of
-every tenth document with 3 % of its words replaced.
+alone (MinHash, each with its own defaults: datatrove's 14 buckets of 8 minima over 5-grams, in four passes), so that
+both see every document. Time is from the first read to the last write, without imports of the first process. How many
+of the filters' decisions agree is counted, and what each takes for near duplicates, of which some were planted: copies
+of every tenth document with 3 % of its words replaced.
 
     python scripts/bench/data_clean.py --datatrove-python VENV/bin/python --json scripts/bench/results/data_clean.json
 """
@@ -17,6 +17,7 @@ import ast
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import sysconfig
@@ -75,10 +76,12 @@ def _docstrings(module: ast.Module) -> Iterator[str]:
 
 
 def _edited(text: str, rng: random.Random) -> str:
-    words = text.split(" ")
-    for _ in range(max(1, round(PLANTED_EDITS * len(words)))):
-        words[rng.randrange(len(words))] = f"edit{rng.randrange(10**6)}"
-    return " ".join(words)
+    """With PLANTED_EDITS of the words between whitespace replaced."""
+    words = re.split(r"(\s+)", text)
+    places = [place for place, word in enumerate(words) if word.strip()]
+    for place in rng.sample(places, max(1, round(PLANTED_EDITS * len(places)))):
+        words[place] = f"edit{rng.randrange(10**6)}"
+    return "".join(words)
 
 
 def run_llmscale(task: str, folder: Path, out: Path, workers: int) -> Callable[[], None]:

@@ -252,7 +252,7 @@ def _describe_index(options: CleanOptions, num_documents: int, read_bytes: int, 
     line = f"Index: {per_document} bytes of memory for each document that stays"
     if total_bytes and read_bytes and num_documents:
         expected = max(num_documents, round(num_documents * total_bytes / read_bytes))
-        line += f"; were that all of about {expected:,}, {expected * per_document / 2**20:,.0f} MiB"
+        line += f"; were that all of about {expected:,}, {expected * per_document / 2**20:,.1f} MiB"
     return f"{line}."
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from llmscale.cli import data
+from llmscale.cli import data, data_clean
 from llmscale.config.flag_parser import FlagParser
 from llmscale.data.clean.clean_set import Cleaned, clean
 from llmscale.data.clean.cleaned_set import MANIFEST_NAME, load_clean_manifest
-from llmscale.data.clean.steps import CleanOptions, StepName
+from llmscale.data.clean.steps import STEP_NAMES, CleanOptions, StepName
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
@@ -287,6 +287,10 @@ def test_command(crawl: tuple[Path, CleanOptions], tmp_path: Path, capsys: pytes
     assert manifest is not None and manifest["request"]["--steps"] == ",".join(options.steps)  # type: ignore[index]
     assert _call(*words) == 0
     assert "Already cleaned" in capsys.readouterr().out
+
+
+def test_help_names_the_steps() -> None:
+    assert ",".join(STEP_NAMES) == data_clean._STEPS and set(data_clean._FOR_PROSE) < set(STEP_NAMES)
 
 
 def test_examples_are_safe_to_show(tmp_path: Path, write_jsonl: Write, capsys: pytest.CaptureFixture[str]) -> None:
