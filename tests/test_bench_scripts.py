@@ -18,6 +18,7 @@ SCRIPTS = (
     "checkpoint",
     "cluster_chaos",
     "compile",
+    "data_clean",
     "data_prepare",
     "engine_overhead",
     "export_memory",

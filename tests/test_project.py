@@ -43,6 +43,7 @@ SUBCOMMANDS = (
         "plan",
         "estimate",
         "data",
+        "data clean",
         "data prepare",
         "data verify",
         "doctor",

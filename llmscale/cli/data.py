@@ -1,4 +1,4 @@
-"""`llmscale data`: prepare, train-tokenizer, inspect, verify, which."""
+"""`llmscale data`: clean, prepare, train-tokenizer, inspect, verify, which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.cli import data_inspect, data_which
+from llmscale.cli import data_clean, data_inspect, data_source, data_which
 from llmscale.config import flag_type, limits
 from llmscale.untrusted.terminal import print_visible
 
@@ -24,47 +24,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add `data` with its own subcommands."""
     parser = subparsers.add_parser("data")
     commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
+    data_clean.add_parser(commands)
     _add_prepare(commands)
     _add_train_tokenizer(commands)
     data_inspect.add_parsers(commands)
     data_which.add_parser(commands)
 
 
-def _add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--input",
-        type=flag_type.path_or_url,
-        required=True,
-        action="append",
-        metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib",
-        help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst; a folder, or a pattern "
-        "such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
-        "hf://datasets/); tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
-        "Face data set; or the sources and docs of this Python's standard library; as often as needed, in this order",
-    )
-    parser.add_argument(
-        "--text-field",
-        type=flag_type.name,
-        default="text",
-        metavar="NAME",
-        help="field of JSONL, Parquet and hf (default: text)",
-    )
-    parser.add_argument(
-        "--hf-split",
-        type=flag_type.name,
-        default="train",
-        metavar="NAME",
-        help="split of a hf: data set (default: train)",
-    )
-    parser.add_argument(
-        "--glob", type=flag_type.name, metavar="PATTERN", help="which of a folder's files, for example '*.py'"
-    )
-    parser.add_argument("--skip-undecodable", action="store_true", help="skip and count text files that are not UTF-8")
-
-
 def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
-    _add_source_arguments(parser)
+    data_source.add_arguments(parser)
     parser.add_argument(
         "--out",
         type=flag_type.path_or_url,
@@ -83,14 +52,7 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_token_arguments(parser)
     _add_sample_arguments(parser)
     _add_shard_arguments(parser)
-    parser.add_argument(
-        "--max-rejected",
-        type=flag_type.whole(0, 10**12),
-        default=0,
-        metavar="N",
-        help="records that are not JSON, not UTF-8, without text or too long: set up to N of them aside in "
-        "OUT.rejected.jsonl (default: 0, the first one is an error)",
-    )
+    data_source.add_max_rejected(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
     parser.set_defaults(handler=_prepare)
 
@@ -171,7 +133,7 @@ def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text")
-    _add_source_arguments(parser)
+    data_source.add_arguments(parser)
     parser.add_argument("--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the tokenizer")
     parser.add_argument(
         "--vocab-size",
@@ -181,22 +143,6 @@ def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentP
         help="tokens to learn (default: 32768)",
     )
     parser.set_defaults(handler=_train_tokenizer)
-
-
-def _open_source(args: argparse.Namespace) -> Source:
-    from llmscale.data.prepare.sources.open_source import check_apart, open_source
-
-    check_apart(args.input, args.out)
-    source = open_source(
-        *args.input,
-        text_field=args.text_field,
-        hf_split=args.hf_split,
-        glob=args.glob,
-        skip_undecodable=args.skip_undecodable,
-    )
-    if source.left_out:
-        print_visible(source.left_out, file=sys.stderr)
-    return source
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -214,7 +160,7 @@ def _prepare(args: argparse.Namespace) -> int:
         parse_special=args.parse_special_tokens,
     )
     args.out = _check_out(args)
-    source = _open_source(args)
+    source = data_source.open_source_of(args)
     destination = _open_destination(args)
     tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
     start_s = time.monotonic()
@@ -270,18 +216,8 @@ def _open_destination(args: argparse.Namespace) -> Destination:
 
 def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
     """What was decided and not asked for."""
-    from llmscale.data.prepare.prepare_set import rejected_path
-    from llmscale.data.prepare.sources.text_files import MAX_TEXT_BYTES
-
-    if prepared.num_rejected:
-        yield f"Set aside {prepared.num_rejected:,} records that are no documents: {rejected_path(beside)}."
-    if prepared.num_cut:
-        yield f"{prepared.num_cut:,} texts of more than {MAX_TEXT_BYTES >> 20} MiB became documents of about 1 MiB."
+    yield from data_source.describe_reading(source, beside, prepared.num_rejected, prepared.num_cut)
     splits = prepared.manifest.splits
-    if source.passed_over:
-        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in source.passed_over.most_common(6))
-        number = source.passed_over.total()
-        yield f"Passed over {number:,} files that are not known to be text ({kinds}); --glob chooses."
     num_tokens = sum(split.num_tokens for split in splits.values())
     if "val" not in splits:
         window = prepared.manifest.seq_len + 1
@@ -300,6 +236,6 @@ def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: flo
 def _train_tokenizer(args: argparse.Namespace) -> int:
     from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 
-    tokenizer = train_tokenizer(_open_source(args), args.out, args.vocab_size)
+    tokenizer = train_tokenizer(data_source.open_source_of(args), args.out, args.vocab_size)
     print_visible(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
     return 0

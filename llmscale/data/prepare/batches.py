@@ -37,8 +37,8 @@ class Batch:
     """Behind the last of them."""
 
 
-def gather(source: Source, rules: TokenRules, mark: Mark) -> Iterator[Batch]:
-    """The documents of a source behind `mark`, those without text left out and counted."""
+def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Iterator[Batch]:
+    """The documents of a source behind `mark`, those without text left out and counted; without `rules` only text."""
     if mark.is_end:
         return
     batch, size, num_empty, num_rejected = Batch(), 0, mark.num_empty, mark.num_rejected

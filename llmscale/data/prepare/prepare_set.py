@@ -11,7 +11,7 @@ from pathlib import Path
 from llmscale.data.prepare.batches import Mark
 from llmscale.data.prepare.destination import Destination, LocalFolder
 from llmscale.data.prepare.encoder import EncoderName
-from llmscale.data.prepare.quarantine import Quarantine
+from llmscale.data.prepare.quarantine import Quarantine, rejected_path
 from llmscale.data.prepare.resume_state import ResumeState, load_resume_state
 from llmscale.data.prepare.shard_files import ShardFiles
 from llmscale.data.prepare.sources.source import Source
@@ -120,11 +120,6 @@ def prepare(
             )
             destination.finish(work)
     return prepared
-
-
-def rejected_path(out: Path) -> Path:
-    """The file of records that are no documents, beside the set, or beside the folder in which it is prepared."""
-    return out.parent / f"{out.name}.rejected.jsonl"
 
 
 def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> PrepareRequest:

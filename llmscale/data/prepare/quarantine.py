@@ -14,6 +14,11 @@ from llmscale.errors import DataError
 _KEPT_BYTES = 1 << 20
 
 
+def rejected_path(out: Path) -> Path:
+    """The file of records that are no documents, beside the set."""
+    return out.parent / f"{out.name}.rejected.jsonl"
+
+
 class Quarantine:
     """A file of JSON lines: where a record stood, why it is none, and its bytes (not UTF-8 as \\x..)."""
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.prepare.prepare_set import PrepareOptions, prepare, rejected_path
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.quarantine import rejected_path
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.work_folder import open_work_folder
 from llmscale.data.shards.manifest import load_manifest

@@ -8,6 +8,7 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
+from llmscale.data.clean.cleaned_set import without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
@@ -83,6 +84,7 @@ def _open_stdlib(options: ReadOptions) -> Source:
 
 def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) -> Source:
     found, others = walk(path)
+    found = without_removed(found)
 
     def is_wanted(file: Path) -> bool:
         relative = file.relative_to(path)

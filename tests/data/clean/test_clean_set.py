@@ -1,0 +1,336 @@
+"""`data clean` as a whole: nothing is lost unseen, the same on any number of workers, whole or not there."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from llmscale.cli import data, data_clean
+from llmscale.config.flag_parser import FlagParser
+from llmscale.data.clean.clean_set import Cleaned, clean
+from llmscale.data.clean.cleaned_set import MANIFEST_NAME, load_clean_manifest
+from llmscale.data.clean.steps import STEP_NAMES, CleanOptions, StepName
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.errors import DataError
+from tests.conftest import HANG_S
+from tests.data.clean.conftest import MakeProse
+
+Write = Callable[[Path, list[str]], Path]
+ALL: tuple[StepName, ...] = (
+    "exact", "language", "gopher-repetition", "gopher-quality", "c4", "fineweb", "near", "decontaminate",
+)  # fmt: skip
+
+
+def _records(path: Path) -> list[dict[str, object]]:
+    contents = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes()), read_across_frames=True).read()
+    return [json.loads(line) for line in contents.decode().split("\n") if line]
+
+
+def _kept(out: Path) -> list[dict[str, object]]:
+    return [record for path in sorted(out.glob("documents-*")) for record in _records(path)]
+
+
+def _removed(out: Path) -> dict[str, list[dict[str, object]]]:
+    folder = out / "removed"
+    return {path.name.partition("-")[2].partition(".")[0]: _records(path) for path in sorted(folder.iterdir())}
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def crawl(tmp_path: Path, make_prose: MakeProse, write_jsonl: Write) -> tuple[Path, CleanOptions]:
+    """250 documents, some of which each step takes or changes."""
+    rng = random.Random(0)
+    texts = [make_prose(rng, rng.randint(80, 300)) for _ in range(150)]
+    texts += rng.sample(texts, 20)  # exact copies
+    texts += [text + " Indeed so." for text in rng.sample(texts[:150], 20)]  # near ones
+    texts += [make_prose(rng, 40) for _ in range(10)]  # too short
+    texts += [make_prose(rng, 60) + "\n\n" + "again and again the same\n" * 60 for _ in range(10)]
+    texts += [make_prose(rng, 100) + "\n\nuse of {braces} in every line.\n\n" + make_prose(rng, 50) for _ in range(10)]
+    texts += [make_prose(rng, 100) + f"\n\nThis javascript line {number} goes." for number in range(10)]
+    texts += ["\n".join(f"{make_prose(rng, 4)[:28]}" for _ in range(60)) for _ in range(10)]
+    items = [make_prose(rng, 30) for _ in range(10)]
+    texts += [f"{make_prose(rng, 120)} {item} {make_prose(rng, 120)}" for item in items]
+    rng.shuffle(texts)
+    evaluation = write_jsonl(tmp_path / "evaluation.jsonl", items)
+    steps = tuple(step for step in ALL if step != "language")  # nobody's language
+    return write_jsonl(tmp_path / "crawl.jsonl", texts), CleanOptions(steps=steps, decontaminate=(evaluation,))
+
+
+def _clean(source: Path, out: Path, options: CleanOptions, workers: int = 1, **more: int) -> Cleaned:
+    return clean(open_source(str(source)), out, options, num_workers=workers, **more)
+
+
+def test_everything_is_kept_or_can_be_looked_at(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
+    path, options = crawl
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    cleaned = _clean(path, tmp_path / "out", options)
+    kept, removed = _kept(tmp_path / "out"), _removed(tmp_path / "out")
+    gone = {step: {r["id"] for r in records if r["removed"] == "document"} for step, records in removed.items()}
+    assert [step for step, records in removed.items() if not records] == []
+    assert len(gone["exact"]) == 20 and 15 <= len(gone["near"]) <= 20
+    # Every document is in one place.
+    ids = [number for numbers in gone.values() for number in numbers]
+    assert len(ids) == len(set(ids)) and not set(ids) & {r["id"] for r in kept}
+    assert set(ids) | {r["id"] for r in kept} == set(range(len(texts)))
+    for records in removed.values():
+        for record in records:
+            part = str(record["text"])
+            assert part.split("\n")[0] in texts[record["id"]] and record["rule"]
+            if "duplicate_of" in record:
+                assert record["duplicate_of"] < record["id"] and record["duplicate_of"] not in gone["exact"]
+    changed = {r["id"] for step in ("c4", "decontaminate") for r in removed[step] if r["removed"] == "part"}
+    whole = [r for r in kept if r["id"] not in changed]
+    assert len(whole) > 100
+    # c4 puts a line behind another, and that is all that happens to documents of which it takes none.
+    assert all(r["text"] == "\n".join(line for line in texts[r["id"]].split("\n") if line) for r in whole)
+    # Held documents come last, everything else in the order of the input.
+    order = [r["id"] for r in kept if "piece" not in r]
+    assert order == sorted(order) and all("piece" in r for r in kept[len(order) :])
+    assert cleaned.kept.documents == len(kept)
+
+
+def test_manifest_adds_up(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
+    path, options = crawl
+    cleaned = _clean(path, tmp_path / "out", options)
+    manifest = load_clean_manifest(tmp_path / "out")
+    assert manifest is not None
+    steps = manifest["steps"]
+    assert [step["step"] for step in steps] == list(options.steps)  # type: ignore[index,union-attr]
+    for key in ("documents", "words", "bytes"):
+        left = manifest["taken_in"][key]  # type: ignore[index]
+        for step in steps:  # type: ignore[union-attr]
+            assert step["taken_in"][key] == left
+            left -= step["removed"][key]
+        # Pieces of one document are several.
+        pieces = sum(r.get("piece", 0) == 1 for r in _kept(tmp_path / "out")) if key == "documents" else 0
+        assert manifest["kept"][key] == left + pieces  # type: ignore[index]
+    texts = [str(record["text"]) for record in _kept(tmp_path / "out")]
+    assert cleaned.kept.words == sum(len(text.split()) for text in texts)
+    assert cleaned.kept.bytes == sum(len(text.encode()) for text in texts)
+
+
+def test_any_number_of_workers_gives_the_same_bytes(
+    crawl: tuple[Path, CleanOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, options = crawl
+    monkeypatch.setattr("llmscale.data.prepare.batches.BATCH_CHARACTERS", 20_000)
+    outs = [tmp_path / f"out{workers}" for workers in (1, 2)]
+    for workers, out in enumerate(outs, start=1):
+        _clean(path, out, options, workers, shard_bytes=50_000)
+    assert _files(outs[0]) == _files(outs[1])
+    assert len(list(outs[0].glob("documents-*"))) > 3
+
+
+def test_a_clean_set_stays_as_it_is(tmp_path: Path, make_prose: MakeProse, write_jsonl: Write) -> None:
+    rng = random.Random(7)
+    texts = [make_prose(rng, rng.randint(80, 400)) for _ in range(300)]
+    items = write_jsonl(tmp_path / "evaluation.jsonl", [make_prose(rng, 60) for _ in range(50)])
+    options = CleanOptions(
+        steps=("exact", "gopher-repetition", "gopher-quality", "fineweb", "near", "decontaminate"),
+        decontaminate=(items,),
+    )
+    cleaned = _clean(write_jsonl(tmp_path / "crawl.jsonl", texts), tmp_path / "out", options)
+    assert cleaned.kept == cleaned.taken_in and [r["text"] for r in _kept(tmp_path / "out")] == texts
+
+
+def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
+    crawl: tuple[Path, CleanOptions], tmp_path: Path
+) -> None:
+    path, options = crawl
+    _clean(path, tmp_path / "all" / "out", options)
+    kept = [r["text"] for r in _kept(tmp_path / "all" / "out")]
+    for folder in (tmp_path / "all" / "out", tmp_path / "all"):
+        assert list(open_source(str(folder)).documents()) == kept
+    made = prepare(
+        open_source(str(tmp_path / "all" / "out")),
+        tmp_path / "set",
+        load_tokenizer("bytes"),
+        PrepareOptions(seq_len=64),
+        num_workers=1,
+    )
+    assert sum(split.num_documents for split in made.manifest.splits.values()) == len(kept)
+
+
+def test_the_same_again_is_there_already(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
+    path, options = crawl
+    out = tmp_path / "out"
+    _clean(path, out, options)
+    before = _files(out)
+    assert _clean(path, out, options).reused and _files(out) == before
+    with pytest.raises(DataError, match=r"cleaned differently: --steps .*--overwrite"):
+        _clean(path, out, CleanOptions(steps=("exact",)))
+    assert _files(out) == before
+    assert not clean(open_source(str(path)), out, CleanOptions(steps=("exact",)), num_workers=1, overwrite=True).reused
+    assert _files(out) != before and not list(tmp_path.glob(".out*"))
+
+
+def test_what_is_something_else_is_not_replaced(tmp_path: Path, write_jsonl: Write) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["text one"])
+    for name in ("folder", "file"):
+        out = tmp_path / name
+        if name == "folder":
+            out.mkdir()
+            (out / MANIFEST_NAME).write_text("{}")
+        else:
+            out.write_text("mine")
+        with pytest.raises(DataError, match="not written by"):
+            clean(open_source(str(path)), out, CleanOptions(steps=("exact",)), num_workers=1, overwrite=True)
+
+
+def test_records_that_are_none(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "good one"}\nno json\n{"text": "\xff"}\n{"text": "good two"}\n{"text": ""}\n')
+    steps = CleanOptions(steps=("exact",))
+    with pytest.raises(DataError, match=r"line 2.*--max-rejected"):
+        _clean(path, tmp_path / "out", steps)
+    assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".out*"))
+    assert _clean(path, tmp_path / "out", steps, max_rejected=2).num_rejected == 2
+    assert len((tmp_path / "out.rejected.jsonl").read_text().splitlines()) == 2
+    assert [r["text"] for r in _kept(tmp_path / "out")] == ["good one", "good two"]
+    path.write_text('{"title": "x"}\n')
+    with pytest.raises(DataError, match=r"no field 'text'\. Its fields: title"):
+        _clean(path, tmp_path / "other", steps)
+    (tmp_path / "latin.txt").write_bytes("naïve".encode("latin-1"))
+    with pytest.raises(DataError, match="--skip-undecodable"):
+        _clean(tmp_path / "latin.txt", tmp_path / "other", steps)
+    assert not (tmp_path / "other").exists()
+
+
+def test_nothing_left_says_who_took_it(tmp_path: Path, write_jsonl: Write) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["def f(x): return x", "x = 1"])
+    with pytest.raises(DataError, match=r"gopher-quality took 2 of them \(gopher_short_doc 2\)"):
+        _clean(path, tmp_path / "out", CleanOptions(steps=("exact", "gopher-quality")))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(DataError, match="has no text"):
+        _clean(tmp_path / "empty.jsonl", tmp_path / "out", CleanOptions(steps=("exact",)))
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from llmscale.data.clean import pipeline
+from llmscale.data.clean.clean_set import clean
+from llmscale.data.clean.steps import CleanOptions
+from llmscale.data.prepare import batches
+from llmscale.data.prepare.sources.open_source import open_source
+batches.BATCH_CHARACTERS = 10_000
+add = pipeline.Pipeline.add
+def slowly(*args):
+    time.sleep(0.02)
+    print("batch", flush=True)
+    add(*args)
+pipeline.Pipeline.add = slowly
+if __name__ == "__main__":
+    source, evaluation, out = sys.argv[1:]
+    steps = ("exact", "c4", "near", "decontaminate")
+    options = CleanOptions(steps=steps, decontaminate=(Path(evaluation),))
+    clean(open_source(source), Path(out), options, num_workers=2, shard_bytes=20_000)
+"""
+
+
+def test_killed_it_begins_anew(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
+    """SIGKILL leaves no result, the workers follow, and the same command gives what an undisturbed one does."""
+    path, options = crawl
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    command = [sys.executable, str(script), str(path), str(options.decontaminate[0])]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+    with subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        for _ in range(4):
+            assert process.stdout.readline() == b"batch\n"
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.send_signal(signal.SIGKILL)
+    assert children and not (tmp_path / "out").exists() and len(list(tmp_path.glob(".out.partial-*"))) == 1
+    end_s = time.monotonic() + HANG_S
+    while any(Path(f"/proc/{pid}").exists() for pid in children) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    for name in ("out", "whole"):
+        subprocess.run([*command, str(tmp_path / name)], env=environment, check=True, timeout=HANG_S)
+    assert _files(tmp_path / "out") == _files(tmp_path / "whole") and not list(tmp_path.glob(".out*"))
+
+
+def _call(*words: str | Path) -> int:
+    parser = FlagParser()
+    data.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["data", "clean", *map(str, words)])
+    status: int = args.handler(args)
+    return status
+
+
+def test_command(crawl: tuple[Path, CleanOptions], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, options = crawl
+    words = ["--input", path, "--out", tmp_path / "out", "--decontaminate", options.decontaminate[0], "--workers", "1"]
+    assert _call(*words) == 0
+    shown = capsys.readouterr()
+    assert "duplicate_of" in shown.out and "evaluation_ngram" in shown.out and "Index: 344 bytes" in shown.err
+    assert "of the tokens, which are words between whitespace" in shown.out
+    manifest = load_clean_manifest(tmp_path / "out")
+    assert manifest is not None and manifest["request"]["--steps"] == ",".join(options.steps)  # type: ignore[index]
+    assert _call(*words) == 0
+    assert "Already cleaned" in capsys.readouterr().out
+
+
+def test_help_names_the_steps() -> None:
+    assert ",".join(STEP_NAMES) == data_clean._STEPS and set(data_clean._FOR_PROSE) < set(STEP_NAMES)
+
+
+def test_examples_are_safe_to_show(tmp_path: Path, write_jsonl: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "in").mkdir()
+    write_jsonl(
+        tmp_path / "in" / "x\x1b[2J\n\u202e.jsonl", ["\x1b]0;title\x07 one", "\x1b]0;title\x07 one", "two \u202e"]
+    )
+    (tmp_path / "in" / "x\x1b.bad\n").touch()
+    out = tmp_path / "out"
+    assert _call("--input", tmp_path / "in", "--out", out, "--steps", "exact", "--workers", "1") == 0
+    shown = capsys.readouterr()
+    assert "\\x1b]0;title\\x07 one" in shown.out
+    assert not {"\x1b", "\x07", "\u202e"} & set(shown.out + shown.err)
+    assert _kept(out)[1]["text"] == "two \u202e"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--steps", "exact,neer"), r"no step 'neer'. Did you mean 'near'\? Legal: exact, language"),
+        (("--steps", "exact,exact"), "names a step twice"),
+        (("--steps", ","), "names no step"),
+        (("--steps", "language"), "needs --languages"),
+        (("--steps", "decontaminate"), "needs --decontaminate"),
+        (("--steps", "exact", "--languages", "en"), "leaves out language"),
+        (("--languages", "xy"), "xy is not known"),
+        (("--bands", "200"), "--bands 200 of --permutations 128"),
+        (("--decontaminate", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--decontaminate", "EVAL", "--steps", "decontaminate,exact"), "must be the last"),
+    ],
+)
+def test_bad_flags_write_nothing(words: tuple[str, ...], message: str, tmp_path: Path, write_jsonl: Write) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", ["one two three"])
+    words = tuple(str(path) if word == "EVAL" else word for word in words)
+    with pytest.raises(DataError, match=message):
+        _call("--input", path, "--out", tmp_path / "out", *words)
+    assert sorted(child.name for child in tmp_path.iterdir()) == ["a.jsonl"]
+
+
+def test_out_within_input(tmp_path: Path, write_jsonl: Write) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["one"])
+    with pytest.raises(DataError, match="lie within each other"):
+        _call("--input", tmp_path, "--out", tmp_path / "out")

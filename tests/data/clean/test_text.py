@@ -1,0 +1,45 @@
+"""Words, and hashes of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmscale.data.clean.text import Text, hash_ngrams, number_words, plain_words, word_spans
+
+
+@given(st.text())
+def test_spans_are_those_of_the_plain_words(text: str) -> None:
+    spans = word_spans(text)
+    assert [word for begin, end in spans for word in plain_words(text[begin:end])] == plain_words(text)
+    assert len(spans) == len(plain_words(text)) == len(Text(text).word_hashes)
+
+
+@given(st.text())
+def test_every_character_that_is_no_space_is_in_a_word(text: str) -> None:
+    assert "".join(Text(text).words) == "".join(text.split())
+
+
+def test_words_for_quality() -> None:
+    words = Text("I don't know; it's well-known, e.g. a/b at 3.14 (1,000). The end... 漢字").words
+    assert words == [
+        *("I", "do", "n't", "know", ";", "it", "'s", "well", "-", "known", ",", "e.g", ".", "a", "/", "b", "at"),
+        *("3.14", "(", "1,000", ")", ".", "The", "end", "...", "漢", "字"),
+    ]
+
+
+def test_ngram_hashes_know_order_and_place_does_not_matter() -> None:
+    hashes = Text("a b c d a b c e c b a").word_hashes
+    threes = hash_ngrams(hashes, 3).tolist()
+    assert threes[0] == threes[4] and threes[0] != threes[8] and len(set(threes)) == len(threes) - 1
+    assert len(hash_ngrams(hashes, 12)) == 0
+    assert len(set(number_words(["a", "b", "a"]).tolist())) == 2
+
+
+@pytest.mark.parametrize("text", ["a", "!", "a!", "'", "a-", "n't", "a.b-", "n'", "\n", "漢", "\x00"])
+def test_hostile_text_takes_linear_time(text: str) -> None:
+    """With a quadratic pattern this would not end."""
+    long = Text(text * 300_000)
+    assert "".join(long.words) == long.content.strip()
+    assert len(long.word_hashes) == len(plain_words(long.content))

@@ -1,0 +1,23 @@
+"""Workers that die are an error that says so."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+
+from llmscale.data.clean.steps import CleanOptions
+from llmscale.data.clean.worker_processes import start_workers
+from llmscale.errors import MachineError
+
+
+def test_a_worker_that_is_killed() -> None:
+    with start_workers(CleanOptions(steps=("exact", "near")), None, 2) as look:
+        looked = look(["one text", "", "another"])
+        assert [len(document.findings) for document in looked.documents] == [2, 1, 2] and looked.sketches.shape[0] == 2
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+        with pytest.raises(MachineError, match="fewer --workers"):
+            look(["one text"])
+    assert not multiprocessing.active_children()
