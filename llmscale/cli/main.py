@@ -20,6 +20,7 @@ COMMANDS = {
     "train": "train on this machine, on all of its GPUs",
     "launch": "train on many hosts, and go on when one of them fails",
     "report": "a run's loss curve and results, in the terminal",
+    "eval": "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
     "sample": "generate text from a run's newest weights",
     "export": "a run's newest weights and tokenizer for Hugging Face transformers",
     "checkpoint": "list, show, verify and compare checkpoints",
