@@ -110,7 +110,9 @@ def _run(args: argparse.Namespace) -> int:
         subject = open_subject(folder, args.data, verified.add)
     if subject.sets is None and args.val_samples:
         if not args.tasks:
-            raise ConfigError(f"{folder} is a folder of transformers and names no set. Name one with --data, or --tasks.")
+            raise ConfigError(
+                f"{folder} is a folder of transformers and names no set. Name one with --data, or --tasks."
+            )
         report("no validation loss: a folder of transformers names no set; --data does")
     request = Request(
         [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size
