@@ -81,6 +81,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from llmscale.evaluate.lm_eval_tasks import go_offline
     from llmscale.evaluate.subject import find_subject
     from llmscale.evaluate.task_files import is_task_file, load_task_files
     from llmscale.untrusted.terminal import print_visible
@@ -88,6 +89,7 @@ def _run(args: argparse.Namespace) -> int:
     def report(line: str) -> None:
         print_visible(line, file=sys.stderr, flush=True)
 
+    go_offline()
     if args.json is not None:
         _check_output(args.json)
     files = load_task_files(spec for spec in args.tasks if is_task_file(spec))
@@ -126,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
         from llmscale.files.whole import write_output
 
         try:
-            write_output(args.json, json.dumps(evaluation.as_dict(), indent=1) + "\n")
+            write_output(args.json, json.dumps(evaluation.as_dict(), indent=1, allow_nan=False) + "\n")
         except OSError as error:
             raise ConfigError(f"--json {args.json} cannot be written: {error.strerror}. Name another file.") from None
     return 0
@@ -147,6 +149,7 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
     """A line for each number, and below HellaSwag's what published models of that size have."""
     from llmscale.evaluate.evaluation import total_loss
     from llmscale.evaluate.published_results import comparable_results
+    from llmscale.evaluate.task_scores import show_value
 
     subject = evaluation.subject
     size = subject.shape.num_parameters
@@ -155,7 +158,9 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
     rows: list[tuple[str, str, str, str]] = []
     if evaluation.losses:
         count = f"{sum(loss.num_samples for loss in evaluation.losses):,} sequences"
-        rows += [("validation", name, f"{value:.4f}", count) for name, value in total_loss(evaluation.losses).items()]
+        rows += [
+            ("validation", name, show_value(value), count) for name, value in total_loss(evaluation.losses).items()
+        ]
     if len(evaluation.losses) > 1:
         rows += [(loss.name, "loss", f"{loss.loss:.4f}", f"{loss.num_samples:,}") for loss in evaluation.losses]
     for task in evaluation.tasks:
@@ -172,8 +177,10 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
 
 
 def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
+    from llmscale.evaluate.task_scores import show_value
+
     for metric, value in task.values.items():
-        shown = f"{value:.4f}"
+        shown = show_value(value)
         if metric.partition(" ")[0] in _SHARES and task.num_items > 1:
             # Of a mean of zeros and ones, as lm-eval has it.
             shown += f" +- {math.sqrt(max(0.0, value * (1 - value)) / (task.num_items - 1)):.4f}"
@@ -187,14 +194,16 @@ class _Counter:
         self._is_terminal = sys.stderr.isatty()
         self._what, self._count, self._shown_s = "", 0, time.monotonic()
 
-    def add(self, what: str, count: int) -> None:
+    def add(self, what: str, total: int | None, count: int) -> None:
+        """`count` more, of `total` where that is known."""
         self._count = count + (self._count if what == self._what else 0)
         self._what = what
         if time.monotonic() - self._shown_s < (_TERMINAL_INTERVAL_S if self._is_terminal else _LINE_INTERVAL_S):
             return
         self._shown_s = time.monotonic()
         begin, end = ("\r\x1b[2K", "") if self._is_terminal else ("", "\n")
-        print(f"{begin}{make_visible_line(what)}: {self._count:,} sequences", end=end, file=sys.stderr, flush=True)
+        of = "" if total is None else f" of {total:,}"
+        print(f"{begin}{make_visible_line(what)}: {self._count:,}{of} sequences", end=end, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Take the line away."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -47,12 +48,12 @@ class Evaluation:
             "model": str(self.subject.folder),
             "step": self.subject.step,
             "num_parameters": size,
-            "tasks": {task.task: {"values": task.values, "num_items": task.num_items} for task in self.tasks},
+            "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
         }
         if self.losses:
-            by_set = {loss.name: {"loss": loss.loss, "bits_per_byte": loss.bits_per_byte} for loss in self.losses}
+            by_set = {one.name: _finite({"loss": one.loss, "bits_per_byte": one.bits_per_byte}) for one in self.losses}
             values["validation"] = {
-                **total_loss(self.losses),
+                **_finite(total_loss(self.losses)),
                 "num_samples": sum(loss.num_samples for loss in self.losses),
                 **({"by_set": by_set} if len(by_set) > 1 else {}),
             }
@@ -62,6 +63,11 @@ class Evaluation:
                 for other in comparable_results(size)
             ]
         return values
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN and no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
@@ -75,9 +81,9 @@ def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
     }
 
 
-def evaluate(subject: Subject, request: Request, progress: Callable[[str, int], object]) -> Evaluation:
-    """`progress` gets what is being done, and numbers of sequences that are. Raises ConfigError, CheckpointError or
-    DataError; what is wrong with items and sets before the model is loaded."""
+def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | None, int], object]) -> Evaluation:
+    """`progress` gets what is being done, how many sequences that is where it is known, and numbers of those done.
+    Raises ConfigError, CheckpointError or DataError; what is wrong with items and sets before the model is loaded."""
     from llmscale.evaluate.scoring import score_rows
 
     tokenizer, seq_len, batch_size = subject.tokenizer, subject.shape.seq_len, request.batch_size
@@ -86,18 +92,22 @@ def evaluate(subject: Subject, request: Request, progress: Callable[[str, int], 
     model = subject.load_model()
     losses = [
         validation_loss(
-            model, one, request.val_samples, batch_size=batch_size, progress=partial(progress, "validation")
+            model,
+            one,
+            request.val_samples,
+            batch_size=batch_size,
+            progress=partial(progress, "validation", min(len(one.shards), request.val_samples)),
         )
         for one in sets
     ]
     results = []
     for task in tasks:
         name = task.file.name
-        scores = score_rows(model, task.rows, batch_size=batch_size, progress=partial(progress, name))
+        scores = score_rows(model, task.rows, batch_size=batch_size, progress=partial(progress, name, len(task.rows)))
         results.append(TaskResult(name, task.values(scores), len(task.file.items)))
     if request.harness is not None:
         from llmscale.evaluate.lm_eval_model import LlmscaleLM
 
-        adapter = LlmscaleLM(model, tokenizer, batch_size=batch_size, progress=partial(progress, "lm-eval"))
+        adapter = LlmscaleLM(model, tokenizer, batch_size=batch_size, progress=partial(progress, "lm-eval", None))
         results += request.harness.run(adapter, request.limit)
     return Evaluation(subject, losses, results)

@@ -57,9 +57,9 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None) -> LmEvalTasks:
     """The tasks that `specs` name: YAML files, tasks of the YAMLs below `task_folder`, or lm-eval's own, whose data
     must be in the cache of `datasets`. A YAML may run Python that lies beside it (`!function`), as in lm-eval itself.
 
-    Raises ConfigError for a task that nobody knows, with the nearest names, or that cannot be loaded.
+    After `go_offline`. Raises ConfigError for a task that nobody knows, with the nearest names, or that cannot be
+    loaded.
     """
-    _go_offline()
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -79,7 +79,8 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None) -> LmEvalTasks:
     return LmEvalTasks(manager, tuple(specs))
 
 
-def _go_offline() -> None:
+def go_offline() -> None:
+    """Keep the libraries from the network, and from bars of their own. Before any of them is imported."""
     for name in _OFFLINE:
         os.environ[name] = "1"
     for name, value in _QUIET.items():

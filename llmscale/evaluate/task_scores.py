@@ -74,6 +74,11 @@ def encode_task(file: TaskFile, tokenizer: Tokenizer, seq_len: int) -> EncodedTa
     return EncodedTask(file, tuple(rows), tuple(counts))
 
 
+def show_value(value: float) -> str:
+    """A result for people."""
+    return f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
+
+
 def _of_choices(items: Sequence[_Scored]) -> dict[str, float]:
     """Shares of items whose right choice is the likeliest: as it is; per character, which is what lm-eval 0.4 calls
     acc_norm; per byte of UTF-8; and per token, as llm.c has it. Of equally likely ones the first is chosen."""

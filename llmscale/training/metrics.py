@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llmscale.evaluate.task_scores import show_value
 from llmscale.files.append import AppendFile
 from llmscale.training.run_folder import METRICS_NAME
 from llmscale.training.wandb_run import WandbLog
@@ -107,7 +108,7 @@ class MetricsLog:
         """Record a task's results."""
         record = {"kind": "evaluation", "step": step, "task": task, "values": dict(values), "num_items": num_items}
         self._write(record)
-        shown = "".join(f" | {name} {value:.4f}" for name, value in values.items())
+        shown = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
         print(
             f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} over {num_items} items", flush=True
         )
