@@ -48,6 +48,7 @@ SUBCOMMANDS = (
         "doctor",
         "train",
         "launch",
+        "eval",
         "sample",
         "export",
         "report",

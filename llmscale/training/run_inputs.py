@@ -80,7 +80,11 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     manifest = sets.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
     tasks = _load_tasks(config)
-    prompts = (config.sample_prompt,) if config.sample_prompts is None else tuple(read_prompts(config.sample_prompts))
+    prompts = (
+        (config.sample_prompt,)
+        if config.sample_prompts is None
+        else tuple(read_prompts(config.sample_prompts, "--sample-prompts"))
+    )
     _check_nvme_paths(ds)
     _check_run_folder(config)
     config, model = with_published_model(config)
