@@ -13,8 +13,8 @@ from llmscale.untrusted.paths import read_regular
 def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
     r"""The prompts in a text file, one a line, or in a .jsonl file, of whose objects each has a "prompt".
 
-    `flag` named it. Empty lines are passed over; `\r\n` ends a line as `\n` does. Raises ConfigError when it cannot be read, holds no
-    prompt, or is no UTF-8 text.
+    `flag` named it. Empty lines are passed over; `\r\n` ends a line as `\n` does. Raises ConfigError when it cannot be
+    read, holds no prompt, or is no UTF-8 text.
     """
     try:
         contents = read_regular(path, MAX_BYTES)
