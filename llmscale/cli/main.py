@@ -23,6 +23,7 @@ COMMANDS = {
     "eval": "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
     "sample": "generate text from a run's newest weights",
     "export": "a run's newest weights and tokenizer for Hugging Face transformers",
+    "prune": "half of the weights of linear layers zero, two of every four: a folder for transformers",
     "checkpoint": "list, show, verify and compare checkpoints",
 }
 PACKAGES = ("plan", "estimate")

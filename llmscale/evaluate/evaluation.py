@@ -13,10 +13,11 @@ from llmscale.evaluate.published_results import comparable_results
 from llmscale.evaluate.subject import Subject
 from llmscale.evaluate.task_files import TaskFile
 from llmscale.evaluate.task_scores import TaskResult, encode_task
-from llmscale.evaluate.validation_loss import ValidationLoss, open_validation_sets, validation_loss
+from llmscale.evaluate.validation_loss import ValidationLoss, ValidationSet, open_validation_sets, validation_loss
 
 if TYPE_CHECKING:
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
+    from llmscale.model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,14 @@ def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
             [(loss.loss, loss.num_samples) for loss in losses], [loss.bytes_per_token for loss in losses]
         ),
     }
+
+
+def losses_on(model: GPT, sets: Sequence[ValidationSet], max_samples: int, batch_size: int) -> dict[str, float]:
+    """The total over sets; empty for none. Raises DataError."""
+    losses = [
+        validation_loss(model, one, max_samples, batch_size=batch_size, progress=lambda count: None) for one in sets
+    ]
+    return total_loss(losses) if losses else {}
 
 
 def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | None, int], object]) -> Evaluation:
