@@ -167,6 +167,9 @@ class RunConfig(BaseModel):
     """AdamW: added to the denominator."""
     gradient_clipping: float | None = Field(None, ge=0.0, le=limits.MAX_CLIPPING)
     """Largest global gradient norm; 0 switches clipping off; default: the ds_config's, else 1.0."""
+    keep_zeros: bool = False
+    """Weights of the blocks' linear layers that are zero, such as `llmscale prune` leaves them, stay so; not with
+    Muon."""
 
     # overrides of the ds_config
     precision: Precision | None = None

@@ -20,6 +20,7 @@ from llmscale.engine.autocast import compute_in_bf16, without_autocast
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import has_bf16
 from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
+from llmscale.engine.keep_zeros import keep_zeros
 from llmscale.engine.muon import Muon
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.engine.silence_libraries import without_memory_prints
@@ -58,6 +59,8 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
     check_precision(resolved.precision)
     model = build_model(resolved, seed=config.seed)
     tensors = ParameterTensors(resolved.shape.architecture)
+    if config.keep_zeros:
+        keep_zeros(model)
     if compiler is not None:
         compiler.compile_blocks(model, zero_stage=resolved.zero_stage, checkpointing=resolved.checkpointing)
     if resolved.precision == "autocast":

@@ -15,7 +15,7 @@ from llmscale.training.run_inputs import PreparedRun, as_plain
 #: Of the configuration: what decides how steps are made and follows from nothing else.
 _KEYS = (
     *("optimizer", "muon_lr_factor", "weight_decay", "beta1", "beta2", "eps"),
-    *("document_mask", "loss_chunk_tokens", "z_loss"),
+    *("document_mask", "loss_chunk_tokens", "z_loss", "keep_zeros"),
 )
 #: Of the schedule, in the words of the flags.
 _SCHEDULE = {

@@ -74,6 +74,11 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     """Read and check everything a run needs. Raises ConfigError, DataError or CheckpointError; writes nothing."""
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
+    if config.keep_zeros and config.optimizer == "muon":
+        raise ConfigError(
+            "keep_zeros keeps gradients from pruned weights, and muon's updates reach them all the same. Legal with "
+            "it: --optimizer adamw or adafactor."
+        )
     for steps in config.skip_steps:
         parse_steps(steps)
     sets = open_training_sets(config.data, config.data_cache)

@@ -232,6 +232,7 @@ PATHS = [
     ("train --eval-every 2 --eval-tasks text=gone", r"gone cannot be read: No such file"),
     ("train --eval-every 2 --eval-tasks hellaswag=deep.jsonl", r"deep\.jsonl, line 1"),
     ("train --eval-every 2 --eval-tasks hellaswag", r"'hellaswag' is no task: "),
+    ("train --keep-zeros --optimizer muon", r"keep_zeros keeps gradients from pruned weights"),
     ("train --sample-prompts empty", r"--sample-prompts empty holds no prompt"),
     ("llmscale sample '' x", r"RUN: must not be empty"),
     ("llmscale sample LONG x", r"RUN: must not hold names"),
