@@ -51,6 +51,7 @@ SUBCOMMANDS = (
         "eval",
         "sample",
         "export",
+        "prune",
         "report",
     ),
     *("checkpoint", "checkpoint list"),

@@ -1,7 +1,7 @@
 """Pruned weights that stay pruned: no gradient reaches a weight of the blocks' linear layers that is zero.
 
 Nothing else is needed. Where the gradient is zero in every step AdamW's two averages are, hence its update; its decay
-multiplies the weight. So the mask is the weights themselves, whatever ZeRO does to them, and is kept nowhere: at stage 3
+multiplies the weight. So the mask is the weights themselves, whatever ZeRO does to them, kept nowhere: at stage 3
 they are gathered while their gradient is made. (Adafactor's update is zero there too; Muon's, orthogonalised, is not.)
 """
 
