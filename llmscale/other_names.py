@@ -107,7 +107,7 @@ _NAMES = (
     # the loop and its folder
     ("seed", "random_seed manual_seed rng_seed"),
     ("log_every", "log_interval log_freq logging_steps"),
-    ("val_every", "eval_every eval_interval eval_steps val_interval"),
+    ("val_every", "eval_interval eval_steps val_interval"),
     ("val_samples", "eval_iters eval_samples"),
     ("save_every", "save_interval save_freq save_steps checkpoint_every checkpoint_interval ckpt_interval"),
     ("keep_last", "save_total_limit keep_checkpoints"),

@@ -23,8 +23,10 @@ COMMANDS = {
     "launch": "train on many hosts, and go on when one of them fails",
     "runs": "every run below a folder: step, loss, state, command",
     "report": "curves and results of runs: in the terminal, as a page, a picture or JSON",
+    "eval": "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
     "sample": "generate text from a run's newest weights",
     "export": "a run's newest weights and tokenizer for Hugging Face transformers",
+    "prune": "half of the weights of linear layers zero, two of every four: a folder for transformers",
     "checkpoint": "list, show, verify and compare checkpoints",
     "completion": "the script by which bash, zsh or fish complete all of this",
 }
@@ -39,8 +41,10 @@ EXAMPLES = {
     "launch": "launch --hostfile hosts -- --ds zero3 --data data/mine --model gpt2-1.5b",
     "runs": "runs",
     "report": "report runs/default",
+    "eval": "eval runs/default --tasks hellaswag=hellaswag_val.jsonl",
     "sample": "sample runs/default 'Once upon a time'",
     "export": "export runs/default --to exported",
+    "prune": "prune runs/default --to pruned",
     "checkpoint": "checkpoint list runs/default",
     "completion": "completion bash",
 }

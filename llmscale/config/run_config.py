@@ -204,6 +204,12 @@ class RunConfig(BaseModel):
     """Steps between printed text samples; 0: never."""
     sample_prompt: str = "The "
     """Prompt of the printed samples."""
+    sample_prompts: UserPath | None = None
+    """Sample after each of the prompts in this file instead: one a line, or in FILE.jsonl objects with a "prompt"."""
+    eval_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
+    """Steps between evaluations on eval_tasks, where text is sampled too; 0: never."""
+    eval_tasks: list[str] = Field(default_factory=list)
+    """Items in JSON lines as FORMAT=FILE, where FORMAT is hellaswag, multiple_choice, likelihood or text."""
     save_every: int = Field(500, ge=0, le=limits.MAX_STEPS)
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)

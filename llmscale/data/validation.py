@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,3 +51,16 @@ def validation_batches(
         mine = ids[begin : begin + micro_batch_size]
         windows = shards.read(mine if len(mine) else ids[:1])
         yield ValidationBatch(torch.from_numpy(windows.astype(np.int64)), torch.from_numpy(mine.copy()), len(mine))
+
+
+def bits_per_byte(loss: float, bytes_per_token: float) -> float:
+    """From nats per token: a measure that models with other tokenizers share."""
+    return loss / math.log(2) / bytes_per_token
+
+
+def mean_bits_per_byte(losses: Sequence[tuple[float, int]], bytes_per_token: Sequence[float]) -> float:
+    """Over several sets, by their (nats per token, sequences of one length): all nats over all bytes."""
+    nats = math.fsum(loss * count for loss, count in losses)
+    return (
+        nats / math.log(2) / math.fsum(count * size for (_, count), size in zip(losses, bytes_per_token, strict=True))
+    )

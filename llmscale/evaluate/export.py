@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,8 +64,32 @@ class ExportedModel:
         return sum(tensor_bytes(tensor, self.dtype) for tensor in self.tensors)
 
 
+class Weights(Protocol):
+    """A model's parameters by name, flat."""
+
+    def read(self, name: str, start: int, elements: int) -> Tensor:
+        """`elements` of a parameter from its element `start` on, in fp32."""
+
+
 def export_model(
     checkpoint: Path,
+    model: ExportedModel,
+    tokenizer: Tokenizer,
+    out: Path,
+    *,
+    card: str,
+    overwrite: bool,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+) -> None:
+    """Write the model of a checkpoint to `out`, as `write_model` does. Raises CheckpointError for tensors of another
+    model."""
+    stored = StoredWeights(checkpoint)
+    _check_same_model(stored, model.shape, checkpoint)
+    write_model(stored, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
+
+
+def write_model(
+    weights: Weights,
     model: ExportedModel,
     tokenizer: Tokenizer,
     out: Path,
@@ -76,15 +101,13 @@ def export_model(
     """Write configurations, weights, tokenizer and the model card `card` to `out`, all of it or nothing.
 
     `overwrite` replaces the folder, which was checked (checkpoint/hf_folder.py). Every file of weights is read back and
-    compared. Raises ConfigError for weights that `dtype` cannot hold, CheckpointError for tensors of another model,
-    DataError when `out` cannot be written, MachineError when the disk returns something else than was written.
+    compared. Raises ConfigError for weights that `dtype` cannot hold, DataError when `out` cannot be written,
+    MachineError when the disk returns something else than was written.
     """
-    stored = StoredWeights(checkpoint)
-    _check_same_model(stored, model.shape, checkpoint)
     files = plan_files(model.tensors, model.dtype, model.shard_bytes)
     check_space(out, model.weight_bytes)
     with new_folder(out, replace=overwrite) as folder:
-        read = partial(_parts, stored, model.dtype)
+        read = partial(_parts, weights, model.dtype)
         for name, tensors in files.items():
             write_file(folder / name, tensors, model.dtype, read, progress)
         if len(files) > 1:
@@ -128,7 +151,7 @@ def _check_same_model(stored: StoredWeights, shape: GPTShape, checkpoint: Path) 
             )
 
 
-def _parts(stored: StoredWeights, dtype: ExportDtype, tensor: HFTensor) -> Iterator[Tensor]:
+def _parts(stored: Weights, dtype: ExportDtype, tensor: HFTensor) -> Iterator[Tensor]:
     """A tensor of theirs in consecutive flat parts in `dtype`."""
     rows, columns = _as_matrix(tensor)
     zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
@@ -148,7 +171,7 @@ def _as_matrix(tensor: HFTensor) -> tuple[int, int]:
     return tensor.shape[0], math.prod(tensor.shape[1:])
 
 
-def _transposed(stored: StoredWeights, dtype: ExportDtype, tensor: HFTensor) -> Tensor:
+def _transposed(stored: Weights, dtype: ExportDtype, tensor: HFTensor) -> Tensor:
     """Flat and whole, filled with some of our rows, [rows, columns], at a time."""
     columns, rows = _as_matrix(tensor)
     theirs = torch.empty(columns, rows, dtype=TORCH_DTYPES[dtype])

@@ -1,4 +1,5 @@
-"""A trained model and its tokenizer from a checkpoint, in one process, without DeepSpeed."""
+"""A trained model and its tokenizer from a checkpoint, or from a folder of transformers, in one process, without
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -7,11 +8,16 @@ from pathlib import Path
 
 import torch
 
+from llmscale.checkpoint.hf_files import find_weights_files
+from llmscale.checkpoint.hf_match import match_tensors
+from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
 from llmscale.checkpoint.load import load_full_weights
+from llmscale.config.hf_model import PublishedModel
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError
-from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
+from llmscale.evaluate.trained_checkpoint import TrainedCheckpoint, open_trained_checkpoint
 from llmscale.model.gpt import GPT
 
 
@@ -21,7 +27,6 @@ class TrainedModel:
 
     model: GPT
     tokenizer: Tokenizer
-    step: int
 
 
 def load_trained_model(folder: Path) -> TrainedModel:
@@ -31,7 +36,13 @@ def load_trained_model(folder: Path) -> TrainedModel:
     CheckpointError for a damaged checkpoint, DataError when the set is gone or is another one now.
     """
     trained = open_trained_checkpoint(folder)
-    shape, location = trained.shape, trained.location
+    model = load_checkpoint_model(trained)
+    return TrainedModel(model, load_set_tokenizer(trained.location.folder, trained.location.manifest))
+
+
+def load_checkpoint_model(trained: TrainedCheckpoint) -> GPT:
+    """The model of a verified checkpoint, as `load_trained_model` has it. Raises CheckpointError."""
+    folder, shape = trained.folder, trained.shape
     weights = load_full_weights(folder)
     # Before a model is built whose size is the checkpoint's word alone.
     if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
@@ -40,10 +51,25 @@ def load_trained_model(folder: Path) -> TrainedModel:
         )
     model = GPT(shape, seed=0)
     _fill(model, weights, folder)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return TrainedModel(
-        model.to(device).eval(), load_set_tokenizer(location.folder, location.manifest), trained.state.step
-    )
+    return _placed(model)
+
+
+def load_published_model(published: PublishedModel) -> GPT:
+    """The model of a folder of transformers, in fp32. Raises CheckpointError for weights that are damaged or of another
+    model than its config.json's."""
+    assert published.folder is not None
+    stored = list_tensors(find_weights_files(published.folder))
+    pieces = match_tensors(stored, published.tensors, published.source, published.architecture)
+    model = GPT(published.shape, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            flat = parameter.view(-1)
+            fill_view(ShardView(flat, 0, flat.numel()), pieces[name])
+    return _placed(model)
+
+
+def _placed(model: GPT) -> GPT:
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
 def _fill(model: GPT, weights: dict[str, torch.Tensor], folder: Path) -> None:

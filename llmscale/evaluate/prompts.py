@@ -10,26 +10,24 @@ from llmscale.untrusted.documents import LINE_MAX_BYTES, MAX_BYTES, Rules, parse
 from llmscale.untrusted.paths import read_regular
 
 
-def read_prompts(path: Path) -> list[str]:
+def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
     r"""The prompts in a text file, one a line, or in a .jsonl file, of whose objects each has a "prompt".
 
-    Empty lines are passed over; `\r\n` ends a line as `\n` does. Raises ConfigError when it cannot be read, holds no
-    prompt, or is no UTF-8 text.
+    `flag` named it. Empty lines are passed over; `\r\n` ends a line as `\n` does. Raises ConfigError when it cannot be
+    read, holds no prompt, or is no UTF-8 text.
     """
     try:
         contents = read_regular(path, MAX_BYTES)
     except OSError as error:
-        raise ConfigError(f"--prompts {path} cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     prompts = []
     # Some editors begin a file with a mark of its encoding.
     for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if (line := line.removesuffix(b"\r")).strip():
-            where = f"--prompts {path}, line {number}"
+            where = f"{flag} {path}, line {number}"
             prompts.append(_prompt_of_json(line, where) if path.suffix == ".jsonl" else _text(line, where))
     if not prompts:
-        raise ConfigError(
-            f'--prompts {path} holds no prompt. Write one a line, or objects {{"prompt": ...}} in a .jsonl.'
-        )
+        raise ConfigError(f'{flag} {path} holds no prompt. Write one a line, or objects {{"prompt": ...}} in a .jsonl.')
     return prompts
 
 

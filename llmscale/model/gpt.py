@@ -53,13 +53,20 @@ class GPT(nn.Module):
         self.head = TiedHead(self.wte, shape.vocab_size, loss) if shape.tied else OutputHead(shape, generator, loss)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, cache: KVCache | None = None, at: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        each_token: bool = False,
+        cache: KVCache | None = None,
+        at: Tensor | None = None,
     ) -> Tensor:
         """Logits, or the loss where `targets` are given.
 
         tokens, targets: integers [batch, t] with t <= seq_len. Returns logits [batch, t, vocab_size] in the
-        model's precision, or the mean cross-entropy over all positions in nats, a scalar in fp32. The padding
-        rows of the token table take part in neither.
+        model's precision, or the mean cross-entropy over all positions in nats, a scalar in fp32; with `each_token`
+        every target's log-probability and whether it is the likeliest, [batch, t, 2] (model/token_scores.py). The
+        padding rows of the token table take part in none of them.
 
         Tokens continue the sequences in `cache`, which keeps them, at the positions behind each one's end. With `at`,
         integers [batch], only the logits at that place of each row of `tokens` are computed: [batch, 1, vocab_size].
@@ -92,7 +99,7 @@ class GPT(nn.Module):
         if at is not None:
             x = x[torch.arange(len(at), device=x.device), at][:, None]
         if targets is not None:
-            loss: Tensor = self.head(self.ln_f(x), targets)
+            loss: Tensor = self.head(self.ln_f(x), targets, each_token=each_token)
             return loss
         logits: Tensor = self.head(self.ln_f(x))
         return logits

@@ -14,6 +14,7 @@ from llmscale.config.loss_settings import LossSettings
 from llmscale.model.initialization import INIT_STD, fill_normal_
 from llmscale.model.layers import Embedding
 from llmscale.model.loss import chunked_cross_entropy
+from llmscale.model.token_scores import score_tokens
 
 
 class _Head(nn.Module):
@@ -25,14 +26,17 @@ class _Head(nn.Module):
         self.sequence_losses: deque[Tensor] | None = None
         """Where somebody set one: nats per token of each sequence [batch], of the last micro-batches with targets."""
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, each_token: bool = False) -> Tensor:
         """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision, without the padding rows: a view.
 
-        With `targets`, ids [batch, t]: their mean cross-entropy in nats, a scalar in fp32. It is taken here and not by
-        the caller, because ZeRO-3 holds the weights only while this module runs.
+        With `targets`, ids [batch, t]: their mean cross-entropy in nats, a scalar in fp32, or with `each_token` the
+        scores of each, [batch, t, 2] as `score_tokens` has them. They are taken here and not by the caller, because
+        ZeRO-3 holds the weights only while this module runs.
         """
         if targets is None:
             return F.linear(x, self.weight)[..., : self.vocab_size]
+        if each_token:
+            return score_tokens(x, self.weight, targets, self.vocab_size, self.loss.chunk_tokens)
         settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
         kept = self.sequence_losses
         losses = chunked_cross_entropy(

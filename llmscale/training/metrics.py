@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from llmscale.evaluate.task_scores import show_value
 from llmscale.files.append import AppendFile
 from llmscale.training.run_folder import METRICS_NAME
 from llmscale.training.wandb_run import WandbLog
+from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 
 @dataclass(frozen=True)
@@ -81,26 +83,41 @@ class MetricsLog:
             self._wandb.log(values, step=metrics.step)
 
     def log_validation(
-        self, step: int, loss: float, num_samples: int, loss_by_set: Mapping[str, float] | None = None
+        self,
+        step: int,
+        loss: float,
+        num_samples: int,
+        loss_by_set: Mapping[str, float] | None = None,
+        bits_per_byte: float | None = None,
     ) -> None:
         """Record a validation: loss in nats per token over num_samples sequences, and of each set of a mix."""
         by_set = dict(loss_by_set or {})
         of_sets = {"loss_by_set": by_set} if by_set else {}
-        self._write({"kind": "validation", "step": step, "loss": loss, "num_samples": num_samples, **of_sets})
+        values = {"loss": loss, **({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})}
+        self._write({"kind": "validation", "step": step, **values, "num_samples": num_samples, **of_sets})
         print(
             f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} over {num_samples} sequences"
             + "".join(f" | {name} {value:.4f}" for name, value in by_set.items()),
             flush=True,
         )
         if self._wandb:
-            self._wandb.log(
-                {"validation/loss": loss, **{f"validation/{name}": value for name, value in by_set.items()}},
-                step=step,
-            )
+            self._wandb.log({f"validation/{key}": value for key, value in {**values, **by_set}.items()}, step=step)
+
+    def log_evaluation(self, step: int, task: str, values: Mapping[str, float], num_items: int) -> None:
+        """Record a task's results."""
+        record = {"kind": "evaluation", "step": step, "task": task, "values": dict(values), "num_items": num_items}
+        self._write(record)
+        shown = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
+        print(
+            f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} over {num_items} items", flush=True
+        )
+        if self._wandb:
+            self._wandb.log({f"evaluation/{task}/{name}": value for name, value in values.items()}, step=step)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
         """Record text of the model; `text` begins with the prompt."""
         self._write({"kind": "sample", "step": step, "prompt": prompt, "text": text})
+        print_visible(f"step {step:>6}/{self._total_steps} | sample: {text!r}", flush=True)
 
     def log_event(self, event: str, **values: object) -> None:
         """Record anything that is not a measurement: start, resume, save, stop."""

@@ -8,6 +8,7 @@ that agree with it, so that a thousand ranks cost no more than two.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -111,6 +112,9 @@ def _configuration(run: PreparedRun) -> dict[str, str]:
     # Which checkpoint or weights a path means is compared by what lies there.
     kept["resume"] = config["resume"] if config["resume"] in ("auto", "none") else "a checkpoint"
     kept["init_from"] = None if run.config.init_from is None else "weights"
+    # So are items and prompts.
+    kept["eval_tasks"] = [f"{task.name} {task.sha256[:16]}" for task in run.tasks]
+    kept["sample_prompts"] = hashlib.sha256(json.dumps(run.prompts).encode()).hexdigest()[:16]
     kept |= {"precision": run.resolved.precision, "activation_checkpointing": run.resolved.checkpointing}
     values = {key: _text(value) for key, value in kept.items()}
     for path, text in flatten(resolved).items():

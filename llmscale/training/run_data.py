@@ -55,6 +55,8 @@ class ValidationSplit:
     shards: WindowReader
     num_samples: int
     """Sequences per validation."""
+    bytes_per_token: float
+    """Of UTF-8, over the whole split."""
 
 
 def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
@@ -146,7 +148,8 @@ def open_validation(run: PreparedRun, stream: SampleStream) -> tuple[ValidationS
         if split is not None and split.num_samples:
             wanted = max(1, round(part * run.config.val_samples))
             shards = TokenShards(location, "val")
-            found.append(ValidationSplit(name if run.sets.recipe else "", shards, min(wanted, split.num_samples)))
+            shown = name if run.sets.recipe else ""
+            found.append(ValidationSplit(shown, shards, min(wanted, split.num_samples), split.bytes_per_token))
     return tuple(found)
 
 

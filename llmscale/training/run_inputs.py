@@ -27,6 +27,8 @@ from llmscale.config.run_config import RunConfig
 from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
+from llmscale.evaluate.prompts import read_prompts
+from llmscale.evaluate.task_files import TaskFile, load_task_files
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.terminal.announcer import REPEAT_S, SOON_S
 from llmscale.training.published_weights import FoundWeights, find_published_weights
@@ -43,6 +45,10 @@ class PreparedRun:
     """As on GPUs."""
     weights: FoundWeights | None = None
     """Published weights that the run begins with."""
+    tasks: tuple[TaskFile, ...] = ()
+    """What it is evaluated on."""
+    prompts: tuple[str, ...] = ()
+    """Whose continuations are sampled."""
     compilation: Compilation = EAGER
     """Decided where the device is known."""
 
@@ -81,15 +87,22 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     sets = open_training_sets(config.data, config.data_cache)
     manifest = sets.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)
+    tasks = _load_tasks(config)
+    prompts = (
+        (config.sample_prompt,)
+        if config.sample_prompts is None
+        else tuple(read_prompts(config.sample_prompts, "--sample-prompts"))
+    )
     _check_nvme_paths(ds)
     _check_run_folder(config)
     config, model = with_published_model(config)
     resolved = resolve_run(config, ds, facts, world_size)
+    weights = None
     if model is not None:
-        return PreparedRun(config, sets, resolved, find_published_weights(model, sets.first))
-    if config.init_from is not None:
+        weights = find_published_weights(model, sets.first)
+    elif config.init_from is not None:
         _check_same_tokenizer(manifest, config, config.init_from)
-    return PreparedRun(config, sets, resolved)
+    return PreparedRun(config, sets, resolved, weights, tasks, prompts)
 
 
 def with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel | None]:
@@ -106,6 +119,18 @@ def with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel |
             continue
         return with_saved_shape(config, saved, str(folder)) or with_published_shape(config, None), None
     return with_published_shape(config, None), None
+
+
+def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
+    """What --eval-tasks names, where it is ever used. Raises ConfigError, DataError."""
+    if not config.eval_every:
+        return ()
+    if not config.eval_tasks:
+        raise ConfigError(
+            f"eval_every is {config.eval_every} and eval_tasks names nothing to evaluate on. Name items with "
+            "--eval-tasks, such as hellaswag=FILE.jsonl."
+        )
+    return load_task_files(config.eval_tasks)
 
 
 def _checkpoints_with_the_shape(config: RunConfig) -> list[Path]:

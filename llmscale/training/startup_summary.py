@@ -54,6 +54,9 @@ def describe_run(run: PreparedRun, world: World, stream: SampleStream, report: C
         f"data: {run.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
         f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
     )
+    if run.tasks:
+        tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in run.tasks)
+        report(f"      evaluation every {config.eval_every:,} steps on {tasks}")
     for line in (*mix_lines(run, stream), *skip_lines(stream)):
         report(f"      {line}")
     chosen = steps_words(config, resolved, num_samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from llmscale.training.actions.action import StepAction
+from llmscale.training.actions.evaluate_tasks import EvaluateTasks
 from llmscale.training.actions.log_steps import LogSteps
 from llmscale.training.actions.nonfinite_guard import EndWhenLost
 from llmscale.training.actions.record_samples import RecordSamples
@@ -24,6 +25,8 @@ def build_actions(live: LiveRun) -> list[StepAction]:
     actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]
     if live.validation:
         actions.append(Validate(live, live.validation))
-    if config.sample_every:
+    if live.run.tasks:
+        actions.append(EvaluateTasks(live, live.run.tasks))
+    if config.sample_every or config.eval_every:
         actions.append(SampleText(live))
     return actions

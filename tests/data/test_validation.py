@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,13 @@ import pytest
 from llmscale.data.order.rank_sharding import RankLayout
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.validation import ValidationBatch, validation_batches, validation_sample_ids
+from llmscale.data.validation import (
+    ValidationBatch,
+    bits_per_byte,
+    mean_bits_per_byte,
+    validation_batches,
+    validation_sample_ids,
+)
 from llmscale.errors import ConfigError
 
 
@@ -52,3 +59,10 @@ def test_a_part_is_spread_over_the_split() -> None:
     assert validation_sample_ids(3, 10).tolist() == [0, 1, 2]
     with pytest.raises(ConfigError, match="at least one sample"):
         validation_sample_ids(10, 0)
+
+
+def test_bits_per_byte_are_of_the_bytes_that_the_tokens_stand_for() -> None:
+    assert bits_per_byte(2 * math.log(2), 4.0) == pytest.approx(0.5)
+    # 3 sequences of 1 bit and 2 bytes a token, and one of 5 bits and 4 bytes.
+    losses = [(math.log(2), 3), (5 * math.log(2), 1)]
+    assert mean_bits_per_byte(losses, [2.0, 4.0]) == pytest.approx(8 / 10)

@@ -1,4 +1,4 @@
-"""Text from the model every --sample-every steps."""
+"""Text from the model every --sample-every steps, and where it is evaluated."""
 
 from __future__ import annotations
 
@@ -25,22 +25,26 @@ class SampleText(StepAction):
         self._tokenizer = together(live.world.control, lambda: load_set_tokenizer(location.folder, location.manifest))
 
     def due(self, step: int) -> bool:
-        return step % self._live.run.config.sample_every == 0
+        config = self._live.run.config
+        return any(every and step % every == 0 for every in (config.sample_every, config.eval_every))
 
     def act(self, done: DoneStep) -> None:
-        live, config = self._live, self._live.run.config
+        live, config, prompts = self._live, self._live.run.config, self._live.run.prompts
+        seq_len = live.run.resolved.shape.seq_len
         # What is longer than the model's context it would not see anyway.
-        prompt = encode_prompt(self._tokenizer, config.sample_prompt)[-live.run.resolved.shape.seq_len :]
+        tokens_of = [encode_prompt(self._tokenizer, prompt)[-seq_len:] for prompt in prompts]
+        texts = [""] * len(prompts)
         with live.meter.pause():
             pieces = generate_text(
                 live.engine.module,
                 self._tokenizer,
-                [prompt],
+                tokens_of,
                 _SETTINGS,
-                seeds=[config.seed],
+                seeds=[config.seed] * len(prompts),
                 agree=lambda tokens: on_main_rank(live.world.control, lambda: tokens),
             )
-            text = config.sample_prompt + "".join(piece.text for piece in pieces)
-        live.report(f"step {done.step:>6}/{live.run.resolved.total_steps} | sample: {text!r}")
+            for piece in pieces:
+                texts[piece.number] += piece.text
         if live.log:
-            live.log.log_sample(done.step, config.sample_prompt, text)
+            for prompt, text in zip(prompts, texts, strict=True):
+                live.log.log_sample(done.step, prompt, prompt + text)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from llmscale.data.validation import ValidationBatch, validation_batches
+from llmscale.data.validation import ValidationBatch, mean_bits_per_byte, validation_batches
 from llmscale.engine.collectives import together
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
@@ -39,7 +39,8 @@ class Validate(StepAction):
         if live.log:
             names = [split.name for split in self._splits]
             by_set = {name: loss for name, (loss, _) in zip(names, losses, strict=True) if name}
-            live.log.log_validation(done.step, mean, total, by_set)
+            in_bits = mean_bits_per_byte(losses, [split.bytes_per_token for split in self._splits])
+            live.log.log_validation(done.step, mean, total, by_set, in_bits)
 
     def _read(self, split: ValidationSplit) -> list[ValidationBatch]:
         live = self._live

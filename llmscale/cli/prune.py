@@ -1,0 +1,126 @@
+"""`llmscale prune RUN --to FOLDER`: a model with 2:4 sparse linear layers, for Hugging Face transformers."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from llmscale.config import flag_type, limits
+from llmscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from llmscale.config.flag_parser import FlagParser
+    from llmscale.evaluate.prune import Pruned
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `prune`."""
+    parser = subparsers.add_parser("prune")
+    parser.add_argument(
+        "run",
+        type=flag_type.path,
+        metavar="RUN",
+        help="run folder of train.py, one checkpoint of it, or a folder of transformers",
+    )
+    parser.add_argument(
+        "--to", type=flag_type.path, required=True, metavar="FOLDER", help="for AutoModelForCausalLM.from_pretrained"
+    )
+    parser.add_argument(
+        "--data",
+        type=flag_type.path_or_url,
+        metavar="SET",
+        help="prepared set whose validation split the loss before and after is taken on (default: the run's own)",
+    )
+    parser.add_argument(
+        "--val-samples",
+        type=flag_type.whole(0, limits.MAX_SAMPLES),
+        default=256,
+        help="sequences that the losses are taken on; 0: none (default %(default)s)",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=flag_type.whole(1, limits.MAX_BATCH),
+        default=8,
+        help="sequences at once (default %(default)s)",
+    )
+    parser.add_argument(
+        "--step",
+        type=flag_type.whole(0, limits.MAX_STEPS),
+        default=None,
+        help="the run's checkpoint of this step (default: its newest)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
+    parser.set_defaults(handler=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from llmscale.checkpoint.hf_folder import CARD_MARK, check_hf_folder
+    from llmscale.evaluate.subject import find_subject
+    from llmscale.untrusted.terminal import make_visible_line, print_visible
+
+    folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
+    check_hf_folder(args.to, folder, overwrite=args.overwrite)
+    # torch is imported only now: a wrong folder is answered at once.
+    from llmscale.architecture.families.registry import family_of
+    from llmscale.engine.silence_libraries import quiet_libraries
+    from llmscale.evaluate.evaluation import losses_on
+    from llmscale.evaluate.export import ExportedModel, write_model
+    from llmscale.evaluate.prune import ModelWeights, prune_linear_layers
+    from llmscale.evaluate.subject import open_subject
+    from llmscale.evaluate.validation_loss import open_validation_sets
+    from llmscale.terminal.progress import show_progress
+
+    quiet_libraries()
+    with show_progress("Verifying the checkpoint") as verified:
+        subject = open_subject(folder, args.data, verified.add)
+    if subject.sets is None and args.val_samples:
+        raise ConfigError(
+            f"{folder} is a folder of transformers and names no set to take the loss on. Name one with --data, or "
+            "leave the losses out with --val-samples 0."
+        )
+    sets = open_validation_sets(subject.sets) if subject.sets is not None and args.val_samples else []
+    model = subject.load_model()
+    before = losses_on(model, sets, args.val_samples, args.batch_size)
+    pruned = prune_linear_layers(model)
+    after = losses_on(model, sets, args.val_samples, args.batch_size)
+    exported = ExportedModel(subject.shape, family_of(subject.shape), "fp32", 5 * 10**9)
+    card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
+    with show_progress("Writing weights") as written:
+        write_model(
+            ModelWeights(model),
+            exported,
+            subject.tokenizer,
+            args.to,
+            card=card,
+            overwrite=args.overwrite,
+            progress=written.add,
+        )
+    for line in _lines(pruned, before, after):
+        print(line)
+    print(f"Wrote {make_visible_line(str(args.to))}.")
+    return 0
+
+
+_CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+{mark}
+---
+
+# A pruned model
+
+Made with `llmscale prune`: {zeros:,} of the {weights:,} weights of its blocks' linear layers are zero, two of every
+four along the inputs (2:4 structured sparsity, chosen by magnitude).
+"""
+
+
+def _lines(pruned: Pruned, before: dict[str, float], after: dict[str, float]) -> list[str]:
+    share = pruned.num_zeros / pruned.num_weights
+    lines = [
+        f"{pruned.num_layers} linear layers, {pruned.num_zeros:,} of {pruned.num_weights:,} weights zero ({share:.1%})"
+    ]
+    return lines + [f"validation {name} {before[name]:.4f} -> {after[name]:.4f}" for name in before]

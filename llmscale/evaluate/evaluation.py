@@ -1,0 +1,122 @@
+"""Everything that `llmscale eval` finds out about one model: what is asked is made ready, then the model is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from llmscale.data.validation import mean_bits_per_byte
+from llmscale.evaluate.published_results import comparable_results
+from llmscale.evaluate.subject import Subject
+from llmscale.evaluate.task_files import TaskFile
+from llmscale.evaluate.task_scores import TaskResult, encode_task
+from llmscale.evaluate.validation_loss import ValidationLoss, ValidationSet, open_validation_sets, validation_loss
+
+if TYPE_CHECKING:
+    from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
+    from llmscale.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to find out."""
+
+    files: Sequence[TaskFile]
+    harness: LmEvalTasks | None
+    limit: int | None
+    """Items of each of lm-eval's tasks."""
+    val_samples: int
+    """Sequences of a validation; 0: none."""
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was found out."""
+
+    subject: Subject
+    losses: Sequence[ValidationLoss]
+    """On each set; empty where there is none."""
+    tasks: Sequence[TaskResult]
+
+    def as_dict(self) -> dict[str, object]:
+        """Plain values, for a file."""
+        size = self.subject.shape.num_parameters
+        values: dict[str, object] = {
+            "model": str(self.subject.folder),
+            "step": self.subject.step,
+            "num_parameters": size,
+            "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
+        }
+        if self.losses:
+            by_set = {one.name: _finite({"loss": one.loss, "bits_per_byte": one.bits_per_byte}) for one in self.losses}
+            values["validation"] = {
+                **_finite(total_loss(self.losses)),
+                "num_samples": sum(loss.num_samples for loss in self.losses),
+                **({"by_set": by_set} if len(by_set) > 1 else {}),
+            }
+        if any(task.task == "hellaswag" for task in self.tasks):
+            values["published_hellaswag"] = [
+                {"model": other.model, "values": dict(other.values), "source": other.source}
+                for other in comparable_results(size)
+            ]
+        return values
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN and no infinity."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
+    """Loss and bits per byte over the sequences of all sets."""
+    count = sum(loss.num_samples for loss in losses)
+    return {
+        "loss": sum(loss.loss * loss.num_samples for loss in losses) / count,
+        "bits_per_byte": mean_bits_per_byte(
+            [(loss.loss, loss.num_samples) for loss in losses], [loss.bytes_per_token for loss in losses]
+        ),
+    }
+
+
+def losses_on(model: GPT, sets: Sequence[ValidationSet], max_samples: int, batch_size: int) -> dict[str, float]:
+    """The total over sets; empty for none. Raises DataError."""
+    losses = [
+        validation_loss(model, one, max_samples, batch_size=batch_size, progress=lambda count: None) for one in sets
+    ]
+    return total_loss(losses) if losses else {}
+
+
+def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | None, int], object]) -> Evaluation:
+    """`progress` gets what is being done, how many sequences that is where it is known, and numbers of those done.
+    Raises ConfigError, CheckpointError or DataError; what is wrong with items and sets before the model is loaded."""
+    from llmscale.evaluate.scoring import score_rows
+
+    tokenizer, seq_len, batch_size = subject.tokenizer, subject.shape.seq_len, request.batch_size
+    tasks = [encode_task(file, tokenizer, seq_len) for file in request.files]
+    sets = open_validation_sets(subject.sets) if subject.sets is not None and request.val_samples else []
+    model = subject.load_model()
+    losses = [
+        validation_loss(
+            model,
+            one,
+            request.val_samples,
+            batch_size=batch_size,
+            progress=partial(progress, "validation", min(len(one.shards), request.val_samples)),
+        )
+        for one in sets
+    ]
+    results = []
+    for task in tasks:
+        name = task.file.name
+        scores = score_rows(model, task.rows, batch_size=batch_size, progress=partial(progress, name, len(task.rows)))
+        results.append(TaskResult(name, task.values(scores), len(task.file.items)))
+    if request.harness is not None:
+        from llmscale.evaluate.lm_eval_model import LlmscaleLM
+
+        adapter = LlmscaleLM(model, tokenizer, batch_size=batch_size, progress=partial(progress, "lm-eval", None))
+        results += request.harness.run(adapter, request.limit)
+    return Evaluation(subject, losses, results)

@@ -1,0 +1,133 @@
+"""A model of ours as lm-eval calls models: likelihoods of continuations and of whole texts, and generated text.
+
+Tokens, windows and stops are those of lm-eval's own Hugging Face backend (lm_eval/models/huggingface.py, 0.4.13), so
+that a model that was exported has the same numbers there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+
+from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.errors import ConfigError
+from llmscale.evaluate.rows import Row, encode_text, pair_row, rolling_rows
+from llmscale.evaluate.sampling import SamplingSettings, sample
+from llmscale.evaluate.scoring import RowScore, score_rows
+from llmscale.model.gpt import GPT
+
+#: Tokens that are generated where a task does not say how many, as in lm-eval's own backend.
+_MAX_NEW_TOKENS = 256
+
+
+class LlmscaleLM(LM):
+    """One model in this process. What cannot be computed raises ConfigError or DataError with the task's name."""
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer,
+        *,
+        batch_size: int,
+        progress: Callable[[int], object] = lambda num_rows: None,
+    ) -> None:
+        super().__init__()
+        self._model, self._tokenizer = model, tokenizer
+        self._batch_size, self._progress = batch_size, progress
+
+    def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
+        """Of each (context, continuation): the sum of its tokens' log-probabilities, and whether each is the
+        likeliest."""
+        seq_len = self._model.shape.seq_len
+        rows = [
+            pair_row(self._tokenizer, seq_len, request.args[0], request.args[1], _where(request))
+            for request in requests
+        ]
+        return [(score.log_likelihood, score.is_greedy) for score in self._score(rows)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
+        """Of each text, whose every token is scored once."""
+        rows: list[Row] = []
+        counts = []
+        for request in requests:
+            of_text = rolling_rows(self._tokenizer, self._model.shape.seq_len, request.args[0])
+            rows += of_text
+            counts.append(len(of_text))
+        scores = iter(self._score(rows))
+        return [math.fsum(next(scores).log_likelihood for _ in range(count)) for count in counts]
+
+    def generate_until(self, requests: Sequence[Instance]) -> list[str]:
+        """The text behind each (context, settings), up to a stop, the end of text or the most tokens."""
+        texts: dict[int, str] = {}
+        by_settings: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_settings.setdefault(repr(request.args[1]), []).append(index)
+        for indices in by_settings.values():
+            how = self._generation(requests[indices[0]])
+            # Of similar length, so that contexts grow out of the model's positions together.
+            indices.sort(key=lambda index: -len(requests[index].args[0]))
+            for start in range(0, len(indices), self._batch_size):
+                batch = indices[start : start + self._batch_size]
+                contexts = [encode_text(self._tokenizer, requests[index].args[0]) for index in batch]
+                texts.update(zip(batch, self._generate(contexts, how), strict=True))
+                self._progress(len(batch))
+        return [texts[index] for index in range(len(requests))]
+
+    def _score(self, rows: Sequence[Row]) -> list[RowScore]:
+        return score_rows(self._model, rows, batch_size=self._batch_size, progress=self._progress)
+
+    def _generation(self, request: Instance) -> _Generation:
+        options: Mapping[str, object] = normalize_gen_kwargs(dict(request.args[1]), _MAX_NEW_TOKENS)
+        most, seq_len = int(str(options["max_gen_toks"])), self._model.shape.seq_len
+        if most >= seq_len:
+            raise ConfigError(
+                f"{_where(request)}: {most:,} tokens are to be generated (max_gen_toks), and the model sees "
+                f"{seq_len:,} (its seq_len). Give fewer in the task's generation_kwargs."
+            )
+        draws = bool(options.get("do_sample"))
+        settings = SamplingSettings(
+            most,
+            temperature=float(str(options.get("temperature", 1.0))) if draws else 0.0,
+            top_k=int(str(options["top_k"])) if draws and options.get("top_k") else None,
+            top_p=float(str(options["top_p"])) if draws and options.get("top_p") else None,
+        )
+        end = self._tokenizer.decode([self._tokenizer.eot_token])
+        return _Generation(settings, tuple(handle_stop_sequences(options["until"], eos=end)), seq_len - most)
+
+    def _generate(self, contexts: Sequence[list[int]], how: _Generation) -> list[str]:
+        tokens: list[list[int]] = [[] for _ in contexts]
+        steps = sample(
+            self._model,
+            [context[-how.max_context :] for context in contexts],
+            how.settings,
+            seeds=range(len(contexts)),
+            eot_token=self._tokenizer.eot_token,
+            vocab_size=self._tokenizer.vocab_size,
+        )
+        for chosen in steps:
+            for number, token in chosen.items():
+                tokens[number].append(token)
+            # What a text says behind its stop nobody reads.
+            if all(how.is_stopped(self._tokenizer.decode(tokens[number])) for number in chosen):
+                break
+        return [postprocess_generated_text(self._tokenizer.decode(text), list(how.stops), None) for text in tokens]
+
+
+@dataclass(frozen=True)
+class _Generation:
+    settings: SamplingSettings
+    stops: tuple[str, ...]
+    max_context: int
+    """Tokens before the text, the last of the context."""
+
+    def is_stopped(self, text: str) -> bool:
+        return any(stop and stop in text for stop in self.stops)
+
+
+def _where(request: Instance) -> str:
+    return f"task {request.task_name}, document {request.doc_id}"

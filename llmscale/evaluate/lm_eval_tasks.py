@@ -1,0 +1,129 @@
+"""lm-eval's tasks from YAML on this machine: found, checked and run without the network. No torch before they run."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmscale.errors import ConfigError
+from llmscale.evaluate.task_files import FORMATS
+from llmscale.evaluate.task_scores import TaskResult
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from llmscale.evaluate.lm_eval_model import LlmscaleLM
+
+#: Read by datasets, huggingface_hub, transformers and evaluate when they are imported.
+_OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
+_QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
+_NEAREST = 3
+_YAML_SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class LmEvalTasks:
+    """Tasks that were found and whose data is here."""
+
+    manager: TaskManager
+    names: tuple[str, ...]
+
+    def run(self, model: LlmscaleLM, limit: int | None) -> list[TaskResult]:
+        """Their results; of at most `limit` items each. Raises ConfigError, DataError."""
+        from lm_eval import simple_evaluate
+
+        found = simple_evaluate(
+            model,
+            tasks=list(self.names),
+            task_manager=self.manager,
+            limit=limit,
+            log_samples=False,
+            # Standard errors by drawing again, of metrics that have no formula: minutes, and pools of processes.
+            bootstrap_iters=0,
+        )
+        counts = found["n-samples"]
+        return [
+            TaskResult(name, _numbers(values), counts[name]["effective"] if name in counts else 0)
+            for name, values in found["results"].items()
+        ]
+
+
+def find_tasks(specs: Sequence[str], task_folder: Path | None) -> LmEvalTasks:
+    """The tasks that `specs` name: YAML files, tasks of the YAMLs below `task_folder`, or lm-eval's own, whose data
+    must be in the cache of `datasets`. A YAML may run Python that lies beside it (`!function`), as in lm-eval itself.
+
+    After `go_offline`. Raises ConfigError for a task that nobody knows, with the nearest names, or that cannot be
+    loaded.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise ConfigError(
+            f"task '{specs[0]}' needs lm-eval: pip install 'llmscale[eval]'. Without it: "
+            f"{', '.join(f'{name}=FILE.jsonl' for name in FORMATS)}."
+        ) from None
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    if task_folder is not None and not task_folder.is_dir():
+        raise ConfigError(f"--task-folder {task_folder} is no folder. Name the one that holds the tasks' YAMLs.")
+    manager = TaskManager(include_path=task_folder, include_defaults=False)
+    if any(not _is_yaml(spec) and spec not in manager.task_index for spec in specs):
+        # lm-eval's own 14,000 take seconds to look through.
+        manager = TaskManager(include_path=task_folder)
+    for spec in specs:
+        _check_task(manager, spec, task_folder)
+    return LmEvalTasks(manager, tuple(specs))
+
+
+def go_offline() -> None:
+    """Keep the libraries from the network, and from bars of their own. Before any of them is imported."""
+    for name in _OFFLINE:
+        os.environ[name] = "1"
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+
+
+def _is_yaml(spec: str) -> bool:
+    return spec.endswith(_YAML_SUFFIXES)
+
+
+def _check_task(manager: TaskManager, spec: str, task_folder: Path | None) -> None:
+    if _is_yaml(spec):
+        if not Path(spec).is_file():
+            raise ConfigError(f"task {spec}: there is no such file. Name a task's YAML, or a task by its name.")
+    elif spec not in manager.task_index:
+        raise ConfigError(_unknown(manager.all_tasks, spec, task_folder))
+    try:
+        manager.load([spec])
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:  # whatever a task's own code, its YAML or `datasets` can raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        raise ConfigError(
+            f"task {spec} cannot be loaded: {reason} Nothing is fetched from the network: a task's data must be files "
+            "that its YAML names (dataset_path: json, dataset_kwargs: data_files), or lie in the cache of `datasets`."
+        ) from None
+
+
+def _unknown(known: Sequence[str], spec: str, task_folder: Path | None) -> str:
+    near = difflib.get_close_matches(spec, known, n=_NEAREST, cutoff=0.6)
+    hint = f" Nearest: {', '.join(near)}." if near else ""
+    where = f"among {len(known):,} tasks" + (f", those of {task_folder} included" if task_folder else "")
+    return (
+        f"there is no task '{spec}' {where}.{hint} Legal: a task of lm-eval's or of --task-folder, a task's YAML, or "
+        f"{', '.join(f'{name}=FILE.jsonl' for name in FORMATS)}."
+    )
+
+
+def _numbers(values: dict[str, object]) -> dict[str, float]:
+    """`acc,none` as acc; of a metric behind another filter both names."""
+    found = {}
+    for key, value in values.items():
+        metric, _, name = key.partition(",")
+        if name and isinstance(value, (int, float)) and not metric.endswith("_stderr"):
+            found[metric if name == "none" else f"{metric} ({name})"] = float(value)
+    return found

@@ -1,0 +1,61 @@
+"""2:4 structured sparsity: of every four weights in a row that are multiplied with neighbouring inputs, two are zero.
+
+That is what sparse tensor cores (compute capability 8.0 and later) skip: Mishra et al. 2021, "Accelerating Sparse Deep
+Neural Networks", section 3. Which two is their magnitude's choice, by torch.ao's sparsifier.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from llmscale.errors import ConfigError
+from llmscale.model.gpt import GPT
+
+_GROUP, _ZEROS = 4, 2
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was set to zero."""
+
+    num_layers: int
+    """Linear ones, of the blocks; embeddings, head and norms stay whole."""
+    num_weights: int
+    """Of those layers."""
+    num_zeros: int
+
+
+def prune_linear_layers(model: GPT) -> Pruned:
+    """Set the two smallest of every four weights [outputs, inputs] along the inputs to zero, in place. Raises
+    ConfigError for a layer whose inputs are no multiple of four."""
+    from torch.ao.pruning import WeightNormSparsifier
+
+    layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
+    for name, layer in layers.items():
+        if layer.in_features % _GROUP:
+            raise ConfigError(
+                f"blocks.{name} has {layer.in_features} inputs, and 2:4 sparsity needs a multiple of {_GROUP}. Prune a "
+                "model whose n_embd and mlp_width are multiples of 4."
+            )
+    sparsifier = WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, _GROUP), zeros_per_block=_ZEROS)
+    sparsifier.prepare(model.blocks, [{"tensor_fqn": f"{name}.weight"} for name in layers])
+    sparsifier.step()
+    sparsifier.squash_mask()
+    weights = [layer.weight for layer in layers.values()]
+    return Pruned(
+        len(weights), sum(weight.numel() for weight in weights), sum(int((weight == 0).sum()) for weight in weights)
+    )
+
+
+class ModelWeights:
+    """Of a model in memory, as an export reads them (evaluate/export.py)."""
+
+    def __init__(self, model: GPT) -> None:
+        self._flat = {name: parameter.detach().view(-1) for name, parameter in model.named_parameters()}
+
+    def read(self, name: str, start: int, elements: int) -> Tensor:
+        """`elements` of a parameter from its element `start` on, flat, in fp32 on the CPU."""
+        return self._flat[name][start : start + elements].to("cpu", torch.float32)

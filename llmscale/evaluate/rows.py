@@ -1,0 +1,86 @@
+"""From texts to the token sequences that a model scores: contexts with their continuations, and texts of any length.
+
+Where a text is cut into tokens is lm-eval's choice (lm_eval/api/model.py, TemplateLM._encode_pair; utils.py,
+get_rolling_token_windows), so that the numbers are the same. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.errors import DataError
+
+
+@dataclass(frozen=True)
+class Row:
+    """Tokens of which the last are scored, each by what stands before it."""
+
+    tokens: tuple[int, ...]
+    """One more than the model is given: 2 to seq_len + 1."""
+    num_scored: int
+
+    def __len__(self) -> int:
+        """Positions of the model."""
+        return len(self.tokens) - 1
+
+
+def prefix_token(tokenizer: Tokenizer) -> int:
+    """What a text that has nothing before it is scored behind."""
+    return tokenizer.bos_tokens[0] if tokenizer.bos_tokens else tokenizer.eot_token
+
+
+def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A text's tokens behind what the tokenizer begins documents with."""
+    return [*tokenizer.bos_tokens, *tokenizer.encode(text)]
+
+
+def pair_row(tokenizer: Tokenizer, seq_len: int, context: str, continuation: str, where: str) -> Row:
+    """The continuation's tokens scored behind the context's, of which those that are too many are left out from the
+    left. Spaces at the context's end belong to the continuation, as a tokenizer joins them to the next word. Raises
+    DataError, which names `where`, for a continuation that has no token or more than the model has positions."""
+    if context:
+        moved = len(context) - len(context.rstrip())
+        whole = encode_text(tokenizer, context + continuation)
+        before = encode_text(tokenizer, context[: len(context) - moved])
+        scored = whole[len(before) :]
+    else:
+        before, scored = [prefix_token(tokenizer)], tokenizer.encode(continuation)
+        if scored[:1] == before:
+            scored = scored[1:]
+    if not scored or not before:
+        which = "continuation" if before else "context"
+        raise DataError(f"{where}: the {which} has no token of its own. Give it some text.")
+    if len(scored) > seq_len:
+        raise DataError(
+            f"{where}: the continuation has {len(scored):,} tokens, and the model sees {seq_len:,} (its seq_len). "
+            "Leave the item out, or score the text in windows (text=FILE.jsonl)."
+        )
+    # Cut as the whole text is, of which `before` need not be the exact beginning.
+    return Row(tuple([*before, *scored][-(seq_len + 1) :]), len(scored))
+
+
+def rolling_rows(tokenizer: Tokenizer, seq_len: int, text: str) -> list[Row]:
+    """Every token of a text scored once: the first `seq_len` behind the beginning of a document, each later window
+    behind what fills it up, as much as the model sees."""
+    tokens = encode_text(tokenizer, text)
+    first = tokens[:seq_len]
+    rows = [Row((prefix_token(tokenizer), *first), len(first))] if tokens else []
+    for start in range(seq_len, len(tokens), seq_len):
+        end = min(start + seq_len, len(tokens))
+        rows.append(Row(tuple(tokens[end - seq_len - 1 : end]), end - start))
+    return rows
+
+
+def batches_by_length(rows: Sequence[Row], max_rows: int, max_tokens: int) -> list[list[int]]:
+    """Indices of rows of similar length, the longest first: at most `max_rows` in a batch, and at most `max_tokens`
+    positions when all are filled up to its longest, unless a row alone has more."""
+    batches: list[list[int]] = []
+    for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index]), rows[index].tokens)):
+        longest = len(rows[batches[-1][0]]) if batches else 0
+        if batches and len(batches[-1]) < max_rows and (len(batches[-1]) + 1) * longest <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+
+
+def test_a_pruned_run_is_a_model_with_both_losses_said(
+    trained_run: Path, tiny_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, again = tmp_path / "pruned", tmp_path / "again"
+    assert main(["prune", str(trained_run), "--to", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "4 linear layers, 6,144 of 12,288 weights zero (50.0%)" in said
+    _, after = re.search(r"validation loss (\S+) -> (\S+)", said).groups()
+    assert main(["eval", str(out), "--data", str(tiny_set), "--json", str(tmp_path / "result.json")]) == 0
+    assert f"{json.loads((tmp_path / 'result.json').read_text())['validation']['loss']:.4f}" == after
+    # What is pruned already stays as it is.
+    assert main(["prune", str(out), "--to", str(again), "--val-samples", "0"]) == 0
+    assert (again / "model.safetensors").read_bytes() == (out / "model.safetensors").read_bytes()
+    assert main(["prune", str(trained_run), "--to", str(out), "--overwrite", "--val-samples", "0"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("RUN", "--to", "RUN/checkpoints/x"), "only training writes"),
+        (("RUN", "--to", "full"), "which no export wrote"),
+        (("gone", "--to", "out"), "gone does not exist"),
+        (("RUN", "--to", "out", "--step", "9"), "no checkpoint of step 9"),
+    ],
+)
+def test_what_is_wrong_is_said_without_torch(
+    words: tuple[str, ...], told: str, trained_run: Path, llmscale: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").touch()
+    done = llmscale("prune", *(word.replace("RUN", str(trained_run)) for word in words), torch_free=True)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()

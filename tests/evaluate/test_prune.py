@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.errors import ConfigError
+from llmscale.evaluate.prune import ModelWeights, prune_linear_layers
+from llmscale.model.gpt import GPT
+
+
+def test_of_every_four_weights_the_two_smallest_are_zero() -> None:
+    model = GPT(GPTShape(2, 2, 16, 257, 8), seed=0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    pruned = prune_linear_layers(model)
+    layers = {name for name in before if name.startswith("blocks.") and before[name].dim() == 2}
+    assert (pruned.num_layers, pruned.num_zeros) == (len(layers), pruned.num_weights // 2)
+    assert pruned.num_weights == sum(before[name].numel() for name in layers)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys()
+    for name, weight in before.items():
+        if name not in layers:
+            assert torch.equal(after[name], weight)
+            continue
+        groups, kept = weight.view(-1, 4), after[name].detach().view(-1, 4)
+        largest = groups.abs().topk(2, dim=1).indices
+        assert torch.equal(kept, torch.zeros_like(groups).scatter(1, largest, groups.gather(1, largest)))
+    flat = ModelWeights(model).read("blocks.0.mlp.up.weight", 3, 8)
+    assert torch.equal(flat, after["blocks.0.mlp.up.weight"].detach().flatten()[3:11])
+
+
+def test_inputs_that_are_no_multiple_of_four_are_refused() -> None:
+    model = GPT(GPTShape(1, 1, 16, 257, 8, mlp_width=30), seed=0)
+    with pytest.raises(ConfigError, match=r"blocks\.0\.mlp\.down has 30 inputs"):
+        prune_linear_layers(model)

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from llmscale.errors import ConfigError, DataError
+from llmscale.evaluate.task_files import load_task_files
+
+GOOD = {
+    "hellaswag": {"ctx": "A man", "endings": ["runs.", "sits."], "label": 1},
+    "multiple_choice": {"context": "Who?", "choices": ["me", "you", "they"], "label": "2"},
+    "likelihood": {"context": "A", "continuation": "man"},
+    "text": {"text": "naïve text"},
+}
+
+
+def write(folder: Path, *lines: object) -> Path:
+    path = folder / "items.jsonl"
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_every_line_is_an_item(name: str, tmp_path: Path) -> None:
+    (task,) = load_task_files([f"{name}={write(tmp_path, GOOD[name], '', {**GOOD[name], 'more': 1})}"])
+    assert task.name == ("hellaswag" if name == "hellaswag" else "items")
+    assert [item.line for item in task.items] == [1, 3]
+    assert task.first(1).items == task.items[:1]
+
+
+def test_continuations_stand_behind_a_space_that_counts_for_no_length(tmp_path: Path) -> None:
+    (choice,) = load_task_files([f"hellaswag={write(tmp_path, GOOD['hellaswag'])}"])
+    (item,) = choice.items
+    assert (item.continuations, item.lengths, item.label) == ((" runs.", " sits."), ((5, 5), (5, 5)), 1)
+    (text,) = load_task_files([f"text={write(tmp_path, GOOD['text'])}"])
+    assert (text.items[0].continuations, text.items[0].lengths) == (("naïve text",), ((10, 11),))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "words"),
+    [
+        ("hellaswag", {"ctx": None}, r'"ctx" is \'None\', and must be text'),
+        ("hellaswag", {"endings": "runs"}, r'"endings" is \'runs\', and must be a list of 2 to 64 texts'),
+        ("hellaswag", {"endings": ["runs"]}, r'"endings" is .* must be a list of 2 to 64'),
+        ("hellaswag", {"endings": ["runs", 3]}, r"'3' is none"),
+        ("hellaswag", {"label": 2}, r'"label" is \'2\', and must be the index of the right one, from 0 to 1'),
+        ("hellaswag", {"label": "x"}, r'"label" is \'x\''),
+        ("hellaswag", {"label": True}, r'"label" is \'True\''),
+        ("hellaswag", {"ctx": "\ud800"}, r"surrogate"),
+        ("multiple_choice", {"context": " "}, r'"context" is \' \''),
+        ("likelihood", {"continuation": 1}, r'"continuation" is \'1\''),
+        ("text", {"text": ""}, r'"text" is \'\''),
+    ],
+)
+def test_an_item_of_another_format_is_named_by_file_line_and_field(
+    name: str, wrong: dict[str, object], words: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path, GOOD[name], {**GOOD[name], **wrong})
+    with pytest.raises(DataError, match=rf"{path}, line 2: .*{words}"):
+        load_task_files([f"{name}={path}"])
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "null", '{"text": 1, "text": 2}', "[" * 9999])
+def test_a_line_that_is_no_object_is_named(line: str, tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD["text"], line)
+    with pytest.raises(DataError, match=f"{path}, line 2"):
+        load_task_files([f"text={path}"])
+
+
+def test_a_missing_field_is_named_with_an_example(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD["text"])
+    with pytest.raises(DataError, match=rf'{path}, line 1 has no "ctx", and the format hellaswag needs one: {{"ctx"'):
+        load_task_files([f"hellaswag={path}"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("hellaswga=x.jsonl", r"Did you mean 'hellaswag'\? Legal: hellaswag=FILE.jsonl, "),
+        ("text=", "is no task"),
+        ("text=gone.jsonl", "gone.jsonl cannot be read: No such file"),
+        ("text=/dev/zero", "cannot be read"),
+    ],
+)
+def test_what_is_no_task_file_is_refused(spec: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_task_files([spec])
+
+
+def test_a_file_without_items_and_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    with pytest.raises(DataError, match=re.escape(f"{path} holds no item")):
+        load_task_files([f"text={path}"])
+    path = write(tmp_path, {**GOOD["text"], **GOOD["likelihood"]})
+    with pytest.raises(ConfigError, match="both named 'items'"):
+        load_task_files([f"text={path}", f"likelihood={path}"])
