@@ -90,11 +90,14 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
     """Everything after the checks. `began` is when the process started, on perf_counter's clock."""
     set_allocator_default(os.environ)
     from llmscale.training.build_session import open_session
+    from llmscale.training.go_back import go_back
 
     with explained_out_of_memory(run), open_session(run, stop, heartbeat, began) as session:
-        for step in range(session.step, run.resolved.total_steps):
+        while (step := session.step) < run.resolved.total_steps:
             micro_batches = session.fetch(step)
             decision = session.agree(step)
+            if decision.go_back and not decision.stop and go_back(session):
+                continue
             if decision.save:
                 session.save()
             if decision.stop:

@@ -11,17 +11,23 @@ from llmscale.training.actions.report_memory import ReportMemory
 from llmscale.training.actions.report_startup import ReportStartup
 from llmscale.training.actions.sample_text import SampleText
 from llmscale.training.actions.validate import Validate
+from llmscale.training.actions.watch_ranks import WatchRanks
+from llmscale.training.actions.watch_spikes import WatchSpikes
 from llmscale.training.live_run import LiveRun
+from llmscale.training.stop_request import StopRequest
 
 
-def build_actions(live: LiveRun) -> list[StepAction]:
-    """The actions of a run in the order in which they happen at one step; a checkpoint follows. Collective."""
+def build_actions(live: LiveRun, stop: StopRequest) -> list[StepAction]:
+    """The actions of a run in the order in which they happen at one step; a checkpoint follows. `stop` takes what an
+    action wants to end the run for. Collective."""
     config, log = live.run.config, LogSteps(live)
     actions: list[StepAction] = [RecordSamples(live)] if config.record_samples else []
     actions.append(ReportStartup(live))
     if live.compiler is not None:
         actions.append(ReportCompilation(live, live.compiler))
-    actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]
+    actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due), WatchSpikes(live, stop, logged=log.due)]
+    if live.world.world_size > 1:
+        actions.append(WatchRanks(live, logged=log.due))
     if live.validation:
         actions.append(Validate(live, live.validation))
     if config.sample_every:

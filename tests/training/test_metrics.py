@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.training.metrics import MetricsLog, StepMetrics, format_duration, format_step
+from llmscale.training.metrics import MetricsLog
+from llmscale.training.step_metrics import StepMetrics, format_duration, format_step
 
 METRICS = StepMetrics(
     step=20,

@@ -31,7 +31,7 @@ class SampleText(StepAction):
         live, config = self._live, self._live.run.config
         # What is longer than the model's context it would not see anyway.
         prompt = encode_prompt(self._tokenizer, config.sample_prompt)[-live.run.resolved.shape.seq_len :]
-        with live.meter.pause():
+        with live.meter.pause("evaluating"):
             pieces = generate_text(
                 live.engine.module,
                 self._tokenizer,

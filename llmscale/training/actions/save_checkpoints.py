@@ -55,7 +55,7 @@ class SaveCheckpoints(StepAction):
     def save(self, step: int) -> None:
         """Copy the state out and write it in the background; nothing when this step is saved already."""
         live = self._live
-        with live.meter.pause():
+        with live.meter.pause("saving"):
             self._saver.wait()
             self._keep_run_folder(step)
             if self._saved_step == step:
@@ -73,6 +73,10 @@ class SaveCheckpoints(StepAction):
             )
             self._saver.save(snapshot)
         self._saved_step, self._last_save_s = step, time.monotonic()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Collective."""
+        self._saver.wait()
 
     def finish(self, step: int) -> None:
         """Save the last step if it is not saved, and wait until it is on disk. Raises CheckpointError when it cannot
