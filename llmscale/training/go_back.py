@@ -33,7 +33,7 @@ def go_back(session: Session) -> bool:
     control, report = live.world.control, live.report
     spike = next(wanted for wanted in gather(control, live.spikes.go_back_from) if wanted is not None)
     live.spikes.go_back_from = None
-    session.checkpoints.wait()
+    live.spikes.finish_saving()
     before = on_main_rank(control, lambda: checkpoint_before(live, spike[0]))
     problem = "there is no checkpoint before it" if before is None else None
     if live.spikes.times_gone_back >= _MOST_TIMES:

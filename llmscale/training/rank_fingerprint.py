@@ -49,6 +49,7 @@ MAY_DIFFER = {
     "wandb": "only the main rank's counts",
     "wandb_project": "only the main rank's counts",
     "wandb_name": "only the main rank's counts",
+    "profile": "only the main rank's counts",
     "plain": "only the main rank's counts",
     "tensorboard": "only the main rank's counts",
 }

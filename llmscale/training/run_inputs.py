@@ -28,8 +28,9 @@ from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.planning.compilation import EAGER, Compilation
+from llmscale.training.profiling.profiled_steps import parse_profiled
 from llmscale.training.published_weights import FoundWeights, find_published_weights
-from llmscale.training.skipped_steps import parse_steps
+from llmscale.training.skipped_steps import parse_skip
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
-        parse_steps(steps)
+        parse_skip(steps)
+    if config.profile is not None:
+        parse_profiled(config.profile)
     sets = open_training_sets(config.data, config.data_cache)
     manifest = sets.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,8 @@ class SpikeRequests:
     go_back_from: tuple[int, int] | None = None
     """The first and the newest step of a spike that the run is to go back from."""
     times_gone_back: int = 0
+    finish_saving: Callable[[], None] = lambda: None
+    """Waits for the checkpoint that is being written in the background, which may be the one before the spike."""
 
 
 class SpikeDetector:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from llmscale.training.actions.action import StepAction
 from llmscale.training.actions.log_steps import LogSteps
 from llmscale.training.actions.nonfinite_guard import EndWhenLost
+from llmscale.training.actions.profile_steps import ProfileSteps
 from llmscale.training.actions.record_samples import RecordSamples
 from llmscale.training.actions.report_compilation import ReportCompilation
 from llmscale.training.actions.report_memory import ReportMemory
@@ -21,7 +22,9 @@ def build_actions(live: LiveRun, stop: StopRequest) -> list[StepAction]:
     """The actions of a run in the order in which they happen at one step; a checkpoint follows. `stop` takes what an
     action wants to end the run for. Collective."""
     config, log = live.run.config, LogSteps(live)
-    actions: list[StepAction] = [RecordSamples(live)] if config.record_samples else []
+    actions: list[StepAction] = [ProfileSteps(live, config.profile)] if config.profile else []
+    if config.record_samples:
+        actions.append(RecordSamples(live))
     actions.append(ReportStartup(live))
     if live.compiler is not None:
         actions.append(ReportCompilation(live, live.compiler))

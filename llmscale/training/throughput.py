@@ -13,7 +13,7 @@ import torch
 from llmscale.engine.timing import PhaseTimer
 
 #: What interrupts training.
-Pause = Literal["saving", "evaluating", "starting"]
+Pause = Literal["saving", "evaluating", "starting", "profiling"]
 
 
 @dataclass(frozen=True)

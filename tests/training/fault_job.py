@@ -1,7 +1,7 @@
 """train.py with a fault planted: `fault_job.py FAULT train.py's flags`. FAULT is
 
 noise:STEP              the samples of that step are noise, whenever they are drawn
-nan:STEP:RANK:TIMES     on a rank, block 1's MLP puts out infinity from that step on, for so many steps
+nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
 slow-data:RANK          a rank waits 50 ms for every micro-batch
 slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-head:RANK, for that of its head
 """
@@ -45,8 +45,9 @@ def nan(step: str, rank: str, times: str) -> None:
     def train_with_infinity(session: Session, number: int, batches: list):  # type: ignore[no-untyped-def]
         handle = None
         if rank == RANK and int(step) <= number + 1 < int(step) + int(times):
-            mlp = session.live.engine.module.blocks[1].mlp
-            handle = mlp.register_forward_hook(lambda _module, _inputs, output: output * float("inf"))
+            last = list(session.live.engine.module.blocks[1].mlp.modules())[-1]
+            # Before whoever looks at what comes out.
+            handle = last.register_forward_hook(lambda _module, _inputs, output: output * float("inf"), prepend=True)
         done = train(session, number, batches)
         if handle:
             handle.remove()

@@ -35,6 +35,7 @@ class SaveCheckpoints(StepAction):
             history=live.history,
             check_run_folder=live.claim.check,
         )
+        live.spikes.finish_saving = self._saver.wait
         self._identity = live.run.identity(live.stream.identity)
         self._hyperparameters = hyperparameters(live.run)
         self._saved_step: int | None = live.first_step or None
@@ -73,10 +74,6 @@ class SaveCheckpoints(StepAction):
             )
             self._saver.save(snapshot)
         self._saved_step, self._last_save_s = step, time.monotonic()
-
-    def wait(self) -> None:
-        """Until nothing is being written. Collective."""
-        self._saver.wait()
 
     def finish(self, step: int) -> None:
         """Save the last step if it is not saved, and wait until it is on disk. Raises CheckpointError when it cannot

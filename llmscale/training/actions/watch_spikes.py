@@ -40,6 +40,7 @@ class WatchSpikes(StepAction):
 
     def _tell(self, spike: Spike) -> None:
         live, config = self._live, self._live.run.config
+        live.spikes.finish_saving()
         before = checkpoint_before(live, spike.step)
         kept = "there is no checkpoint before it" if before is None else self._keep(before, spike.step)
         which = f"llmscale data which {config.run} --step {spike.step}"

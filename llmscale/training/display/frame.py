@@ -176,7 +176,8 @@ def _shares_line(spent_s: dict[str, float], columns: int) -> RenderableType:
     from rich.text import Text
 
     known = {name: spent_s.get(name, 0.0) for name in _SHARES}
-    total = sum(known.values()) or 1.0
+    total = sum(spent_s.values()) or 1.0
+    known["other"] += total - sum(known.values())
     said = {name: seconds for name, seconds in known.items() if seconds >= 0.005 * total}
     words = Text()
     for name, seconds in said.items():
