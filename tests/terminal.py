@@ -27,6 +27,10 @@ class Terminal:
         self.raw = b""
         self._master, slave = pty.openpty()
         self._set_size(columns, rows)
+        # What is typed is not shown.
+        settings = termios.tcgetattr(slave)
+        settings[3] &= ~termios.ECHO
+        termios.tcsetattr(slave, termios.TCSANOW, settings)
         environment: Mapping[str, str | None] = {**os.environ, "TERM": "xterm-256color", "COLUMNS": None, **variables}
         self.process = subprocess.Popen(
             list(command),
@@ -48,6 +52,10 @@ class Terminal:
             os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
         os.close(self._master)
+
+    def send(self, keys: bytes) -> None:
+        """As if they were typed."""
+        os.write(self._master, keys)
 
     def resize(self, columns: int, rows: int) -> None:
         """As a window manager does; the emulator wraps nothing anew."""

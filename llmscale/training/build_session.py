@@ -127,6 +127,9 @@ def _open_session(
     history = enter_history(run.config.run, point, world.control, report)
     on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
     meter = StepMeter(world.device)
+    display = _open_display(run, meter) if world.is_main else None
+    if display is not None:
+        stop.before_sudden_end.append(display.close)
     live = LiveRun(
         run=run,
         world=world,
@@ -138,7 +141,7 @@ def _open_session(
         state=state,
         history=history,
         claim=claim,
-        log=_metrics_log(run, trackers, claim, _open_display(run, meter)) if world.is_main else None,
+        log=_metrics_log(run, trackers, claim, display) if display is not None else None,
         wandb_run_id=trackers.wandb_run_id or (state.wandb_run_id if state else None),
         estimate=estimate,
         startup_s=clock.seconds,

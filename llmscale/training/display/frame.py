@@ -14,7 +14,6 @@ from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.table import Table
 
 _BARS = "▁▂▃▄▅▆▇█"
 #: Of the values drawn, the share that lies below the top of a sparkline: one spike must not flatten the rest.
@@ -135,21 +134,20 @@ def _lines(progress: RunProgress, columns: int) -> list[tuple[int, RenderableTyp
     ]
 
 
-def _progress_line(progress: RunProgress, columns: int) -> Table:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
+def _progress_line(progress: RunProgress, columns: int) -> RenderableType:
     from rich.text import Text
 
-    part = progress.step / max(1, progress.total_steps)
+    part = min(1.0, progress.step / max(1, progress.total_steps))
     left = format_duration(progress.metrics.eta_s) + " left" if progress.metrics else ""
     words = [f"{part:.1%}", f"{format_duration(progress.elapsed_s)} gone", left, progress.doing]
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(
-        Text(f"step {progress.step:,}/{progress.total_steps:,}", style="bold"),
-        ProgressBar(max(1, progress.total_steps), progress.step, width=max(4, min(40, columns // 4))),
-        Text("  ".join(word for word in words if word)),
+    width = max(4, min(40, columns // 4))
+    done = round(part * width)
+    return Text.assemble(
+        (f"step {progress.step:,}/{progress.total_steps:,} ", "bold"),
+        ("━" * done, "magenta"),
+        ("━" * (width - done), "bright_black"),
+        " " + "  ".join(word for word in words if word),
     )
-    return grid
 
 
 def _curve_line(name: str, value: str, curve: Curve, width: int, rest: str) -> RenderableType:

@@ -59,11 +59,12 @@ class LiveView(Display):
         self._progress.validation = (step, loss)
 
     def close(self) -> None:
-        """Gives the rows back, and leaves the newest step's line where the view was."""
-        was_ended = self._ended.is_set()
+        """Gives the rows back, and leaves the newest step's line behind; again, it does nothing."""
+        if self._ended.is_set():
+            return
         self._ended.set()
         self._rows.close()
-        if not was_ended and self._progress.metrics is not None:
+        if self._progress.metrics is not None:
             print(format_step(self._progress.metrics, self._progress.total_steps), flush=True)
 
     def _draw_on(self) -> None:
