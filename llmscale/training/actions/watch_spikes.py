@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 
 from llmscale.checkpoint.history import Checkpoint, find_checkpoints
@@ -43,7 +44,7 @@ class WatchSpikes(StepAction):
         live.spikes.finish_saving()
         before = checkpoint_before(live, spike.step)
         kept = "there is no checkpoint before it" if before is None else self._keep(before, spike.step)
-        which = f"llmscale data which {config.run} --step {spike.step}"
+        which = f"llmscale data which {shlex.quote(str(config.run))} --step {spike.step}"
         norm = "" if spike.grad_norm is None else f", gradient norm {spike.grad_norm:.3g}{_sigmas(spike.grad_norm_z)}"
         live.report(
             f"WARNING: step {spike.step}: the loss leaps to {spike.loss:.4f}{_sigmas(spike.loss_z)}{norm}; {kept}. Its "
@@ -96,7 +97,7 @@ def how_to_go_back(before: Checkpoint | None, spike: tuple[int, int]) -> str:
     skip = f"--skip-steps {first}:{behind}"
     if before is None:
         return f"to go on without its batches, begin anew with the same command, another --run and {skip}"
-    return f"to go on without its batches, add to the same command: --resume {before.path} {skip}"
+    return f"to go on without its batches, add to the same command: --resume {shlex.quote(str(before.path))} {skip}"
 
 
 def _sigmas(z: float | None) -> str:
