@@ -13,7 +13,6 @@ from llmscale.checkpoint.history import Checkpoint
 from llmscale.engine.collectives import gather, on_main_rank
 from llmscale.errors import CheckpointError
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
-from llmscale.training.actions.watch_spikes import checkpoint_before, how_to_go_back, steps_to_skip
 from llmscale.training.build_session import choose_checkpoint, fill_from, open_data
 from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.resume import enter_history
@@ -21,6 +20,7 @@ from llmscale.training.run_data import build_stream
 from llmscale.training.run_inputs import PreparedRun
 from llmscale.training.session import Session
 from llmscale.training.step_actions import build_actions
+from llmscale.training.watch_spikes import checkpoint_before, how_to_go_back, steps_to_skip
 
 #: Times in one start. Whoever needs more has another problem than a batch.
 _MOST_TIMES = 5

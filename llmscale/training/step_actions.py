@@ -12,25 +12,26 @@ from llmscale.training.actions.report_memory import ReportMemory
 from llmscale.training.actions.report_startup import ReportStartup
 from llmscale.training.actions.sample_text import SampleText
 from llmscale.training.actions.validate import Validate
-from llmscale.training.actions.watch_ranks import WatchRanks
-from llmscale.training.actions.watch_spikes import WatchSpikes
 from llmscale.training.live_run import LiveRun
 from llmscale.training.stop_request import StopRequest
+from llmscale.training.watch_ranks import WatchRanks
+from llmscale.training.watch_spikes import WatchSpikes
 
 
 def build_actions(live: LiveRun, stop: StopRequest) -> list[StepAction]:
     """The actions of a run in the order in which they happen at one step; a checkpoint follows. `stop` takes what an
     action wants to end the run for. Collective."""
-    config, log = live.run.config, LogSteps(live)
+    config = live.run.config
+    watchers = [WatchSpikes(live, stop).look] if live.world.is_main else []
+    watchers += [WatchRanks(live).look] if live.world.world_size > 1 else []
+    log = LogSteps(live, watchers)
     actions: list[StepAction] = [ProfileSteps(live, config.profile)] if config.profile else []
     if config.record_samples:
         actions.append(RecordSamples(live))
     actions.append(ReportStartup(live))
     if live.compiler is not None:
         actions.append(ReportCompilation(live, live.compiler))
-    actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due), WatchSpikes(live, stop, logged=log.due)]
-    if live.world.world_size > 1:
-        actions.append(WatchRanks(live, logged=log.due))
+    actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]
     if live.validation:
         actions.append(Validate(live, live.validation))
     if config.sample_every:

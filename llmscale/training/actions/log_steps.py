@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from llmscale.config.hardware import model_flops_utilisation
 from llmscale.engine.device_memory import peak_memory_bytes
 from llmscale.engine.loss_scaling import loss_scale
@@ -17,8 +19,9 @@ from llmscale.training.throughput import StepTimes
 class LogSteps(StepAction):
     """Records of steps; the first and the last step always have one."""
 
-    def __init__(self, live: LiveRun) -> None:
-        self._live = live
+    def __init__(self, live: LiveRun, watchers: Sequence[Callable[[int], None]] = ()) -> None:
+        """`watchers` are told of every step that was logged; they look at `live.recent.window`."""
+        self._live, self._watchers = live, watchers
         self._sources = SourceLosses(live) if live.stream.mix else None
         self._probe = ArithmeticProbe(live.engine, live.run.resolved.zero_stage)
         self._interval: StepTimes | None = None
@@ -42,11 +45,13 @@ class LogSteps(StepAction):
         self._interval = live.meter.read()
         if live.world.world_size > 1:
             self._probe.arm()
-        if live.log is None:
-            return
-        live.log.log_step(self._metrics(done.step, newest.loss, z_loss, of_sources, newest.grad_norm, self._interval))
-        if gone := live.claim.find_loss():
-            live.report(f"WARNING: {gone}")
+        if live.log is not None:
+            norm = newest.grad_norm
+            live.log.log_step(self._metrics(done.step, newest.loss, z_loss, of_sources, norm, self._interval))
+            if gone := live.claim.find_loss():
+                live.report(f"WARNING: {gone}")
+        for watch in self._watchers:
+            watch(done.step)
 
     def _times(self) -> RankTimes:
         last = self._interval

@@ -23,7 +23,7 @@ PARTS = (
     *("communication", "data", "idle"),
 )
 #: The annotation around everything that counts, and those of phases.
-WHOLE, PHASE = "llmscale.profile", "llmscale.phase."
+WHOLE, PHASE = "profiled steps", "phase: "
 #: By the name of an operation and of those around it, or of a kernel; a part before another wins. Matrix products of
 #: attention and of the optimizer are theirs; of the loss only what is no product.
 _PATTERNS = (

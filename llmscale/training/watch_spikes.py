@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 
 from llmscale.checkpoint.history import Checkpoint, find_checkpoints
 from llmscale.checkpoint.kept import keep_checkpoint
 from llmscale.checkpoint.manifest import is_whole
 from llmscale.errors import CheckpointError
-from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 from llmscale.training.spikes import Spike, SpikeDetector
 from llmscale.training.stop_request import StopRequest
@@ -19,18 +17,16 @@ from llmscale.training.stop_request import StopRequest
 STEPS_BEFORE = 1
 
 
-class WatchSpikes(StepAction):
+class WatchSpikes:
     """Where a step was logged, the main rank looks at every step since the last one. What it wants of all ranks they
     agree on before the next step, in the message that they exchange anyway."""
 
-    def __init__(self, live: LiveRun, stop: StopRequest, logged: Callable[[int], bool]) -> None:
-        self._live, self._stop, self._logged = live, stop, logged
+    def __init__(self, live: LiveRun, stop: StopRequest) -> None:
+        self._live, self._stop = live, stop
         self._detector = SpikeDetector()
 
-    def due(self, step: int) -> bool:
-        return self._live.world.is_main and self._logged(step)
-
-    def act(self, done: DoneStep) -> None:
+    def look(self, step: int) -> None:
+        """`step` was logged; on the main rank."""
         for recent in self._live.recent.window.steps:
             spike = self._detector.add(recent.step, recent.loss, recent.grad_norm)
             if spike is not None:

@@ -11,7 +11,7 @@ import pytest
 from llmscale.checkpoint.history import list_checkpoints
 from tests.conftest import read_losses
 
-JOB = str(Path(__file__).parents[1] / "fault_job.py")
+JOB = str(Path(__file__).with_name("fault_job.py"))
 SPIKE, LAST = 33, 44
 STEPS = ("--steps", str(LAST), "--schedule", "constant", "--lr", "3e-3", "--warmup-steps", "0", "--precision", "fp32")
 SAVES = ("--save-every", "10", "--keep-last", "1")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-JOB = str(Path(__file__).parents[1] / "fault_job.py")
+JOB = str(Path(__file__).with_name("fault_job.py"))
 
 
 @pytest.mark.parametrize(
