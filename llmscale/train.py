@@ -95,11 +95,14 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
     set_allocator_default(os.environ)
     announcer.begin("importing torch and DeepSpeed")
     from llmscale.training.build_session import open_session
+    from llmscale.training.go_back import go_back
 
     with explained_out_of_memory(run), open_session(run, stop, heartbeat, began, announcer) as session:
-        for step in range(session.step, run.resolved.total_steps):
+        while (step := session.step) < run.resolved.total_steps:
             micro_batches = session.fetch(step)
             decision = session.agree(step)
+            if decision.go_back and not decision.stop and go_back(session):
+                continue
             if decision.save:
                 session.save()
             if decision.stop:

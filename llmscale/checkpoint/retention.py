@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmscale.checkpoint.history import LEFTOVER_NAME, Checkpoint, FoundCheckpoints, find_checkpoints
+from llmscale.checkpoint.kept import kept_checkpoints
 from llmscale.checkpoint.manifest import CHECKPOINT_NAME, History, checkpoints_folder, is_whole
 
 
@@ -24,10 +25,12 @@ def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: in
 
 
 def apply_retention(run: Path, history: History, keep_last: int, keep_every: int) -> None:
-    """Delete what expired of `history`. What is abandoned, cannot be read or is not ours neither counts nor goes; the
-    newest whole checkpoint always stays. Raises OSError or CheckpointError."""
+    """Delete what expired of `history`. What is abandoned, kept for a reason (kept.py), cannot be read or is not ours
+    goes not; the newest whole checkpoint always stays. Raises OSError or CheckpointError."""
+    kept = kept_checkpoints(run)
     for checkpoint in choose_expired(find_checkpoints(run, history).current, keep_last, keep_every):
-        delete_checkpoint(checkpoint.path)
+        if checkpoint.path.name not in kept:
+            delete_checkpoint(checkpoint.path)
 
 
 def prunable(found: FoundCheckpoints) -> list[Path]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from llmscale.cluster.environment import search_path
 from llmscale.cluster.launch.process_tree import adopt_orphans, kill_descendants
+from llmscale.training.display.bottom_rows import GIVE_BACK
 from llmscale.training.heartbeat import STACKS_SIGNAL
 from llmscale.training.launcher_chain import LAUNCHER_VARIABLE
 from llmscale.training.stop_request import STOP_SIGNALS
@@ -143,6 +144,7 @@ class LocalRanks:
         # A killed rank breaks the connections of the others, which then end with an error of their own.
         for number, rank in failed:
             if rank.returncode < 0:
+                _mend_terminal()
                 self.show(_describe_death(number, rank.pid, -rank.returncode))
                 return 128 - rank.returncode
         # The user's mistakes are said by one rank for all.
@@ -153,6 +155,13 @@ class LocalRanks:
 def rank_command(script: Path, arguments: Sequence[str]) -> list[str]:
     """What every rank runs; unbuffered, so that lines of several ranks come in order."""
     return [sys.executable, "-u", str(script), *arguments]
+
+
+def _mend_terminal() -> None:
+    """A rank that was killed could not give back the rows of its live view."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        if sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":
+            os.write(sys.stdout.fileno(), GIVE_BACK.encode())
 
 
 def _describe_death(rank: int, pid: int, number: int) -> str:

@@ -20,6 +20,7 @@ PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
 UserPath = Annotated[Path, BeforeValidator(check_path)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 CompileMode = Literal["auto", "on", "off"]
+OnSpike = Literal["warn", "stop", "skip"]
 
 #: What may differ from the checkpoint only when the user says so; the text is what the change breaks.
 CHANGES_THAT_BREAK = {
@@ -231,10 +232,21 @@ class RunConfig(BaseModel):
     check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)
     """Steps between checks that all ranks agree on the sample ids of a step; 0: never."""
 
+    # watching
+    on_spike: OnSpike = "warn"
+    """When the loss leaps: warn; stop, and say how to go on; or skip: go back to the checkpoint before and leave the
+    batches out."""
+    profile: NonBlank | None = None
+    """Profile steps A to B-1, given as A:B: a trace and a table in the run folder's profile/."""
+
     # reporting
+    plain: bool = False
+    """Print a line per logged step on a terminal too, instead of a live view."""
     wandb: bool = False
     """Log to Weights & Biases from rank 0; WANDB_MODE=offline needs no account."""
     wandb_project: NonBlank = "llmscale"
     """Weights & Biases project."""
     wandb_name: NonBlank | None = None
     """Weights & Biases run name; default: the run folder's name."""
+    tensorboard: bool = False
+    """Write TensorBoard event files to the run folder's tensorboard/, from rank 0."""

@@ -26,6 +26,8 @@ class Decision:
     """At least one rank was asked to stop."""
     save: bool
     """The main rank's clock says that a checkpoint is due."""
+    go_back: bool
+    """The main rank saw a spike that the run is to go back from."""
     ids_sum: int
     """Sum over ranks of the sample-id checksums, modulo 2^62."""
 
@@ -35,6 +37,7 @@ def agree(
     *,
     stop: bool = False,
     save: bool = False,
+    go_back: bool = False,
     ids_checksum: int = 0,
     failure: Exception | None = None,
 ) -> Decision:
@@ -43,11 +46,13 @@ def agree(
     When any rank reports a failure, every rank raises DataError with the text of all that failed, or MachineError when
     nothing else failed anywhere; a rank whose own failure nobody foresaw raises that one.
     """
-    votes = torch.tensor([int(stop), int(save), int(failure is not None), ids_checksum % 2**62], dtype=torch.int64)
+    votes = torch.tensor(
+        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62, int(go_back)], dtype=torch.int64
+    )
     dist.all_reduce(votes, group=group)
     if votes[2]:
         _raise_together(group, failure)
-    return Decision(bool(votes[0]), bool(votes[1]), int(votes[3]) % 2**62)
+    return Decision(bool(votes[0]), bool(votes[1]), bool(votes[4]), int(votes[3]) % 2**62)
 
 
 def together(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -21,9 +22,13 @@ class PhaseTimer:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[Phase, float | torch.cuda.Event]] = []
+        self.listener: Callable[[Phase], None] | None = None
+        """Hears of every mark."""
 
     def mark(self, phase: Phase) -> None:
         """End the current phase, begin `phase`."""
+        if self.listener is not None:
+            self.listener(phase)
         if not self._on_gpu:
             self._marks.append((phase, time.perf_counter()))
             return

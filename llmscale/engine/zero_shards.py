@@ -132,6 +132,7 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
                     zero._partitioned_params_swap_out(index)
                 else:
                     low.data.copy_(master.data)
+        _let_go_of_whole_parameters(engine)
         forget_second_copies(engine)
     elif hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
@@ -139,6 +140,16 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
         for lows, masters in zip(zero.fp16_groups, zero.fp32_groups, strict=True):
             for low, master in zip(lows, masters, strict=True):
                 low.data.copy_(master.data)
+
+
+def _let_go_of_whole_parameters(engine: DeepSpeedEngine) -> None:
+    """Stage 3 after its first step: small parameters stay gathered on every rank (stage3_param_persistence_threshold).
+    The next forward pass gathers them from the shards, instead of using what they were."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for parameter in engine.optimizer.persistent_parameters:
+        if parameter.ds_status is ZeroParamStatus.AVAILABLE:
+            parameter.partition()
 
 
 def forget_second_copies(engine: DeepSpeedEngine) -> None:

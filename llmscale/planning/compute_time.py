@@ -44,7 +44,30 @@ class TokenWork:
 
     matmul_flops: float
     attention_flops: float
-    moved_bytes: float
+    block_bytes: float
+    """Moved through memory by the blocks' norms, activations and residuals."""
+    head_bytes: float
+    """And by the loss."""
+
+    @property
+    def moved_bytes(self) -> float:
+        return self.block_bytes + self.head_bytes
+
+
+@dataclass(frozen=True)
+class ComputeParts:
+    """Seconds of one forward and backward pass of a micro-batch."""
+
+    matmul_s: float
+    attention_s: float
+    block_traffic_s: float
+    """Norms, activations, residuals."""
+    loss_s: float
+    """Without its matrix products."""
+
+    @property
+    def total_s(self) -> float:
+        return self.matmul_s + self.attention_s + self.block_traffic_s + self.loss_s
 
 
 def token_work(
@@ -56,12 +79,12 @@ def token_work(
     again = _RECOMPUTED if checkpointing == "full" else 1.0
     again_between = 1.0 if checkpointing == "none" else _RECOMPUTED
     of_blocks, of_head = model.blocks_work, model.head.work
-    moved_bytes = kernels.element_bytes * of_blocks.elementwise * again_between
-    moved_bytes += kernels.logit_bytes(shape.n_embd, tokens) * of_head.elementwise
+    wide = 2 if precision == "fp32" else 1
     return TokenWork(
         matmul_flops=_PASSES * of_blocks.matmul_flops * again + _PASSES * of_head.matmul_flops,
         attention_flops=_PASSES * of_blocks.attention_flops * shape.seq_len * again,
-        moved_bytes=moved_bytes * (2 if precision == "fp32" else 1),
+        block_bytes=wide * kernels.element_bytes * of_blocks.elementwise * again_between,
+        head_bytes=wide * kernels.logit_bytes(shape.n_embd, tokens) * of_head.elementwise,
     )
 
 
@@ -77,14 +100,27 @@ def estimate_compute_s(
 
     None when the GPU's rate in this precision is not known.
     """
+    parts = compute_parts(shape, micro_batch_size, precision, checkpointing, gpu, kernels)
+    return None if parts is None else parts.total_s
+
+
+def compute_parts(
+    shape: GPTShape,
+    micro_batch_size: int,
+    precision: Precision,
+    checkpointing: CheckpointingMode,
+    gpu: GPU,
+    kernels: Kernels = OWN_KERNELS,
+) -> ComputeParts | None:
+    """The same by kind of work."""
     peak = peak_flops(gpu, precision)
     if peak is None:
         return None
     efficiency, tokens = kernel_efficiency(gpu), micro_batch_size * shape.seq_len
     work = token_work(shape, tokens, precision, checkpointing, kernels)
-    per_token_s = (
-        work.matmul_flops / (peak * efficiency.matmul)
-        + work.attention_flops / (peak * efficiency.attention(kernels, shape, precision, gpu))
-        + work.moved_bytes / memory_bytes_per_s(gpu)
+    return ComputeParts(
+        matmul_s=tokens * work.matmul_flops / (peak * efficiency.matmul),
+        attention_s=tokens * work.attention_flops / (peak * efficiency.attention(kernels, shape, precision, gpu)),
+        block_traffic_s=tokens * work.block_bytes / memory_bytes_per_s(gpu),
+        loss_s=tokens * work.head_bytes / memory_bytes_per_s(gpu),
     )
-    return per_token_s * tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.announcer import REPEAT_S, Announcer
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
+from llmscale.training.display.display import Display
+from llmscale.training.display.live_view import open_display
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.live_run import LiveRun
 from llmscale.training.memory_report import estimate_line, estimate_run
@@ -39,6 +42,7 @@ from llmscale.training.rank_fingerprint import (
     check_same_weights,
     claim_one_run_folder,
 )
+from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.resume import ResumePoint, enter_history, find_named_checkpoint, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_data import (
@@ -52,16 +56,16 @@ from llmscale.training.run_data import (
 from llmscale.training.run_folder import CONFIG_NAME, save_run_description
 from llmscale.training.run_inputs import PreparedRun, as_plain
 from llmscale.training.session import Session
+from llmscale.training.spikes import SpikeRequests
 from llmscale.training.startup_summary import describe_run
 from llmscale.training.step_actions import build_actions
 from llmscale.training.stop_request import StopRequest
 from llmscale.training.throughput import StepMeter
-from llmscale.training.wandb_run import WandbLog, start_wandb
+from llmscale.training.trackers.start_trackers import StartedTrackers, start_trackers
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-    from wandb.sdk.wandb_run import Run
 
 
 @dataclass
@@ -112,13 +116,13 @@ def _open_session(
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
         claim_one_run_folder(claim, world)
     with clock.phase("checkpoint check", "looking for a checkpoint to go on from", after_s=REPEAT_S):
-        point = _choose_checkpoint(run, world, report)
+        point = choose_checkpoint(run, world, report)
     state = point.state if point else None
     run = replace(run, compilation=_decide_compilation(run, world, state))
     with clock.phase("data", "opening the data"):
         # Before the engine: the feed's workers are forked while this process is still small, and read ahead meanwhile.
         stream = together(world.control, lambda: build_stream(run, state))
-        feed, validation = _open_data(run, world, stream, state)
+        feed, validation = open_data(run, world, stream, state)
     with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
         estimate = estimate_run(run, gpu_capability())
     with clock.phase("engine", f"building the engine, ZeRO stage {run.resolved.zero_stage}"):
@@ -127,9 +131,13 @@ def _open_session(
     has_weights = point is not None or run.config.init_from is not None
     with clock.phase("checkpoint load", "loading the weights", after_s=0.0 if has_weights else REPEAT_S):
         _load(run, engine, point, world, report, progress)
-    wandb_run = _start_wandb(run, world, state)
+    trackers = _start_trackers(run, world, state)
     history = enter_history(run.config.run, point, world.control, report)
     on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
+    meter = StepMeter(world.device)
+    display = _open_display(run, meter) if world.is_main else None
+    if display is not None:
+        stop.before_sudden_end.append(display.close)
     live = LiveRun(
         run=run,
         world=world,
@@ -141,14 +149,16 @@ def _open_session(
         state=state,
         history=history,
         claim=claim,
-        log=_metrics_log(run, wandb_run, claim) if world.is_main else None,
-        wandb_run_id=wandb_run.id if wandb_run else (state.wandb_run_id if state else None),
+        log=_metrics_log(run, trackers, claim, display) if display is not None else None,
+        wandb_run_id=trackers.wandb_run_id or (state.wandb_run_id if state else None),
         estimate=estimate,
         startup_s=clock.seconds,
-        meter=StepMeter(world.device),
+        meter=meter,
+        recent=RecentSteps(world),
+        spikes=SpikeRequests(),
         report=report,
     )
-    with live.meter.pause():
+    with live.meter.pause("starting"):
         _announce(live)
         session = _begin(live, stop)
     if live.first_step < run.resolved.total_steps:
@@ -162,7 +172,7 @@ def _check_alike(run: PreparedRun, world: World) -> None:
     check_ranks_agree(run, world)
 
 
-def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
+def choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
     """The checkpoint that the run goes on from; what interrupted saves left in its folder goes. Collective."""
     point = find_resume_point(run.config, lambda state: run_identity(run, state), world.control, report)
     source = together(world.control, lambda: _source_of_weights(run.config, point))
@@ -173,7 +183,7 @@ def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], N
     return point
 
 
-def _open_data(
+def open_data(
     run: PreparedRun, world: World, stream: SampleStream, state: RunState | None
 ) -> tuple[Feed, tuple[ValidationSplit, ...]]:
     """Training samples from where the run goes on, and the validation splits. Collective."""
@@ -209,7 +219,7 @@ def _announce(live: LiveRun) -> None:
 
 def _begin(live: LiveRun, stop: StopRequest) -> Session:
     """Everything is there: what happens at steps may begin. Collective."""
-    actions = build_actions(live)
+    actions = build_actions(live, stop)
     session = Session(live, stop, actions, SaveCheckpoints(live, actions))
     for action in actions:
         action.begin(live.first_step)
@@ -261,14 +271,19 @@ def _load(
             source.load_into(engine, world.control)
             report(f"weights from {source.name}; everything else starts at step 0")
         return
-    load_engine(engine, point.folder, point.state, world.control)
-    set_scaler_state(engine, point.state.loss_scaler)
+    fill_from(engine, point, world)
     report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
     if point.state.precision != run.resolved.precision:
         report(
             f"precision changes from {point.state.precision} to {run.resolved.precision}: fp32 master weights and "
             "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
         )
+
+
+def fill_from(engine: DeepSpeedEngine, point: ResumePoint, world: World) -> None:
+    """Weights, optimizer states and loss scaler of a checkpoint. Collective. Raises CheckpointError."""
+    load_engine(engine, point.folder, point.state, world.control)
+    set_scaler_state(engine, point.state.loss_scaler)
 
 
 def _first_weights(
@@ -286,22 +301,26 @@ def _first_weights(
     return CheckpointWeights(find_named_checkpoint(run.config.init_from, "--init-from", world.control, report))
 
 
-def _start_wandb(run: PreparedRun, world: World, state: RunState | None) -> Run | None:
-    """On the main rank, when asked for. Collective."""
-    config = run.config
+def _start_trackers(run: PreparedRun, world: World, state: RunState | None) -> StartedTrackers:
+    """On the main rank, those asked for. Collective."""
 
-    def start() -> Run:
-        return start_wandb(
-            config.run,
-            project=config.wandb_project,
-            name=config.wandb_name or config.run.name,
-            config=as_plain(config) | run.resolved.as_dict(),
-            run_id=state.wandb_run_id if state else None,
+    def start() -> StartedTrackers:
+        return start_trackers(
+            run.config,
+            lambda: as_plain(run.config) | run.resolved.as_dict(),
+            first_step=state.step if state else 0,
+            wandb_run_id=state.wandb_run_id if state else None,
         )
 
-    return together(world.control, lambda: start() if config.wandb and world.is_main else None)
+    return together(world.control, lambda: start() if world.is_main else StartedTrackers())
 
 
-def _metrics_log(run: PreparedRun, wandb_run: Run | None, claim: RunFolderClaim) -> MetricsLog:
-    wandb_log = WandbLog(wandb_run) if wandb_run else None
-    return MetricsLog(run.config.run, run.resolved.total_steps, wandb_log, check=claim.check)
+def _open_display(run: PreparedRun, meter: StepMeter) -> Display:
+    resolved, ranks = run.resolved, run.resolved.plan.ranks.world_size
+    words = [run.config.run.name, run.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
+    title = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
+    return open_display(title, resolved.total_steps, meter, plain=run.config.plain, variables=os.environ)
+
+
+def _metrics_log(run: PreparedRun, trackers: StartedTrackers, claim: RunFolderClaim, display: Display) -> MetricsLog:
+    return MetricsLog(run.config.run, run.resolved.total_steps, trackers.trackers, display, check=claim.check)

@@ -13,9 +13,11 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.metrics import MetricsLog
+from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_data import SampleStream, ValidationSplit
 from llmscale.training.run_inputs import PreparedRun
+from llmscale.training.spikes import SpikeRequests
 from llmscale.training.throughput import StepMeter
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ class LiveRun:
     startup_s: dict[str, float]
     """Seconds per phase of the start."""
     meter: StepMeter
+    recent: RecentSteps
+    spikes: SpikeRequests
     report: Callable[[str], None]
     """Prints one line on the main rank."""
 

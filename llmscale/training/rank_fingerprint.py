@@ -50,6 +50,9 @@ MAY_DIFFER = {
     "wandb": "only the main rank's counts",
     "wandb_project": "only the main rank's counts",
     "wandb_name": "only the main rank's counts",
+    "profile": "only the main rank's counts",
+    "plain": "only the main rank's counts",
+    "tensorboard": "only the main rank's counts",
 }
 #: Keys that say what others say too; their effect is in the resolved run and the ds_config.
 _RESOLVED_KEYS = ("model", "global_batch_tokens", "tokens", "warmup_tokens", "decay_tokens", "gradient_clipping")

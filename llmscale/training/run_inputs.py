@@ -31,8 +31,9 @@ from llmscale.evaluate.prompts import read_prompts
 from llmscale.evaluate.task_files import TaskFile, load_task_files
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.terminal.announcer import REPEAT_S, SOON_S
+from llmscale.training.profiling.profiled_steps import parse_profiled
 from llmscale.training.published_weights import FoundWeights, find_published_weights
-from llmscale.training.skipped_steps import parse_steps
+from llmscale.training.skipped_steps import parse_skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,9 @@ def prepare_run(config: RunConfig, world_size: int) -> PreparedRun:
     ds = read_ds_config(config.ds)
     get_optimizer(config.optimizer).check_stage(ds.zero_stage)
     for steps in config.skip_steps:
-        parse_steps(steps)
+        parse_skip(steps)
+    if config.profile is not None:
+        parse_profiled(config.profile)
     sets = open_training_sets(config.data, config.data_cache)
     manifest = sets.manifest
     facts = SetFacts(manifest.vocab_size, manifest.seq_len, sets.num_train_samples, manifest.eot_token)

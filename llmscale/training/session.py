@@ -49,9 +49,19 @@ class Session:
         self.live.feed.close()
         for action in self.actions:
             action.close()
+        if self.live.log:
+            self.live.log.close()
         self.live.claim.close()
         if kind is None:
             leave_world()
+
+    def continue_with(self, live: LiveRun, actions: Sequence[StepAction], checkpoints: SaveCheckpoints) -> None:
+        """The same session at another place of the run. Collective."""
+        for action in self.actions:
+            action.close()
+        self.live, self.actions, self.checkpoints, self.step = live, actions, checkpoints, live.first_step
+        for action in actions:
+            action.begin(self.step)
 
     def fetch(self, step: int) -> list[MicroBatch]:
         """This rank's micro-batches of a step. Whatever fails is kept for `agree`, where every rank hears of it."""
@@ -75,6 +85,7 @@ class Session:
             self.live.world.control,
             stop=bool(self.stop.received),
             save=self.checkpoints.due_by_clock(),
+            go_back=self.live.spikes.go_back_from is not None,
             ids_checksum=self._ids_checksum,
             failure=self._fetch_failure,
         )
@@ -93,6 +104,8 @@ class Session:
             loss = train_step(engine, [batch.tokens for batch in batches], live.world.device, live.meter.phases)
         self.step = step + 1
         live.meter.count_step()
+        live.recent.losses.append(loss)
+        live.recent.norms.append(engine.get_global_grad_norm())
         return DoneStep(self.step, batches, loss, engine.skipped_steps > skipped_before)
 
     def after(self, done: DoneStep) -> None:

@@ -6,17 +6,16 @@ the later one is given first.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 
 from llmscale.checkpoint.run_state import RunState
+from llmscale.config.step_range import parse_step_range
 from llmscale.data.order.stream_order import MOST_POSITIONS, Ranges, join_ranges, stream_positions
 from llmscale.errors import CheckpointError, ConfigError
 
-_STEPS = re.compile(r"([0-9]{1,12}):([0-9]{1,12})")
 #: The key of a run's identity under which a checkpoint keeps what its run leaves out.
 SKIPPED_KEY = "skipped"
 
@@ -33,16 +32,9 @@ class Skip:
     """Behind the last one."""
 
 
-def parse_steps(text: str) -> tuple[int, int]:
+def parse_skip(text: str) -> tuple[int, int]:
     """(A, B). Raises ConfigError."""
-    matched = _STEPS.fullmatch(text.strip())
-    first, behind = (int(matched[1]), int(matched[2])) if matched else (0, 0)
-    if not 1 <= first < behind:
-        raise ConfigError(
-            f"--skip-steps {text[:80]!r} is no range of steps. Give A:B with 1 <= A < B: the batches of steps A to B-1 "
-            "as they are printed, are left out, such as 1000:1010."
-        )
-    return first, behind
+    return parse_step_range("--skip-steps", text, "the batches are left out")
 
 
 def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size: int) -> tuple[Skip, ...]:
@@ -52,7 +44,7 @@ def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size
     step, seen = (state.step, state.samples_seen) if state else (0, 0)
     known = {skip.steps for skip in skips}
     for text in wanted:
-        first, behind = parse_steps(text)
+        first, behind = parse_skip(text)
         name = f"{first}:{behind}"
         if name in known:
             continue

@@ -39,6 +39,8 @@ class StopRequest:
     """Names of the signals that came, in order; or which launcher is gone."""
     before_early_end: list[Callable[[], None]] = field(default_factory=list)
     """Called before the process ends during start-up, in another thread than the main one."""
+    before_sudden_end: list[Callable[[], None]] = field(default_factory=list)
+    """Called before a second SIGINT ends the process, in another thread than the main one."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _starting: bool = True
     _early_reason: str | None = None
@@ -112,6 +114,9 @@ class StopRequest:
             while byte := os.read(arrivals, 1):
                 num_sigints += byte[0] == signal.SIGINT
                 if num_sigints == 2:
+                    with contextlib.suppress(Exception):
+                        for action in self.before_sudden_end:
+                            action()
                     # 128 + number is how shells report a signal.
                     os._exit(128 + signal.SIGINT)
                 if byte[0] in numbers:

@@ -6,10 +6,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from llmscale.engine.timing import PhaseTimer
+
+#: What interrupts training.
+Pause = Literal["saving", "evaluating", "starting", "profiling"]
 
 
 @dataclass(frozen=True)
@@ -33,20 +37,33 @@ class StepMeter:
     def __init__(self, device: torch.device) -> None:
         self.phases = PhaseTimer(device)
         self._began, self._paused_s, self._steps = time.perf_counter(), 0.0, 0
+        self.done_steps = 0
+        """Optimizer steps of this start."""
+        self.pausing_for: Pause | None = None
+        """What is going on instead of training."""
+        self.spent_s: dict[str, float] = {}
+        """Seconds of this start, as far as they were read, by phase and pause."""
 
     def count_step(self) -> None:
         """One more optimizer step is done."""
         self._steps += 1
+        self.done_steps += 1
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, what: Pause) -> Iterator[None]:
         """What happens inside is not training and does not count."""
         began = time.perf_counter()
         self.phases.mark("other")
+        self.pausing_for = what
         try:
             yield
         finally:
-            self._paused_s += time.perf_counter() - began
+            self.pausing_for = None
+            self._paused_s += self._spend(what, time.perf_counter() - began)
+
+    def _spend(self, what: str, seconds: float) -> float:
+        self.spent_s[what] = self.spent_s.get(what, 0.0) + seconds
+        return seconds
 
     def read(self) -> StepTimes:
         """The interval that ends now; begins the next. Call it where the device has just been synchronised."""
@@ -59,4 +76,6 @@ class StepMeter:
             optimizer_step_s=phases["optimizer_step"] / steps,
         )
         self._began, self._paused_s, self._steps = now, 0.0, 0
+        for name in ("data_wait", "forward_backward", "optimizer_step", "other"):
+            self._spend(name, getattr(interval, f"{name}_s") * steps)
         return interval

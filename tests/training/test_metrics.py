@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from llmscale.training.metrics import MetricsLog, StepMetrics, format_duration, format_step
+from llmscale.training.metrics import MetricsLog
+from llmscale.training.step_metrics import StepMetrics, format_duration, format_step
+from llmscale.training.trackers.tracker import Tracker
 
 METRICS = StepMetrics(
     step=20,
@@ -30,13 +33,15 @@ METRICS = StepMetrics(
 )
 
 
-class WandbRun:
+class Memory(Tracker):
+    name = "memory"
+
     def __init__(self) -> None:
         self.logged: list[tuple[dict, int]] = []
         self.finished = False
 
-    def log(self, values: dict, step: int) -> None:
-        self.logged.append((values, step))
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        self.logged.append((dict(values), step))
 
     def finish(self) -> None:
         self.finished = True
@@ -88,6 +93,16 @@ def test_what_is_no_number_is_null_and_the_file_stays_json(tmp_path: Path) -> No
     assert (record["loss"], record["grad_norm"], record["lr"]) == (None, None, 6e-4)
 
 
+def test_a_start_says_which_version_of_the_records_follows(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path, 100)
+    log.begin(7, history=2)
+    log.log_event("nonfinite", step=7, loss_scale_history=[(6, math.inf)])
+    log.close()
+    start, event = read(tmp_path)
+    assert (start["event"], start["step"], start["metrics_version"], start["history"]) == ("start", 7, 1, 2)
+    assert event["loss_scale_history"] == [[6, None]]
+
+
 def test_a_second_start_appends_and_a_torn_line_does_not_swallow_the_next_record(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n{"kind": "tr')
     log = MetricsLog(tmp_path, 100)
@@ -97,14 +112,15 @@ def test_a_second_start_appends_and_a_torn_line_does_not_swallow_the_next_record
     assert [json.loads(line)["kind"] for line in lines] == ["train", "event"]
 
 
-def test_wandb_gets_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
-    run = WandbRun()
-    log = MetricsLog(tmp_path, 100, run)  # type: ignore[arg-type]
-    log.log_step(METRICS)
+def test_trackers_get_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
+    run = Memory()
+    log = MetricsLog(tmp_path, 100, [run])
+    log.log_step(replace(METRICS, loss_by_set={"web": 3.0}))
     log.log_validation(20, 2.5, 64)
     log.close()
     (train, train_step), (validation, validation_step) = run.logged
     assert (train["train/loss"], train["train/tokens_seen"], train_step) == (3.14159, 163_840, 20)
+    assert train["train/loss_by_set/web"] == 3.0
     assert "train/loss_scale" not in train, "what is unknown is left out"
     assert (validation, validation_step) == ({"validation/loss": 2.5}, 20)
     assert run.finished

@@ -60,6 +60,7 @@ ALIKE = {
     "tokens for sequences": ["--global-batch-tokens", str(8 * 32)],
     "the default, said": ["--gradient-clipping", "1.0"],
     "wandb's name": ["--wandb-name", "x"],
+    "lines": ["--plain"],
 }
 FLAGS = {"--steps": "10", "--lr": "0.001", "--global-batch-size": "8"}
 

@@ -12,6 +12,7 @@ import torch
 from llmscale.training import session as session_module
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.session import Session
+from llmscale.training.spikes import SpikeRequests
 from llmscale.training.throughput import StepMeter
 
 
@@ -49,6 +50,8 @@ def live() -> Any:
         meter=StepMeter(torch.device("cpu")),
         run=SimpleNamespace(resolved=resolved, config=SimpleNamespace(check_every=1)),
         world=SimpleNamespace(control=None),
+        log=None,
+        spikes=SpikeRequests(),
     )
 
 

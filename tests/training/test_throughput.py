@@ -22,7 +22,7 @@ def test_pauses_are_taken_out_and_phases_divided_by_steps(clock: list[float]) ->
             meter.phases.mark(phase)
             clock[0] += seconds
         meter.count_step()
-        with meter.pause():
+        with meter.pause("saving"):
             clock[0] += 100
     interval = meter.read()
     assert (interval.step_s, interval.data_wait_s) == (7.5, 1.0)
@@ -43,7 +43,7 @@ def test_each_reading_begins_anew(clock: list[float]) -> None:
 
 def test_a_pause_that_fails_still_ends(clock: list[float]) -> None:
     meter = StepMeter(torch.device("cpu"))
-    with pytest.raises(ValueError, match="disk"), meter.pause():
+    with pytest.raises(ValueError, match="disk"), meter.pause("saving"):
         clock[0] += 5
         raise ValueError("disk")
     clock[0] += 1

@@ -32,7 +32,8 @@ class StepAction(ABC):
 
     @abstractmethod
     def due(self, step: int) -> bool:
-        """Whether it happens after `step`, counted from 1; the same on every rank."""
+        """Whether it happens after `step`, counted from 1; the same on every rank, unless nothing in it is done
+        together."""
 
     @abstractmethod
     def act(self, done: DoneStep) -> None:

@@ -35,7 +35,7 @@ class EvaluateTasks(StepAction):
 
     def act(self, done: DoneStep) -> None:
         live = self._live
-        with live.meter.pause():
+        with live.meter.pause("evaluating"):
             results = [task.values(self._score(task.rows)) for task in self._tasks]
         if live.log:
             for task, values in zip(self._tasks, results, strict=True):

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
+from collections.abc import Callable, Sequence
 
 from llmscale.config.hardware import model_flops_utilisation
-from llmscale.engine.deepspeed_engine import gradient_norm
 from llmscale.engine.device_memory import peak_memory_bytes
 from llmscale.engine.loss_scaling import loss_scale
 from llmscale.training.actions.action import DoneStep, StepAction
+from llmscale.training.arithmetic_probe import ArithmeticProbe
 from llmscale.training.live_run import LiveRun
-from llmscale.training.metrics import StepMetrics
-from llmscale.training.run_folder import METRICS_VERSION
+from llmscale.training.recent_steps import RankTimes
 from llmscale.training.source_losses import SourceLosses
+from llmscale.training.step_metrics import StepMetrics
 from llmscale.training.throughput import StepTimes
 
 
 class LogSteps(StepAction):
     """Records of steps; the first and the last step always have one."""
 
-    def __init__(self, live: LiveRun) -> None:
-        self._live = live
+    def __init__(self, live: LiveRun, watchers: Sequence[Callable[[int], None]] = ()) -> None:
+        """`watchers` are told of every step that was logged; they look at `live.recent.window`."""
+        self._live, self._watchers = live, watchers
         self._sources = SourceLosses(live) if live.stream.mix else None
+        self._probe = ArithmeticProbe(live.engine, live.run.resolved.zero_stage)
+        self._interval: StepTimes | None = None
+        """As it was read last: what the other ranks hear of this one is of the time before."""
 
     def begin(self, step: int) -> None:
         if self._live.log:
-            self._live.log.log_event("start", step=step, **self._live.history.as_dict(), **_facts(self._live))
+            self._live.log.begin(step, **self._live.history.as_dict(), **_facts(self._live))
 
     def due(self, step: int) -> bool:
         run = self._live.run
@@ -35,22 +38,24 @@ class LogSteps(StepAction):
     def act(self, done: DoneStep) -> None:
         live = self._live
         z_squared = live.engine.module.head.mean_z_squared
-        local = done.loss if z_squared is None else torch.stack((done.loss, z_squared))
-        losses = local / live.world.world_size
-        dist.all_reduce(losses)
-        (value, *rest), norm = losses.reshape(-1).tolist(), gradient_norm(live.engine)
-        z_loss = live.run.resolved.loss.z_loss * rest[0] if rest else None
+        window = live.recent.read(done.step, self._times(), [] if z_squared is None else [z_squared])
+        newest = window.steps[-1]
+        z_loss = live.run.resolved.loss.z_loss * window.extra[0] if window.extra else None
         of_sources = self._sources.read(done) if self._sources else None
-        interval = live.meter.read()
-        if live.log is None:
-            return
-        live.log.log_step(self._metrics(done.step, value, z_loss, of_sources, norm, interval))
-        if gone := live.claim.find_loss():
-            live.report(f"WARNING: {gone}")
+        self._interval = live.meter.read()
+        if live.world.world_size > 1:
+            self._probe.arm()
+        if live.log is not None:
+            norm = newest.grad_norm
+            live.log.log_step(self._metrics(done.step, newest.loss, z_loss, of_sources, norm, self._interval))
+            if gone := live.claim.find_loss():
+                live.report(f"WARNING: {gone}")
+        for watch in self._watchers:
+            watch(done.step)
 
-    def close(self) -> None:
-        if self._live.log:
-            self._live.log.close()
+    def _times(self) -> RankTimes:
+        last = self._interval
+        return RankTimes(last.step_s, last.data_wait_s, self._probe.read()) if last else RankTimes(0.0, 0.0, 0.0)
 
     def _metrics(
         self,
@@ -91,7 +96,6 @@ def _facts(live: LiveRun) -> dict[str, object]:
     """What a report must know of this start, and what may differ at the next one."""
     resolved, sets = live.run.resolved, live.run.sets
     return {
-        "metrics_version": METRICS_VERSION,
         "world_size": live.world.world_size,
         "zero_stage": resolved.zero_stage,
         "precision": resolved.precision,

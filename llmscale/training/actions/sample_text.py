@@ -34,7 +34,7 @@ class SampleText(StepAction):
         # What is longer than the model's context it would not see anyway.
         tokens_of = [encode_prompt(self._tokenizer, prompt)[-seq_len:] for prompt in prompts]
         texts = [""] * len(prompts)
-        with live.meter.pause():
+        with live.meter.pause("evaluating"):
             pieces = generate_text(
                 live.engine.module,
                 self._tokenizer,

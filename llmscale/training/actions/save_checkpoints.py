@@ -35,6 +35,7 @@ class SaveCheckpoints(StepAction):
             history=live.history,
             check_run_folder=live.claim.check,
         )
+        live.spikes.finish_saving = self._saver.wait
         self._identity = live.run.identity(live.stream.identity)
         self._hyperparameters = hyperparameters(live.run)
         self._saved_step: int | None = live.first_step or None
@@ -55,7 +56,7 @@ class SaveCheckpoints(StepAction):
     def save(self, step: int) -> None:
         """Copy the state out and write it in the background; nothing when this step is saved already."""
         live = self._live
-        with live.meter.pause():
+        with live.meter.pause("saving"):
             self._saver.wait()
             self._keep_run_folder(step)
             if self._saved_step == step:

@@ -30,7 +30,7 @@ class Validate(StepAction):
 
     def act(self, done: DoneStep) -> None:
         live = self._live
-        with live.meter.pause():
+        with live.meter.pause("evaluating"):
             # Read everything first: a rank that cannot read must not leave the others waiting in a forward pass.
             batches = together(live.world.control, lambda: [self._read(split) for split in self._splits])
             losses = [validation_loss(live.engine, of_split, live.world.device) for of_split in batches]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import ConfigError
-from llmscale.training.wandb_run import start_wandb
+from llmscale.training.trackers.wandb_run import start_wandb
 
 
 def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one_id(

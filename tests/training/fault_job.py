@@ -1,0 +1,93 @@
+"""train.py with a fault planted: `fault_job.py FAULT train.py's flags`. FAULT is
+
+noise:STEP              the samples of that step are noise, whenever they are drawn
+nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
+slow-data:RANK          a rank waits 50 ms for every micro-batch
+slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-head:RANK, for that of its head
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+
+RANK = os.environ.get("RANK", "0")
+SLEEP_S = 0.05
+
+
+def noise(step: str) -> None:
+    from llmscale.training.session import Session
+
+    fetch, noisy = Session.fetch, set()
+
+    def fetch_noise(session: Session, number: int) -> list:
+        batches = fetch(session, number)
+        if number + 1 == int(step) and not noisy:
+            noisy.update(torch.cat([batch.sample_ids for batch in batches]).tolist())
+        draw = torch.Generator().manual_seed(0)
+        for batch in batches:
+            if noisy & set(batch.sample_ids.tolist()):
+                batch.tokens.copy_(torch.randint(0, 250, batch.tokens.shape, generator=draw))
+        return batches
+
+    Session.fetch = fetch_noise  # type: ignore[method-assign]
+
+
+def nan(step: str, rank: str, times: str) -> None:
+    from llmscale.training.session import Session
+
+    train = Session.train
+
+    def train_with_infinity(session: Session, number: int, batches: list):  # type: ignore[no-untyped-def]
+        handle = None
+        if rank == RANK and int(step) <= number + 1 < int(step) + int(times):
+            last = list(session.live.engine.module.blocks[1].mlp.modules())[-1]
+            # Before whoever looks at what comes out.
+            handle = last.register_forward_hook(lambda _module, _inputs, output: output * float("inf"), prepend=True)
+        done = train(session, number, batches)
+        if handle:
+            handle.remove()
+        return done
+
+    Session.train = train_with_infinity  # type: ignore[method-assign]
+
+
+def slow(owner: type, name: str, rank: str) -> None:
+    method: Callable = getattr(owner, name)
+
+    def slower(*args: object, **kwargs: object) -> object:
+        if rank == RANK:
+            time.sleep(SLEEP_S)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, slower)
+
+
+def plant(fault: str) -> None:
+    from llmscale.data.loader import Feed
+    from llmscale.model.gpt import GPT
+    from llmscale.model.head import TiedHead
+
+    kind, *values = fault.split(":")
+    if kind == "noise":
+        noise(*values)
+    elif kind == "nan":
+        nan(*values)
+    else:
+        slow(*{"slow-data": (Feed, "__next__"), "slow-forward": (GPT, "forward"), "slow-head": (TiedHead, "forward")}[kind], *values)  # fmt: skip  # noqa: E501
+
+
+if __name__ == "__main__":
+    from llmscale.train import main
+    from llmscale.training.stop_request import StopRequest
+
+    stop = StopRequest()
+    stop.install()
+    plant(sys.argv[1])
+    status = main(sys.argv[2:], stop)
+    sys.stdout.flush()
+    os._exit(status)

@@ -1,0 +1,81 @@
+"""A batch of noise in the middle of a run: said, recorded, stopped for, or left out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.checkpoint.history import list_checkpoints
+from tests.conftest import read_losses
+
+JOB = str(Path(__file__).with_name("fault_job.py"))
+SPIKE, LAST = 33, 44
+STEPS = ("--steps", str(LAST), "--schedule", "constant", "--lr", "3e-3", "--warmup-steps", "0", "--precision", "fp32")
+SAVES = ("--save-every", "10", "--keep-last", "1")
+
+
+def events(run: Path, name: str) -> list[dict]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record.get("event") == name]
+
+
+def test_a_spike_is_recorded_and_the_checkpoint_before_it_outlives_retention(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*STEPS, *SAVES, "--log-every", "4")[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    (spike,) = events(tmp_path / "run", "loss_spike")
+    assert spike["step"] == SPIKE, "by its own step, though the next logged one is 36"
+    assert spike["loss_z"] > 4
+    assert spike["checkpoint"] == str(tmp_path / "run/checkpoints/step-00000030")
+    assert spike["samples"] == [f"llmscale data which {tmp_path / 'run'} --step {SPIKE}"]
+    assert [path.name for path in list_checkpoints(tmp_path / "run")] == ["step-00000044", "step-00000030"]
+    assert f"WARNING: step {SPIKE}: the loss leaps" in output
+
+
+def test_stop_says_how_to_go_on_and_that_works(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    flags = (*STEPS, *SAVES)
+    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags, "--on-spike", "stop")[1:]], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    assert f"stopped by --on-spike stop: the loss spike at step {SPIKE}" in outputs[0]
+    said = next(line for line in outputs[0].splitlines() if line.startswith("to go on without its batches"))
+    words = said.partition(": ")[2].split()[-4:]
+    assert words == ["--resume", str(tmp_path / "run/checkpoints/step-00000030"), "--skip-steps", "32:34"]
+    again = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags, *words)[1:]], 2)
+    outputs = again.wait()
+    assert again.exit_codes == [0, 0], outputs
+    assert sorted(read_losses(tmp_path / "run")) == list(range(1, LAST + 1))
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (2, 1), (3, 2)])
+def test_skip_goes_on_as_a_new_start_from_that_checkpoint_would(
+    stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """Bit for bit: weights, optimizer, samples and learning rates are those of a start without the batches."""
+    flags = ("--ds", f"ds_configs/zero{stage}.json", *STEPS, *SAVES, "--on-spike", "skip")
+    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags)[1:]], world_size)
+    outputs = job.wait()
+    assert job.exit_codes == [0] * world_size, outputs
+    (back,) = events(tmp_path / "run", "go_back")
+    assert (back["to_step"], back["spike"], back["skip_steps"]) == (30, SPIKE, "32:34")
+    alone = tmp_path / "alone"
+    start = ("--run", str(alone), "--resume", str(tmp_path / "run/checkpoints/step-00000030"), "--skip-steps", "32:34")
+    by_hand = ranks(train_command("--ds", f"ds_configs/zero{stage}.json", *STEPS, *start), world_size)
+    outputs = by_hand.wait()
+    assert by_hand.exit_codes == [0] * world_size, outputs
+    losses, expected = read_losses(tmp_path / "run"), read_losses(alone)
+    assert {step: losses[step] for step in expected} == expected
+    assert sorted(expected) == list(range(31, LAST + 1))
+
+
+def test_without_a_checkpoint_to_go_back_to_it_stops(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*STEPS, "--save-every", "0", "--on-spike", "skip")[1:]], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    assert "begin anew with the same command, another --run and --skip-steps 32:34" in outputs[0]
+    assert max(read_losses(tmp_path / "run")) < LAST
