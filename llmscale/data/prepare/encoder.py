@@ -130,7 +130,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
             if not why_not:
                 return encoder, ""
         except ImportError:
-            why_not = "it is not installed: pip install 'llmscale[data]'"
+            why_not = "it is not installed (pip install 'llmscale[data]', on Python 3.11 or later)"
         except _Unfit as error:
             why_not = str(error)
     if wanted == "gigatoken":
