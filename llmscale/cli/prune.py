@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type, limits
+from llmscale.config.hardware import get_gpu
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     )
     parser.add_argument(
         "--to", type=flag_type.path, required=True, metavar="FOLDER", help="for AutoModelForCausalLM.from_pretrained"
+    )
+    parser.add_argument(
+        "--gpu",
+        type=flag_type.name,
+        metavar="NAME",
+        help="that it is for, of `llmscale estimate --gpu list`: refused where it cannot skip the zeros (default: this "
+        "machine's, if it has one)",
     )
     parser.add_argument(
         "--data",
@@ -63,17 +71,23 @@ def _run(args: argparse.Namespace) -> int:
 
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
+    gpu = None if args.gpu is None else get_gpu(args.gpu)
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.architecture.families.registry import family_of
+    from llmscale.engine.device_memory import gpu_capability
     from llmscale.engine.silence_libraries import quiet_libraries
     from llmscale.evaluate.evaluation import losses_on
     from llmscale.evaluate.export import ExportedModel, write_model
-    from llmscale.evaluate.prune import ModelWeights, prune_linear_layers
+    from llmscale.evaluate.prune import ModelWeights, check_sparse_cores, prune_linear_layers
     from llmscale.evaluate.subject import open_subject
     from llmscale.evaluate.validation_loss import open_validation_sets
     from llmscale.terminal.progress import show_progress
 
     quiet_libraries()
+    capability = gpu_capability() if gpu is None else gpu.capability
+    for_gpu = capability is not None
+    if capability is not None:
+        check_sparse_cores("this machine's GPU" if gpu is None else f"--gpu {gpu.name}", capability)
     with show_progress("Verifying the checkpoint") as verified:
         subject = open_subject(folder, args.data, verified.add)
     if subject.sets is None and args.val_samples:
@@ -84,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
     sets = open_validation_sets(subject.sets) if subject.sets is not None and args.val_samples else []
     model = subject.load_model()
     before = losses_on(model, sets, args.val_samples, args.batch_size)
-    pruned = prune_linear_layers(model)
+    pruned = prune_linear_layers(model, for_gpu=for_gpu)
     after = losses_on(model, sets, args.val_samples, args.batch_size)
     exported = ExportedModel(subject.shape, family_of(subject.shape), "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)

@@ -32,6 +32,8 @@ def check_path(value: object) -> Path:
         raise ValueError("must be a path, as text")
     # Path("") is the current folder.
     text = check_text("" if value == Path() and not isinstance(value, str) else str(value))
+    if re.match(r"[A-Za-z][\w+.-]*://", text):
+        raise ValueError("must be a path on this machine, and no URL")
     if len(os.fsencode(text)) >= _MAX_PATH_BYTES:
         raise ValueError(f"must have less than {_MAX_PATH_BYTES:,} bytes, and has {len(os.fsencode(text)):,}")
     longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)

@@ -11,10 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from llmscale.architecture.attention_kernels import AMPERE, ComputeCapability
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 
 _GROUP, _ZEROS = 4, 2
+#: Outputs and inputs of a layer must be multiples of these for torch's 2:4 kernels in 16 bit, CUTLASS's, which ask for
+#: more than cuSPARSELt's (torch.sparse.semi_structured).
+_KERNEL_OUTPUTS, _KERNEL_INPUTS = 32, 64
 
 
 @dataclass(frozen=True)
@@ -28,13 +32,32 @@ class Pruned:
     num_zeros: int
 
 
-def prune_linear_layers(model: GPT) -> Pruned:
-    """Set the two smallest of every four weights [outputs, inputs] along the inputs to zero, in place. Raises
-    ConfigError for a layer whose inputs are no multiple of four."""
+def check_sparse_cores(whose: str, capability: ComputeCapability) -> None:
+    """Raises ConfigError for a GPU whose tensor cores cannot skip zeros."""
+    if capability < AMPERE:
+        major, minor = capability
+        raise ConfigError(
+            f"{whose} has compute capability {major}.{minor}, and 2:4 sparsity is of use from 8.0 on (A100 and later). "
+            "Name the GPU that the model is for with --gpu."
+        )
+
+
+def prune_linear_layers(model: GPT, *, for_gpu: bool) -> Pruned:
+    """Set the two smallest of every four weights [outputs, inputs] along the inputs to zero, in place.
+
+    Raises ConfigError for a layer whose inputs are no multiple of four, and where it is `for_gpu` for one that kernels
+    for such weights do not take.
+    """
     from torch.ao.pruning import WeightNormSparsifier
 
     layers = {name: layer for name, layer in model.blocks.named_modules() if isinstance(layer, nn.Linear)}
     for name, layer in layers.items():
+        if for_gpu and (layer.out_features % _KERNEL_OUTPUTS or layer.in_features % _KERNEL_INPUTS):
+            raise ConfigError(
+                f"blocks.{name} has {layer.in_features} inputs and {layer.out_features} outputs, and a GPU's kernels "
+                f"for 2:4 sparsity take multiples of {_KERNEL_INPUTS} and {_KERNEL_OUTPUTS}. Prune a model of such "
+                "widths; without --gpu, on a machine without one, any multiple of 4 goes."
+            )
         if layer.in_features % _GROUP:
             raise ConfigError(
                 f"blocks.{name} has {layer.in_features} inputs, and 2:4 sparsity needs a multiple of {_GROUP}. Prune a "

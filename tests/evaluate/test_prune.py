@@ -5,14 +5,14 @@ import torch
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
-from llmscale.evaluate.prune import ModelWeights, prune_linear_layers
+from llmscale.evaluate.prune import ModelWeights, check_sparse_cores, prune_linear_layers
 from llmscale.model.gpt import GPT
 
 
 def test_of_every_four_weights_the_two_smallest_are_zero() -> None:
     model = GPT(GPTShape(2, 2, 16, 257, 8), seed=0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    pruned = prune_linear_layers(model)
+    pruned = prune_linear_layers(model, for_gpu=False)
     layers = {name for name in before if name.startswith("blocks.") and before[name].dim() == 2}
     assert (pruned.num_layers, pruned.num_zeros) == (len(layers), pruned.num_weights // 2)
     assert pruned.num_weights == sum(before[name].numel() for name in layers)
@@ -32,4 +32,14 @@ def test_of_every_four_weights_the_two_smallest_are_zero() -> None:
 def test_inputs_that_are_no_multiple_of_four_are_refused() -> None:
     model = GPT(GPTShape(1, 1, 16, 257, 8, mlp_width=30), seed=0)
     with pytest.raises(ConfigError, match=r"blocks\.0\.mlp\.down has 30 inputs"):
-        prune_linear_layers(model)
+        prune_linear_layers(model, for_gpu=False)
+
+
+def test_what_a_gpu_cannot_use_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--gpu v100 has compute capability 7\.0"):
+        check_sparse_cores("--gpu v100", (7, 0))
+    check_sparse_cores("--gpu a100", (8, 0))
+    with pytest.raises(ConfigError, match=r"blocks\.0\.attn\.qkv has 16 inputs and 48 outputs"):
+        prune_linear_layers(GPT(GPTShape(1, 1, 16, 257, 8), seed=0), for_gpu=True)
+    pruned = prune_linear_layers(GPT(GPTShape(1, 1, 64, 257, 8), seed=0), for_gpu=True)
+    assert pruned.num_zeros == pruned.num_weights // 2
