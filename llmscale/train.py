@@ -98,6 +98,7 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
     from llmscale.training.go_back import go_back
 
     with explained_out_of_memory(run), open_session(run, stop, heartbeat, began, announcer) as session:
+        is_starting = True
         while (step := session.step) < run.resolved.total_steps:
             micro_batches = session.fetch(step)
             decision = session.agree(step)
@@ -110,8 +111,10 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
                 heartbeat.beat("stopped", step)
                 break
             done = session.train(step, micro_batches)
-            announcer.end()
-            stop.leave_start_up()
+            if is_starting:
+                announcer.end()
+                stop.leave_start_up()
+                is_starting = False
             session.after(done)
             heartbeat.beat("training", session.step)
             del done, micro_batches  # not kept while the next are fetched
