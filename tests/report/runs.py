@@ -13,6 +13,8 @@ from llmscale.training.run_folder import METRICS_VERSION
 SHAPE = {"n_layer": 4, "n_head": 4, "n_embd": 128, "vocab_size": 4096, "seq_len": 256}
 #: Of every kind that a file may hold, and none of it may become markup.
 HOSTILE = '</script><script>window.hacked=1</script><img src=x onerror="window.hacked=1"><!--\x1b[2J\u202e'
+#: Sets named like what every JavaScript object has.
+OF_OBJECTS = {"constructor": 1.0, "toString": 1.0, "__proto__": 1.0}
 
 
 def train(step: int, loss: float | None = None, **values: object) -> dict[str, object]:
@@ -81,7 +83,10 @@ def hostile_run(folder: Path) -> Path:
         folder,
         [
             start(world_size=HOSTILE, zero_stage={"a": [1]}, tokenizer=HOSTILE, bytes_per_token=-1, device=[HOSTILE]),
-            *(train(step, grad_norm=[1], mfu=True, loss_by_set={HOSTILE: 1.0, "x" * 5000: 2}) for step in (1, 2, 3)),
+            *(
+                train(step, grad_norm=[1], mfu=True, loss_by_set={HOSTILE: 1.0, "x" * 5000: 2, **OF_OBJECTS})
+                for step in (1, 2, 3)
+            ),
             train(4, loss=math.nan),
             train(5, loss=math.inf, peak_memory_bytes=-5),
             train(6, lr=1e308),

@@ -153,7 +153,9 @@ class ChartList {
     const names = [...new Set([...ofSetNames(run), ...Object.keys(run.validation.by_set || {})])];
     const curves = names.flatMap((name, i) => {
       const colours = { colour: colourOf(i), dash: dashOf(i) };
-      const training = run.curves[`loss of ${name}`], validation = (run.validation.by_set || {})[name];
+      const training = run.curves[`loss of ${name}`], bySet = run.validation.by_set || {};
+      // A set may be named like what every object has.
+      const validation = Object.hasOwn(bySet, name) ? bySet[name] : null;
       const steps = training && (training.steps || run.axis.steps);
       return [
         ...(training ? [{ label: name, ...colours, xs: this.x(run, steps), ys: smooth(steps, training.values, this.halfLife) }] : []),

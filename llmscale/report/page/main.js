@@ -105,7 +105,7 @@ function begin() {
   if (data.notes.length) document.querySelector("header").append(element("ul", { class: "notes" }, data.notes.map((note) => element("li", null, note))));
   view.unit = data.unit;
   for (const [key, value] of new URLSearchParams(location.hash.slice(1)))
-    if (CHOICES[key] && CHOICES[key].includes(value)) view[key] = value;
+    if (Object.hasOwn(CHOICES, key) && CHOICES[key].includes(value)) view[key] = value;
   const points = Math.max(...data.runs.map((run) => run.axis.steps.length));
   view.smoothing = points >= 100 ? 45 : 0;
   const slider = byId("smoothing");
