@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -136,10 +137,9 @@ def _print_run(run: Path) -> None:
     if history.validation:
         final = list(history.validation.values())[-1]
         lines.append(f"validation loss  {final:.3f}{_compare(final, _entropy(manifest, 'val'))}")
-    lines.append(
-        f"progress         {last_step:,} steps, {history.tokens_seen[last_step]:,} tokens, "
-        f"{history.median_tokens_per_second:,.0f} tokens/s"
-    )
+    rate = history.median_tokens_per_second
+    speed = "speed not known" if math.isnan(rate) else f"{rate:,.0f} tokens/s"
+    lines.append(f"progress         {last_step:,} steps, {history.tokens_seen[last_step]:,} tokens, {speed}")
     print_fitting(lines)
     saved = list_checkpoints(run)
     print_visible(f"checkpoint       {saved[0] if saved else 'none yet'}")
@@ -148,8 +148,7 @@ def _print_run(run: Path) -> None:
 
 def _print_gaps(run: Path, history: RunHistory) -> None:
     """What is missing from the run's records."""
-    if history.num_bad_lines:
-        print(f"metrics          {history.num_bad_lines:,} unreadable lines are left out")
+    print_fitting(f"metrics          {note}" for note in history.notes())
     gaps = read_recorded(run).gaps
     if gaps:
         print_visible(f"sample record    INCOMPLETE: {'; '.join(gaps)} missing")

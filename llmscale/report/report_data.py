@@ -27,8 +27,9 @@ from llmscale.report.run_columns import (
     training_hours,
 )
 from llmscale.report.run_facts import RunFacts, load_facts
-from llmscale.report.run_history import RunHistory, as_number, load_history
+from llmscale.report.run_history import RunHistory, load_history
 from llmscale.report.run_marks import find_marks, how_it_ended
+from llmscale.report.run_records import as_number
 from llmscale.untrusted.terminal import make_visible_line
 
 #: Points of one curve, of all runs' curves of one kind, and the least that a curve has.
@@ -171,16 +172,7 @@ def _bits(losses: Sequence[float], bytes_per_token: float | None) -> float | Non
 
 
 def _notes(run: _Run, num_runs: int) -> Iterable[str]:
-    """What the metrics did not say, or are not drawn from."""
-    history, name = run.history, f"{run.name}: " if num_runs > 1 else ""
-    if history.num_bad_lines:
-        lines = "lines are" if history.num_bad_lines > 1 else "line is"
-        yield f"{name}{history.num_bad_lines:,} {lines} not readable and left out"
-    if history.is_torn:
-        yield f"{name}the last line is half-written and left out"
-    if history.num_abandoned:
-        steps = "records of steps" if history.num_abandoned > 1 else "record of a step"
-        yield f"{name}{history.num_abandoned:,} {steps} that a restart went back from, not drawn"
+    return (f"{run.name}: {note}" if num_runs > 1 else note for note in run.history.notes())
 
 
 def _differences(runs: Sequence[_Run]) -> list[Json]:

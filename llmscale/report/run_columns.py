@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from llmscale.report.run_facts import show
-from llmscale.report.run_history import OF_SET, RunHistory, as_number
+from llmscale.report.run_history import OF_SET, RunHistory
+from llmscale.report.run_records import as_number
 from llmscale.report.thin_curve import spread, thin
 from llmscale.untrusted.terminal import make_visible, make_visible_line
 

@@ -16,7 +16,8 @@ from llmscale.config.arguments import build_run_config
 from llmscale.data.mix.recipe import is_mix
 from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.report.run_history import Record, RunHistory, as_number, load_run_manifest
+from llmscale.report.run_history import RunHistory, load_run_manifest
+from llmscale.report.run_records import Record, as_number
 from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, load_json_lines
 from llmscale.untrusted.terminal import make_visible_line

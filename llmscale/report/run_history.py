@@ -6,15 +6,15 @@ import math
 import statistics
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
-from llmscale.config.limits import MAX_STEPS, MAX_TOKENS
 from llmscale.data.shards.manifest import Manifest, load_manifest
-from llmscale.errors import CheckpointError, ConfigError, DataError
-from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME, METRICS_VERSION
+from llmscale.errors import ConfigError, DataError
+from llmscale.report.run_records import KINDS, Record, as_number, check_version, is_record
+from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME
 from llmscale.untrusted.documents import BadLine, Rules, load_json, load_json_lines
 
 #: What a training record may say, in the names and units of training/metrics.py.
@@ -26,10 +26,6 @@ COLUMNS = (
 OF_SET = "loss of "
 #: Sets of a mix that have a column: a file may name any number.
 MAX_SETS = 32
-#: What a training record must say to be one.
-_NEEDED = ("tokens_seen", "tokens_per_second")
-_LARGEST = 3.5e38
-Record = Mapping[str, object]
 
 
 @dataclass
@@ -80,8 +76,24 @@ class RunHistory:
     """Lines of the file that are no JSON object; one at its end that is half-written does not count."""
     is_torn: bool = False
     """Such a one ends the file."""
+    num_bad_records: int = 0
+    """Records of a known kind that lack what it has, or hold it in another type."""
     num_abandoned: int = 0
     """Training records of steps that a restart went back from."""
+
+    def notes(self) -> Iterator[str]:
+        """What the file did not say, or is not drawn from."""
+        if self.num_bad_lines:
+            lines = "lines are" if self.num_bad_lines > 1 else "line is"
+            yield f"{self.num_bad_lines:,} {lines} not readable and left out"
+        if self.num_bad_records:
+            do, are = ("records do", "are") if self.num_bad_records > 1 else ("record does", "is")
+            yield f"{self.num_bad_records:,} {do} not hold what llmscale writes there and {are} left out"
+        if self.is_torn:
+            yield "the last line is half-written and left out"
+        if self.num_abandoned:
+            steps = "records of steps" if self.num_abandoned > 1 else "record of a step"
+            yield f"{self.num_abandoned:,} {steps} that a restart went back from, not drawn"
 
     @property
     def train(self) -> dict[int, float]:
@@ -105,9 +117,10 @@ class RunHistory:
 
     @property
     def median_tokens_per_second(self) -> float:
-        """Over the logged intervals; the first one warms up and does not count when there are others."""
-        rates = list(self.tokens_per_second.values())
-        return statistics.median(rates[1:] or rates)
+        """Over the logged intervals, NaN when none says it; the first one warms up and does not count when there are
+        others."""
+        rates = [rate for rate in self.tokens_per_second.values() if not math.isnan(rate)]
+        return statistics.median(rates[1:] or rates or [math.nan])
 
     def of_kind(self, kind: str, event: str | None = None) -> list[tuple[int, Record]]:
         """(step, record) of a kind; of events those of a name."""
@@ -153,7 +166,6 @@ def load_history(run: Path) -> RunHistory:
         if record["kind"] == "train" or record.get("event") == "start":
             last_step = step
         if record.get("event") == "start":
-            _check_version(run, record)
             path = parse_history(record["history"], record["branches"], METRICS_NAME)
             by_number.setdefault(path.number, RunHistory()).cut(step)
         by_number.setdefault(path.number, RunHistory()).add(step, record)
@@ -179,14 +191,6 @@ def load_run_manifest(run: Path) -> Manifest | None:
         return None
 
 
-def as_number(value: object) -> float:
-    """A number of a record; NaN for what is none, or beyond what fp32 holds. metrics.jsonl says null for NaN and
-    infinity."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    number = float(value) if is_number else math.nan  # type: ignore[arg-type]  # it is one
-    return number if abs(number) <= _LARGEST else math.nan
-
-
 def _unknown(count: int) -> array[float]:
     return array("d", [math.nan]) * count
 
@@ -210,46 +214,14 @@ def _read(run: Path, whole: RunHistory) -> Iterator[Record]:
         whole.num_bad_lines += not line.is_torn
 
     try:
-        yield from filter(_is_record, load_json_lines(path, note))
+        for record in load_json_lines(path, note):
+            # Before anything else: a newer version's records may be none by this one's rules.
+            check_version(path, record)
+            if is_record(record):
+                yield record
+            elif record.get("kind") in KINDS:
+                whole.num_bad_records += 1
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be read ({error.strerror}). Name a run folder: the one that train.py's --run named."
         ) from None
-
-
-def _is_record(record: Record) -> bool:
-    """Whether a record that a report shows has what its kind has, each with its type."""
-    kind, step = record.get("kind"), record.get("step")
-    if step is not None and not (is_count(step) and step <= MAX_STEPS):
-        return False
-    if kind == "event":
-        is_start = record.get("event") == "start"
-        return isinstance(record.get("event"), str) and (not is_start or (step is not None and _is_history(record)))
-    if step is None or kind not in ("train", "validation", "evaluation", "sample"):
-        return False
-    if kind in ("train", "validation") and not _is_loss(record.get("loss", "")):
-        return False
-    return kind != "train" or all(0 <= as_number(record.get(name)) <= MAX_TOKENS for name in _NEEDED)
-
-
-def _is_loss(value: object) -> bool:
-    """NaN and infinity are losses too, and so is null, which stands for them."""
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and not value < 0)
-
-
-def _is_history(record: Record) -> bool:
-    try:
-        parse_history(record.get("history"), record.get("branches"), "")
-    except CheckpointError:
-        return False
-    return True
-
-
-def _check_version(run: Path, record: Record) -> None:
-    """Refuse what a newer version wrote: its records may mean something else."""
-    version = record.get("metrics_version")
-    if is_count(version) and version > METRICS_VERSION:
-        raise ConfigError(
-            f"{run / METRICS_NAME} was written by a newer llmscale (metrics version {version}; this one reads up to "
-            f"{METRICS_VERSION}). Update it: pip install --upgrade llmscale."
-        )

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Literal, get_args
 
 from llmscale.report.run_facts import show
-from llmscale.report.run_history import Record, RunHistory, as_number
+from llmscale.report.run_history import RunHistory
+from llmscale.report.run_records import Record, as_number
 
 MarkKind = Literal["start", "end", "spike", "nonfinite", "slow"]
 #: Of one run: a file may hold any number.

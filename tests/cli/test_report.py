@@ -49,6 +49,16 @@ def test_a_run_whose_set_is_gone_still_has_a_curve(run: Path, capsys: pytest.Cap
     assert "entropy" not in output
 
 
+def test_what_the_metrics_do_not_say_is_said_in_the_terminal_too(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = {"kind": "train", "step": 3, "loss": 2.0, "tokens_seen": 3000, "tokens_per_second": None}
+    lines = [json.dumps(record), json.dumps(record | {"tokens_seen": "20"}), '{"kind": "tra']
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("\n".join(lines))
+    assert main(["report", str(run)]) == 0
+    said = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("metrics")]
+    assert [note.split()[:2] for note in said] == [["1", "record"], ["the", "last"], ["1", "record"]]
+
+
 def test_no_run_is_one_line_of_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -107,7 +107,7 @@ def test_a_hostile_run_runs_nothing(tmp_path: Path) -> None:
     facts = facts_of([hostile_run(tmp_path / "<img src=x onerror=window.hacked=1>")], tmp_path)
     assert facts["hacked"] is None
     assert facts["images"] == 0
-    assert len(facts["notes"]) == 2
+    assert len(facts["notes"]) == 3
     assert facts["text"] > 100
 
 

@@ -98,10 +98,21 @@ def test_the_set_of_a_run_may_be_gone(tmp_path: Path) -> None:
 def test_records_of_another_shape_are_passed_over(tmp_path: Path) -> None:
     good = {"kind": "train", "step": 1, "loss": 2.0, "tokens_seen": 8, "tokens_per_second": 1.0}
     wrong: list[object] = [{**good, key: value} for key in good for value in ("\x1b[2J", [], {}, True, -1)]
+    # Those of another kind may be anybody's.
+    num_bad = len(wrong) - 5 + 1
     lines = [json.dumps(record) for record in [good, *wrong, [1], None, 7, {}, {"kind": []}, {"kind": "train"}]]
     contents = "\n".join(lines).encode() + b"\n\xff\xfe\n" + b'{"a":' * 3000 + b"\n"
     (tmp_path / "metrics.jsonl").write_bytes(contents)
-    assert load_history(tmp_path).train == {1: 2.0}
+    history = load_history(tmp_path)
+    assert (history.train, history.num_bad_records) == ({1: 2.0}, num_bad)
+    assert [note.split(" not ")[0] for note in history.notes()] == ["5 lines are", f"{num_bad} records do"]
+
+
+def test_a_rate_that_is_not_known_costs_no_record(write_run: Callable[..., Path]) -> None:
+    unknown = [json.dumps(json.loads(train(step, 4.0)) | {"tokens_per_second": None}) for step in (1, 2)]
+    history = load_history(write_run(unknown[0], train(2, 3.0, 50.0), train(3, 2.0, 70.0)))
+    assert (list(history.train), history.median_tokens_per_second, list(history.notes())) == ([1, 2, 3], 70.0, [])
+    assert math.isnan(load_history(write_run(*unknown)).median_tokens_per_second)
 
 
 @pytest.mark.parametrize("contents", [b"\xff", b"[1]", b'{"config": []}', b'{"config": {"data": 3}}', b'{"a":' * 3000])
@@ -125,6 +136,9 @@ def test_what_a_newer_version_wrote_is_refused_in_one_line(write_run: Callable[.
     with pytest.raises(ConfigError, match=r"newer llmscale.*pip install --upgrade") as error:
         load_history(write_run(newer, train(1, 2.0)))
     assert "\n" not in str(error.value)
+    # Also where it is no start by this version's rules.
+    with pytest.raises(ConfigError, match="newer llmscale"):
+        load_history(write_run(json.dumps(json.loads(newer) | {"history": "main", "step": "x"}), train(1, 2.0)))
 
 
 def test_events_are_told_of_late(write_run: Callable[..., Path]) -> None:
