@@ -6,19 +6,24 @@ import argparse
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.config import flag_type
 from llmscale.config.user_paths import check_output_file
+from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.data.sample_log import read_recorded
 from llmscale.errors import ConfigError
 from llmscale.files.whole import write_output
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.run_history import RunHistory, load_history, load_run_manifest
+from llmscale.terminal.announcer import SOON_S, announced
 from llmscale.terminal.table import output_width, print_fitting
+from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 if TYPE_CHECKING:
@@ -28,8 +33,6 @@ if TYPE_CHECKING:
     from llmscale.data.shards.manifest import Manifest
 
 _OUTPUTS = ("html", "png", "svg", "json")
-
-
 #: Columns of the chart, at most, and those beside it.
 _CHART_WIDTH, _CHART_MARGIN = 64, 12
 
@@ -65,7 +68,8 @@ def _run(args: argparse.Namespace) -> int:
     # Takes longer to import than the terminal's report takes.
     from llmscale.report.report_data import build_report
 
-    report = build_report(args.runs)
+    with _announced_reading(args.runs):
+        report = build_report(args.runs)
     for name, path in wanted.items():
         _WRITERS[name](path, report)
         print_visible(f"{path}: {path.stat().st_size / 1e3:,.0f} KB" if path.is_file() else f"{path}")
@@ -80,6 +84,8 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
         raise ConfigError(f"{len(runs)} runs are more than a report shows; name at most {MOST_RUNS}.")
     for name, path in wanted.items():
         check_output_file(f"--{name}", path, overwrite=True)
+        for run in runs:
+            _check_apart(f"--{name} {path}", path.resolve(), run)
     places = [path.resolve() for path in wanted.values()]
     if len(set(places)) < len(places):
         named = ", ".join(f"--{name} {path}" for name, path in wanted.items())
@@ -88,6 +94,19 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
         from llmscale.report.run_plot import import_pyplot
 
         import_pyplot()
+
+
+def _check_apart(said: str, place: Path, run: Path) -> None:
+    """Refuse a file that the run itself wrote: a report beside them is welcome."""
+    from llmscale.cluster.launch.attempt_log import ATTEMPTS_NAME, LOGS_NAME
+
+    files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, ATTEMPTS_NAME)
+    folder = run.resolve()
+    if not place.is_relative_to(folder):
+        return
+    name, *inner = place.relative_to(folder).parts
+    if name in ((CHECKPOINTS_NAME, SAMPLES_NAME, LOGS_NAME) if inner else files):
+        raise ConfigError(f"{said} is of the run itself; name another file, such as {folder / 'report.html'}.")
 
 
 def _write_page(path: Path, report: Mapping[str, object]) -> None:
@@ -124,8 +143,15 @@ _WRITERS: Mapping[str, Callable[[Path, Mapping[str, object]], None]] = {
 }
 
 
+def _announced_reading(runs: Sequence[Path]) -> AbstractContextManager[None]:
+    """Of a long run it takes seconds."""
+    what = make_visible_line(str(runs[0])) if len(runs) == 1 else f"{len(runs)} runs"
+    return announced(f"reading {what}", after_s=SOON_S, on_terminal_only=True)
+
+
 def _print_run(run: Path) -> None:
-    history = load_history(run)
+    with _announced_reading([run]):
+        history = load_history(run)
     manifest = load_run_manifest(run)
     entropy = _entropy(manifest, "train")
     print_fitting(["loss, nats per token: * training, o validation" + (", --- unigram entropy" if entropy else "")])

@@ -101,6 +101,21 @@ def test_what_cannot_be_written_is_refused_before_anything_is_read(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "file", ["metrics.jsonl", "link/config.json", "checkpoints/step-00000020/manifest.json", ".lock"]
+)
+def test_the_runs_own_files_are_never_overwritten(
+    file: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "link").symlink_to(run)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for flag in ("--html", "--json"):
+        assert main(["report", str(run), flag, str(run / file)]) == 2
+        assert "is of the run itself" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    assert main(["report", str(run), "--json", str(run / "report.json")]) == 0
+
+
 def test_a_run_without_metrics_leaves_the_old_report(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
