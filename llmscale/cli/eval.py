@@ -5,27 +5,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
-import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type, limits
+from llmscale.config.user_paths import check_output_file
 from llmscale.errors import ConfigError
-from llmscale.untrusted.terminal import make_visible_line
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.flag_parser import FlagParser
-    from llmscale.evaluate.evaluation import Evaluation
+    from llmscale.evaluate.evaluation import Evaluation, Request
+    from llmscale.evaluate.subject import Subject
     from llmscale.evaluate.task_scores import TaskResult
 
 #: Accuracies, whose standard error follows from their value and the number of items.
 _SHARES = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "exact_match")
-_TERMINAL_INTERVAL_S, _LINE_INTERVAL_S = 0.2, 5.0
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -91,7 +89,7 @@ def _run(args: argparse.Namespace) -> int:
 
     go_offline()
     if args.json is not None:
-        _check_output(args.json)
+        check_output_file("--json", args.json, overwrite=True)
     files = load_task_files(spec for spec in args.tasks if is_task_file(spec))
     folder = find_subject(args.run, report, args.step)
     named = [spec for spec in args.tasks if not is_task_file(spec)]
@@ -101,13 +99,19 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
     # From here on it takes a while: torch and lm-eval are imported, and the checkpoint is read.
     from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.evaluate.evaluation import Request, evaluate
-    from llmscale.evaluate.lm_eval_tasks import find_tasks
-    from llmscale.evaluate.subject import open_subject
+    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import show_progress
 
+    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+        from llmscale.evaluate.evaluation import Request
+        from llmscale.evaluate.lm_eval_tasks import find_tasks
+        from llmscale.evaluate.subject import open_subject
+
     quiet_libraries()
-    harness = find_tasks(named, args.task_folder) if named else None
+    harness = None
+    if named:
+        with announced("importing lm-eval and its tasks", after_s=SOON_S, on_terminal_only=True):
+            harness = find_tasks(named, args.task_folder)
     with show_progress("Verifying the checkpoint") as verified:
         subject = open_subject(folder, args.data, verified.add)
     if subject.sets is None and args.val_samples:
@@ -119,9 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     request = Request(
         [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size
     )
-    counter = _Counter()
-    evaluation = evaluate(subject, request, counter.add)
-    counter.clear()
+    evaluation = _evaluate(subject, request)
     for line in result_lines(evaluation):
         print_visible(line)
     if args.json is not None:
@@ -134,15 +136,21 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_output(path: Path) -> None:
-    """Refuse, before anything is computed, a file that cannot be written."""
-    folder = path.parent
-    if path.is_dir():
-        raise ConfigError(f"--json {path} is a folder. Name a file.")
-    if not folder.is_dir():
-        raise ConfigError(f"--json {path}: there is no folder {folder}. Make it, or name another file.")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise ConfigError(f"--json {path} cannot be written: permission denied. Name another file.")
+def _evaluate(subject: Subject, request: Request) -> Evaluation:
+    """With a bar for each thing that is done."""
+    from llmscale.evaluate.evaluation import evaluate
+    from llmscale.terminal.progress import Progress, count_words, show_progress
+
+    with ExitStack() as shown:
+        bars: list[tuple[str, Progress]] = []
+
+        def add(what: str, total: int | None, count: int) -> None:
+            if not bars or bars[-1][0] != what:
+                shown.close()
+                bars.append((what, shown.enter_context(show_progress(what, total, count_words("sequences")))))
+            bars[-1][1].add(count)
+
+        return evaluate(subject, request, add)
 
 
 def result_lines(evaluation: Evaluation) -> Iterator[str]:
@@ -185,27 +193,3 @@ def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
             # Of a mean of zeros and ones, as lm-eval has it.
             shown += f" +- {math.sqrt(max(0.0, value * (1 - value)) / (task.num_items - 1)):.4f}"
         yield task.task, metric, shown, f"{task.num_items:,} items" if task.num_items else ""
-
-
-class _Counter:
-    """Sequences that are done, on stderr: a line that renews itself on a terminal, else one now and then."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._what, self._count, self._shown_s = "", 0, time.monotonic()
-
-    def add(self, what: str, total: int | None, count: int) -> None:
-        """`count` more, of `total` where that is known."""
-        self._count = count + (self._count if what == self._what else 0)
-        self._what = what
-        if time.monotonic() - self._shown_s < (_TERMINAL_INTERVAL_S if self._is_terminal else _LINE_INTERVAL_S):
-            return
-        self._shown_s = time.monotonic()
-        begin, end = ("\r\x1b[2K", "") if self._is_terminal else ("", "\n")
-        of = "" if total is None else f" of {total:,}"
-        print(f"{begin}{make_visible_line(what)}: {self._count:,}{of} sequences", end=end, file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Take the line away."""
-        if self._is_terminal:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)

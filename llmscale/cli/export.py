@@ -58,13 +58,16 @@ def _run(args: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr), step=args.step)
     check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
     # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.architecture.families.registry import family_of
-    from llmscale.checkpoint.manifest import load_manifest
-    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-    from llmscale.evaluate.export import ExportedModel, export_model
-    from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
-    from llmscale.report.model_card import CardFacts, build_model_card
+    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import show_progress
+
+    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+        from llmscale.architecture.families.registry import family_of
+        from llmscale.checkpoint.manifest import load_manifest
+        from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+        from llmscale.evaluate.export import ExportedModel, export_model
+        from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
+        from llmscale.report.model_card import CardFacts, build_model_card
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add)

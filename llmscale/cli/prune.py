@@ -73,15 +73,18 @@ def _run(args: argparse.Namespace) -> int:
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu)
     # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.architecture.families.registry import family_of
-    from llmscale.engine.device_memory import gpu_capability
     from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.evaluate.evaluation import losses_on
-    from llmscale.evaluate.export import ExportedModel, write_model
-    from llmscale.evaluate.prune import ModelWeights, check_sparse_cores, prune_linear_layers
-    from llmscale.evaluate.subject import open_subject
-    from llmscale.evaluate.validation_loss import open_validation_sets
+    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import show_progress
+
+    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+        from llmscale.architecture.families.registry import family_of
+        from llmscale.engine.device_memory import gpu_capability
+        from llmscale.evaluate.evaluation import losses_on
+        from llmscale.evaluate.export import ExportedModel, write_model
+        from llmscale.evaluate.prune import ModelWeights, check_sparse_cores, prune_linear_layers
+        from llmscale.evaluate.subject import open_subject
+        from llmscale.evaluate.validation_loss import open_validation_sets
 
     quiet_libraries()
     capability = gpu_capability() if gpu is None else gpu.capability
