@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from llmscale.report.run_list import ListedRun
 
 _COLUMNS = (
-    Column("run", is_text=True),
+    Column("run", is_text=True, least=16),
     Column("state", is_text=True),
     *(Column("step"), Column("loss")),
     Column("last seen", is_text=True, drop=1),
@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
 
     runs = find_runs(args.folder)
     if args.json:
-        print(json.dumps([_as_plain(run) for run in runs], indent=1))
+        print(json.dumps([_as_plain(run) for run in runs], indent=1, allow_nan=False))
         return 0
     if not runs:
         print(f"No runs below {make_visible_line(str(args.folder))}. `llmscale train --run FOLDER` makes one.")
@@ -68,9 +68,14 @@ def _run(args: argparse.Namespace) -> int:
 
 def _row(run: ListedRun, folder: Path) -> list[str]:
     of = "" if run.total_steps is None else f" of {run.total_steps:,}"
-    loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else f"{run.loss:.4f}"
+    step = "-" if run.step is None else f"{run.step:,}"
+    loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else _show_loss(run.loss)
     seen = "-" if run.last_seen is None else f"{run.last_seen.astimezone():%Y-%m-%d %H:%M}"
-    return [_name(run, folder), run.state, f"{run.step or 0:,}{of}", loss, seen, run.command or "-"]
+    return [_name(run, folder), run.state, f"{step}{of}", loss, seen, run.command or "-"]
+
+
+def _show_loss(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 1e4 else f"{loss:.4g}"
 
 
 def _name(run: ListedRun, folder: Path) -> str:

@@ -7,11 +7,10 @@ not trusted: what cannot be read is a word in its row.
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import shlex
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -20,6 +19,7 @@ from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
 from llmscale.errors import ConfigError, LlmscaleError
+from llmscale.report.run_records import as_number
 from llmscale.training.run_folder import CONFIG_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import open_regular
@@ -29,6 +29,8 @@ State = Literal["running", "finished", "stopped", "lost", "unreadable"]
 _MARKS = (METRICS_NAME, STARTS_NAME)
 #: Read of a log's end: hundreds of records.
 _TAIL_BYTES = 1 << 17
+#: And at most, where samples and events fill that.
+_MOST_TAIL_BYTES = _TAIL_BYTES << 6
 _MAX_DEPTH = 8
 _RULES = Rules(ConfigError, not_finite=True)
 #: Linux's struct flock on 64-bit machines: type, whence, start, length, process.
@@ -69,7 +71,7 @@ def read_run(path: Path) -> ListedRun:
     problems: list[str] = []
     total_steps = _total_steps(path, problems)
     step, loss, last_event = _progress(path, problems)
-    starts = _tail(path / STARTS_NAME, problems)
+    starts = _tail(path / STARTS_NAME, problems, lambda records: True)
     return ListedRun(
         path=path,
         state=_state(path, last_event, problems),
@@ -121,7 +123,7 @@ def _total_steps(path: Path, problems: list[str]) -> int | None:
 def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None, str]:
     """The last step and loss, and the last event of metrics.jsonl."""
     step, event, losses = None, "", dict[int, float | None]()
-    for record in _tail(path / METRICS_NAME, problems):
+    for record in _tail(path / METRICS_NAME, problems, _tells_progress):
         found = record.get("step")
         if not is_count(found):
             continue
@@ -136,27 +138,37 @@ def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None
 
 def _loss(value: object) -> float | None:
     """metrics.jsonl says null for NaN and infinity."""
-    if value is None:
-        return math.nan
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    is_one = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    return as_number(value) if is_one else None
 
 
-def _tail(path: Path, problems: list[str]) -> list[dict[str, object]]:
-    """The JSON objects at the end of a log; what is none is passed over."""
-    try:
-        with open_regular(path, follow_links=False) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        problems.append(f"{path.name} cannot be read ({error.strerror})")
-        return []
-    records = []
-    for line in lines[1:] if size > _TAIL_BYTES else lines:
-        with suppress(LlmscaleError):
-            records.append(parse_json(line, _RULES, path.name))
+def _tells_progress(records: list[dict[str, object]]) -> bool:
+    return any(record.get("kind") == "train" or record.get("event") == "start" for record in records)
+
+
+def _tail(
+    path: Path, problems: list[str], is_enough: Callable[[list[dict[str, object]]], bool]
+) -> list[dict[str, object]]:
+    """The JSON objects at the end of a log, further back until they are enough; what is none is passed over."""
+    num_bytes = _TAIL_BYTES
+    while True:
+        try:
+            with open_regular(path, follow_links=False) as file:
+                size = os.fstat(file.fileno()).st_size
+                file.seek(max(0, size - num_bytes))
+                lines = file.read(num_bytes).splitlines()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            problems.append(f"{path.name} cannot be read ({error.strerror})")
+            return []
+        records = []
+        for line in lines[1:] if size > num_bytes else lines:
+            with suppress(LlmscaleError):
+                records.append(parse_json(line, _RULES, path.name))
+        if size <= num_bytes or num_bytes >= _MOST_TAIL_BYTES or (records and is_enough(records)):
+            break
+        num_bytes *= 4
     if lines and not records:
         problems.append(f"{path.name} is damaged")
     return records

@@ -26,6 +26,9 @@ def test_names_from_the_disk_cannot_act_on_the_terminal(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(trained_run, tmp_path / "a\x1b[2Jb", ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(trained_run, tmp_path / ("long" * 20), ignore=shutil.ignore_patterns("checkpoints"))
+    with (tmp_path / ("long" * 20) / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 3, "loss": 1e30}\n')
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     for width in ("60", "80", "200"):
         monkeypatch.setenv("COLUMNS", width)
@@ -33,6 +36,18 @@ def test_names_from_the_disk_cannot_act_on_the_terminal(
         out = capsys.readouterr().out
         assert "a\\x1b[2Jb" in out and "\x1b" not in out
         assert max(map(len, out.splitlines())) <= int(width)
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 3, "loss": Infinity}\n')
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["loss"] is None
+    assert main(["runs", str(tmp_path)]) == 0
+    assert "not finite" in capsys.readouterr().out
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,8 @@ def test_runs_are_found_at_any_depth_the_newest_first(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
-    assert math.isnan(read_run(make_run(tmp_path / "a", train(1, None))).loss or 0)
+    for name, loss in (("a", None), ("nan", math.nan), ("infinite", math.inf), ("huge", 1e308)):
+        assert math.isnan(read_run(make_run(tmp_path / name, train(1, loss))).loss or 0)
     run = make_run(tmp_path / "b")
     (run / "metrics.jsonl").write_text('{"kind": "train", "step": 3, "loss": "low"}\n{"kind": "train", "step": -1}\n')
     assert (read_run(run).step, read_run(run).loss) == (3, None)
@@ -105,6 +106,12 @@ def test_a_loss_that_is_no_number(tmp_path: Path) -> None:
 def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "run", *(train(step, 1 / step) for step in range(1, 20_000))))
     assert (run.step, run.loss) == (19_999, 1 / 19_999)
+
+
+def test_long_samples_do_not_hide_the_last_step(tmp_path: Path) -> None:
+    sample: Record = {"kind": "sample", "step": 9, "prompt": "", "text": "x" * 10_000}
+    run = make_run(tmp_path / "run", event("start", 0), *(train(step, 2.0) for step in range(1, 10)), *[sample] * 200)
+    assert (read_run(run).step, read_run(run).loss) == (9, 2.0)
 
 
 def test_half_and_hostile_run_folders_are_a_word(tmp_path: Path) -> None:
