@@ -33,10 +33,12 @@ class ShippedFiles:
         return sorted(self._name_of(file) for file in self.folder.glob(f"*{self.suffix}") if file.name != _NOT_ONE)
 
     def find(self, given: Path) -> Path:
-        """The file that `given` stands for: itself where it exists; else the one of this name that llmscale brings
-        along, for NAME, NAME.json and, as in the repository, ds_configs/NAME.json; else `given`."""
+        """The file that `given` stands for: itself where it exists and is no folder; else the one of this name that
+        llmscale brings along, for NAME, NAME.json and, as in the repository, ds_configs/NAME.json; else `given`."""
         name = self._name_of(given)
-        if given.parent not in (Path(), Path(self.folder_name)) or os.path.lexists(given) or name not in self.names():
+        # A run's folder may well be called zero2.
+        is_there = os.path.lexists(given) and not given.is_dir()
+        if given.parent not in (Path(), Path(self.folder_name)) or is_there or name not in self.names():
             return given
         return self.folder / f"{name}{self.suffix}"
 

@@ -31,6 +31,12 @@ def test_what_lies_there_goes_first_also_when_it_leads_nowhere() -> None:
         assert DS_CONFIGS.find(Path(name)) == Path(name)
 
 
+def test_a_folder_of_that_name_hides_nothing() -> None:
+    for shipped, name in ((DS_CONFIGS, "zero2"), (HOSTFILES, "8xa100")):
+        Path(name).mkdir()
+        assert shipped.find(Path(name)).parent == shipped.folder
+
+
 def test_hostfiles_have_names_too() -> None:
     assert HOSTFILES.find(Path("8xa100")).read_text().strip().endswith("slots=8")
     assert HOSTFILES.find(Path("README.md")) == Path("README.md")
