@@ -104,6 +104,8 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
             decision = session.agree(step)
             if decision.go_back and not decision.stop and go_back(session):
                 continue
+            if decision.stop:
+                announcer.end()
             if decision.save:
                 session.save()
             if decision.stop:
@@ -118,6 +120,8 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
             session.after(done)
             heartbeat.beat("training", session.step)
             del done, micro_batches  # not kept while the next are fetched
+        # Of a run that had nothing left to do, the start ends here.
+        announcer.end()
         session.finish()
     return 0
 

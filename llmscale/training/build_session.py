@@ -131,7 +131,9 @@ def _open_session(
     has_weights = point is not None or run.config.init_from is not None
     with clock.phase("checkpoint load", "loading the weights", after_s=0.0 if has_weights else REPEAT_S):
         _load(run, engine, point, world, report, progress)
-    trackers = _start_trackers(run, world, state)
+    with clock.phase("trackers", "starting the trackers", after_s=REPEAT_S):
+        trackers = _start_trackers(run, world, state)
+    clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(run.config.run, point, world.control, report)
     on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
     meter = StepMeter(world.device)
@@ -158,6 +160,7 @@ def _open_session(
         spikes=SpikeRequests(),
         report=report,
     )
+    clock.announcer.begin("preparing what happens at steps", after_s=REPEAT_S)
     with live.meter.pause("starting"):
         _announce(live)
         session = _begin(live, stop)

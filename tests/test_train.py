@@ -1,0 +1,43 @@
+"""The loop of train.py, whose session is made up here: tests/distributed has real ones."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import llmscale.train as program
+
+
+@pytest.mark.parametrize("is_done", [True, False], ids=["nothing left to do", "stopped before its first step"])
+def test_nothing_is_announced_while_the_last_checkpoint_is_written(
+    is_done: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda *args, **values: happened.append(what)
+
+    session = SimpleNamespace(
+        step=3 if is_done else 0,
+        fetch=lambda step: [],
+        agree=lambda step: SimpleNamespace(go_back=False, save=True, stop=True),
+        save=note("save"),
+        finish=note("finish"),
+    )
+    opened: Any = SimpleNamespace(open_session=lambda *parts: nullcontext(session))
+    monkeypatch.setitem(sys.modules, "llmscale.training.build_session", opened)
+    monkeypatch.setitem(sys.modules, "llmscale.training.go_back", SimpleNamespace(go_back=None))  # type: ignore[arg-type]
+    monkeypatch.setattr(program, "explained_out_of_memory", lambda run: nullcontext())
+    announcer: Any = SimpleNamespace(begin=note("begin"), end=note("end"))
+    stop: Any = SimpleNamespace(leave_start_up=lambda: None)
+    heartbeat: Any = SimpleNamespace(beat=lambda *words: None)
+    run: Any = SimpleNamespace(resolved=SimpleNamespace(total_steps=3))
+    assert program.train(run, stop, heartbeat, time.perf_counter(), announcer) == 0
+    first_write = next(number for number, what in enumerate(happened) if what in ("save", "finish"))
+    assert happened[first_write - 1] == "end"
+    assert "begin" not in happened[first_write:]
