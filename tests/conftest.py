@@ -128,6 +128,13 @@ def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequenc
     return Ranks(processes)
 
 
+@pytest.fixture(autouse=True)
+def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output is for a pipe of any width, whatever the terminal of whoever runs the tests; xdist sets COLUMNS, too."""
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
 #: Signals by which a process ends unless it handles them.
 HANDLED = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGALRM)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from tests.terminal import Terminal
+from tests.terminal_screen import Terminal
 
 #: Draws two rows when it is told to on stdin, and prints what it is told otherwise, a line or a part of one.
 PROGRAM = """

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import TRAIN
-from tests.terminal import Terminal
+from tests.terminal_screen import Terminal
 
 FLAGS = ("--precision", "fp32", "--ds", "ds_configs/zero2.json", "--save-every", "0", "--val-every", "40")
 
