@@ -155,8 +155,11 @@ def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
     path, options = crawl
     _clean(path, tmp_path / "all" / "out", options)
     kept = [r["text"] for r in _kept(tmp_path / "all" / "out")]
-    for folder in (tmp_path / "all" / "out", tmp_path / "all"):
-        assert list(open_source(str(folder)).documents()) == kept
+    for spec in ("all/out", "all", "all/**/*.zst", "all/out/*"):
+        assert list(open_source(str(tmp_path / spec)).documents()) == kept
+    with pytest.raises(DataError, match="what matches is what `data clean` removed"):
+        open_source(str(tmp_path / "all" / "*" / "removed" / "*"))
+    assert len(list(open_source(str(tmp_path / "all" / "out" / "removed" / "01*")).documents())) == 20
     made = prepare(
         open_source(str(tmp_path / "all" / "out")),
         tmp_path / "set",

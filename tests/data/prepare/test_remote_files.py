@@ -14,6 +14,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from llmscale.data.clean.cleaned_set import FORMAT, FORMAT_VERSION
 from llmscale.data.prepare.sources import remote_files
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document
@@ -112,8 +113,38 @@ def test_a_read_that_fails_is_tried_again_where_it_was(
 
 def test_shards_are_no_text(object_store: ObjectStore) -> None:
     object_store.put("set/train/shard.00000.mds", b"x")
+    object_store.put("set/train/index.json", b"{}")
     with pytest.raises(DataError, match="MDS"):
         open_source("s3://bucket/set")
+    with pytest.raises(DataError, match="MDS"):
+        open_source("s3://bucket/set/train/*.mds")
+
+
+def test_glob_chooses_before_shards_are_looked_for(object_store: ObjectStore) -> None:
+    object_store.put("all/set/train/shard.00000.mds", b"x")
+    object_store.put("all/a.txt", b"text")
+    assert list(open_source("s3://bucket/all", glob="*.txt").documents()) == ["text"]
+    assert list(open_source("s3://bucket/all").documents()) == ["text"]
+    for spec in ("s3://bucket/all/*.txt", "s3://bucket/all/a.txt"):
+        with pytest.raises(DataError, match="--glob"):
+            open_source(spec, glob="*.txt")
+
+
+def test_what_was_removed_does_not_come_back(object_store: ObjectStore) -> None:
+    manifest = json.dumps({"format": FORMAT, "version": FORMAT_VERSION}).encode()
+    kept, gone = (zstandard.compress(json.dumps({"text": text}).encode()) for text in ("kept", "gone"))
+    for name, contents in [
+        ("all/out/clean.json", manifest),
+        ("all/out/documents-00000.jsonl.zst", kept),
+        ("all/out/removed/01-exact.jsonl.zst", gone),
+        ("all/other/clean.json", b"mine"),
+        ("all/other/removed/x.jsonl.zst", kept),
+    ]:
+        object_store.put(name, contents)
+    assert list(open_source("s3://bucket/all/out").documents()) == ["kept"]
+    assert list(open_source("s3://bucket/all").documents()) == ["mine", "kept", "kept"]
+    assert list(open_source("s3://bucket/all/**/*.zst").documents()) == ["kept", "kept"]
+    assert list(open_source("s3://bucket/all/out/removed/*").documents()) == ["gone"]
 
 
 def test_a_public_object_is_read_without_credentials(

@@ -8,13 +8,13 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from llmscale.data.clean.cleaned_set import without_removed
+from llmscale.data.clean.cleaned_set import load_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
 from llmscale.data.prepare.sources.input_files import LocalFile, describe_left_out, matches, walk
 from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsSource
-from llmscale.data.prepare.sources.remote_files import open_remote
+from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
 from llmscale.data.prepare.sources.several import SeveralSources
 from llmscale.data.prepare.sources.source import ReadOptions, Source
 from llmscale.data.prepare.sources.stdin import STDIN, StandardInput
@@ -45,7 +45,7 @@ def open_source(
     `glob` chooses among folders' files by name or relative path; without it, those with a known suffix are taken.
     Raises DataError when there is nothing to read.
     """
-    if glob is not None and not any(is_url(spec) or os.path.isdir(spec) for spec in specs):
+    if glob is not None and not any(os.path.isdir(spec) or (is_url(spec) and not has_pattern(spec)) for spec in specs):
         raise DataError(
             f"--glob '{glob}' chooses among the files of a folder, and --input {', '.join(specs)} is none. Drop it."
         )
@@ -84,7 +84,7 @@ def _open_stdlib(options: ReadOptions) -> Source:
 
 def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) -> Source:
     found, others = walk(path)
-    found = without_removed(found)
+    found = without_removed(found, path, _is_cleaned)
 
     def is_wanted(file: Path) -> bool:
         relative = file.relative_to(path)
@@ -112,6 +112,10 @@ def _is_read_unasked(path: PurePath) -> bool:
     return kind is not None and kind.in_folders
 
 
+def _is_cleaned(folder: PurePath) -> bool:
+    return load_clean_manifest(Path(folder)) is not None
+
+
 def _is_foreign_mds(folder: Path) -> bool:
     """Whether it holds MDS shards that `llmscale data prepare` did not write."""
     is_prepared = any((place / MANIFEST_NAME).exists() for place in (folder, folder.parent))
@@ -123,9 +127,17 @@ def _open_pattern(spec: str, options: ReadOptions) -> Source:
     files = [Path(name) for name in sorted(globbing.glob(spec, recursive=True)) if os.path.isfile(name)]
     if not files:
         raise DataError(f"--input {spec}: no file matches. Legal: {_LEGAL}.")
+    files = without_removed(files, _before_pattern(Path(spec)), _is_cleaned)
+    if not files:
+        raise DataError(f"--input {spec}: what matches is what `data clean` removed, or says of it. Name its folder.")
     _refuse_shards(files, spec)
     root = Path(os.path.commonpath([file.parent for file in files]))
     return FileSource(spec, [LocalFile(file, root) for file in files], options)
+
+
+def _before_pattern(path: Path) -> Path:
+    """What stands before the first part with a pattern."""
+    return next(folder for folder in path.parents if not globbing.has_magic(str(folder)))
 
 
 def check_apart(specs: Sequence[str], out: Path | str) -> None:
