@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,18 +37,22 @@ class RemoteFile(InputFile):
         self.size_bytes, self.stamp = found.size_bytes, found.stamp
 
     def open(self) -> BinaryIO:
-        now = self._store.describe(self.name)
-        if (now.size_bytes, now.stamp) != (self.size_bytes, self.stamp):
-            raise DataError(f"{self.name} has changed since this command began. Run it again, which begins anew.")
+        _check_same(self._found, self._store.describe(self.name))
         return io.BufferedReader(_Parts(self._store, self._found), _BUFFER_BYTES)
+
+
+def _check_same(found: StoredObject, now: StoredObject) -> None:
+    if (now.size_bytes, now.stamp) != (found.size_bytes, found.stamp):
+        raise DataError(f"{found.url} has changed since this command began. Run it again, which begins anew.")
 
 
 class _Parts(io.RawIOBase):
     """An object, read part after part, the next one ahead."""
 
     def __init__(self, store: Store, found: StoredObject) -> None:
-        self._store = store
-        self._url, self._size_bytes = found.url, found.size_bytes
+        self._store, self._found = store, found
+        self._size_bytes = found.size_bytes
+        self._stop = threading.Event()
         self._place = 0
         self._begin, self._part = 0, b""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="fetch")
@@ -87,9 +92,14 @@ class _Parts(io.RawIOBase):
         return part
 
     def _ask(self, begin: int) -> bytes:
-        return self._store.read(self._url, begin, min(begin + _PART_BYTES, self._size_bytes))
+        url, end = self._found.url, min(begin + _PART_BYTES, self._size_bytes)
+        part = self._store.read(url, begin, end, stop=self._stop)
+        # Behind it: what was as it is at the listing and now is one object's, not a mixture of two.
+        _check_same(self._found, self._store.describe(url, stop=self._stop))
+        return part
 
     def close(self) -> None:
+        self._stop.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._part = b""
         super().close()
