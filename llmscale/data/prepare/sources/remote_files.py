@@ -105,10 +105,13 @@ class _Parts(io.RawIOBase):
         super().close()
 
 
-def open_remote(spec: str, options: ReadOptions, glob: str | None) -> FileSource:
-    """An object, those that match a pattern, or all of known kinds below a name. Raises DataError."""
+def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | None = None) -> FileSource:
+    """An object, those that match a pattern and do not lie below `out`, or all of known kinds below a name. Raises
+    DataError."""
     store = Store(spec, for_reading=True)
     found = store.find(spec)
+    if out is not None and has_pattern(spec):
+        found = [one for one in found if not one.url.startswith(f"{out.rstrip('/')}/")]
     if not found:
         raise DataError(f"--input {spec}: nothing is there under that name. Patterns: * within a name, ** across /.")
     root, passed_over = _root(spec), Counter[str]()
