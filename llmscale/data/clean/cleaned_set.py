@@ -70,7 +70,7 @@ def without_removed(files: Iterable[_P], root: PurePath, is_cleaned: Callable[[P
     found = list(files)
     folders = {path.parent for path in found if path.name == MANIFEST_NAME}
     folders |= {path.parent.parent for path in found if path.parent.name == REMOVED_FOLDER}
-    cleaned = {folder for folder in folders if folder.is_relative_to(root) and is_cleaned(folder)}
+    cleaned: set[PurePath] = {folder for folder in folders if folder.is_relative_to(root) and is_cleaned(folder)}
     return [path for path in found if _is_document(path, cleaned)] if cleaned else found
 
 
