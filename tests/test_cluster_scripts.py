@@ -172,6 +172,11 @@ def test_a_requeued_job_does_not_begin_its_run_again(
         assert continued[:4] == ["--run", str(run), "--resume", "auto"]
         assert parse_run_config(continued).init_from is None
     assert arguments("--resume", 0, "3") == begun, "another job that goes back"
+    assert arguments("--resume", 1, "4") == begun, "one that was requeued before it noted what was saved"
+    later = checkpoints_folder(run) / checkpoint_name(5)
+    later.mkdir()
+    sign(later, 5)
+    assert arguments("--resume", 2, "4")[:4] == ["--run", str(run), "--resume", "auto"]
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])

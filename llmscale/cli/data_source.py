@@ -72,6 +72,7 @@ def open_source_of(args: argparse.Namespace) -> Source:
         hf_split=args.hf_split,
         glob=args.glob,
         skip_undecodable=args.skip_undecodable,
+        out=args.out,
     )
     if source.left_out:
         print_visible(source.left_out, file=sys.stderr)

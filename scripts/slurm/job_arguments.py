@@ -25,7 +25,7 @@ from llmscale.files.whole import write_durably
 
 
 def job_arguments(arguments: Sequence[str], note: Path, restarts: int) -> list[str]:
-    """What train.py is started with; `note` is written at the first start and read at the others."""
+    """What train.py is started with; `note` is written at the first start that comes here and read at the others."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # --help
             config = parse_run_config(arguments)
@@ -39,10 +39,11 @@ def job_arguments(arguments: Sequence[str], note: Path, restarts: int) -> list[s
 
 def _of_beginning(arguments: Sequence[str], config: RunConfig, note: Path, restarts: int) -> list[str]:
     saved = saved_checkpoints(config)
-    if restarts == 0:
+    if restarts == 0 or not note.exists():
+        # Without a note the start before ended ahead of it: nothing of this job's is saved.
         write_durably(note, json.dumps(sorted(saved)))
         return list(arguments)
-    before = {(int(history), int(step)) for history, step in json.loads(note.read_text())} if note.exists() else set()
+    before = {(int(history), int(step)) for history, step in json.loads(note.read_text())}
     return list(arguments) if saved <= before else restart_arguments(arguments, config)
 
 

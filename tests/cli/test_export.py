@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,6 +14,7 @@ import torch
 from llmscale.checkpoint.history import record_history
 from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save_manifest
 from llmscale.cli.main import main
+from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.evaluate.load_model import load_trained_model
 from llmscale.training.run_folder import lock_run_folder
 from scripts.bench.transformers_package import import_transformers
@@ -205,10 +205,8 @@ print([name for name in ("deepspeed", "transformers", "safetensors", "streaming"
 def test_a_folder_that_is_being_written_is_refused(
     trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By another process of this host: here by the one that has the lowest number."""
-    other = tmp_path / f".out.partial-{socket.gethostname()}-1"
-    other.mkdir()
-    assert main(["export", str(trained_run), "--to", str(tmp_path / "out")]) == 2
+    with new_folder(tmp_path / "out", replace=False) as other:
+        assert main(["export", str(trained_run), "--to", str(tmp_path / "out")]) == 2
     assert f"out is being written: another process is at {other}." in capsys.readouterr().err
 
 

@@ -35,7 +35,7 @@ from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, show_progress
 
-_SCRATCH_HASHES, _SCRATCH_HELD = "evaluation.npy", "held.jsonl"
+_SCRATCH_HASHES, _SCRATCH_HELD, _SCRATCH_REJECTED = "evaluation.npy", "held.jsonl", "rejected.jsonl"
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,7 @@ def _write(
     shard_bytes: int,
     max_rejected: int,
 ) -> Cleaned:
-    quarantine = Quarantine(rejected_path(out), max_rejected)
-    quarantine.go_on(0, 0)
+    quarantine = Quarantine(folder / _SCRATCH_REJECTED, max_rejected)
     hashes_path = None
     if ngrams is not None:
         hashes_path = folder / _SCRATCH_HASHES
@@ -199,6 +198,10 @@ def _write(
             "ngrams_ignored": pipeline.num_ignored_ngrams,
         }
     (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    # Only now: until here the records beside `out` are those of the set that is there.
+    rejected_path(out).unlink(missing_ok=True)
+    if quarantine.num_records:
+        quarantine.path.rename(rejected_path(out))
     return Cleaned(
         pipeline.taken_in,
         pipeline.kept,

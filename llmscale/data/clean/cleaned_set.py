@@ -7,13 +7,14 @@ OUT/removed/01-exact.jsonl.zst ... what each step took, and why
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import cast
+from collections.abc import Callable, Iterable
+from pathlib import Path, PurePath
+from typing import TypeVar, cast
 
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import Rules, load_json
+from llmscale.untrusted.documents import Rules, load_json, parse_json
 
+_P = TypeVar("_P", bound=PurePath)
 MANIFEST_NAME = "clean.json"
 REMOVED_FOLDER = "removed"
 FORMAT = "llmscale clean"
@@ -33,11 +34,24 @@ def load_clean_manifest(folder: Path) -> dict[str, object] | None:
         manifest = load_json(path, Rules(DataError, follow_links=False))
     except (OSError, DataError):
         return None
+    return _of_known_version(manifest, str(path))
+
+
+def parse_clean_manifest(contents: bytes, where: str) -> dict[str, object] | None:
+    """The same of what a file holds."""
+    try:
+        manifest = parse_json(contents, Rules(DataError), where)
+    except DataError:
+        return None
+    return _of_known_version(manifest, where)
+
+
+def _of_known_version(manifest: dict[str, object], where: str) -> dict[str, object] | None:
     if manifest.get("format") != FORMAT:
         return None
     if manifest.get("version") != FORMAT_VERSION:
         raise DataError(
-            f"{path} is of version {manifest.get('version')}, and this llmscale knows {FORMAT_VERSION}. Update it."
+            f"{where} is of version {manifest.get('version')}, and this llmscale knows {FORMAT_VERSION}. Update it."
         )
     return manifest
 
@@ -48,15 +62,18 @@ def request_of(manifest: dict[str, object]) -> dict[str, object]:
     return cast(dict[str, object], request) if isinstance(request, dict) else {}
 
 
-def without_removed(files: Iterable[Path]) -> list[Path]:
-    """Files of a folder less those in cleaned sets that are no documents: what was taken out must not come back."""
+def without_removed(files: Iterable[_P], root: PurePath, is_cleaned: Callable[[PurePath], bool]) -> list[_P]:
+    """Files at or below `root` less those in cleaned sets that are no documents: what was taken out must not come back.
+
+    `is_cleaned` says of a folder whether `data clean` wrote it. Its manifest need not be among the files.
+    """
     found = list(files)
-    cleaned = {
-        path.parent for path in found if path.name == MANIFEST_NAME and load_clean_manifest(path.parent) is not None
-    }
+    folders = {path.parent for path in found if path.name == MANIFEST_NAME}
+    folders |= {path.parent.parent for path in found if path.parent.name == REMOVED_FOLDER}
+    cleaned: set[PurePath] = {folder for folder in folders if folder.is_relative_to(root) and is_cleaned(folder)}
     return [path for path in found if _is_document(path, cleaned)] if cleaned else found
 
 
-def _is_document(path: Path, cleaned: set[Path]) -> bool:
+def _is_document(path: PurePath, cleaned: set[PurePath]) -> bool:
     around = next((folder for folder in path.parents if folder in cleaned), None)
     return around is None or (path.parent == around and path.match(_SHARD_PATTERN))

@@ -61,8 +61,8 @@ def read_evaluation_text(paths: Sequence[Path]) -> EvaluationNgrams:
 
 
 def _read_items(path: Path) -> Iterator[tuple[str, str]]:
-    """Where each item stands, and all text in it: of JSON lines every string of a line, whatever its field, else the
-    whole file."""
+    """Where each item stands, and all text in it: of JSON lines every string of a line, whatever its field, of a JSON
+    list those of an entry, of other JSON all, else the whole file."""
     try:
         check_regular(path, follow_links=True)
     except OSError as error:
@@ -73,6 +73,8 @@ def _read_items(path: Path) -> Iterator[tuple[str, str]]:
     with opened(file) as raw, unpacked(raw, file.name, file.size_bytes) as contents:
         if suffix in _JSONL_SUFFIXES:
             yield from _read_lines(contents, str(path))
+        elif suffix == ".json":
+            yield from _read_json(contents, str(path))
         else:
             yield str(path), _decode(contents.read(MAX_DOCUMENT_BYTES + 1), str(path))
 
@@ -85,10 +87,33 @@ def _read_lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
         text = _decode(line, where)
         if not text.strip():
             continue
-        try:
-            yield where, "\n".join(_strings(json.loads(text)))
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"--decontaminate {where} is not JSON: {error}. Nothing of it may be missed.") from None
+        yield where, _text_of(_parse(text, where), where)
+
+
+def _read_json(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:
+    value = _parse(_decode(file.read(MAX_DOCUMENT_BYTES + 1), name), name)
+    items = enumerate(value, start=1) if isinstance(value, list) else [(0, value)]
+    for number, item in items:
+        where = f"{name}, entry {number}" if number else name
+        yield where, _text_of(item, where)
+
+
+def _parse(text: str, where: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _no_json(where, error) from None
+
+
+def _text_of(value: object, where: str) -> str:
+    try:
+        return "\n".join(_strings(value))
+    except RecursionError as error:
+        raise _no_json(where, error) from None
+
+
+def _no_json(where: str, error: Exception) -> DataError:
+    return DataError(f"--decontaminate {where} is not JSON: {error}. Nothing of it may be missed.")
 
 
 def _strings(value: object) -> Iterator[str]:

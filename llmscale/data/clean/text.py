@@ -16,7 +16,8 @@ Hashes = NDArray[np.uint64]
 _SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
 _SIGN = re.compile(f"[{_SIGNS}]")
 _PUNCTUATION = re.compile(r"[^\w\s]+")
-_SPACED = re.compile(rf"[{_SIGNS}]|[^\s{_SIGNS}]+")
+#: A sign that is no letter, such as U+30FB in `John\u30fbSmith`, is punctuation and separates nothing.
+_SPACED = re.compile(rf"(?=\w)[{_SIGNS}]|(?:[^\s{_SIGNS}]+|(?!\w)[{_SIGNS}])+")
 _LETTER = rf"[^\W\d_{_SIGNS}]"
 #: Punctuation within what stands between spaces, at which spaCy's English rules cut: `well-known`, `a/b`, `end.Next`.
 _CUTS = (

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import os
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from llmscale.errors import DataError
@@ -18,7 +19,7 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
     """Yields a hidden sibling of `out` to write into; when the block ends well it becomes `out`.
 
     With `replace`, an existing `out` is put aside first and deleted afterwards. Siblings that dead processes
-    of this host left are removed. Raises DataError when `out` cannot be written or has appeared meanwhile.
+    left are removed. Raises DataError when `out` cannot be written or has appeared meanwhile.
     """
     made = [folder for folder in out.parents if not os.path.lexists(folder)]
     try:
@@ -30,9 +31,10 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
         _remove_empty(made)
         raise DataError(f"Cannot write {out}: {error.strerror}.") from None
     try:
-        yield partial
-        sync_tree(partial)
-        put_in_place(partial, out, replace=replace)
+        with _held(partial):
+            yield partial
+            sync_tree(partial)
+            put_in_place(partial, out, replace=replace)
     except OSError as error:
         raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
     finally:
@@ -53,7 +55,7 @@ def recover(out: Path) -> None:
         return
     for kind in ("partial", "replaced"):
         for leftover in _siblings(out, kind):
-            if _is_alive(leftover.name.rpartition("-")[2]):
+            if _is_held(leftover):
                 continue
             if kind == "replaced" and not out.exists():
                 os.rename(leftover, out)
@@ -62,12 +64,13 @@ def recover(out: Path) -> None:
 
 
 def find_writer(out: Path) -> Path | None:
-    """What another process of this host writes just now to become `out`."""
-    return next((partial for partial in _siblings(out, "partial") if _is_alive(partial.name.rpartition("-")[2])), None)
+    """What another process writes just now to become `out`."""
+    return next((partial for partial in _siblings(out, "partial") if _is_held(partial)), None)
 
 
 def _siblings(out: Path, kind: str) -> list[Path]:
-    return sorted(out.parent.glob(f".{glob.escape(out.name)}.{kind}-{glob.escape(socket.gethostname())}-*"))
+    """Of any host, whose name may have changed or be another container's."""
+    return sorted(out.parent.glob(f".{glob.escape(out.name)}.{kind}-*-[0-9]*"))
 
 
 def _sibling(out: Path, kind: str) -> Path:
@@ -77,16 +80,47 @@ def _sibling(out: Path, kind: str) -> Path:
 def put_in_place(partial: Path, out: Path, *, replace: bool) -> None:
     """Rename a finished folder of the same disk to `out`. Raises OSError; then an existing `out` is as it was."""
     aside = _sibling(out, "replaced")
-    if replace and out.exists():
-        os.rename(out, aside)
+    with _held(out) if replace and out.exists() else nullcontext():
+        if replace and out.exists():
+            os.rename(out, aside)
+        try:
+            os.rename(partial, out)
+        except OSError:
+            if aside.exists() and not out.exists():
+                os.rename(aside, out)
+            raise
+        _sync(out.parent)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Shows that a process works on the folder, whatever it is renamed to, until the block or the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.rename(partial, out)
+        with suppress(OSError):  # a file system without locks on folders: the name says who it is
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(folder: Path) -> bool:
+    """Whether a process works on the folder; also where that cannot be told."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
-        if aside.exists() and not out.exists():
-            os.rename(aside, out)
-        raise
-    _sync(out.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        before, _, pid = folder.name.rpartition("-")
+        return not before.endswith(f"-{socket.gethostname()}") or _is_alive(pid)
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def _is_alive(pid: str) -> bool:

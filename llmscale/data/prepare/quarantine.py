@@ -28,7 +28,15 @@ class Quarantine:
         self._most = most
 
     def go_on(self, size_bytes: int, num_records: int) -> None:
-        """Keep what an interrupted run has put there; what is behind is cut off, and an empty file removed."""
+        """Keep what an interrupted run has put there; what is behind is cut off, and an empty file removed.
+
+        Raises DataError when it was allowed more than this one.
+        """
+        if num_records > self._most:
+            raise DataError(
+                f"{self.path} holds {num_records:,} records that were set aside before the interruption, more than "
+                f"--max-rejected {self._most}. To go on, give --max-rejected {num_records} or more."
+            )
         self.size_bytes, self.num_records = size_bytes, num_records
         if size_bytes:
             os.truncate(self.path, size_bytes)

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -63,6 +64,7 @@ class RemoteSet(Destination):
         self._uploader = faults.with_retries(
             self._open_uploader, f"Cannot write to {self.url}", url=self.url, remedy=remedy
         )
+        self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
         self._under_way: collections.deque[Future[None]] = collections.deque()
         self._uploaded: set[str] = set()
@@ -118,6 +120,7 @@ class RemoteSet(Destination):
         self._remove_marker([UNFINISHED_NAME])
 
     def close(self) -> None:
+        self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _open_uploader(self) -> _Uploader:
@@ -161,7 +164,7 @@ class RemoteSet(Destination):
             uploader.upload_file(name)
             self._check(folder / name, url)
 
-        faults.with_retries(upload, f"Cannot upload {url}", url=url, remedy=_REMEDY)
+        faults.with_retries(upload, f"Cannot upload {url}", url=url, remedy=_REMEDY, stop=self._stop)
 
     def _check(self, path: Path, url: str) -> None:
         """Raises ShortAnswer, DataError."""

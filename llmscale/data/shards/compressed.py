@@ -28,6 +28,11 @@ class DamagedError(Exception):
     """A compressed file is damaged, ends early, or unfolds to more than it may."""
 
 
+def most_unpacked_bytes(size_bytes: int) -> int:
+    """What a compressed file of so many bytes may unfold to."""
+    return max(_ALWAYS_BYTES, MAX_RATIO * size_bytes)
+
+
 @contextmanager
 def unpacked(raw: BinaryIO, name: str, size_bytes: int) -> Iterator[BinaryIO]:
     """The contents of an open file of `size_bytes`, uncompressed by the suffix of `name`, as they are read: nothing is
@@ -42,8 +47,7 @@ def unpacked(raw: BinaryIO, name: str, size_bytes: int) -> Iterator[BinaryIO]:
             yield raw
             return
         contents = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if suffix in (".gz", ".tgz") else open_zstd(raw)
-        limit_bytes = max(_ALWAYS_BYTES, MAX_RATIO * size_bytes)
-        yield io.BufferedReader(_Limited(contents, limit_bytes), _CHUNK_BYTES)
+        yield io.BufferedReader(_Limited(contents, most_unpacked_bytes(size_bytes)), _CHUNK_BYTES)
     except (EOFError, gzip.BadGzipFile, zlib.error, DamagedError) as error:
         raise DataError(f"{name} is damaged or cut short: {error}.") from None
     except _Unfolds:

@@ -7,7 +7,7 @@ the status of HTTP that they carry, along the chain of what caused what.
 from __future__ import annotations
 
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -35,26 +35,31 @@ class ShortAnswer(Exception):
     """A store gave other bytes than it said it has, or has other bytes than it was given."""
 
 
-def with_retries(action: Callable[[], _T], what: str, *, url: str, remedy: str = "") -> _T:
-    """The result of `action`; a fault that may pass is said in one line and tried again after a pause.
+def with_retries(
+    action: Callable[[], _T], what: str, *, url: str, remedy: str = "", stop: threading.Event | None = None
+) -> _T:
+    """The result of `action`; a fault that may pass is said in one line and tried again after a pause, unless `stop`
+    is set.
 
     `what` begins the sentence of a fault. Raises DataError: credentials and how to give them, or what is wrong and
     `remedy`.
     """
+    stop = stop or threading.Event()
     for number, pause_s in enumerate(RETRY_PAUSES_S, start=1):
         try:
             return action()
         except DataError:
             raise
         except Exception as error:  # each client raises its own kinds
-            if not may_pass(error):
+            if not may_pass(error) or stop.is_set():
                 raise fault(error, what, url=url, remedy=remedy) from error
             print_visible(
                 f"{what}: {summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of {len(RETRY_PAUSES_S)}).",
                 file=sys.stderr,
                 flush=True,
             )
-            time.sleep(pause_s)
+            if stop.wait(pause_s):
+                raise fault(error, what, url=url, remedy=remedy) from error
     try:
         return action()
     except DataError:

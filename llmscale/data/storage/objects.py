@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
@@ -95,17 +96,17 @@ class Store:
         inside = (name.strip("/").removeprefix(f"{path}/") for name in found if name.strip("/").startswith(f"{path}/"))
         return sorted(name for name in inside if name)
 
-    def describe(self, url: str) -> StoredObject:
-        """One object, as it is now."""
+    def describe(self, url: str, *, stop: threading.Event | None = None) -> StoredObject:
+        """One object, as it is now. `stop` ends the retries."""
 
         def look() -> StoredObject:
             self._files.invalidate_cache()
             return self._describe(self._files.info(path_of(url)))
 
-        return self._retried(look, f"Cannot find {url}", url)
+        return self._retried(look, f"Cannot find {url}", url, stop)
 
-    def read(self, url: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes begin .. end - 1 of an object."""
+    def read(self, url: str, begin: int = 0, end: int | None = None, *, stop: threading.Event | None = None) -> bytes:
+        """Bytes begin .. end - 1 of an object. `stop` ends the retries."""
 
         def fetch() -> bytes:
             data = self._files.cat_file(path_of(url), start=begin, end=end)
@@ -114,13 +115,13 @@ class Store:
             return bytes(data)
 
         where = f", from byte {begin:,}" if begin else ""
-        return self._retried(fetch, f"Cannot read {url}{where}", url)
+        return self._retried(fetch, f"Cannot read {url}{where}", url, stop)
 
     def remove(self, url: str) -> None:
         self._retried(lambda: self._files.rm_file(path_of(url)), f"Cannot remove {url}", url)
 
-    def _retried(self, action: Callable[[], _T], what: str, url: str) -> _T:
-        return faults.with_retries(action, what, url=url, remedy=self._remedy)
+    def _retried(self, action: Callable[[], _T], what: str, url: str, stop: threading.Event | None = None) -> _T:
+        return faults.with_retries(action, what, url=url, remedy=self._remedy, stop=stop)
 
     def _describe(self, info: dict[str, Any]) -> StoredObject:
         path = str(info["name"]).strip("/")

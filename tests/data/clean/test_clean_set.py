@@ -155,8 +155,11 @@ def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
     path, options = crawl
     _clean(path, tmp_path / "all" / "out", options)
     kept = [r["text"] for r in _kept(tmp_path / "all" / "out")]
-    for folder in (tmp_path / "all" / "out", tmp_path / "all"):
-        assert list(open_source(str(folder)).documents()) == kept
+    for spec in ("all/out", "all", "all/**/*.zst", "all/out/*"):
+        assert list(open_source(str(tmp_path / spec)).documents()) == kept
+    with pytest.raises(DataError, match="what matches is what `data clean` removed"):
+        open_source(str(tmp_path / "all" / "*" / "removed" / "*"))
+    assert len(list(open_source(str(tmp_path / "all" / "out" / "removed" / "01*")).documents())) == 20
     made = prepare(
         open_source(str(tmp_path / "all" / "out")),
         tmp_path / "set",
@@ -203,6 +206,9 @@ def test_records_that_are_none(tmp_path: Path) -> None:
     assert _clean(path, tmp_path / "out", steps, max_rejected=2).num_rejected == 2
     assert len((tmp_path / "out.rejected.jsonl").read_text().splitlines()) == 2
     assert [r["text"] for r in _kept(tmp_path / "out")] == ["good one", "good two"]
+    with pytest.raises(DataError, match="--max-rejected"):
+        clean(open_source(str(path)), tmp_path / "out", steps, num_workers=1, overwrite=True, max_rejected=1)
+    assert len((tmp_path / "out.rejected.jsonl").read_text().splitlines()) == 2, "of the set that stays"
     path.write_text('{"title": "x"}\n')
     with pytest.raises(DataError, match=r"no field 'text'\. Its fields: title"):
         _clean(path, tmp_path / "other", steps)

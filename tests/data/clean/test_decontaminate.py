@@ -122,9 +122,25 @@ def test_kinds_of_files(tmp_path: Path, make_prose: MakeProse) -> None:
     assert list(both.hashes) == list(first.hashes) and set(both.items.tolist()) == {0}
 
 
+def test_a_json_list_is_an_item_an_entry(tmp_path: Path, make_prose: MakeProse) -> None:
+    rng = random.Random(14)
+    texts = [make_prose(rng, 30).replace("e", "\u00e9") + '\n"quoted" end of it' for _ in range(3)]
+    entries = [{"q": texts[0]}, ["short", texts[1]], texts[2], 4]
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(entries).encode()))
+    (tmp_path / "same.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    found = read_evaluation_text([path])
+    assert found.hashes.tolist() == read_evaluation_text([tmp_path / "same.jsonl"]).hashes.tolist()
+    assert list(found.labels) == [f"{path}, entry {number}" for number in (1, 2, 3)] and found.num_short == 1
+    (tmp_path / "one.json").write_text(json.dumps({"items": entries}, indent=1))
+    assert read_evaluation_text([tmp_path / "one.json"]).labels == [str(tmp_path / "one.json")]
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "words"),
     [
+        ("a.json", b'{"a": "x"}\n{"a": "y"}\n', r"a\.json is not JSON: Extra data"),
+        ("a.json", b"[" * 100_000, "is not JSON"),
         ("a.jsonl", b'{"text": "x"}\nno json\n', "line 2 is not JSON"),
         ("a.jsonl", b'{"a": "\xff"}\n', "line 1 is not UTF-8"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from llmscale.data.clean.filters import c4
 from llmscale.data.clean.filters.c4 import C4Filter
 from llmscale.data.clean.filters.fineweb import filter_fineweb
 from llmscale.data.clean.filters.gopher import filter_quality, filter_repetition
@@ -115,8 +116,33 @@ def test_c4_on_ends_of_lines_and_citations() -> None:
     assert isinstance(finding, Changed) and finding.text.startswith(heading) and "[" not in finding.text
     strict = STRICT_C4(Text(f"{heading}\n{page}\nAnd so it goes on..."))
     assert isinstance(strict, Changed)
-    assert [why["rule"] for _, why in strict.parts] == ["no_terminal_punc"] * 2
+    assert [text for text, why in strict.parts if why["rule"] != "citation"] == [heading, "And so it goes on..."]
     assert _rule(C4(Text("One sentence stands here. A second one too."))) == "too_few_sentences"
+
+
+def test_c4_counts_no_citation_as_a_sentence_and_keeps_them_to_be_looked_at() -> None:
+    assert _rule(C4(Text("[1] [2] [3]\n" * 9))) == "too_few_sentences"
+    page = "\n".join(f"Here is sentence number {number}." for number in range(5))
+    finding = C4(Text(f"{page}\n[1] [2] [3]\nThis has [4] a source.[edit]"))
+    assert isinstance(finding, Changed) and finding.text == f"{page}\nThis has  a source."
+    assert [(text, why["rule"]) for text, why in finding.parts] == [
+        ("[1] [2] [3]", "too_few_words"),
+        ("[4] [edit]", "citation"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["!", '."', "[", "[1", "\u3002", "a.", "#", "\n", "- "])
+def test_hostile_text_takes_linear_time(text: str) -> None:
+    """With a quadratic pattern this would not end."""
+    long = text * 300_000 + "x"
+    assert len(c4._SENTENCE_END.findall(long)) <= len(long)
+    for judge in (filter_repetition, filter_quality, filter_fineweb, C4, STRICT_C4):
+        judge(Text(long))
+
+
+def test_ends_of_sentences() -> None:
+    found = c4._SENTENCE_END.findall('What?! "So." e.g. this\u3002that\u3002\u3002 Well... (yes!) no...no.')
+    assert found == ["?!", '."', ".", "\u3002", "\u3002\u3002", "...", "!)", "."]
 
 
 @pytest.mark.parametrize(

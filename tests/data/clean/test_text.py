@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from llmscale.data.clean.text import Text, hash_ngrams, number_words, plain_words, word_spans
 
+#: Letters, signs that are letters, signs that are punctuation (U+30A0, U+30FB, U+309B, U+3099) or unassigned, others.
+MIXED = st.text("aB\u00e9 \n.-'\u6f22\u30ab\u3042\u30a0\u30fb\u309b\u3099\u3040\u30fc\U0003134e!_1")
 
-@given(st.text())
+
+@given(st.text() | MIXED)
+@example("A\u30fbB")
 def test_spans_are_those_of_the_plain_words(text: str) -> None:
     spans = word_spans(text)
     assert [word for begin, end in spans for word in plain_words(text[begin:end])] == plain_words(text)

@@ -54,6 +54,23 @@ def test_inputs_are_read_in_the_order_given_and_patterns_sorted(tmp_path: Path) 
         open_source(f"{tmp_path}/*.nothing")
 
 
+def test_a_pattern_does_not_match_what_the_command_writes(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(_jsonl("own"))
+    out = tmp_path / "set"
+    before = open_source(f"{tmp_path}/**/*.jsonl", out=out).fingerprint()
+    out.mkdir()
+    for path in (rejected_path(out), out / "b.jsonl"):
+        path.write_bytes(_jsonl("written"))
+    (tmp_path / "link").symlink_to(tmp_path)
+    for place in (out, tmp_path / "link" / "set"):
+        again = open_source(f"{tmp_path}/**/*.jsonl", out=place)
+        assert set(again.documents()) == {"own"}
+    (tmp_path / "link").unlink()
+    assert open_source(f"{tmp_path}/**/*.jsonl", out=out).fingerprint() == before
+    with pytest.raises(DataError, match="no file matches"):
+        open_source(f"{out}*.jsonl", out=out)
+
+
 def test_every_source_goes_on_from_every_place(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(_jsonl("one", "two") + b"\n\nbad\n" + _jsonl("three"))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(_jsonl("four", "five")))

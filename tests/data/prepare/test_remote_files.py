@@ -6,6 +6,8 @@ import gzip
 import io
 import json
 import tarfile
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +16,15 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
+from llmscale.data.clean.cleaned_set import FORMAT, FORMAT_VERSION
 from llmscale.data.prepare.sources import remote_files
 from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.prepare.sources.remote_files import RemoteFile
 from llmscale.data.prepare.sources.source import Document
+from llmscale.data.storage import faults
+from llmscale.data.storage.objects import Store
 from llmscale.errors import DataError
+from tests.conftest import HANG_S
 from tests.object_store import ObjectStore
 
 TEXTS = [f"document {number} " * (number + 1) for number in range(60)]
@@ -78,6 +85,7 @@ def test_patterns_and_folders_choose_as_on_a_disk_and_in_order(object_store: Obj
     assert found("s3://bucket/in/", glob="2.*") == ["in/b/2.txt"]
     assert found("s3://bucket/in2/z.txt") == ["in2/z.txt"]
     assert dict(open_source("s3://bucket/in").passed_over) == {".exe": 1, ".bin": 1}
+    assert found("s3://bucket/in/**/*.txt", out="s3://bucket/in/b/") == ["in/a.txt"]
     for spec in ("s3://bucket/nothing/", "s3://bucket/in/*.jsonl", "s3://none/x"):
         with pytest.raises(DataError, match="nothing is there"):
             open_source(spec)
@@ -93,6 +101,39 @@ def test_an_object_that_changes_is_noticed(object_store: ObjectStore) -> None:
         list(source.documents())
     object_store.put("in/a.txt", b"one")
     assert open_source("s3://bucket/in/*.txt").fingerprint() == before
+
+
+def test_an_object_that_is_replaced_while_it_is_read_is_noticed(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    object_store.put("in/a.jsonl", LINES)
+    documents = open_source("s3://bucket/in/a.jsonl").documents()
+    assert [next(documents) for _ in range(3)] == TEXTS[:3]
+    object_store.put("in/a.jsonl", LINES.replace(b"document", b"DOCUMENT"))
+    with pytest.raises(DataError, match="has changed"):
+        list(documents)
+
+
+def test_a_file_that_is_let_go_of_asks_no_more(
+    object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A thread in a pause would keep the command from ending."""
+    monkeypatch.setattr(remote_files, "_PART_BYTES", 1000)
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (2.0 * HANG_S,))
+    object_store.put("in/a.txt", bytes(3000))
+    store = Store("s3://bucket")
+    file = RemoteFile(store, store.find("s3://bucket/in/a.txt")[0], "bucket/in").open()
+    object_store.requests.clear()
+    object_store.fails = lambda method, _: sum(asked == "GET" for asked, _ in object_store.requests) > 1
+    assert file.raw.read(10) == bytes(10)  # type: ignore[attr-defined]
+    fetching = [thread for thread in threading.enumerate() if thread.name.startswith("fetch")]
+    while "Trying again" not in capsys.readouterr().err:
+        time.sleep(0.01)
+    file.close()
+    for thread in fetching:
+        thread.join(HANG_S)
+    assert fetching and not any(thread.is_alive() for thread in fetching)
 
 
 def test_a_read_that_fails_is_tried_again_where_it_was(
@@ -112,8 +153,38 @@ def test_a_read_that_fails_is_tried_again_where_it_was(
 
 def test_shards_are_no_text(object_store: ObjectStore) -> None:
     object_store.put("set/train/shard.00000.mds", b"x")
+    object_store.put("set/train/index.json", b"{}")
     with pytest.raises(DataError, match="MDS"):
         open_source("s3://bucket/set")
+    with pytest.raises(DataError, match="MDS"):
+        open_source("s3://bucket/set/train/*.mds")
+
+
+def test_glob_chooses_before_shards_are_looked_for(object_store: ObjectStore) -> None:
+    object_store.put("all/set/train/shard.00000.mds", b"x")
+    object_store.put("all/a.txt", b"text")
+    assert list(open_source("s3://bucket/all", glob="*.txt").documents()) == ["text"]
+    assert list(open_source("s3://bucket/all").documents()) == ["text"]
+    for spec in ("s3://bucket/all/*.txt", "s3://bucket/all/a.txt"):
+        with pytest.raises(DataError, match="--glob"):
+            open_source(spec, glob="*.txt")
+
+
+def test_what_was_removed_does_not_come_back(object_store: ObjectStore) -> None:
+    manifest = json.dumps({"format": FORMAT, "version": FORMAT_VERSION}).encode()
+    kept, gone = (zstandard.compress(json.dumps({"text": text}).encode()) for text in ("kept", "gone"))
+    for name, contents in [
+        ("all/out/clean.json", manifest),
+        ("all/out/documents-00000.jsonl.zst", kept),
+        ("all/out/removed/01-exact.jsonl.zst", gone),
+        ("all/other/clean.json", b"mine"),
+        ("all/other/removed/x.jsonl.zst", kept),
+    ]:
+        object_store.put(name, contents)
+    assert list(open_source("s3://bucket/all/out").documents()) == ["kept"]
+    assert list(open_source("s3://bucket/all").documents()) == ["mine", "kept", "kept"]
+    assert list(open_source("s3://bucket/all/**/*.zst").documents()) == ["kept", "kept"]
+    assert list(open_source("s3://bucket/all/out/removed/*").documents()) == ["gone"]
 
 
 def test_a_public_object_is_read_without_credentials(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
 
 from llmscale.data.storage import faults
 from llmscale.errors import DataError
+from tests.conftest import HANG_S
 
 URL = "s3://bucket/name"
 
@@ -58,6 +61,21 @@ def test_it_is_tried_again_with_a_line_each_time(
 
     assert faults.with_retries(act, "Cannot act", url=URL) == "done"
     assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+def test_a_pause_ends_when_nobody_waits_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (2.0 * HANG_S, 2.0 * HANG_S))
+    stop = threading.Event()
+    calls = []
+
+    def act() -> None:
+        calls.append(1)
+        threading.Timer(0.05, stop.set).start()
+        raise TimeoutError("too slow")
+
+    with pytest.raises(DataError, match="too slow"):
+        faults.with_retries(act, "Cannot act", url=URL, stop=stop)
+    assert len(calls) == 1
 
 
 def test_the_last_fault_names_the_reason_and_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

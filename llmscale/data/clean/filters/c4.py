@@ -18,7 +18,10 @@ LINE_ENDS = (".", "?", "!", '"', "'")
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 
 _CITATION = re.compile(r"\[\d*]|\[edit]|\[citation needed]")
-_SENTENCE_END = re.compile(r"[.?!\u3002\uff01\uff1f]+[\"'\u201d\u2019)\]]*(?=\s|$)|[\u3002\uff01\uff1f]")
+#: Not within a run of marks: to begin at each of them would take a time that grows with its square.
+_SENTENCE_END = re.compile(
+    r"(?<![.?!\u3002\uff01\uff1f])[.?!\u3002\uff01\uff1f]+[\"'\u201d\u2019)\]]*(?=\s|$)|[\u3002\uff01\uff1f]"
+)
 
 
 class C4Filter:
@@ -34,14 +37,18 @@ class C4Filter:
         parts: list[tuple[str, Why]] = []
         num_sentences = 0
         for raw in text.content.splitlines():
-            line, why = self._judge(raw.strip())
+            whole = raw.strip()
+            line = _CITATION.sub("", whole).strip()
+            why = self._judge(line)
             if isinstance(why, Removed):
                 return why
             if why is None:
                 num_sentences += max(1, len(_SENTENCE_END.findall(line)))
                 kept.append(line)
-            elif line:
-                parts.append((line, why))
+                if line != whole:
+                    parts.append((" ".join(_CITATION.findall(whole)), {"rule": "citation"}))
+            elif whole:
+                parts.append((whole, why))
         if num_sentences < MIN_SENTENCES:
             return Removed(beyond("too_few_sentences", num_sentences, MIN_SENTENCES))
         content = "\n".join(kept).strip()
@@ -49,23 +56,22 @@ class C4Filter:
             return None
         return Changed(content, Text(content).num_words, len(content.encode()), parts)
 
-    def _judge(self, line: str) -> tuple[str, Why | Removed | None]:
-        """The line without citations, and why it goes, or the page."""
+    def _judge(self, line: str) -> Why | Removed | None:
+        """Why a line that is without citations goes, or the page."""
         words = line.split()
         longest = max(map(len, words), default=0)
         if longest > MAX_WORD_CHARACTERS:
-            return line, beyond("too_long_word", longest, MAX_WORD_CHARACTERS)
-        line = _CITATION.sub("", line)
+            return beyond("too_long_word", longest, MAX_WORD_CHARACTERS)
         if self._needs_end and (not line.endswith(LINE_ENDS) or line.endswith("...")):
-            return line, {"rule": "no_terminal_punc"}
+            return {"rule": "no_terminal_punc"}
         if len(words) < MIN_LINE_WORDS:
-            return line, beyond("too_few_words", len(words), MIN_LINE_WORDS)
+            return beyond("too_few_words", len(words), MIN_LINE_WORDS)
         lower = line.lower()
         if "lorem ipsum" in lower:
-            return line, Removed({"rule": "lorem_ipsum"})
+            return Removed({"rule": "lorem_ipsum"})
         if "javascript" in lower:
-            return line, {"rule": "javascript"}
+            return {"rule": "javascript"}
         if "{" in line:
-            return line, Removed({"rule": "curly_bracket"})
+            return Removed({"rule": "curly_bracket"})
         policy = next((phrase for phrase in POLICIES if phrase in lower), None)
-        return line, {"rule": "policy", "phrase": policy} if policy else None
+        return {"rule": "policy", "phrase": policy} if policy else None

@@ -8,13 +8,14 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from llmscale.data.clean.cleaned_set import without_removed
+from llmscale.data.clean.cleaned_set import load_clean_manifest, without_removed
+from llmscale.data.prepare.quarantine import rejected_path
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
 from llmscale.data.prepare.sources.input_files import LocalFile, describe_left_out, matches, walk
 from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsSource
-from llmscale.data.prepare.sources.remote_files import open_remote
+from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
 from llmscale.data.prepare.sources.several import SeveralSources
 from llmscale.data.prepare.sources.source import ReadOptions, Source
 from llmscale.data.prepare.sources.stdin import STDIN, StandardInput
@@ -38,25 +39,27 @@ def open_source(
     hf_split: str = "train",
     glob: str | None = None,
     skip_undecodable: bool = False,
+    out: Path | str | None = None,
 ) -> Source:
     """The source that one or several `--input` name, in the order given: each a file, a folder (recursive), a pattern,
     any of these in a store (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]` or `python-stdlib`.
 
     `glob` chooses among folders' files by name or relative path; without it, those with a known suffix are taken.
-    Raises DataError when there is nothing to read.
+    What is written to `out`, a folder or a URL, and beside it matches no pattern, so that the same command finds the
+    same files when it is given again. Raises DataError when there is nothing to read.
     """
-    if glob is not None and not any(is_url(spec) or os.path.isdir(spec) for spec in specs):
+    if glob is not None and not any(os.path.isdir(spec) or (is_url(spec) and not has_pattern(spec)) for spec in specs):
         raise DataError(
             f"--glob '{glob}' chooses among the files of a folder, and --input {', '.join(specs)} is none. Drop it."
         )
     options = ReadOptions(text_field, skip_undecodable)
-    sources = [_open_one(spec, options, hf_split, glob) for spec in specs]
+    sources = [_open_one(spec, options, hf_split, glob, out) for spec in specs]
     return sources[0] if len(sources) == 1 else SeveralSources(sources)
 
 
-def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None) -> Source:
+def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None, out: Path | str | None) -> Source:
     if is_url(spec):
-        return open_remote(spec, options, glob)
+        return open_remote(spec, options, glob, out if isinstance(out, str) else None)
     check_not_forgotten(spec, "--input")
     if spec.startswith(HF_PREFIX):
         return HuggingFaceSource(spec, hf_split, options)
@@ -70,7 +73,7 @@ def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None) 
     if path.is_dir():
         return _open_folder(path, spec, options, glob)
     if globbing.has_magic(spec) and not os.path.lexists(spec):
-        return _open_pattern(spec, options)
+        return _open_pattern(spec, options, out if isinstance(out, Path) else None)
     _check_file(path, spec)
     return FileSource(spec, [LocalFile(path, path.parent)], options)
 
@@ -84,7 +87,7 @@ def _open_stdlib(options: ReadOptions) -> Source:
 
 def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) -> Source:
     found, others = walk(path)
-    found = without_removed(found)
+    found = without_removed(found, path, _is_cleaned)
 
     def is_wanted(file: Path) -> bool:
         relative = file.relative_to(path)
@@ -112,20 +115,40 @@ def _is_read_unasked(path: PurePath) -> bool:
     return kind is not None and kind.in_folders
 
 
+def _is_cleaned(folder: PurePath) -> bool:
+    return load_clean_manifest(Path(folder)) is not None
+
+
 def _is_foreign_mds(folder: Path) -> bool:
     """Whether it holds MDS shards that `llmscale data prepare` did not write."""
     is_prepared = any((place / MANIFEST_NAME).exists() for place in (folder, folder.parent))
     return not is_prepared and next(folder.glob("*.mds*"), None) is not None
 
 
-def _open_pattern(spec: str, options: ReadOptions) -> Source:
+def _open_pattern(spec: str, options: ReadOptions, out: Path | None) -> Source:
     """The files that match, sorted; `**` goes into folders."""
     files = [Path(name) for name in sorted(globbing.glob(spec, recursive=True)) if os.path.isfile(name)]
+    if out is not None:
+        files = [file for file in files if not _is_written_to(out, file)]
     if not files:
         raise DataError(f"--input {spec}: no file matches. Legal: {_LEGAL}.")
+    files = without_removed(files, _before_pattern(Path(spec)), _is_cleaned)
+    if not files:
+        raise DataError(f"--input {spec}: what matches is what `data clean` removed, or says of it. Name its folder.")
     _refuse_shards(files, spec)
     root = Path(os.path.commonpath([file.parent for file in files]))
     return FileSource(spec, [LocalFile(file, root) for file in files], options)
+
+
+def _is_written_to(out: Path, file: Path) -> bool:
+    """Whether it is what a command writes that writes `out`."""
+    ours, place = Path(os.path.realpath(out)), Path(os.path.realpath(file))
+    return ours in place.parents or place == rejected_path(ours)
+
+
+def _before_pattern(path: Path) -> Path:
+    """What stands before the first part with a pattern."""
+    return next(folder for folder in path.parents if not globbing.has_magic(str(folder)))
 
 
 def check_apart(specs: Sequence[str], out: Path | str) -> None:

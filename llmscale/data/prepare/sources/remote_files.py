@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import PurePosixPath
+from pathlib import PurePath, PurePosixPath
 from typing import BinaryIO
 
+from llmscale.data.clean.cleaned_set import MANIFEST_NAME, parse_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import format_of
 from llmscale.data.prepare.sources.input_files import InputFile, matches
@@ -16,6 +18,7 @@ from llmscale.data.prepare.sources.source import ReadOptions
 from llmscale.data.storage.objects import Store, StoredObject
 from llmscale.data.storage.schemes import path_of
 from llmscale.errors import DataError
+from llmscale.untrusted.documents import MAX_BYTES
 
 #: What is asked for at once; while one part is read the next one is under way.
 _PART_BYTES = 8 << 20
@@ -34,18 +37,22 @@ class RemoteFile(InputFile):
         self.size_bytes, self.stamp = found.size_bytes, found.stamp
 
     def open(self) -> BinaryIO:
-        now = self._store.describe(self.name)
-        if (now.size_bytes, now.stamp) != (self.size_bytes, self.stamp):
-            raise DataError(f"{self.name} has changed since this command began. Run it again, which begins anew.")
+        _check_same(self._found, self._store.describe(self.name))
         return io.BufferedReader(_Parts(self._store, self._found), _BUFFER_BYTES)
+
+
+def _check_same(found: StoredObject, now: StoredObject) -> None:
+    if (now.size_bytes, now.stamp) != (found.size_bytes, found.stamp):
+        raise DataError(f"{found.url} has changed since this command began. Run it again, which begins anew.")
 
 
 class _Parts(io.RawIOBase):
     """An object, read part after part, the next one ahead."""
 
     def __init__(self, store: Store, found: StoredObject) -> None:
-        self._store = store
-        self._url, self._size_bytes = found.url, found.size_bytes
+        self._store, self._found = store, found
+        self._size_bytes = found.size_bytes
+        self._stop = threading.Event()
         self._place = 0
         self._begin, self._part = 0, b""
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="fetch")
@@ -85,28 +92,39 @@ class _Parts(io.RawIOBase):
         return part
 
     def _ask(self, begin: int) -> bytes:
-        return self._store.read(self._url, begin, min(begin + _PART_BYTES, self._size_bytes))
+        url, end = self._found.url, min(begin + _PART_BYTES, self._size_bytes)
+        part = self._store.read(url, begin, end, stop=self._stop)
+        # Behind it: what was as it is at the listing and now is one object's, not a mixture of two.
+        _check_same(self._found, self._store.describe(url, stop=self._stop))
+        return part
 
     def close(self) -> None:
+        self._stop.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._part = b""
         super().close()
 
 
-def open_remote(spec: str, options: ReadOptions, glob: str | None) -> FileSource:
-    """An object, those that match a pattern, or all of known kinds below a name. Raises DataError."""
+def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | None = None) -> FileSource:
+    """An object, those that match a pattern and do not lie below `out`, or all of known kinds below a name. Raises
+    DataError."""
     store = Store(spec, for_reading=True)
     found = store.find(spec)
+    if out is not None and has_pattern(spec):
+        found = [one for one in found if not one.url.startswith(f"{out.rstrip('/')}/")]
     if not found:
         raise DataError(f"--input {spec}: nothing is there under that name. Patterns: * within a name, ** across /.")
-    _refuse_shards(found, spec)
     root, passed_over = _root(spec), Counter[str]()
-    if _has_pattern(spec):
-        found = [one for one in found if not _is_hidden(_below(one, root))]
+    everything = found
     if [one.path for one in found] == [path_of(spec)]:
         root = root.rpartition("/")[0]
-    elif not _has_pattern(spec):
-        found, passed_over = _choose(found, root, glob)
+        if glob is not None:
+            raise DataError(f"--glob '{glob}' chooses among what lies below a name, and {spec} is one object. Drop it.")
+    else:
+        found = _without_removed([one for one in found if not _is_hidden(_below(one, root))], store, root)
+        if not has_pattern(spec):
+            found, passed_over = _choose(found, root, glob)
+    _refuse_shards(found if found or glob else everything, everything, spec)
     if not found:
         wanted = f"match --glob '{glob}'" if glob else "have a known suffix (.txt, .jsonl, .parquet, ...; .gz, .zst)"
         raise DataError(f"--input {spec}: none of its files {wanted}.")
@@ -120,14 +138,26 @@ def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple
     chosen, passed_over = [], Counter[str]()
     for one in found:
         relative = _below(one, root)
-        if _is_hidden(relative):
-            continue
         kind = format_of(relative)
         if matches(relative, glob) if glob else kind is not None and kind.in_folders:
             chosen.append(one)
         elif not glob:
             passed_over[(relative.suffix or relative.name)[:80]] += 1
     return chosen, passed_over
+
+
+def _without_removed(found: Sequence[StoredObject], store: Store, root: str) -> list[StoredObject]:
+    """What `data clean` removed must not come back from a store either."""
+
+    def is_cleaned(folder: PurePath) -> bool:
+        there = store.find(f"{scheme}://{folder}/{MANIFEST_NAME}")
+        if len(there) != 1 or there[0].size_bytes > MAX_BYTES:
+            return False
+        return parse_clean_manifest(store.read(there[0].url), there[0].url) is not None
+
+    scheme = found[0].url.partition("://")[0] if found else ""
+    by_path = {PurePosixPath(one.path): one for one in found}
+    return [by_path[path] for path in without_removed(by_path, PurePosixPath(root), is_cleaned)]
 
 
 def _below(one: StoredObject, root: str) -> PurePosixPath:
@@ -138,21 +168,31 @@ def _is_hidden(path: PurePosixPath) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _has_pattern(spec: str) -> bool:
+def has_pattern(spec: str) -> bool:
+    """Whether it stands for names that match."""
     return any(letter in spec for letter in "*?[")
 
 
 def _root(spec: str) -> str:
     """What stands before the first part with a pattern, or before the name."""
     parts = path_of(spec).split("/")
-    fixed = next((k for k, part in enumerate(parts) if _has_pattern(part)), None)
+    fixed = next((k for k, part in enumerate(parts) if has_pattern(part)), None)
     return "/".join(parts[:fixed]) if fixed is not None else "/".join(parts)
 
 
-def _refuse_shards(found: Sequence[StoredObject], spec: str) -> None:
-    shard = next((one for one in found if ".mds" in PurePosixPath(one.path).suffixes), None)
-    if shard is not None:
-        raise DataError(
-            f"--input {spec}: {shard.url} is an MDS shard, not text. Of a prepared set give the text that it was made "
-            "from; another program's shards are read from a local folder: copy them to one."
-        )
+def _refuse_shards(chosen: Sequence[StoredObject], found: Sequence[StoredObject], spec: str) -> None:
+    """Shards that were chosen, and the JSON of a set of them, which would pass for text. Raises DataError."""
+    folders = {PurePosixPath(one.path).parent for one in found if _is_shard(one)}
+    folders |= {folder.parent for folder in folders}
+    for one in chosen:
+        path = PurePosixPath(one.path)
+        if _is_shard(one) or (path.suffix == ".json" and path.parent in folders):
+            raise DataError(
+                f"--input {spec}: {one.url} is an MDS shard, or of a set of them, not text. Of a prepared set give the "
+                "text that it was made from; another program's shards are read from a local folder: copy them to one. "
+                "--glob chooses among other files."
+            )
+
+
+def _is_shard(one: StoredObject) -> bool:
+    return ".mds" in PurePosixPath(one.path).suffixes

@@ -1,0 +1,41 @@
+"""What killed processes left is cleared up, whoever has their ids today; what one writes just now is left alone."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from llmscale.data.prepare.atomic_folder import find_writer, new_folder, recover
+
+#: A process that lives: this one's parent.
+ALIVE = os.getppid()
+
+
+@pytest.mark.parametrize("host", [socket.gethostname(), "another-host"])
+def test_a_living_process_that_has_the_dead_ones_id_blocks_nothing(host: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for kind in ("partial", "replaced"):
+        left = tmp_path / f".out.{kind}-{host}-{ALIVE}"
+        left.mkdir()
+        (left / "file").write_text(kind)
+    work = tmp_path / ".out.partial-prepare"
+    work.mkdir()
+    assert find_writer(out) is None
+    recover(out)
+    assert sorted(tmp_path.iterdir()) == [work, out] and (out / "file").read_text() == "replaced"
+
+
+def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with new_folder(out, replace=False) as partial:
+        (partial / "file").write_text("new")
+        assert find_writer(out) == partial
+        recover(out)
+        assert partial.exists() and not out.exists()
+    assert (out / "file").read_text() == "new" and find_writer(out) is None
+    with new_folder(out, replace=True) as partial:
+        (partial / "file").write_text("newer")
+    assert (out / "file").read_text() == "newer" and list(tmp_path.iterdir()) == [out]
