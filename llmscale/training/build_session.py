@@ -138,6 +138,7 @@ def _open_session(
     display = _open_display(run, meter) if world.is_main else None
     if display is not None:
         stop.before_sudden_end.append(display.close)
+        stop.before_early_end.insert(0, display.close)
     live = LiveRun(
         run=run,
         world=world,
