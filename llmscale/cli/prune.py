@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.prune import ModelWeights, check_sparse_cores, prune_linear_layers
     from llmscale.evaluate.subject import open_subject
     from llmscale.evaluate.validation_loss import open_validation_sets
-    from llmscale.terminal.progress import show_progress
+    from llmscale.terminal.progress import count_words, show_progress
 
     quiet_libraries()
     capability = gpu_capability() if gpu is None else gpu.capability
@@ -97,9 +97,15 @@ def _run(args: argparse.Namespace) -> int:
         )
     sets = open_validation_sets(subject.sets) if subject.sets is not None and args.val_samples else []
     model = subject.load_model()
-    before = losses_on(model, sets, args.val_samples, args.batch_size)
+    num_sequences = sum(min(len(one.shards), args.val_samples) for one in sets)
+
+    def losses_now(label: str) -> dict[str, float]:
+        with show_progress(label, num_sequences, count_words("sequences")) as scored:
+            return losses_on(model, sets, args.val_samples, args.batch_size, scored.add)
+
+    before = losses_now("Taking the loss before")
     pruned = prune_linear_layers(model, for_gpu=for_gpu)
-    after = losses_on(model, sets, args.val_samples, args.batch_size)
+    after = losses_now("Taking the loss after")
     exported = ExportedModel(subject.shape, family_of(subject.shape), "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
     with show_progress("Writing weights") as written:
