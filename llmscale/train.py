@@ -99,10 +99,11 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
 
     with explained_out_of_memory(run), open_session(run, stop, heartbeat, began, announcer) as session:
         is_starting = True
-        while (step := session.step) < run.resolved.total_steps:
+        while session.step < run.resolved.total_steps or (session.agree_at_the_end() and go_back(session, heartbeat)):
+            step = session.step
             micro_batches = session.fetch(step)
             decision = session.agree(step)
-            if decision.go_back and not decision.stop and go_back(session):
+            if decision.go_back and not decision.stop and go_back(session, heartbeat):
                 continue
             if decision.stop:
                 announcer.end()

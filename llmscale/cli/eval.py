@@ -111,7 +111,14 @@ def _run(args: argparse.Namespace) -> int:
     harness = None
     if named:
         with announced("importing lm-eval and its tasks", after_s=SOON_S, on_terminal_only=True):
-            harness = find_tasks(named, args.task_folder)
+            harness = find_tasks(named, args.task_folder, args.limit)
+    if harness is not None:
+        for file in files:
+            if file.name in harness.result_names:
+                raise ConfigError(
+                    f"{file.path} and a task of lm-eval are both named '{file.name}', and so would be their results. "
+                    "Evaluate them one after the other."
+                )
     with show_progress("Verifying the checkpoint") as verified:
         subject = open_subject(folder, args.data, verified.add)
     if subject.sets is None and args.val_samples:
@@ -156,7 +163,6 @@ def _evaluate(subject: Subject, request: Request) -> Evaluation:
 def result_lines(evaluation: Evaluation) -> Iterator[str]:
     """A line for each number, and below HellaSwag's what published models of that size have."""
     from llmscale.evaluate.evaluation import total_loss
-    from llmscale.evaluate.published_results import comparable_results
     from llmscale.evaluate.task_scores import show_value
 
     subject = evaluation.subject
@@ -173,10 +179,10 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
         rows += [(loss.name, "loss", f"{loss.loss:.4f}", f"{loss.num_samples:,}") for loss in evaluation.losses]
     for task in evaluation.tasks:
         rows += _task_rows(task)
-        if task.task == "hellaswag":
+        if task.task == "hellaswag" and evaluation.published:
             rows += [
                 (other.model, name, f"{value:.4f}", f"published: {other.source}")
-                for other in comparable_results(size)
+                for other in evaluation.published
                 for name, value in other.values.items()
             ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]

@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
     from llmscale.terminal.announcer import SOON_S, announced
-    from llmscale.terminal.progress import show_progress
+    from llmscale.terminal.progress import count_words, show_progress
 
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
         from llmscale.architecture.families.registry import family_of
@@ -100,9 +100,15 @@ def _run(args: argparse.Namespace) -> int:
         )
     sets = open_validation_sets(subject.sets) if subject.sets is not None and args.val_samples else []
     model = subject.load_model()
-    before = losses_on(model, sets, args.val_samples, args.batch_size)
+    num_sequences = sum(min(len(one.shards), args.val_samples) for one in sets)
+
+    def losses_now(label: str) -> dict[str, float]:
+        with show_progress(label, num_sequences, count_words("sequences")) as scored:
+            return losses_on(model, sets, args.val_samples, args.batch_size, scored.add)
+
+    before = losses_now("Taking the loss before")
     pruned = prune_linear_layers(model, for_gpu=for_gpu)
-    after = losses_on(model, sets, args.val_samples, args.batch_size)
+    after = losses_now("Taking the loss after")
     exported = ExportedModel(subject.shape, family_of(subject.shape), "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
     with show_progress("Writing weights") as written:

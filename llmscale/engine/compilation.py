@@ -43,6 +43,8 @@ class BlockCompiler:
         """The compiler's words, once it has failed."""
         self.on_failure: Callable[[str], None] | None = None
         """Told of a failure of a later graph, such as of a context that another step has."""
+        self.is_paused = False
+        """Blocks run eagerly meanwhile, for hooks that a graph compiled before them would leave out."""
         self._backend = backend
 
     def compile_blocks(self, model: GPT, *, zero_stage: int, checkpointing: CheckpointingMode) -> None:
@@ -77,7 +79,7 @@ class BlockCompiler:
         if not block.training or remember is not None:
             return Block.forward(block, x, context, remember)
         tensors = (x, context.cos, context.sin, context.mask)
-        if self.failure is not None:
+        if self.is_paused or self.failure is not None:
             return eager(block, *tensors)
         graphs, began = self.graphs, time.perf_counter()
         try:

@@ -1,7 +1,8 @@
 """Where numbers stop being numbers: the first parameters of a forward or backward pass that meet NaN or infinity.
 
 Works at every ZeRO stage, for it looks at what autograd sees: outputs of modules and gradients of whole parameters,
-before DeepSpeed reduces and shards them. Nothing is read until the pass is over.
+before DeepSpeed reduces and shards them. Nothing is read until the pass is over. Compiled blocks run eagerly while it
+looks: torch.compile reuses their graph without asking for hooks of the modules inside (skip_nnmodule_hook_guards).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
+    from llmscale.engine.compilation import BlockCompiler
+
 
 @dataclass(frozen=True)
 class NonfiniteParameters:
@@ -27,10 +30,14 @@ class NonfiniteParameters:
 
 
 class NonfiniteSearch:
-    """Hooks on a model, from when it is built until `end`."""
+    """Hooks on a model, from when it is built until `end` or `close`."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: DeepSpeedEngine, compiler: BlockCompiler | None) -> None:
+        """`compiler` of the engine's blocks; None where they run eagerly."""
         model: nn.Module = engine.module
+        self._compiler = compiler
+        if compiler is not None:
+            compiler.is_paused = True
         self._forward: list[tuple[tuple[str, ...], Tensor]] = []
         self._backward: list[tuple[str, Tensor]] = []
         self._handles = []
@@ -45,12 +52,18 @@ class NonfiniteSearch:
 
     def end(self) -> NonfiniteParameters:
         """What was found; the hooks go. Waits for the device."""
-        for handle in self._handles:
-            handle.remove()
+        self.close()
         forward = _of_bad([(name, is_good) for names, is_good in self._forward for name in names])
         found = NonfiniteParameters(forward, _of_bad(self._backward))
         self._forward, self._backward = [], []
         return found
+
+    def close(self) -> None:
+        """The hooks go, and nothing is read. Waits for nobody."""
+        for handle in self._handles:
+            handle.remove()
+        if self._compiler is not None:
+            self._compiler.is_paused = False
 
     def _note_output(self, names: tuple[str, ...]):  # type: ignore[no-untyped-def]  # torch's type of hooks is private
         def note(_module: nn.Module, _inputs: object, output: object) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llmscale.data.validation import mean_bits_per_byte
-from llmscale.evaluate.published_results import comparable_results
+from llmscale.evaluate.published_results import PublishedResult, comparable_results
 from llmscale.evaluate.subject import Subject
 from llmscale.evaluate.task_files import TaskFile
 from llmscale.evaluate.task_scores import TaskResult, encode_task
@@ -41,6 +41,8 @@ class Evaluation:
     losses: Sequence[ValidationLoss]
     """On each set; empty where there is none."""
     tasks: Sequence[TaskResult]
+    published: Sequence[PublishedResult] | None = None
+    """HellaSwag's of models of that size; None where all of its items were not scored as theirs were."""
 
     def as_dict(self) -> dict[str, object]:
         """Plain values, for a file."""
@@ -58,10 +60,9 @@ class Evaluation:
                 "num_samples": sum(loss.num_samples for loss in self.losses),
                 **({"by_set": by_set} if len(by_set) > 1 else {}),
             }
-        if any(task.task == "hellaswag" for task in self.tasks):
+        if self.published is not None:
             values["published_hellaswag"] = [
-                {"model": other.model, "values": dict(other.values), "source": other.source}
-                for other in comparable_results(size)
+                {"model": other.model, "values": dict(other.values), "source": other.source} for other in self.published
             ]
         return values
 
@@ -82,11 +83,15 @@ def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
     }
 
 
-def losses_on(model: GPT, sets: Sequence[ValidationSet], max_samples: int, batch_size: int) -> dict[str, float]:
-    """The total over sets; empty for none. Raises DataError."""
-    losses = [
-        validation_loss(model, one, max_samples, batch_size=batch_size, progress=lambda count: None) for one in sets
-    ]
+def losses_on(
+    model: GPT,
+    sets: Sequence[ValidationSet],
+    max_samples: int,
+    batch_size: int,
+    progress: Callable[[int], object],
+) -> dict[str, float]:
+    """The total over sets; empty for none. `progress` gets numbers of sequences. Raises DataError."""
+    losses = [validation_loss(model, one, max_samples, batch_size=batch_size, progress=progress) for one in sets]
     return total_loss(losses) if losses else {}
 
 
@@ -119,4 +124,6 @@ def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | 
 
         adapter = LlmscaleLM(model, tokenizer, batch_size=batch_size, progress=partial(progress, "lm-eval", None))
         results += request.harness.run(adapter, request.limit)
-    return Evaluation(subject, losses, results)
+    is_comparable = request.limit is None and any(file.format == "hellaswag" for file in request.files)
+    published = comparable_results(subject.shape.num_parameters) if is_comparable else None
+    return Evaluation(subject, losses, results, published)

@@ -15,6 +15,7 @@ from llmscale.evaluate.task_files import FORMATS
 from llmscale.evaluate.task_scores import TaskResult
 
 if TYPE_CHECKING:
+    from lm_eval.api.task import Task
     from lm_eval.tasks import TaskManager
 
     from llmscale.evaluate.lm_eval_model import LlmscaleLM
@@ -32,6 +33,9 @@ class LmEvalTasks:
 
     manager: TaskManager
     names: tuple[str, ...]
+    """As they were asked for."""
+    result_names: tuple[str, ...]
+    """Of their tasks and groups."""
 
     def run(self, model: LlmscaleLM, limit: int | None) -> list[TaskResult]:
         """Their results; of at most `limit` items each. Raises ConfigError, DataError."""
@@ -53,12 +57,12 @@ class LmEvalTasks:
         ]
 
 
-def find_tasks(specs: Sequence[str], task_folder: Path | None) -> LmEvalTasks:
+def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None = None) -> LmEvalTasks:
     """The tasks that `specs` name: YAML files, tasks of the YAMLs below `task_folder`, or lm-eval's own, whose data
     must be in the cache of `datasets`. A YAML may run Python that lies beside it (`!function`), as in lm-eval itself.
 
     After `go_offline`. Raises ConfigError for a task that nobody knows, with the nearest names, or that cannot be
-    loaded.
+    loaded, and for the first of at most `limit` documents that is not as the task wants it.
     """
     try:
         from lm_eval.tasks import TaskManager
@@ -74,9 +78,10 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None) -> LmEvalTasks:
     if any(not _is_yaml(spec) and spec not in manager.task_index for spec in specs):
         # lm-eval's own 14,000 take seconds to look through.
         manager = TaskManager(include_path=task_folder)
+    found: list[str] = []
     for spec in specs:
-        _check_task(manager, spec, task_folder)
-    return LmEvalTasks(manager, tuple(specs))
+        found += _check_task(manager, spec, task_folder, limit)
+    return LmEvalTasks(manager, tuple(specs), tuple(found))
 
 
 def go_offline() -> None:
@@ -91,22 +96,57 @@ def _is_yaml(spec: str) -> bool:
     return spec.endswith(_YAML_SUFFIXES)
 
 
-def _check_task(manager: TaskManager, spec: str, task_folder: Path | None) -> None:
+def _check_task(manager: TaskManager, spec: str, task_folder: Path | None, limit: int | None) -> list[str]:
+    """The names that its results have."""
     if _is_yaml(spec):
         if not Path(spec).is_file():
             raise ConfigError(f"task {spec}: there is no such file. Name a task's YAML, or a task by its name.")
     elif spec not in manager.task_index:
         raise ConfigError(_unknown(manager.all_tasks, spec, task_folder))
     try:
-        manager.load([spec])
+        loaded = manager.load([spec])
     except (KeyboardInterrupt, MemoryError):
         raise
     except Exception as error:  # whatever a task's own code, its YAML or `datasets` can raise
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError(
-            f"task {spec} cannot be loaded: {reason} Nothing is fetched from the network: a task's data must be files "
-            "that its YAML names (dataset_path: json, dataset_kwargs: data_files), or lie in the cache of `datasets`."
+            f"task {spec} cannot be loaded: {_reason(error)} Nothing is fetched from the network: a task's data must "
+            "be files that its YAML names (dataset_path: json, dataset_kwargs: data_files), or lie in the cache of "
+            "`datasets`."
         ) from None
+    for name, task in loaded["tasks"].items():
+        _check_documents(name, task, limit)
+    return [*loaded["tasks"], *loaded["groups"]]
+
+
+def _check_documents(name: str, task: Task, limit: int | None) -> None:
+    """Build its requests, as lm-eval does again when it runs."""
+    construct, count = task.construct_requests, 0
+
+    def construct_counting(doc: object, *args: object, **kwargs: object) -> object:
+        nonlocal count
+        made = construct(doc, *args, **kwargs)
+        if task.get_config("doc_to_target") is not None:
+            task.doc_to_target(doc)
+        count += 1
+        return made
+
+    task.construct_requests = construct_counting
+    try:
+        task.build_all_requests(limit=limit)
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"task {name}: document {count}, counted from 0, is not as the task wants it: {_reason(error)} Has it the "
+            "fields that the task's YAML names?"
+        ) from None
+    finally:
+        task.construct_requests = construct
+
+
+def _reason(error: Exception) -> str:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
 def _unknown(known: Sequence[str], spec: str, task_folder: Path | None) -> str:

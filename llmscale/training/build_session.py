@@ -23,7 +23,7 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
-from llmscale.engine.loss_scaling import set_scaler_state
+from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.announcer import REPEAT_S, Announcer
@@ -128,6 +128,7 @@ def _open_session(
     with clock.phase("engine", f"building the engine, ZeRO stage {run.resolved.zero_stage}"):
         compiler = BlockCompiler(run.compilation.backend) if run.compilation.backend else None
         engine = build_engine(run.config, run.resolved, compiler)
+        configured_scaler = get_scaler_state(engine)
     has_weights = point is not None or run.config.init_from is not None
     with clock.phase("checkpoint load", "loading the weights", after_s=0.0 if has_weights else REPEAT_S):
         _load(run, engine, point, world, report, progress)
@@ -140,11 +141,13 @@ def _open_session(
     display = _open_display(run, meter) if world.is_main else None
     if display is not None:
         stop.before_sudden_end.append(display.close)
+        stop.before_early_end.insert(0, display.close)
     live = LiveRun(
         run=run,
         world=world,
         engine=engine,
         compiler=compiler,
+        configured_scaler=configured_scaler,
         stream=stream,
         feed=feed,
         validation=validation,
@@ -274,7 +277,7 @@ def _load(
             source.load_into(engine, world.control)
             report(f"weights from {source.name}; everything else starts at step 0")
         return
-    fill_from(engine, point, world)
+    fill_from(engine, point, world, get_scaler_state(engine))
     report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
     if point.state.precision != run.resolved.precision:
         report(
@@ -283,10 +286,13 @@ def _load(
         )
 
 
-def fill_from(engine: DeepSpeedEngine, point: ResumePoint, world: World) -> None:
-    """Weights, optimizer states and loss scaler of a checkpoint. Collective. Raises CheckpointError."""
+def fill_from(
+    engine: DeepSpeedEngine, point: ResumePoint, world: World, configured_scaler: dict[str, float] | None
+) -> None:
+    """Weights, optimizer states and loss scaler of a checkpoint; of one that was saved without fp16, the scaler as it
+    was configured. Collective. Raises CheckpointError."""
     load_engine(engine, point.folder, point.state, world.control)
-    set_scaler_state(engine, point.state.loss_scaler)
+    set_scaler_state(engine, point.state.loss_scaler or configured_scaler)
 
 
 def _first_weights(

@@ -14,10 +14,10 @@ from llmscale.engine.collectives import gather, on_main_rank
 from llmscale.errors import CheckpointError
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.build_session import choose_checkpoint, fill_from, open_data
+from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.resume import enter_history
 from llmscale.training.run_data import build_stream
-from llmscale.training.run_inputs import PreparedRun
 from llmscale.training.session import Session
 from llmscale.training.step_actions import build_actions
 from llmscale.training.watch_spikes import checkpoint_before, how_to_go_back, steps_to_skip
@@ -26,9 +26,17 @@ from llmscale.training.watch_spikes import checkpoint_before, how_to_go_back, st
 _MOST_TIMES = 5
 
 
-def go_back(session: Session) -> bool:
+def go_back(session: Session, heartbeat: Heartbeat) -> bool:
     """Whether the session is at an earlier step now; if not, the main rank asks to stop, and says how to go on by hand.
-    Collective. Raises LlmscaleError as a start would."""
+    It counts as a start, for the supervisor too. Collective. Raises LlmscaleError as a start would."""
+    heartbeat.beat("starting")
+    with session.live.meter.pause("starting"):
+        has_gone_back = _go_back(session)
+    heartbeat.beat("starting")
+    return has_gone_back
+
+
+def _go_back(session: Session) -> bool:
     began, live = time.perf_counter(), session.live
     control, report = live.world.control, live.report
     spike = next(wanted for wanted in gather(control, live.spikes.go_back_from) if wanted is not None)
@@ -40,8 +48,9 @@ def go_back(session: Session) -> bool:
         problem = f"the run has gone back {_MOST_TIMES} times already"
     if before is None or problem is not None:
         return _stop(session, before, spike, str(problem))
-    run = _leaving_out(live.run, session, spike)
-    left = run.config.skip_steps[-1]
+    left = steps_to_skip(live, spike)
+    skips = [*live.run.config.skip_steps, left]
+    run = replace(live.run, config=live.run.config.model_copy(update={"skip_steps": skips}))
     report(f"going back from step {session.step} to {before.path.name}; the batches of steps {left} are left out")
     wanted = run.config.model_copy(update={"resume": str(before.path), "init_from": None})
     try:
@@ -52,7 +61,7 @@ def go_back(session: Session) -> bool:
     live.feed.close()
     stream = build_stream(run, point.state)
     feed, validation = open_data(run, live.world, stream, point.state)
-    fill_from(live.engine, point, live.world)
+    fill_from(live.engine, point, live.world, live.configured_scaler)
     live.engine.skipped_steps = 0
     history = enter_history(run.config.run, point, control, report)
     if live.log:
@@ -78,16 +87,5 @@ def go_back(session: Session) -> bool:
 def _stop(session: Session, before: Checkpoint | None, spike: tuple[int, int], problem: str) -> bool:
     if session.live.world.is_main:
         session.stop.received.append(f"--on-spike skip, which cannot go back from step {spike[0]}: {problem}")
-        session.live.report(how_to_go_back(before, spike))
+        session.live.report(how_to_go_back(session.live, before, spike))
     return False
-
-
-def _leaving_out(run: PreparedRun, session: Session, spike: tuple[int, int]) -> PreparedRun:
-    """The run with one more --skip-steps. A range of the same name was applied and means other samples by now, so this
-    one gets a name of its own by leaving out a step more."""
-    first, behind = steps_to_skip(spike)
-    known = {*run.config.skip_steps, *(skip.steps for skip in session.live.stream.skips)}
-    while f"{first}:{behind}" in known:
-        behind += 1
-    skips = [*run.config.skip_steps, f"{first}:{behind}"]
-    return replace(run, config=run.config.model_copy(update={"skip_steps": skips}))

@@ -33,6 +33,8 @@ class LiveRun:
     engine: DeepSpeedEngine
     compiler: BlockCompiler | None
     """Of the engine's blocks; None where they run eagerly."""
+    configured_scaler: dict[str, float] | None
+    """What fp16's loss scaler begins with; None in other precisions."""
     stream: SampleStream
     feed: Feed
     validation: tuple[ValidationSplit, ...]

@@ -22,6 +22,7 @@ from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.live_run import LiveRun
 from llmscale.training.stop_request import StopRequest
+from llmscale.training.watch_spikes import checkpoint_before, how_to_go_back
 
 
 @dataclass
@@ -93,6 +94,12 @@ class Session:
             self._check_ids(step, decision.ids_sum)
         return decision
 
+    def agree_at_the_end(self) -> bool:
+        """Whether the run is to go back from its last step, after which no other one asks. Collective."""
+        wanted = self.live.spikes.go_back_from is not None
+        decision = agree(self.live.world.control, stop=bool(self.stop.received), go_back=wanted)
+        return decision.go_back and not decision.stop
+
     def train(self, step: int, batches: list[MicroBatch]) -> DoneStep:
         """One optimizer step."""
         live, engine = self.live, self.live.engine
@@ -124,6 +131,9 @@ class Session:
         if self.step > live.first_step:
             self.checkpoints.finish(self.step)
         why = "finished" if self.step >= total else f"stopped by {self._reason()}"
+        if spike := live.spikes.go_back_from:
+            live.report(f"--on-spike skip did not go back from the loss spike at step {spike[0]}, for the run stops:")
+            live.report(how_to_go_back(live, checkpoint_before(live, spike[0]), spike))
         live.report(f"{why} at step {self.step} of {total}; run folder: {live.run.config.run}")
         if live.log:
             live.log.log_event(why.split()[0], step=self.step, reason=why)

@@ -24,7 +24,7 @@ class StepMetrics:
     loss_scale: float | None
     """fp16 only."""
     skipped_steps: int
-    """Steps that DeepSpeed skipped because of overflow, since this process started."""
+    """Steps that DeepSpeed skipped because of overflow since step 0, over all starts."""
     tokens_per_second: float
     """All ranks, since the last logged step; validation, sampling and checkpoints not counted."""
     tokens_per_second_per_device: float

@@ -86,8 +86,8 @@ class StopRequest:
         with self._lock:
             if not self._starting:
                 return
-            with contextlib.suppress(OSError):
-                for action in self.before_early_end:
+            for action in self.before_early_end:
+                with contextlib.suppress(OSError):
                     action()
             if os.environ.get("RANK", "0") == "0":
                 line = f"stopped by {self._early_reason} before the first step: nothing was trained, nothing to save\n"

@@ -62,7 +62,7 @@ class WatchSpikes:
             live.spikes.go_back_from = live.spikes.go_back_from or (spike.step, spike.step)
         elif config.on_spike == "stop":
             self._stop.received.append(f"--on-spike stop: the loss spike at step {spike.step}")
-            live.report(how_to_go_back(before, (spike.step, spike.step)))
+            live.report(how_to_go_back(live, before, (spike.step, spike.step)))
 
     def _keep(self, before: Checkpoint, step: int) -> str:
         try:
@@ -82,15 +82,19 @@ def checkpoint_before(live: LiveRun, step: int) -> Checkpoint | None:
     return next(fit, None)
 
 
-def steps_to_skip(spike: tuple[int, int]) -> tuple[int, int]:
-    """(A, B) of --skip-steps A:B for a spike's first and newest step."""
-    return max(1, spike[0] - STEPS_BEFORE), spike[1] + 1
+def steps_to_skip(live: LiveRun, spike: tuple[int, int]) -> str:
+    """A:B of --skip-steps for a spike's first and newest step. A range of the same name was applied and means other
+    samples by now, so this one gets a name of its own by leaving out a step more."""
+    first, behind = max(1, spike[0] - STEPS_BEFORE), spike[1] + 1
+    known = {skip.steps for skip in live.stream.skips}
+    while f"{first}:{behind}" in known:
+        behind += 1
+    return f"{first}:{behind}"
 
 
-def how_to_go_back(before: Checkpoint | None, spike: tuple[int, int]) -> str:
+def how_to_go_back(live: LiveRun, before: Checkpoint | None, spike: tuple[int, int]) -> str:
     """The flags that leave the spike's batches out, in one line."""
-    first, behind = steps_to_skip(spike)
-    skip = f"--skip-steps {first}:{behind}"
+    skip = f"--skip-steps {steps_to_skip(live, spike)}"
     if before is None:
         return f"to go on without its batches, begin anew with the same command, another --run and {skip}"
     return f"to go on without its batches, add to the same command: --resume {shlex.quote(str(before.path))} {skip}"

@@ -114,6 +114,26 @@ def test_a_task_that_nobody_knows_is_answered_with_the_nearest(
     assert "Nearest: hellaswag" in done.stderr
 
 
+def test_a_document_that_the_task_cannot_use_is_named_before_the_model_is_loaded(
+    trained_run: Path, items: Path, llmscale: Llmscale, tmp_path: Path
+) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
+    lines = (items / "hellaswag.jsonl").read_text().splitlines()
+    record = json.loads(lines[2])
+    del record["endings"]
+    write_lm_eval_tasks(tmp_path / "tasks", tmp_path)
+    (tmp_path / "hellaswag.jsonl").write_text("\n".join([*lines[:2], json.dumps(record), *lines[3:]]))
+    words = ("eval", str(trained_run), "--tasks", str(tmp_path / "tasks/hella.yaml"))
+    done = llmscale(*words)
+    assert done.returncode == 2, done.stderr
+    assert "task hella: document 2, counted from 0" in done.stderr
+    # The two documents before it are fine; then only the name is wrong.
+    shutil.copy(items / "choice.jsonl", tmp_path / "hella.jsonl")
+    done = llmscale(*words, f"multiple_choice={tmp_path / 'hella.jsonl'}", "--limit", "2")
+    assert done.returncode == 2, done.stderr
+    assert "both named 'hella'" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_task_whose_data_is_not_here_is_not_fetched(trained_run: Path, llmscale: Llmscale) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
@@ -127,10 +147,13 @@ def test_published_results_stand_below_ours() -> None:
     from types import SimpleNamespace
 
     from llmscale.evaluate.evaluation import Evaluation
+    from llmscale.evaluate.published_results import comparable_results
     from llmscale.evaluate.task_scores import TaskResult
 
     subject: Any = SimpleNamespace(folder=Path("run"), step=None, shape=SimpleNamespace(num_parameters=124_000_000))
-    lines = list(result_lines(Evaluation(subject, (), [TaskResult("hellaswag", {"acc": 0.25}, 101)])))
+    results = [TaskResult("hellaswag", {"acc": 0.25}, 101)]
+    assert len(list(result_lines(Evaluation(subject, (), results)))) == 2, "of some items only, or lm-eval's own"
+    lines = list(result_lines(Evaluation(subject, (), results, comparable_results(124_000_000))))
     assert lines[0] == "run, 124,000,000 parameters"
     assert lines[1].split() == ["hellaswag", "acc", "0.2500", "+-", "0.0433", "101", "items"]
     assert lines[2].split()[:4] == ["GPT-2", "124M", "acc", "0.2859"]

@@ -8,14 +8,22 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
+from llmscale.terminal import progress
 
 
 def test_a_pruned_run_is_a_model_with_both_losses_said(
-    trained_run: Path, tiny_set: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained_run: Path,
+    tiny_set: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out, again = tmp_path / "pruned", tmp_path / "again"
+    monkeypatch.setattr(progress, "_LINE_INTERVAL_S", 0.0)
     assert main(["prune", str(trained_run), "--to", str(out)]) == 0
-    said = capsys.readouterr().out
+    said, shown = capsys.readouterr()
+    for label in ("Taking the loss before", "Taking the loss after"):
+        assert re.search(rf"{label}: .*sequences.* 100%", shown), shown
     assert "4 linear layers, 6,144 of 12,288 weights zero (50.0%)" in said
     _, after = re.search(r"validation loss (\S+) -> (\S+)", said).groups()
     assert main(["eval", str(out), "--data", str(tiny_set), "--json", str(tmp_path / "result.json")]) == 0

@@ -2,6 +2,7 @@
 
 noise:STEP              the samples of that step are noise, whenever they are drawn
 nan:STEP:RANK:TIMES     on a rank, the last module of block 1's MLP puts out infinity in so many steps from that one
+stuck                   no step ever ends
 slow-data:RANK          a rank waits 50 ms for every micro-batch
 slow-forward:RANK       a rank takes 50 ms longer for every forward pass; slow-head:RANK, for that of its head
 """
@@ -56,6 +57,12 @@ def nan(step: str, rank: str, times: str) -> None:
     Session.train = train_with_infinity  # type: ignore[method-assign]
 
 
+def stuck() -> None:
+    from llmscale.training.session import Session
+
+    Session.train = lambda *_: time.sleep(3600)  # type: ignore[method-assign]
+
+
 def slow(owner: type, name: str, rank: str) -> None:
     method: Callable = getattr(owner, name)
 
@@ -77,6 +84,8 @@ def plant(fault: str) -> None:
         noise(*values)
     elif kind == "nan":
         nan(*values)
+    elif kind == "stuck":
+        stuck()
     else:
         slow(*{"slow-data": (Feed, "__next__"), "slow-forward": (GPT, "forward"), "slow-head": (TiedHead, "forward")}[kind], *values)  # fmt: skip  # noqa: E501
 

@@ -159,3 +159,14 @@ def test_a_rank_that_has_no_handlers_yet_is_told_once_it_has() -> None:
         assert behind.wait(HANG_S) == 0
     finally:
         behind.kill()
+
+
+def test_at_an_early_end_one_that_fails_keeps_none_of_the_others() -> None:
+    """A terminal that is gone cannot get its rows back; the claim on the run folder must go all the same."""
+    code = (
+        "def fail(): raise OSError('the terminal is gone')\n"
+        "stop.before_early_end += [fail, lambda: print('given up', flush=True)]\n"
+        "stop.end_now()\n"
+    )
+    status, output, _ = run_python(code, START)
+    assert (status, output.splitlines()[0]) == (0, "given up")

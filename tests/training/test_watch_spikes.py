@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from llmscale.checkpoint.history import list_checkpoints
+from llmscale.training.skipped_steps import Skip
+from llmscale.training.watch_spikes import how_to_go_back
 from tests.conftest import read_losses
 
 JOB = str(Path(__file__).with_name("fault_job.py"))
@@ -79,3 +82,20 @@ def test_without_a_checkpoint_to_go_back_to_it_stops(ranks: Callable, train_comm
     assert job.exit_codes == [0, 0], outputs
     assert "begin anew with the same command, another --run and --skip-steps 32:34" in outputs[0]
     assert max(read_losses(tmp_path / "run")) < LAST
+
+
+def test_a_second_spike_at_the_same_step_gets_a_range_of_another_name() -> None:
+    """One of the same name means the samples that are left out already: the run would come back for ever."""
+    live = SimpleNamespace(stream=SimpleNamespace(skips=(Skip("32:34", 64, 68), Skip("32:35", 68, 74))))
+    assert how_to_go_back(live, None, (33, 33)).endswith(" --skip-steps 32:36")  # type: ignore[arg-type]
+    assert how_to_go_back(live, None, (40, 42)).endswith(" --skip-steps 39:43")  # type: ignore[arg-type]
+
+
+def test_a_spike_at_the_last_step_is_left_out_too(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    flags = (*STEPS, *SAVES, "--on-spike", "skip", "--steps", str(SPIKE))
+    job = ranks([JOB, f"noise:{SPIKE}", *train_command(*flags)[1:]], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    (back,) = events(tmp_path / "run", "go_back")
+    assert (back["step"], back["to_step"], back["skip_steps"]) == (SPIKE, 30, "32:34")
+    assert outputs[0].splitlines()[-1].startswith(f"finished at step {SPIKE} of {SPIKE}")

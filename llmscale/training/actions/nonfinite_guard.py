@@ -64,6 +64,10 @@ class EndWhenLost(StepAction):
         elif self._judges_at(done.step):
             self._judge(done.step)
 
+    def close(self) -> None:
+        if self._search is not None:
+            self._search[0].close()
+
     def _judge(self, step: int) -> None:
         """Collective; every rank comes to the same."""
         worst = self._lost.worst_in_a_row()
@@ -76,7 +80,7 @@ class EndWhenLost(StepAction):
             self._is_told = False
         elif not self._is_told:
             self._is_told = True
-            self._search = (NonfiniteSearch(self._live.engine), *found)
+            self._search = (NonfiniteSearch(self._live.engine, self._live.compiler), *found)
 
     def _find(self, step: int, worst: int) -> tuple[str, int] | None:
         """What is wrong since the last time, and the step that it began with; None while all is well."""

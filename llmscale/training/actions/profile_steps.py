@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from llmscale.config.hardware import find_gpu
 from llmscale.engine.timing import Phase
+from llmscale.errors import LlmscaleError
 from llmscale.memory.zero_settings import build_layout
 from llmscale.planning.step_parts import predict_step_parts
 from llmscale.training.actions.action import DoneStep, StepAction
@@ -31,11 +32,17 @@ class ProfileSteps(StepAction):
         first, behind = parse_profiled(steps)
         self._before, self._last = first - 1, min(behind - 1, live.run.resolved.total_steps)
         self._profiler: profile | None = None
+        self._is_done = False
         self._whole = record_function(WHOLE)
         self._phase: record_function | None = None
 
     def begin(self, step: int) -> None:
+        if self._profiler is not None or self._is_done:
+            return  # begun again in a new run folder
         if step > self._before or self._last <= self._before:
+            self._is_done = True
+            if self._live.spikes.times_gone_back:
+                return  # what there was to say was said before
             self._live.report(f"WARNING: --profile {self._steps}: this start goes from step {step + 1} to "
                               f"{self._live.run.resolved.total_steps}, so nothing is profiled")  # fmt: skip
         elif step == self._before:
@@ -54,6 +61,8 @@ class ProfileSteps(StepAction):
     def close(self) -> None:
         if self._profiler is not None:
             self._live.meter.phases.listener = None
+            self._live.report(f"WARNING: --profile {self._steps}: the run left these steps before the last, so "
+                              "nothing is written")  # fmt: skip
             with suppress(Exception):  # whatever ended the run is what counts
                 self._profiler.stop()
 
@@ -85,11 +94,12 @@ class ProfileSteps(StepAction):
         self._whole.__exit__(None, None, None)
         with live.meter.pause("profiling"):
             profiler.stop()
-            self._profiler = None
+            self._profiler, self._is_done = None, True
+            # On the main rank alone: what ended the run here would leave the others waiting.
             try:
                 self._write(profiler)
-            except OSError as error:
-                live.report(f"WARNING: --profile {self._steps}: nothing could be written: {error}. Training goes on")
+            except (OSError, LlmscaleError, KeyError, RuntimeError) as error:
+                live.report(f"WARNING: --profile {self._steps}: nothing is written: {error}. Training goes on")
 
     def _write(self, profiler: profile) -> None:
         live, num_steps = self._live, self._last - self._before
@@ -97,9 +107,12 @@ class ProfileSteps(StepAction):
         trace = folder / f"steps-{self._before + 1}-to-{self._last}.trace.json"
         folder.mkdir(exist_ok=True)
         partial = trace.with_name(f".{trace.name}.partial")
-        profiler.export_chrome_trace(str(partial))
-        os.replace(partial, trace)
-        shares, predicted = read_shares(trace), self._predict()
+        try:
+            profiler.export_chrome_trace(str(partial))
+            shares, predicted = read_shares(partial), self._predict()
+            os.replace(partial, trace)
+        finally:
+            partial.unlink(missing_ok=True)
         live.report(
             f"profile of steps {self._before + 1} to {self._last} on rank 0, which the profiler itself slows down: "
             f"{trace} (open it in chrome://tracing or ui.perfetto.dev)"

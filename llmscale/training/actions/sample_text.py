@@ -25,7 +25,9 @@ class SampleText(StepAction):
         self._tokenizer = together(live.world.control, lambda: load_set_tokenizer(location.folder, location.manifest))
 
     def due(self, step: int) -> bool:
-        config = self._live.run.config
+        config, total_steps = self._live.run.config, self._live.run.resolved.total_steps
+        if config.eval_every and step == total_steps:
+            return True
         return any(every and step % every == 0 for every in (config.sample_every, config.eval_every))
 
     def act(self, done: DoneStep) -> None:

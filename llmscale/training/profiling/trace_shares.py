@@ -73,7 +73,9 @@ class _Span:
 
 def read_shares(trace: Path) -> TraceShares:
     """Raises LlmscaleError when it is no trace, or none of ours."""
-    events = load_json(trace, Rules(LlmscaleError, max_bytes=_MAX_BYTES)).get("traceEvents")
+    # The profiler writes names and arguments as it finds them.
+    rules = Rules(LlmscaleError, max_bytes=_MAX_BYTES, not_finite=True, large_numbers=True)
+    events = load_json(trace, rules).get("traceEvents")
     if not isinstance(events, list):
         raise LlmscaleError(f"{trace} holds no events.")
     return shares_of_events(events)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.errors import TrainingError
-from llmscale.training.actions.nonfinite_guard import PATIENCE_STEPS, LostSteps, check_weights
+from llmscale.training.actions.nonfinite_guard import PATIENCE_STEPS, EndWhenLost, LostSteps, check_weights
 
 FAULT_JOB = str(Path(__file__).parents[1] / "fault_job.py")
 FP32 = ("--precision", "fp32", "--warmup-steps", "0", "--steps", "40")
@@ -79,6 +81,27 @@ def test_weights_that_are_nan_are_never_saved(ranks: Callable, train_command: Ca
     assert job.exit_codes == [2], output
     assert output.splitlines()[-1].startswith("error: step 3: the weights are NaN or infinite, and are not saved.")
     assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_a_search_goes_with_the_session_that_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stays, and must not keep its hooks."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    model = torch.nn.Linear(2, 2)
+    window = SimpleNamespace(steps=[SimpleNamespace(step=1, loss=float("nan"))])
+    live: Any = SimpleNamespace(
+        engine=SimpleNamespace(module=model, fp16_enabled=lambda: False),
+        compiler=None,
+        world=SimpleNamespace(device=torch.device("cpu")),
+        run=SimpleNamespace(resolved=SimpleNamespace(precision="fp32")),
+        recent=SimpleNamespace(window=window),
+        skipped_steps=0,
+    )
+    guard, done = EndWhenLost(live, judges_at=lambda step: True), SimpleNamespace(step=1, loss=torch.tensor(1.0))
+    done.was_skipped = False
+    guard.act(done)  # type: ignore[arg-type]
+    assert model._forward_hooks
+    guard.close()
+    assert not model._forward_hooks
 
 
 if __name__ == "__main__":

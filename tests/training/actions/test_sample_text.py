@@ -4,7 +4,12 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from llmscale.training.actions import sample_text
 from llmscale.training.run_folder import METRICS_VERSION
 from tests.conftest import read_losses
 
@@ -43,3 +48,15 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
     assert records[0]["metrics_version"] == METRICS_VERSION
     assert records[0]["bytes_per_token"] > 0
     assert losses["zero3", "2"] == losses["zero3", "0"]
+
+
+def test_text_is_sampled_wherever_the_model_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step too, whatever it is a multiple of."""
+    monkeypatch.setattr(sample_text, "together", lambda *_: None)
+    config, resolved = SimpleNamespace(sample_every=0, eval_every=4), SimpleNamespace(total_steps=10)
+    run = SimpleNamespace(config=config, resolved=resolved, sets=SimpleNamespace(first=None))
+    live: Any = SimpleNamespace(run=run, world=SimpleNamespace(control=None))
+    action = sample_text.SampleText(live)
+    assert [step for step in range(1, 11) if action.due(step)] == [4, 8, 10]
+    config.sample_every, config.eval_every = 3, 0
+    assert [step for step in range(1, 11) if action.due(step)] == [3, 6, 9]

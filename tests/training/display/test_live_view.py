@@ -68,6 +68,18 @@ def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
         assert f"stopped by {number.name}" in terminal.text()
 
 
+def test_a_run_that_is_stopped_before_its_first_step_leaves_the_terminal_sane(train_command: Callable) -> None:
+    """One rank with nobody above it who would mend the terminal."""
+    job = str(Path(__file__).parents[1] / "fault_job.py")
+    command = [sys.executable, job, "stuck", *train_command(*FLAGS, "--steps", "9")[1:]]
+    with Terminal(command, 100, 24, OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd()) as terminal:
+        assert terminal.read_until(lambda: terminal.screen.margins is not None), terminal.text()
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.wait() == 0, terminal.text()
+        assert_sane(terminal)
+        assert "stopped by SIGINT before the first step" in terminal.text()
+
+
 def test_a_rank_that_is_killed_leaves_the_terminal_sane(on_terminal: Callable[..., Terminal]) -> None:
     with on_terminal("--steps", "100000", ranks=1) as terminal:
         assert terminal.read_until(lambda: has_view(terminal)), terminal.text()

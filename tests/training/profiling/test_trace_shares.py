@@ -115,3 +115,11 @@ def test_a_trace_that_is_none_is_one_line(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(LlmscaleError):
             read_shares(path)
+
+
+def test_numbers_that_json_does_not_know_are_none_of_its_business(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    whole = {"ph": "X", "cat": "user_annotation", "name": WHOLE, "pid": 1, "tid": 1, "ts": 0, "dur": 5}
+    other = {"ph": "M", "name": "memory", "args": {"rate": float("inf"), "address": 2**70}}
+    path.write_text(json.dumps({"traceEvents": [whole, other]}))
+    assert read_shares(path).wall_s == pytest.approx(5e-6)
