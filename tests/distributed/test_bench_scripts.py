@@ -22,6 +22,7 @@ def run_script(name: str, *flags: str) -> str:
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_fault_of_each_kind() -> None:
     """One rank of three in training, one of two in a save, all in a start: whatever else this seed draws."""
     output = run_script("chaos.py", "--faults", "3", "--seed", "17958")
@@ -29,7 +30,7 @@ def test_a_fault_of_each_kind() -> None:
     assert "no finished one was ever damaged" in output
 
 
-@pytest.mark.parametrize("block", ["gpt2", "llama"])
+@pytest.mark.parametrize("block", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_part_of_the_resume_matrix(block: str) -> None:
     flags = ("--configs", "zero1,zero3_offload", "--worlds", "1,2", "--steps", "5")
     output = run_script("resume_matrix.py", "--block", block, *flags)

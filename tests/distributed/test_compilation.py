@@ -69,6 +69,7 @@ def samples(output: str) -> list[str]:
     return re.findall(r"sample: (.*)", output)
 
 
+@pytest.mark.slow
 def test_a_run_at_stage_3_goes_on_compiled(train: Callable) -> None:
     selective = ("--activation-checkpointing", "selective")
     eager, said = train("eager", 3, *selective, world_size=1)

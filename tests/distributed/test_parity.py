@@ -67,6 +67,7 @@ def test_world_size_and_checkpointing_change_nothing(curve: Callable) -> None:
         assert curve("zero2", 2, "--precision", "fp32", "--activation-checkpointing", mode) == reference
 
 
+@pytest.mark.slow
 def test_16_bit_stays_close_to_fp32(curve: Callable) -> None:
     reference = curve("zero2", 2, "--precision", "fp32")
     cells = (("zero0", "bf16"), ("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast"), ("zero3", "autocast"))
@@ -75,6 +76,7 @@ def test_16_bit_stays_close_to_fp32(curve: Callable) -> None:
         assert largest_difference(losses, reference) <= 0.01, (ds_config, precision)
 
 
+@pytest.mark.slow
 def test_todays_blocks_have_the_same_losses_at_every_stage(curve: Callable) -> None:
     reference = curve("zero0", 1, *LLAMA)
     assert reference[-1] < reference[0] - 1, "nothing was learnt, so nothing is compared"
