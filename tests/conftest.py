@@ -129,10 +129,15 @@ def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequenc
 
 
 @pytest.fixture(autouse=True)
-def nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output is for a pipe of any width, whatever the terminal of whoever runs the tests; xdist sets COLUMNS, too."""
+def environment_is_a_pipes() -> Iterator[None]:
+    """Output is for a pipe of any width, whatever the terminal of whoever runs the tests; xdist sets COLUMNS, too. And
+    a command that is called within this process, such as an evaluation without network, leaves no variable behind."""
+    before = dict(os.environ)
     for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
-        monkeypatch.delenv(name, raising=False)
+        os.environ.pop(name, None)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 #: Signals by which a process ends unless it handles them.

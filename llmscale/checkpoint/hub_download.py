@@ -141,13 +141,16 @@ def _fetch(name: str, source: str) -> Path:
 
     try:
         if is_offline():
-            raise OSError("HF_HUB_OFFLINE is set")
+            raise OSError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
         listed = list_hub_files(name, CheckpointError)
         main = choose_weights(listed, f"{source} on the Hub")
         described = [part for part in listed if part in _DESCRIPTION]
         for absent in {*VOCABULARY_NAMES} - {*listed}:
             note_absent(model, commit, absent)
         folder = fetch([*described, main])
+        # Where the Hub does not answer that returns what an earlier download has left.
+        if not (folder / main).exists():
+            raise OSError(f"{main} did not come")
         if main.endswith(INDEX_SUFFIX):
             folder = fetch({*load_index(folder / main).values()})
         return folder

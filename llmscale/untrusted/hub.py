@@ -96,7 +96,7 @@ def _read_or_fetch(
     # Another process may have fetched them meanwhile.
     snapshot = find_snapshot(model, revision, names[0])
     if snapshot is None and is_offline():
-        raise OSError("HF_HUB_OFFLINE is set")
+        raise OSError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
     commit = _commit_of(model, revision, error) if snapshot is None else snapshot.name
     contents = {} if snapshot is None else _read_snapshot(snapshot, names, max_bytes)
     for part in names:
@@ -133,8 +133,8 @@ def hub_endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """Whether the user forbade the network, in huggingface_hub's words."""
-    return _is_set("HF_HUB_OFFLINE")
+    """Whether the user forbade the network, in huggingface_hub's words: it listens to both."""
+    return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
 
 
 def is_known_absent(name: str, part: str) -> bool:

@@ -79,6 +79,7 @@ def test_losses_are_those_of_a_plain_loop_over_single_documents(
     )
 
 
+@pytest.mark.slow
 def test_goes_on_bit_by_bit_and_elsewhere(ranks: Callable, short_documents: Path, tmp_path: Path) -> None:
     def train(ds_config: str, world_size: int, *flags: str) -> dict[int, float]:
         ds_path = str(REPOSITORY / f"ds_configs/{ds_config}.json")

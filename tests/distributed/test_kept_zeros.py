@@ -51,7 +51,7 @@ def zero_share(weights: dict[str, torch.Tensor]) -> dict[str, float]:
     ("world_size", "stage", "precision"),
     [
         (2, "zero3", "bf16"),
-        (1, "zero1", "fp32"),
+        pytest.param(1, "zero1", "fp32", marks=pytest.mark.slow),
         pytest.param(2, "zero0", "fp32", marks=pytest.mark.slow),
         pytest.param(2, "zero2", "bf16", marks=pytest.mark.slow),
         pytest.param(2, "zero3_offload", "fp32", marks=pytest.mark.slow),

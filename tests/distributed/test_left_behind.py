@@ -7,9 +7,12 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import shared_memory_segments
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side_use_no_shared_memory_and_survive_a_kill(
     ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:

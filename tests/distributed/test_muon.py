@@ -120,6 +120,7 @@ def forget_after(run: Path, step: int) -> None:
             shutil.rmtree(folder)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_stage_and_world_size(train_run: Callable, tmp_path: Path) -> None:
     """The momentum of a matrix that ZeRO has cut goes where its weights go."""
     straight = train_run("straight", "zero2", 2)

@@ -238,7 +238,7 @@ prepare(open_source(source), RemoteSet(url, work_dir=Path(work)), load_tokenizer
 """
 
 
-@pytest.mark.parametrize("num_kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_kills", [pytest.param(number, marks=pytest.mark.slow) for number in (2, 12)])
 def test_killed_at_any_moment_it_goes_on(
     num_kills: int, corpus: Path, object_store: ObjectStore, tmp_path: Path
 ) -> None:

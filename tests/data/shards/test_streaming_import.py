@@ -37,6 +37,7 @@ def test_nothing_heavy_is_imported_and_no_placeholder_stays() -> None:
     assert _run(code) == "[]"
 
 
+@pytest.mark.slow
 def test_the_real_package_can_be_imported_afterwards_and_before() -> None:
     after = (
         "import sys, types; sys.modules['streaming.vision'] = types.ModuleType('streaming.vision'); "
