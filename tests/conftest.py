@@ -131,12 +131,14 @@ def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequenc
 @pytest.fixture(autouse=True)
 def environment_is_a_pipes() -> Iterator[None]:
     """Output is for a pipe of any width, whatever the terminal of whoever runs the tests; xdist sets COLUMNS, too. And
-    a command that is called within this process, such as an evaluation without network, leaves no variable behind."""
-    before = dict(os.environ)
-    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
+    an evaluation within this process, which goes without the network, does not forbid it to what comes after."""
+    names = ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    for name in names[:3]:
         os.environ.pop(name, None)
     yield
-    os.environ.clear()
+    for name in names:
+        os.environ.pop(name, None)
     os.environ.update(before)
 
 

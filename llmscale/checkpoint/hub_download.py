@@ -16,7 +16,7 @@ from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
 from llmscale.engine.collectives import gather, together
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.untrusted.hub import hub_endpoint, is_offline, list_hub_files, read_token
+from llmscale.untrusted.hub import hub_endpoint, is_offline, list_hub_files, offline_variable, read_token
 from llmscale.untrusted.hub_cache import find_snapshot, hub_cache, note_absent
 
 #: What describes a model and its tokens; nothing that is run.
@@ -141,7 +141,7 @@ def _fetch(name: str, source: str) -> Path:
 
     try:
         if is_offline():
-            raise OSError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
+            raise OSError(f"{offline_variable()} is set")
         listed = list_hub_files(name, CheckpointError)
         main = choose_weights(listed, f"{source} on the Hub")
         described = [part for part in listed if part in _DESCRIPTION]

@@ -96,7 +96,7 @@ def _read_or_fetch(
     # Another process may have fetched them meanwhile.
     snapshot = find_snapshot(model, revision, names[0])
     if snapshot is None and is_offline():
-        raise OSError("HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set")
+        raise OSError(f"{offline_variable()} is set")
     commit = _commit_of(model, revision, error) if snapshot is None else snapshot.name
     contents = {} if snapshot is None else _read_snapshot(snapshot, names, max_bytes)
     for part in names:
@@ -133,8 +133,13 @@ def hub_endpoint() -> str:
 
 
 def is_offline() -> bool:
-    """Whether the user forbade the network, in huggingface_hub's words: it listens to both."""
-    return _is_set("HF_HUB_OFFLINE") or _is_set("TRANSFORMERS_OFFLINE")
+    """Whether the user forbade the network."""
+    return offline_variable() is not None
+
+
+def offline_variable() -> str | None:
+    """By which the user forbade the network, in huggingface_hub's words: it listens to both."""
+    return next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)), None)
 
 
 def is_known_absent(name: str, part: str) -> bool:
