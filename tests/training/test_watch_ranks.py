@@ -14,7 +14,11 @@ JOB = str(Path(__file__).with_name("fault_job.py"))
 
 @pytest.mark.parametrize(
     ("fault", "stage", "phase"),
-    [("slow-forward", 0, "arithmetic"), ("slow-data", 2, "data wait"), ("slow-head", 3, "arithmetic")],
+    [
+        pytest.param("slow-forward", 0, "arithmetic", marks=pytest.mark.slow),
+        ("slow-data", 2, "data wait"),
+        ("slow-head", 3, "arithmetic"),
+    ],
 )
 def test_a_slow_rank_is_named_with_its_host_and_phase(
     fault: str, stage: int, phase: str, ranks: Callable, train_command: Callable, tmp_path: Path
