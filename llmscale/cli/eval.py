@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.user_paths import check_output_file
 from llmscale.errors import ConfigError
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from llmscale.config.flag_parser import FlagParser
     from llmscale.evaluate.evaluation import Evaluation, Request
+    from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
     from llmscale.evaluate.subject import Subject
+    from llmscale.evaluate.task_files import TaskFile
     from llmscale.evaluate.task_scores import TaskResult
 
 #: Accuracies, whose standard error follows from their value and the number of items.
@@ -29,12 +32,8 @@ _SHARES = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "exact_match")
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `eval`."""
     parser = subparsers.add_parser("eval")
-    parser.add_argument(
-        "run",
-        type=flag_type.path,
-        metavar="RUN",
-        help="run folder of train.py, one checkpoint of it, or a folder of transformers",
-    )
+    subject_flags.add_model(parser)
+    subject_flags.add_loss(parser)
     parser.add_argument(
         "--tasks",
         nargs="+",
@@ -48,31 +47,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "--task-folder", type=flag_type.path, metavar="DIR", help="with the YAMLs of more tasks for lm-eval"
     )
     parser.add_argument(
-        "--data",
-        type=flag_type.path_or_url,
-        metavar="SET",
-        help="prepared set whose validation split the loss is taken on (default: the run's own)",
-    )
-    parser.add_argument(
-        "--val-samples",
-        type=flag_type.whole(0, limits.MAX_SAMPLES),
-        default=256,
-        help="sequences that the loss is taken on, spread over the split; 0: no loss (default %(default)s)",
-    )
-    parser.add_argument(
         "--limit", type=flag_type.whole(1, limits.MAX_SAMPLES), help="take only so many items of each task"
-    )
-    parser.add_argument(
-        "--step",
-        type=flag_type.whole(0, limits.MAX_STEPS),
-        default=None,
-        help="the run's checkpoint of this step (default: its newest)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=flag_type.whole(1, limits.MAX_BATCH),
-        default=8,
-        help="sequences at once; results do not depend on it (default %(default)s)",
     )
     parser.add_argument("--json", type=flag_type.path, metavar="FILE", help="write the results there too")
     parser.set_defaults(handler=_run)
@@ -104,21 +79,10 @@ def _run(args: argparse.Namespace) -> int:
 
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
         from llmscale.evaluate.evaluation import Request
-        from llmscale.evaluate.lm_eval_tasks import find_tasks
         from llmscale.evaluate.subject import open_subject
 
     quiet_libraries()
-    harness = None
-    if named:
-        with announced("importing lm-eval and its tasks", after_s=SOON_S, on_terminal_only=True):
-            harness = find_tasks(named, args.task_folder, args.limit)
-    if harness is not None:
-        for file in files:
-            if file.name in harness.result_names:
-                raise ConfigError(
-                    f"{file.path} and a task of lm-eval are both named '{file.name}', and so would be their results. "
-                    "Evaluate them one after the other."
-                )
+    harness = _find_harness(named, args, files) if named else None
     with show_progress("Verifying the checkpoint") as verified:
         subject = open_subject(folder, args.data, verified.add)
     if subject.sets is None and args.val_samples:
@@ -141,6 +105,22 @@ def _run(args: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--json {args.json} cannot be written: {error.strerror}. Name another file.") from None
     return 0
+
+
+def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequence[TaskFile]) -> LmEvalTasks:
+    """lm-eval's tasks. Raises ConfigError as `find_tasks`, and where a file has the name of one of them."""
+    from llmscale.evaluate.lm_eval_tasks import find_tasks
+    from llmscale.terminal.announcer import SOON_S, announced
+
+    with announced("importing lm-eval and its tasks", after_s=SOON_S, on_terminal_only=True):
+        harness = find_tasks(named, args.task_folder, args.limit)
+    for file in files:
+        if file.name in harness.result_names:
+            raise ConfigError(
+                f"{file.path} and a task of lm-eval are both named '{file.name}', and so would be their results. "
+                "Evaluate them one after the other."
+            )
+    return harness
 
 
 def _evaluate(subject: Subject, request: Request) -> Evaluation:

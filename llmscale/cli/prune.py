@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from llmscale.config import flag_type, limits
+from llmscale.cli import subject_flags
+from llmscale.config import flag_type
 from llmscale.config.hardware import get_gpu
 from llmscale.errors import ConfigError
 
@@ -20,12 +21,8 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `prune`."""
     parser = subparsers.add_parser("prune")
-    parser.add_argument(
-        "run",
-        type=flag_type.path,
-        metavar="RUN",
-        help="run folder of train.py, one checkpoint of it, or a folder of transformers",
-    )
+    subject_flags.add_model(parser)
+    subject_flags.add_loss(parser)
     parser.add_argument(
         "--to", type=flag_type.path, required=True, metavar="FOLDER", help="for AutoModelForCausalLM.from_pretrained"
     )
@@ -35,30 +32,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         metavar="NAME",
         help="that it is for, of `llmscale estimate --gpu list`: refused where it cannot skip the zeros (default: this "
         "machine's, if it has one)",
-    )
-    parser.add_argument(
-        "--data",
-        type=flag_type.path_or_url,
-        metavar="SET",
-        help="prepared set whose validation split the loss before and after is taken on (default: the run's own)",
-    )
-    parser.add_argument(
-        "--val-samples",
-        type=flag_type.whole(0, limits.MAX_SAMPLES),
-        default=256,
-        help="sequences that the losses are taken on; 0: none (default %(default)s)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=flag_type.whole(1, limits.MAX_BATCH),
-        default=8,
-        help="sequences at once (default %(default)s)",
-    )
-    parser.add_argument(
-        "--step",
-        type=flag_type.whole(0, limits.MAX_STEPS),
-        default=None,
-        help="the run's checkpoint of this step (default: its newest)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
     parser.set_defaults(handler=_run)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,6 +21,7 @@ from llmscale.data.clean.cleaned_set import (
     request_of,
 )
 from llmscale.data.clean.evaluation_text import EvaluationNgrams, read_evaluation_text, save_hashes
+from llmscale.data.clean.jsonl_files import FileFacts
 from llmscale.data.clean.language import check_languages
 from llmscale.data.clean.look import LookedBatch
 from llmscale.data.clean.near import index_bytes_per_document
@@ -172,7 +174,33 @@ def _write(
             raise DataError(_nothing_left(source, pipeline))
     if hashes_path is not None:
         hashes_path.unlink()
-    manifest = {
+    manifest = _manifest(pipeline, mark, options, request, documents, removed, ngrams)
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    # Only now: until here the records beside `out` are those of the set that is there.
+    rejected_path(out).unlink(missing_ok=True)
+    if quarantine.num_records:
+        quarantine.path.rename(rejected_path(out))
+    return Cleaned(
+        pipeline.taken_in,
+        pipeline.kept,
+        pipeline.reports,
+        mark.num_rejected,
+        pipeline.num_ignored_ngrams,
+        ngrams.num_short if ngrams else 0,
+    )
+
+
+def _manifest(
+    pipeline: Pipeline,
+    mark: Mark,
+    options: CleanOptions,
+    request: dict[str, object],
+    documents: Sequence[FileFacts],
+    removed: Sequence[FileFacts],
+    ngrams: EvaluationNgrams | None,
+) -> dict[str, object]:
+    """Everything that was done, and the files that it made."""
+    manifest: dict[str, object] = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
         "llmscale": llmscale.__version__,
@@ -197,19 +225,7 @@ def _write(
             "items_too_short": ngrams.num_short,
             "ngrams_ignored": pipeline.num_ignored_ngrams,
         }
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    # Only now: until here the records beside `out` are those of the set that is there.
-    rejected_path(out).unlink(missing_ok=True)
-    if quarantine.num_records:
-        quarantine.path.rename(rejected_path(out))
-    return Cleaned(
-        pipeline.taken_in,
-        pipeline.kept,
-        pipeline.reports,
-        mark.num_rejected,
-        pipeline.num_ignored_ngrams,
-        ngrams.num_short if ngrams else 0,
-    )
+    return manifest
 
 
 def _pass_all(
