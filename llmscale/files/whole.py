@@ -8,16 +8,18 @@ from contextlib import suppress
 from pathlib import Path
 
 
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Replace a small file at once and for good: a temporary beside it, fsync, rename, fsync of the folder.
+def write_durably(path: Path, *content: str | bytes | memoryview) -> None:
+    """Replace a file at once and for good: a temporary beside it, fsync, rename, fsync of the folder.
 
-    Raises OSError; then `path` is as it was and the temporary is gone. A link of that name is replaced, not followed.
+    Parts of `content` stand one behind the other; a memoryview is one of bytes. Raises OSError; then `path` is as it
+    was and the temporary is gone. A link of that name is replaced, not followed.
     """
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
     try:
         # Never through a link or into a file that somebody else has put there.
         with open(temporary, "xb", buffering=0) as file:
-            _write_all(file.fileno(), content)
+            for part in content:
+                _write_all(file.fileno(), part)
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
@@ -49,7 +51,8 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _write_all(descriptor: int, content: str | bytes) -> None:
+def _write_all(descriptor: int, content: str | bytes | memoryview) -> None:
+    """A memoryview is one of bytes."""
     rest = memoryview(content.encode() if isinstance(content, str) else content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

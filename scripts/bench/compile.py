@@ -86,7 +86,7 @@ def compete(args: argparse.Namespace, stage: int, mode: str, folder: Path) -> di
             job.kill()
     ratios = [taken["off"] / taken["on"] for taken in rounds]
     said = {way: (folder / f"{way}.log").read_text() for way in WAYS}
-    first_steps = {way: float(re.findall(r"first step ([\d.]+)", said[way])[0]) for way in WAYS}
+    first_steps = {way: float(re.findall(r"first step (\d+\.\d+)", said[way])[0]) for way in WAYS}
     return {
         "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
         "eager_tokens_per_second": args.steps * args.batch * args.seq_len / statistics.median(r["off"] for r in rounds),

@@ -27,7 +27,7 @@ def corpus(tmp_path: Path) -> Path:
     folder = tmp_path / "corpus"
     folder.mkdir()
     for number in range(30):
-        (folder / f"{number}.txt").write_text(f"document {number}: the cat sat on the mat\n" * 20)
+        (folder / f"{number}.txt").write_text(f"document {number}: the cat sat on the mat\n" * 6)
     return folder
 
 

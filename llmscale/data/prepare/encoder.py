@@ -28,9 +28,9 @@ EncoderName = Literal["auto", "gigatoken", "reference"]
 _PIECE_CHARACTERS = 1 << 18
 #: Characters of the input's first documents that are compared.
 CHECKED_CHARACTERS = 1 << 19
-#: gigatoken remembers every word that it has seen, up to 2.6 bytes for a byte of random ones; it forgets when it is
-#: loaded anew, which takes 0.2 s.
-_RENEWED_BYTES = 1 << 30
+#: gigatoken remembers every word that it has seen, up to 2.6 bytes for a character of random ones; it forgets when it
+#: is loaded anew, which takes 0.2 s.
+_RENEWED_CHARACTERS = 1 << 30
 #: What tells apart patterns that split text in almost the same way.
 _HARD_TEXTS = (
     "",
@@ -60,8 +60,8 @@ class Encoder(Protocol):
 
     name: str
 
-    def encode(self, texts: Sequence[str], contents: Sequence[bytes]) -> list[TokenArray]:
-        """Token ids of each text, of which `contents` is the UTF-8. Raises DataError."""
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        """Token ids of each text. Raises DataError."""
 
 
 class ReferenceEncoder:
@@ -71,7 +71,7 @@ class ReferenceEncoder:
         self._tokenizer = tokenizer
         self.name = "tokenizers" if isinstance(tokenizer, HuggingFaceTokenizer) else "tiktoken"
 
-    def encode(self, texts: Sequence[str], contents: Sequence[bytes]) -> list[TokenArray]:
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
         if not self._tokenizer.newline_is_a_border:
             return self._tokenizer.encode_batch(texts)
         cut = [list(cut_text(text, _PIECE_CHARACTERS)) for text in texts]
@@ -92,16 +92,16 @@ class GigatokenEncoder:
         self._tokenizer = tokenizer
         self._native = native
         self._is_nfc = is_nfc
-        self._num_bytes = 0
+        self._num_characters = 0
         self._never = tokenizer.never_from_text() if isinstance(tokenizer, HuggingFaceTokenizer) else None
 
-    def encode(self, texts: Sequence[str], contents: Sequence[bytes]) -> list[TokenArray]:
-        self._num_bytes += sum(map(len, contents))
-        if self._num_bytes > _RENEWED_BYTES:
-            self._num_bytes = 0
+    def encode(self, texts: Sequence[str]) -> list[TokenArray]:
+        self._num_characters += sum(map(len, texts))
+        if self._num_characters > _RENEWED_CHARACTERS:
+            self._num_characters = 0
             self._native, _ = _load(self._tokenizer)
         # Of an awkward array only its two numpy arrays are used; not parallel, as its own threads know no limit.
-        layout = self._native.encode_batch(list(contents), parallel=False).layout
+        layout = self._native.encode_batch(list(texts), parallel=False).layout
         tokens, ends = layout.content.data, layout.offsets.data
         arrays = [tokens[begin:end] for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
         doubtful = [place for place, text in enumerate(texts) if self._is_nfc and _NFC_MAY_CHANGE.search(text)]
@@ -170,14 +170,13 @@ def _load(tokenizer: TiktokenTokenizer | HuggingFaceTokenizer) -> tuple[BPEToken
 
 def _find_difference(encoder: Encoder, reference: Encoder, texts: Sequence[str]) -> str:
     """What the two make different of one of the texts; empty for nothing."""
-    contents = [text.encode() for text in texts]
     try:
-        found = encoder.encode(texts, contents)
+        found = encoder.encode(texts)
     except (KeyboardInterrupt, SystemExit, MemoryError, DataError):
         raise
     except BaseException as error:
         return f"it fails on a text ({' '.join(str(error).split())[:200]})"
-    for text, ours, theirs in zip(texts, found, reference.encode(texts, contents), strict=True):
+    for text, ours, theirs in zip(texts, found, reference.encode(texts), strict=True):
         if not np.array_equal(ours, theirs):
             place = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
             return f"token {place} of the text {text[:60]!r} is another one"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -131,18 +131,22 @@ class ShardFiles:
         first = 4 + 4 * (num_samples + 1) + len(self._config_data)
         offsets = (first + window_bytes * np.arange(num_samples + 1, dtype=np.int64)).astype("<u4")
         head = np.uint32(num_samples).tobytes() + offsets.tobytes() + self._config_data
-        data = b"".join([head, *(np.ascontiguousarray(part).data.cast("B") for part in parts)])
+        contents: list[bytes | memoryview] = [head, *(np.ascontiguousarray(part).data.cast("B") for part in parts)]
         name = f"shard.{number:05}.mds"
-        zipped, zip_info = None, None
+        raw, zip_info = _describe(contents, name), None
         if self._compression:
-            zipped = streaming_module("compression").compress(self._compression, data)
-            zip_info = _describe(zipped, f"{name}.{self._compression}")
-        write_durably(self._folder / (f"{name}.{self._compression}" if zipped else name), zipped or data)
-        return {"samples": num_samples, "raw_data": _describe(data, name), "zip_data": zip_info, **self._config}
+            contents = [streaming_module("compression").compress(self._compression, b"".join(contents))]
+            zip_info = _describe(contents, f"{name}.{self._compression}")
+        entry: Entry = {"samples": num_samples, "raw_data": raw, "zip_data": zip_info, **self._config}
+        write_durably(self._folder / _stored_name(entry), *contents)
+        return entry
 
 
-def _describe(data: bytes, name: str) -> Entry:
-    return {"basename": name, "bytes": len(data), "hashes": {HASH_ALGORITHM: xxhash.xxh3_64(data).hexdigest()}}
+def _describe(contents: Sequence[bytes | memoryview], name: str) -> Entry:
+    digest = xxhash.xxh3_64()
+    for part in contents:
+        digest.update(part)
+    return {"basename": name, "bytes": sum(map(len, contents)), "hashes": {HASH_ALGORITHM: digest.hexdigest()}}
 
 
 def _raw_bytes(entry: Entry) -> int:

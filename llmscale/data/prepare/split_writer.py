@@ -88,11 +88,11 @@ class SplitWriter:
     def num_tokens(self) -> int:
         return int(self._counts.sum()) + self._num_waiting - self._num_counted
 
-    def add_document(self, tokens: Tokens, num_text_bytes: int) -> None:
-        """Append a document's tokens, of the split's dtype, with the end-of-text token that ends it."""
+    def add_documents(self, tokens: Tokens, num_documents: int, num_text_bytes: int) -> None:
+        """Append documents' tokens, of the split's dtype, each with the end-of-text token that ends it."""
         self._waiting.append(tokens)
         self._num_waiting += len(tokens)
-        self._num_documents += 1
+        self._num_documents += num_documents
         self._num_text_bytes += num_text_bytes
         if self._num_waiting >= max(_BUFFER_TOKENS, self._seq_len + 1):
             self._cut_windows()
@@ -106,7 +106,7 @@ class SplitWriter:
         return run, SplitState(rest, self._counts.copy(), self._num_documents, self._num_text_bytes, begins)
 
     def write_run(self, run: Run) -> None:
-        """Raises OSError. May run beside `add_document`."""
+        """Raises OSError. May run beside `add_documents`."""
         self._shuffle.write_run(run)
 
     def finish(self, done: Callable[[int], None]) -> SplitManifest:

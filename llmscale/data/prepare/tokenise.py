@@ -7,6 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from llmscale.data.prepare import window_shuffle
 from llmscale.data.prepare.batches import Batch, Mark, gather
@@ -18,7 +22,7 @@ from llmscale.data.prepare.sources.source import Source, TokenRules
 from llmscale.data.prepare.split_writer import SplitWriter
 from llmscale.data.prepare.tokenise_batch import BatchTokeniser, TokenisedBatch
 from llmscale.data.prepare.tokenised_document import TokenisedDocument
-from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeeper, split_score
+from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeeper, split_scores
 from llmscale.data.prepare.work_folder import WorkFolder
 from llmscale.data.shards.set_rules import TokenDtype
 from llmscale.data.tokenizers.tokenizer import Tokenizer
@@ -68,19 +72,39 @@ class Distributor:
 
     def add(self, batch: TokenisedBatch) -> None:
         """Raises OSError, DataError for too many rejected records."""
-        for document in batch.documents:
-            for split, assigned in self._assigner.assign(split_score(document.text_hash, self._seed), document):
+        scores = split_scores(batch.text_hashes, self._seed)
+        number = 0
+        while number < len(scores) and not self._is_settled:
+            for split, assigned in self._assigner.assign(float(scores[number]), batch.document(number)):
                 self._pass_on(split, assigned)
+            number += 1
+        self._pass_on_at_once(batch, scores, number)
         self.mark = batch.mark
         self._quarantine.add(batch.rejected)
         self._keep_now_and_then()
+
+    def _pass_on_at_once(self, batch: TokenisedBatch, scores: NDArray[np.float64], first: int) -> None:
+        """The documents from `first` on, neighbours that go to one split together."""
+        if first == len(scores):
+            return
+        is_val = self._assigner.is_val(scores)
+        changes = np.flatnonzero(is_val[first + 1 :] != is_val[first:-1]) + first + 1
+        for begin, end in pairwise([first, *changes.tolist(), len(scores)]):
+            self._writers["val" if is_val[begin] else "train"].add_documents(
+                batch.tokens_of(begin, end), end - begin, sum(batch.num_text_bytes[begin:end])
+            )
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether a document's score alone says where it goes."""
+        return self._assigner.is_settled and self._keeper.is_settled
 
     def finish(self) -> None:
         """No document is left. Raises OSError."""
         for split, assigned in self._assigner.finish():
             self._pass_on(split, assigned)
         for split, document in self._keeper.finish():
-            self._writers[split].add_document(document.tokens, document.num_text_bytes)
+            self._writers[split].add_documents(document.tokens, 1, document.num_text_bytes)
         if self._has_runs:
             self._keep(is_read=True)
             self._wait()
@@ -91,7 +115,7 @@ class Distributor:
 
     def _pass_on(self, split: str, document: TokenisedDocument) -> None:
         for where, kept in self._keeper.add(split, document):
-            self._writers[where].add_document(kept.tokens, kept.num_text_bytes)
+            self._writers[where].add_documents(kept.tokens, 1, kept.num_text_bytes)
 
     def _keep_now_and_then(self) -> None:
         if self._under_way is not None and self._under_way[0].done():
@@ -151,9 +175,8 @@ def tokenise(
     with closing(work_in_order(all_batches, BatchTokeniser(tokenizer, chosen, dtype), num_workers)) as tokenised:
         for batch in tokenised:
             distributor.add(batch)
-            for document in batch.documents:
-                num_text_bytes += document.num_text_bytes
-                num_tokens += document.num_tokens
+            num_text_bytes += sum(batch.num_text_bytes)
+            num_tokens += len(batch.tokens)
             progress.show(
                 num_text_bytes, batch.mark.read_bytes, source.total_bytes, f"{num_tokens / 1e6:,.1f} M tokens"
             )

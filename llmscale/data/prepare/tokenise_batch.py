@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from llmscale.data.prepare.batches import Batch, Mark
 from llmscale.data.prepare.encoder import Encoder
 from llmscale.data.prepare.sources.source import Rejected
 from llmscale.data.prepare.tokenised_document import TokenisedDocument, Tokens
+from llmscale.data.prepare.train_val_split import hash_text, hash_tokens
 from llmscale.data.shards.set_rules import TokenDtype
 from llmscale.data.tokenizers.byte_letters import letters_of_bytes
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
@@ -20,12 +22,28 @@ from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
 
 @dataclass(frozen=True)
 class TokenisedBatch:
-    """A batch when it is tokens."""
+    """A batch when it is tokens: its documents one behind the other, each with what stands around it."""
 
-    documents: list[TokenisedDocument]
+    tokens: Tokens
+    """[tokens of all documents]."""
+    begins: Sequence[int]
+    """Where each document begins in `tokens`, and where the last one ends."""
+    num_text_bytes: Sequence[int]
+    """Of each document."""
+    text_hashes: Sequence[bytes]
+    """Of each document; equal for copies."""
     rejected: list[Rejected]
     mark: Mark
     """Where its source was behind it."""
+
+    def tokens_of(self, first: int, end: int) -> Tokens:
+        """Of documents first .. end - 1. A small part is a copy, which does not keep the rest in memory."""
+        part = self.tokens[self.begins[first] : self.begins[end]]
+        return part if 2 * len(part) > len(self.tokens) else part.copy()
+
+    def document(self, number: int) -> TokenisedDocument:
+        tokens = self.tokens_of(number, number + 1)
+        return TokenisedDocument(tokens, self.num_text_bytes[number], self.text_hashes[number])
 
 
 class BatchTokeniser:
@@ -39,26 +57,32 @@ class BatchTokeniser:
 
     def __call__(self, batch: Batch) -> TokenisedBatch:
         texts = [document for document in batch.documents if isinstance(document, str)]
-        contents = [text.encode() for text in texts]
-        encoded = iter(zip(contents, self._encoder.encode(texts, contents), strict=True))
-        documents = []
+        encoded = iter(self._encoder.encode(texts))
+        parts, num_text_bytes, hashes = [], [], []
         for document in batch.documents:
             if isinstance(document, str):
-                content, tokens = next(encoded)
-                documents.append(self._surround(tokens, len(content), hashlib.blake2b(content).digest()))
+                parts.append(next(encoded))
+                num_text_bytes.append(len(document) if document.isascii() else len(document.encode()))
+                hashes.append(hash_text(document))
             else:
-                digest = hashlib.blake2b(document.astype("<u4").tobytes(), person=b"tokens").digest()
-                num_bytes = int(self._token_bytes[document].sum())
-                documents.append(self._surround(document, num_bytes, digest))
-        return TokenisedBatch(documents, batch.rejected, batch.mark)
+                parts.append(document)
+                num_text_bytes.append(int(self._token_bytes[document].sum()))
+                hashes.append(hash_tokens(document))
+        tokens, begins = self._join(parts)
+        return TokenisedBatch(tokens, begins, num_text_bytes, hashes, batch.rejected, batch.mark)
 
-    def _surround(self, tokens: TokenArray, num_text_bytes: int, text_hash: bytes) -> TokenisedDocument:
-        begin = len(self._before)
-        whole: Tokens = np.empty(begin + len(tokens) + 1, self._dtype)
-        whole[:begin] = self._before
-        whole[begin:-1] = tokens
-        whole[-1] = self._tokenizer.eot_token
-        return TokenisedDocument(whole, num_text_bytes, text_hash)
+    def _join(self, parts: Sequence[TokenArray]) -> tuple[Tokens, list[int]]:
+        """The documents one behind the other, and where each begins."""
+        num_before = len(self._before)
+        begins = [0, *itertools.accumulate(num_before + len(part) + 1 for part in parts)]
+        whole: Tokens = np.empty(begins[-1], self._dtype)
+        for part, begin in zip(parts, begins, strict=False):
+            whole[begin + num_before : begin + num_before + len(part)] = part
+        edges = np.array(begins)
+        whole[edges[1:] - 1] = self._tokenizer.eot_token
+        for number, token in enumerate(self._before):
+            whole[edges[:-1] + number] = token
+        return whole, begins
 
     @functools.cached_property
     def _token_bytes(self) -> NDArray[np.int64]:

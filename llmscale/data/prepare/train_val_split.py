@@ -5,20 +5,41 @@ A text of one document, or of few and short ones, would have nothing to validate
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from llmscale.data.order.hash64 import fold64, key64
+from llmscale.data.tokenizers.tokenizer import TokenArray
+
 _T = TypeVar("_T")
 #: Tokens that are kept in memory while no window of validation has been found: 256 MiB.
 MOST_WAITING_TOKENS = 1 << 26
+#: Keeps the hashes of tokens apart from those of texts.
+_TOKENS_SEED = 0x70C5
+#: Keeps the scores apart from the order's keys, should both have one seed.
+_DOMAIN = 0x5B11_7C0D_E5A1_D09E
 
 
-def split_score(text_hash: bytes, seed: int) -> float:
-    """Uniform in [0, 1) over documents; below val_fraction means val."""
-    digest = hashlib.blake2b(text_hash, digest_size=8, key=seed.to_bytes(16, "little", signed=True)).digest()
-    return int.from_bytes(digest, "little") / 2**64
+def hash_text(text: str) -> bytes:
+    """Of a document's text, 128 bits."""
+    return xxhash.xxh3_128_digest(text)
+
+
+def hash_tokens(tokens: TokenArray) -> bytes:
+    """Of a document that is known by its tokens alone, 128 bits."""
+    return xxhash.xxh3_128_digest(tokens.astype("<u4").data, seed=_TOKENS_SEED)
+
+
+def split_scores(text_hashes: Sequence[bytes], seed: int) -> NDArray[np.float64]:
+    """Of each document, uniform in [0, 1); below val_fraction means val."""
+    first_words = np.frombuffer(b"".join(text_hashes), "<u8")[::2]
+    # The 53 bits that a float has room for: never 1.
+    return (fold64(key64(seed, _DOMAIN), first_words) >> np.uint64(11)) / 2.0**53
 
 
 @dataclass(frozen=True)
@@ -62,6 +83,10 @@ class SplitAssigner(Generic[_T]):
         else:
             self._held = [held.document] * held.num_copies if held.document is not None else []
             self._held_score, self._has_others = held.score, held.has_others
+
+    def is_val(self, scores: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Which documents go to val, once the score alone decides."""
+        return scores < self._val_fraction
 
     def assign(self, score: float, document: _T) -> Iterator[tuple[str, _T]]:
         """The documents whose split is now known."""

@@ -23,7 +23,7 @@ from llmscale.errors import DataError
 from llmscale.files.whole import write_durably
 
 #: Raised when what is in the folder means something else.
-_VERSION = 1
+_VERSION = 2
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 
 

@@ -135,20 +135,19 @@ def test_it_gives_the_tokenizers_own_tokens_or_is_not_taken(kind: str, trained: 
     encoder, why_slow = choose_encoder(tokenizer, "auto", [])
     assert isinstance(encoder, GigatokenEncoder), why_slow
     texts = _texts(2000)
-    contents = [text.encode() for text in texts]
-    for text, ours, theirs in zip(texts, encoder.encode(texts, contents), tokenizer.encode_batch(texts), strict=True):
+    for text, ours, theirs in zip(texts, encoder.encode(texts), tokenizer.encode_batch(texts), strict=True):
         assert np.array_equal(ours, theirs), repr(text)
 
 
 def test_a_ranks_file_and_its_special_token(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoders, "_RENEWED_BYTES", 10_000)  # loaded anew in between
+    monkeypatch.setattr(encoders, "_RENEWED_CHARACTERS", 10_000)  # loaded anew in between
     ranks = {bytes([value]): value for value in range(256)} | {b"th": 256, b"the": 257, b" the": 258, b"  ": 259}
     texts = _texts(500)
     for parse_special in (False, True):
         tokenizer = TiktokenTokenizer("own", ranks, parse_special=parse_special)
         encoder, why_slow = choose_encoder(tokenizer, "gigatoken", texts)
         assert why_slow == ""
-        found = encoder.encode(texts, [text.encode() for text in texts])
+        found = encoder.encode(texts)
         assert all(map(np.array_equal, found, tokenizer.encode_batch(texts)))
         assert any((array == tokenizer.eot_token).any() for array in found) == parse_special
 
@@ -167,9 +166,9 @@ def test_what_it_cannot_or_gets_wrong_falls_back_with_a_word(
     assert choose_encoder(ByteTokenizer(), "auto", [])[1] == ""
 
     class Wrong(GigatokenEncoder):
-        def encode(self, texts: list[str], contents: list[bytes]) -> list[np.ndarray]:  # type: ignore[override]
+        def encode(self, texts: list[str]) -> list[np.ndarray]:  # type: ignore[override]
             return [array[::-1] if "world" in text else array for text, array in zip(
-                texts, super().encode(texts, contents), strict=True)]  # fmt: skip
+                texts, super().encode(texts), strict=True)]  # fmt: skip
 
     monkeypatch.setattr(encoders, "GigatokenEncoder", Wrong)
     encoder, why_slow = choose_encoder(good, "auto", ["fine", "hello world"])

@@ -3,11 +3,18 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeeper, split_score
+from llmscale.data.prepare.train_val_split import (
+    SplitAssigner,
+    ValidationKeeper,
+    hash_text,
+    hash_tokens,
+    split_scores,
+)
 
 
 def _assign(scores: list[float], val_fraction: float) -> dict[str, list[int]]:
@@ -38,11 +45,18 @@ def test_no_val_when_none_is_wanted() -> None:
 
 def test_scores_are_uniform_and_follow_seed_and_text() -> None:
     rng = random.Random(0)
-    hashes = [rng.randbytes(64) for _ in range(4000)]
-    scores = [split_score(text_hash, 1) for text_hash in hashes]
-    assert sum(score < 0.1 for score in scores) / 4000 == pytest.approx(0.1, abs=0.02)
-    assert scores == [split_score(text_hash, 1) for text_hash in hashes]
-    assert scores[0] != split_score(hashes[0], 2)
+    texts = [str(rng.random()) for _ in range(4000)]
+    scores = split_scores([hash_text(text) for text in texts], 1)
+    assert (scores < 0.1).mean() == pytest.approx(0.1, abs=0.02)
+    assert scores.min() >= 0 and scores.max() < 1
+    assert scores[7] == split_scores([hash_text(texts[7])], 1)[0]
+    others = split_scores([hash_text(text) for text in texts], 2)
+    assert abs(np.corrcoef(scores, others)[0, 1]) < 0.1
+
+
+def test_tokens_are_hashed_apart_from_texts() -> None:
+    tokens = np.array([97, 98], np.uint32)
+    assert hash_tokens(tokens) == hash_tokens(tokens.astype(np.uint16)) != hash_text(tokens.tobytes().decode())
 
 
 @dataclass(frozen=True)
