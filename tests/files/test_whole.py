@@ -88,3 +88,8 @@ def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
     write_durably(tmp_path / "ours", "x")
     (tmp_path / "plain").write_text("x")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_parts_stand_one_behind_the_other(tmp_path: Path) -> None:
+    write_durably(tmp_path / "whole", b"ab", "cä", memoryview(b"d"), b"")
+    assert (tmp_path / "whole").read_text(encoding="utf-8") == "abcäd"
