@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from machine import describe_circumstances, describe_machine, save_result
@@ -33,10 +33,13 @@ SEQ_LEN = 1024
 EOT = 50256
 
 
-def write_corpus(path: Path, most_bytes: int) -> int:
-    """Sources and documents of Python and its packages, a document a file, as JSON lines; bytes of their text."""
+#: Sources and documents of Python and its packages.
+ROOTS = (sysconfig.get_path("stdlib"), "/usr/share/doc", "/usr/lib/python3", sysconfig.get_path("purelib"))
+
+
+def write_corpus(path: Path, most_bytes: int, roots: Sequence[str] = ROOTS) -> int:
+    """Text files of folders, a document a file, as JSON lines; bytes of their text."""
     size_bytes = 0
-    roots = [sysconfig.get_path("stdlib"), "/usr/share/doc", "/usr/lib/python3", sysconfig.get_path("purelib")]
     with path.open("w", encoding="utf-8") as file:
         for document in documents(roots):
             try:
@@ -49,7 +52,7 @@ def write_corpus(path: Path, most_bytes: int) -> int:
     return size_bytes
 
 
-def documents(roots: list[str]) -> Iterator[Path]:
+def documents(roots: Sequence[str]) -> Iterator[Path]:
     for root in roots:
         for folder, folders, names in os.walk(root):
             folders.sort()
@@ -270,6 +273,7 @@ def hash_tokens(name: str, out: Path, most: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="GPT-2's ranks, gpt2.tiktoken")
+    parser.add_argument("--text", nargs="+", default=ROOTS, metavar="FOLDER", help="default: Python's sources and docs")
     parser.add_argument("--text-mb", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
@@ -295,7 +299,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, names: list[str], folder: Path) -> dict[str, object]:
     corpus = folder / "corpus.jsonl"
-    size_bytes = write_corpus(corpus, args.text_mb * 1_000_000)
+    size_bytes = write_corpus(corpus, args.text_mb * 1_000_000, args.text)
     times: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     hashes = {}
     for number in range(args.rounds):
