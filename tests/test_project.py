@@ -19,7 +19,7 @@ from llmscale.config.arguments import build_run_config
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmscale"
 
-#: From the bottom to the top: each may import those before it. The README's tour has the same order.
+#: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
     *("__init__", "other_names", "errors", "files", "untrusted", "terminal", "last_words"),
     *("architecture", "config", "memory", "planning", "model"),
@@ -245,7 +245,7 @@ def test_every_module_and_test_that_is_named_exists(folder: str) -> None:
 
 
 def test_the_tour_names_every_package_in_import_order() -> None:
-    tour = readme().partition("## Tour")[2].partition("\n## ")[0]
+    tour = (ROOT / "docs" / "development.md").read_text().partition("## Tour")[2].partition("\n## ")[0]
     named = [name for name in re.findall(r"^  (\w+)(?:/|\.py) ", tour, flags=re.MULTILINE)]
     packages = [path.name for path in PACKAGE.iterdir() if path.is_dir() and list(path.glob("*.py"))]
     assert set(packages) <= set(named)
