@@ -20,35 +20,44 @@ from llmscale.data.clean.findings import ExactKey, Removed, SketchRow
 from llmscale.data.clean.pipeline import check_number
 from llmscale.data.clean.steps import CleanOptions
 
-_EXACT = "exact"
+_EXACT, _BAND = "exact", "band-"
 #: Documents that are looked up at once.
 _BATCH_DOCUMENTS = 1 << 12
 
 
 def key_names(options: CleanOptions) -> list[str]:
-    """What documents are compared by: a task of the second stage for each."""
-    bands = [f"band-{band:03}" for band in range(options.near.bands)]
+    """What documents are compared by."""
+    bands = [f"{_BAND}{band:04}" for band in range(options.near.bands)]
     return ([_EXACT] if "exact" in options.steps else []) + (bands if "near" in options.steps else [])
 
 
 @dataclass(frozen=True)
 class RepeatStage:
-    """Tasks by the number of their key."""
+    """Tasks that share the keys among them."""
 
     files: WorkFiles
     options: CleanOptions
-    num_tasks: int
-    """Of the first stage."""
+    num_looked: int
+    """Tasks of the first stage."""
+
+    @property
+    def num_tasks(self) -> int:
+        """As many as of the first stage: each takes a while to start, and has little to do where these have."""
+        return min(len(key_names(self.options)), self.num_looked)
 
     def __call__(self, task: int) -> int:
-        """How many documents have a key that another has. Raises OSError."""
-        name = key_names(self.options)[task]
-        tasks = [ComparedKeys(self.files.looked(number)) for number in range(self.num_tasks)]
-        band = task - (_EXACT in self.options.steps)
-        keys = [keys.exact_keys if name == _EXACT else keys.band_keys[band] for keys in tasks]
-        repeated = find_repeated(np.concatenate(keys))
-        save_array(self.files.repeated(name), np.packbits(repeated))
-        return int(repeated.sum())
+        """How many documents have a key that another has, key by key. Raises OSError."""
+        looked = [ComparedKeys(self.files.looked(number)) for number in range(self.num_looked)]
+        num_repeated = 0
+        for name in key_names(self.options)[task :: self.num_tasks]:
+            repeated = find_repeated(np.concatenate([_keys_of(keys, name) for keys in looked]))
+            save_array(self.files.repeated(name), np.packbits(repeated))
+            num_repeated += int(repeated.sum())
+        return num_repeated
+
+
+def _keys_of(keys: ComparedKeys, name: str) -> NDArray[np.unsignedinteger]:
+    return keys.exact_keys if name == _EXACT else keys.band_keys[int(name.removeprefix(_BAND))]
 
 
 def find_repeated(keys: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
@@ -67,12 +76,12 @@ class DecideStage:
 
     files: WorkFiles
     options: CleanOptions
-    num_tasks: int
-    """Of the first stage."""
+    num_looked: int
+    """Tasks of the first stage."""
 
     def __call__(self, task: int) -> int:
         """How many documents are copies. Raises DataError, OSError."""
-        tasks = [ComparedKeys(self.files.looked(number)) for number in range(self.num_tasks)]
+        tasks = [ComparedKeys(self.files.looked(number)) for number in range(self.num_looked)]
         exact = self._repeated([_EXACT], [len(keys.exact_keys) for keys in tasks])
         bands = [name for name in key_names(self.options) if name != _EXACT]
         near = self._repeated(bands, [len(keys.minima) for keys in tasks])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from llmscale.data.clean.cluster.work_files import WorkFiles
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress
 
-_SHOW_S = 0.5
+_SHOW_S, _ANSWER_S = 0.5, 10.0
 
 
 class OnRay:
@@ -31,17 +32,19 @@ class OnRay:
         address = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
         paths = [str(Path(llmscale.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         try:
+            _check_answers(address)
             ray.init(
                 address=address,
                 log_to_driver=False,
                 logging_level="error",
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
             )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            where = "runs on this machine" if address == "auto" else f"answers at {address}"
             raise DataError(
-                f"--executor ray: no Ray cluster at {address} ({reason}) Start one with `ray start --head`, and name "
-                "it in RAY_ADDRESS or as `address` in --executor-options."
+                f"--executor ray: no Ray cluster {where} ({reason}). Start one with `ray start --head`, and name it as "
+                "HOST:PORT in RAY_ADDRESS or as `address` in --executor-options."
             ) from None
         needed = settings.memory_gb << 30
         sizes = [node["Resources"].get("memory", 0) for node in ray.nodes() if node["Alive"]]
@@ -72,6 +75,13 @@ class OnRay:
     def close(self) -> None:
         """Leave the cluster; it goes on."""
         ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Ray itself tries for minutes. Raises OSError, ValueError."""
+    if address != "auto":
+        host, _, port = address.rpartition("://")[2].rpartition(":")
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
 
 
 @contextmanager

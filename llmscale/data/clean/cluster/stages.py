@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from llmscale.data.clean.clean_request import CleanJob
-from llmscale.data.clean.cluster.compared import DecideStage, RepeatStage, key_names
+from llmscale.data.clean.cluster.compared import DecideStage, RepeatStage
 from llmscale.data.clean.cluster.looked import LookStage
 from llmscale.data.clean.cluster.parts import WriteStage
 from llmscale.data.clean.cluster.work_files import WorkFiles
@@ -27,7 +27,8 @@ def plan_stages(job: CleanJob, sources: Sequence[Source], files: WorkFiles) -> I
     """A task of the first and of the last for each of the sources, which are the input one after the other."""
     options, num_tasks = job.options, len(sources)
     yield Stage("1-look", num_tasks, LookStage(files, options, sources, job.max_rejected))
-    if names := key_names(options):
-        yield Stage("2-repeated", len(names), RepeatStage(files, options, num_tasks))
+    repeat = RepeatStage(files, options, num_tasks)
+    if repeat.num_tasks:
+        yield Stage("2-repeated", repeat.num_tasks, repeat)
     yield Stage("3-decide", 1, DecideStage(files, options, num_tasks))
     yield Stage("4-write", num_tasks, WriteStage(files, options, job.shard_bytes))

@@ -125,7 +125,7 @@ def test_many_that_share_a_template_are_compared_as_locally(
     assert 1 < len(kept_of(tmp_path / "tasks")) < 100
 
 
-@pytest.mark.parametrize("dies_at", [("1-look", 3), ("2-repeated", 7), ("3-decide", 0), ("4-write", 2)])
+@pytest.mark.parametrize("dies_at", [("1-look", 3), ("2-repeated", 4), ("3-decide", 0), ("4-write", 2)])
 def test_what_died_goes_on_and_until_then_nothing_is_there(
     dies_at: tuple[str, int], crawl_files: Crawl, here: _Here, tmp_path: Path
 ) -> None:
