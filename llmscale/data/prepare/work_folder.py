@@ -40,11 +40,10 @@ class WorkFolder:
         """Raises OSError. What another request or another version left there is removed."""
         self.path = path
         self.replaced_other = False
-        wanted = {"version": _VERSION, **request}
-        if _load_request(path) != wanted:
+        if not _is_for(path, request):
             self.replaced_other = (path / _REQUEST_NAME).exists()
             self.clear()
-            write_durably(path / _REQUEST_NAME, json.dumps(wanted))
+            write_durably(path / _REQUEST_NAME, json.dumps({"version": _VERSION, **request}))
         elif not (path / _STATE_NAME).exists():
             self.begin_anew()
 
@@ -114,6 +113,11 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
                 folder.rmdir()
 
 
+def is_begun(out: Path, request: Mapping[str, object], purpose: str) -> bool:
+    """Whether an earlier command has left work on the same request."""
+    return _is_for(work_folder_of(out, purpose), request)
+
+
 def remove_finished(out: Path, purpose: str = "prepare") -> None:
     """Remove what a process left that was killed just after `out` was in place."""
     path = work_folder_of(out, purpose)
@@ -132,6 +136,10 @@ def _take(lock: int, out: Path) -> None:
         ) from None
     except OSError:
         pass  # a file system without locks: nobody can tell
+
+
+def _is_for(path: Path, request: Mapping[str, object]) -> bool:
+    return _load_request(path) == {"version": _VERSION, **request}
 
 
 def _load_request(path: Path) -> dict[str, object] | None:

@@ -26,7 +26,7 @@ from llmscale.data.prepare.atomic_folder import put_in_place, sync_tree
 from llmscale.data.prepare.quarantine import rejected_path
 from llmscale.data.prepare.sources.several import SeveralSources
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.work_folder import WorkFolder, open_work_folder
+from llmscale.data.prepare.work_folder import WorkFolder, is_begun, open_work_folder
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, count_words, show_progress
 
@@ -49,6 +49,8 @@ def clean_on_cluster(job: CleanJob, cluster: Cluster) -> Cleaned:
     sources = cut(job.source, cluster.tasks or _MOST_TASKS)
     with _connected(cluster, job.out) as executor:
         request = {**job.request, "tasks": len(sources), "llmscale": llmscale.__version__}
+        if not is_begun(job.out, request, "clean"):
+            executor.check_free()
         with (
             open_work_folder(job.out, request, "clean") as work,
             show_progress(f"Cleaning {job.source.name}", words=count_words("tasks")) as progress,

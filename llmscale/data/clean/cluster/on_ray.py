@@ -55,6 +55,9 @@ class OnRay:
                 f"than {max(sizes, default=0) / 2**30:.1f} GiB. Set memory_gb in --executor-options."
             )
 
+    def check_free(self) -> None:
+        """Tasks end with the command that sent them."""
+
     def run(self, stages: Sequence[Stage], files: WorkFiles, progress: Progress) -> None:
         """Raises DataError, MachineError when a task fails."""
         executors = [

@@ -55,6 +55,14 @@ class OnSlurm:
         self._partition, self._time = _choose_partition(settings)
         self._job_name = f"llmscale-clean-{hashlib.sha256(str(out).encode()).hexdigest()[:10]}"
 
+    def check_free(self) -> None:
+        """Raises DataError when jobs that write the same set are in the queue."""
+        if self._is_queued():
+            raise DataError(
+                "--executor slurm: jobs of another command that writes the same --out are in the queue. Give that "
+                f"command again, or end them: scancel --name={self._job_name}"
+            )
+
     def run(self, stages: Sequence[Stage], files: WorkFiles, progress: Progress) -> None:
         """Send the jobs, unless an earlier command has and they are in the queue still, and wait for them.
 
