@@ -219,7 +219,9 @@ def _clean(args: argparse.Namespace) -> int:
         f"Cleaned in {elapsed_s:.1f} s, {taken_in.documents / elapsed_s:,.0f} documents/s, "
         f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. What was removed, and why: {args.out}/removed (zstd -dc)."
     )
-    for line in data_source.describe_reading(source, args.out, cleaned.mark.num_rejected, cleaned.mark.num_cut):
+    for line in data_source.describe_reading(
+        source.passed_over + cleaned.passed_over, args.out, cleaned.mark.num_rejected, cleaned.mark.num_cut
+    ):
         print_visible(line, file=sys.stderr)
     return 0
 

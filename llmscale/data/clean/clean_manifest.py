@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -36,6 +37,8 @@ class Cleaned:
     """Of evaluation text, found in too many documents."""
     num_short_items: int = 0
     """Of evaluation text, with too few words to be looked for."""
+    passed_over: Counter[str] = field(default_factory=Counter)
+    """Files that other machines met and did not read, by suffix."""
     reused: bool = False
     """The folder was there already and nothing was done."""
 

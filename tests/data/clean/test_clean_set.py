@@ -295,3 +295,31 @@ def test_out_within_input(tmp_path: Path, write_jsonl: Write) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     with pytest.raises(DataError, match="lie within each other"):
         _call("--input", tmp_path, "--out", tmp_path / "out")
+
+
+def test_tokens_are_those_that_prepare_packs(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
+    path, options = crawl
+    counted = replace(options, tokenizer=TokenizerName("bytes"))
+    cleaned = _clean(path, tmp_path / "out", counted, workers=2)
+    plain = _clean(path, tmp_path / "plain", options)
+    tokens = 0
+    for report, same in zip(cleaned.reports, plain.reports, strict=True):
+        assert (report.taken_in.words, report.removed.words) == (same.taken_in.words, same.removed.words)
+        assert report.step in ("fineweb",) or report.removed.tokens > report.removed.bytes > 0
+        tokens += report.removed.tokens
+    assert cleaned.kept.tokens + tokens == cleaned.taken_in.tokens
+    # A byte is a token, and every document has an end.
+    assert cleaned.taken_in.tokens == cleaned.taken_in.bytes + cleaned.taken_in.documents
+    manifest, without = load_clean_manifest(tmp_path / "out"), load_clean_manifest(tmp_path / "plain")
+    assert manifest is not None and without is not None
+    assert manifest["kept"]["tokens"] == cleaned.kept.tokens and "tokens" not in without["kept"]  # type: ignore
+    prepared = prepare(
+        open_source(str(tmp_path / "out")),
+        tmp_path / "set",
+        load_tokenizer("bytes"),
+        PrepareOptions(seq_len=64, val_fraction=0.1),
+    )
+    splits = prepared.manifest.splits.values()
+    assert sum(split.tokens for split in splits) == cleaned.kept.tokens
+    with pytest.raises(DataError, match="contents of --tokenizer"):
+        _clean(path, tmp_path / "out", options)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.clean.cluster.looked import ComparedKeys, read_facts
+from llmscale.data.clean.cluster.looked import ComparedKeys, count_documents
 from llmscale.data.clean.cluster.work_files import Verdicts, WorkFiles, load_array, save_array
 from llmscale.data.clean.compare import Comparison
 from llmscale.data.clean.findings import ExactKey, Removed, SketchRow
@@ -97,7 +97,7 @@ class DecideStage:
                 stays = ~np.isin(keys.overlaps[:, 0].astype(np.int64) + first_number, list(removed))
                 np.add.at(counts, keys.overlaps[stays, 1], 1)
             num_removed += len(removed)
-            first_number += read_facts(self.files.looked(number))[0]
+            first_number += count_documents(self.files.looked(number))
         check_number(first_number - 1)
         if counts is not None:
             save_array(self.files.ngram_counts, counts)

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import pickle
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.clean.cluster.work_files import WorkFiles, load_array, save_array, whole_folder
+from llmscale.data.clean.cluster.work_files import WorkFiles, load_array, whole_folder
 from llmscale.data.clean.findings import ExactKey, Overlaps, SketchRow
 from llmscale.data.clean.look import LookedBatch, LookedDocument, Looker
 from llmscale.data.clean.sketches import Sketches
@@ -52,7 +54,11 @@ class LookStage:
                 quarantine.add(batch.rejected)
                 mark = batch.mark
             compared.save(folder)
-            facts = {"documents": compared.num_documents, "mark": asdict(replace(mark, place=()))}
+            facts = {
+                "documents": compared.num_documents,
+                "mark": asdict(replace(mark, place=())),
+                "passed_over": self.sources[task].passed_over,
+            }
             (folder / _FACTS_NAME).write_text(json.dumps(facts))
         return compared.num_documents
 
@@ -63,35 +69,42 @@ class _Compared:
     def __init__(self, options: CleanOptions) -> None:
         self._options = options
         self.num_documents = 0
-        self._exact: list[tuple[int, int]] = []
-        self._near: list[int] = []
+        self._exact_documents, self._exact_keys = array("I"), array("Q")
+        self._near_documents = array("I")
         self._band_keys: list[NDArray[np.uint32]] = []
         self._minima: list[NDArray[np.uint8]] = []
-        self._overlaps: list[tuple[int, int]] = []
+        self._overlaps = array("I")
 
     def add(self, looked: LookedBatch) -> None:
         for document, found in enumerate(looked.documents, start=self.num_documents):
             for finding in found.findings.values():
                 if isinstance(finding, ExactKey):
-                    self._exact.append((document, finding.key))
+                    self._exact_documents.append(document)
+                    self._exact_keys.append(finding.key)
                 elif isinstance(finding, SketchRow):
-                    self._near.append(document)
+                    self._near_documents.append(document)
                 elif isinstance(finding, Overlaps):
-                    self._overlaps += [(document, ngram) for ngram in finding.ngrams]
+                    for ngram in finding.ngrams:
+                        self._overlaps.extend((document, ngram))
         self._band_keys.append(looked.sketches.band_keys)
         self._minima.append(looked.sketches.minima)
         self.num_documents += len(looked.documents)
 
     def save(self, folder: Path) -> None:
+        """Raises OSError."""
         near = self._options.near
-        save_array(folder / "exact_documents.npy", np.array([document for document, _ in self._exact], np.uint32))
-        save_array(folder / "exact_keys.npy", np.array([key for _, key in self._exact], np.uint64))
-        save_array(folder / "near_documents.npy", np.array(self._near, np.uint32))
-        # A band lies in one piece: a task of the next stage reads one of them.
         bands = np.concatenate([np.zeros((0, near.bands), np.uint32), *self._band_keys])
-        save_array(folder / "band_keys.npy", np.ascontiguousarray(bands.T))
-        save_array(folder / "minima.npy", np.concatenate([np.zeros((0, near.permutations), np.uint8), *self._minima]))
-        save_array(folder / "overlaps.npy", np.array(self._overlaps, np.uint32).reshape(-1, 2))
+        arrays: dict[str, NDArray[np.generic]] = {
+            "exact_documents": np.array(self._exact_documents, np.uint32),
+            "exact_keys": np.array(self._exact_keys, np.uint64),
+            "near_documents": np.array(self._near_documents, np.uint32),
+            # A band lies in one piece: a task of the next stage reads some of them.
+            "band_keys": np.ascontiguousarray(bands.T),
+            "minima": np.concatenate([np.zeros((0, near.permutations), np.uint8), *self._minima]),
+            "overlaps": np.array(self._overlaps, np.uint32).reshape(-1, 2),
+        }
+        for name, values in arrays.items():
+            np.save(folder / f"{name}.npy", values)
 
 
 class ComparedKeys:
@@ -149,7 +162,12 @@ def read_batches(folder: Path) -> Iterator[tuple[list[str], list[LookedDocument]
             yield pickle.load(contents)
 
 
-def read_facts(folder: Path) -> tuple[int, Mark]:
-    """How many documents a task has, and what else it met. Raises OSError."""
+def count_documents(folder: Path) -> int:
+    """Of a task. Raises OSError."""
+    return int(json.loads((folder / _FACTS_NAME).read_bytes())["documents"])
+
+
+def read_facts(folder: Path) -> tuple[Mark, Counter[str]]:
+    """What else a task met: records that are no documents, and files that it passed over. Raises OSError."""
     facts = json.loads((folder / _FACTS_NAME).read_bytes())
-    return facts["documents"], Mark(**{**facts["mark"], "place": ()})
+    return Mark(**{**facts["mark"], "place": ()}), Counter(facts["passed_over"])

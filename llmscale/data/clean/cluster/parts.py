@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -69,7 +70,7 @@ class WriteStage:
 
 def _read_part(files: WorkFiles, task: int) -> Cleaned:
     facts = json.loads((files.part(task) / _FACTS_NAME).read_bytes())
-    _, mark = read_facts(files.looked(task))
+    mark, passed_over = read_facts(files.looked(task))
     return Cleaned(
         Amount(**facts["taken_in"]),
         Amount(**facts["kept"]),
@@ -77,6 +78,7 @@ def _read_part(files: WorkFiles, task: int) -> Cleaned:
         mark,
         [FileFacts(**file) for file in facts["documents"]],
         [FileFacts(**file) for file in facts["removed"]],
+        passed_over=passed_over,
     )
 
 
@@ -87,6 +89,7 @@ def join_parts(
     (folder / REMOVED_FOLDER).mkdir(parents=True, exist_ok=True)
     taken_in, kept, mark = Amount(), Amount(), Mark()
     reports = [StepReport(step) for step in options.steps]
+    passed_over: Counter[str] = Counter()
     documents: list[FileFacts] = []
     removed: list[FileFacts] = []
     for task in range(num_tasks):
@@ -94,6 +97,7 @@ def join_parts(
         taken_in.add_all(part.taken_in)
         kept.add_all(part.kept)
         mark = _add_marks(mark, part.mark)
+        passed_over.update(part.passed_over)
         for report, more in zip(reports, part.reports, strict=True):
             report.add_all(more)
         for file in part.documents:
@@ -108,7 +112,7 @@ def join_parts(
     if ngrams is not None:
         num_ignored = int((load_array(files.ngram_counts) > options.max_ngram_documents).sum())
     num_short = ngrams.num_short if ngrams else 0
-    return Cleaned(taken_in, kept, reports, mark, documents, removed, num_ignored, num_short)
+    return Cleaned(taken_in, kept, reports, mark, documents, removed, num_ignored, num_short, passed_over)
 
 
 def _add_marks(first: Mark, second: Mark) -> Mark:
