@@ -146,9 +146,9 @@ def _connected(cluster: Cluster, out: Path) -> Iterator[OnRay | OnSlurm]:
 
 def _describe_plan(job: CleanJob, cluster: Cluster, sources: Sequence[Source]) -> str:
     options = job.options
-    line = f"{len(sources)} tasks"
-    if cluster.tasks is not None and len(sources) < cluster.tasks:
-        line += f", not {cluster.tasks}: a file is not cut"
+    line = f"{len(sources)} tasks" if len(sources) > 1 else "1 task"
+    if len(sources) < (cluster.tasks or 2):
+        line += f", not {cluster.tasks or 'more'}: a file is not cut"
     per_document = exact.BYTES_PER_DOCUMENT if "exact" in options.steps else 0
     per_document += index_bytes_per_document(options.near) if "near" in options.steps else 0
     if per_document:

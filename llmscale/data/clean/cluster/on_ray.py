@@ -84,6 +84,8 @@ def _check_answers(address: str) -> None:
     """Ray itself tries for minutes. Raises OSError, ValueError."""
     if address != "auto":
         host, _, port = address.rpartition("://")[2].rpartition(":")
+        if not port.isdecimal():
+            raise ValueError("that is not HOST:PORT")
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
 
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-JOBS = Path(os.environ["FAKE_SLURM"])
+JOBS = Path(os.environ.get("FAKE_SLURM", "."))
 LIVE = ("PENDING", "RUNNING")
 
 
@@ -99,6 +99,6 @@ def srun(words: list[str]) -> None:
 
 if __name__ == "__main__":
     name, words = Path(sys.argv[0]).name, sys.argv[1:]
-    if name == "fake_slurm.py":
-        name, words = words[0], words[1:]
+    if words[:1] == ["run"]:
+        name, words = "run", words[1:]
     {"sbatch": sbatch, "run": run, "squeue": squeue, "sinfo": sinfo, "scontrol": scontrol, "srun": srun}[name](words)
