@@ -97,7 +97,9 @@ def _check_value(where: str, key: str, value: object, default: object) -> None:
         legal = "a text" if key == "setup" else "a word (in quotes where it is a number)"
     else:
         kinds = (int,) if isinstance(default, int) else (int, float)
-        fits = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= 1_000_000
-        legal = "a whole number above 0" if isinstance(default, int) else "a number above 0"
+        # YAML takes 12:00:00 for 43200.
+        most = 1_000_000 if isinstance(default, int) else 1000
+        fits = isinstance(value, kinds) and not isinstance(value, bool) and 0 < value <= most
+        legal = f"a {'whole ' if isinstance(default, int) else ''}number above 0 and at most {most:,}"
     if not fits:
         raise DataError(f"{where}: {key} is {str(value)[:80]!r}, and must be {legal}.")

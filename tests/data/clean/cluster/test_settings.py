@@ -33,7 +33,7 @@ def test_what_is_given_arrives(tmp_path: Path) -> None:
         ("address: head:6379", "has no option 'address'.* Legal: partition, time_hours"),
         ("partition: 'cpu\n\n  #SBATCH --wrap=rm'", "must be a word"),
         ("partition: 7", "must be a word"),
-        ("time_hours: 12:00:00", "time_hours"),
+        ("time_hours: 12:00:00", "must be a number above 0 and at most 1,000"),
         ("memory_gb: 0", "must be a whole number above 0"),
         ("memory_gb: 1.5", "must be a whole number above 0"),
         ("memory_gb: true", "must be a whole number above 0"),

@@ -37,6 +37,11 @@ class _Here:
     def __init__(self) -> None:
         self.done: list[tuple[str, int]] = []
         self.dies_at: tuple[str, int] | None = None
+        self.is_busy = False
+
+    def check_free(self) -> None:
+        if self.is_busy:
+            raise DataError("busy")
 
     def run(self, stages: Sequence[Stage], files: WorkFiles, progress: Progress) -> None:
         for stage in stages:
@@ -135,6 +140,9 @@ def test_what_died_goes_on_and_until_then_nothing_is_there(
         _clean(crawl_files.folder, tmp_path / "tasks", options, 5)
     assert not (tmp_path / "tasks").exists()
     here.dies_at = None
+    here.is_busy = True  # with its own tasks, which another request must not disturb
+    with pytest.raises(DataError, match="busy"):
+        _clean(crawl_files.folder, tmp_path / "tasks", options, 4)
     _clean(crawl_files.folder, tmp_path / "tasks", options, 5)
     _clean(crawl_files.folder, tmp_path / "local", options)
     check_same(tmp_path / "local", tmp_path / "tasks")
