@@ -102,6 +102,8 @@ def cut(source: Source, most: int) -> list[Source]:
         raise DataError(
             f"--input {source.name} cannot be read from other machines. Write it to files that they share."
         ) from None
+    if len(parts) <= most:
+        return parts
     # Of an unknown size one counts as much as another.
     ends = list(itertools.accumulate(part.total_bytes or 1 for part in parts))
     blocks = itertools.groupby(

@@ -174,7 +174,7 @@ def test_input_is_cut_at_files_into_parts_of_equal_size(tmp_path: Path) -> None:
         (tmp_path / "text" / f"{number}.txt").write_text(f"{number} " * size)
     source = open_source(str(tmp_path / "text"))
     documents = list(source.documents())
-    for most, expected in ((1, 1), (3, 3), (100, 8)):
+    for most, expected in ((1, 1), (3, 3), (8, 8), (100, 8)):
         parts = cut(source, most)
         assert len(parts) == expected
         assert [text for part in parts for text in part.documents()] == documents
