@@ -216,7 +216,7 @@ def _open_destination(args: argparse.Namespace) -> Destination:
 
 def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
     """What was decided and not asked for."""
-    yield from data_source.describe_reading(source, beside, prepared.num_rejected, prepared.num_cut)
+    yield from data_source.describe_reading(source.passed_over, beside, prepared.num_rejected, prepared.num_cut)
     splits = prepared.manifest.splits
     num_tokens = sum(split.num_tokens for split in splits.values())
     if "val" not in splits:

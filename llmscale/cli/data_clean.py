@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import data_source
 from llmscale.config import flag_type, limits
+from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs
     from collections.abc import Iterator
 
-    from llmscale.data.clean.clean_set import Cleaned
+    from llmscale.data.clean.clean_manifest import Cleaned
+    from llmscale.data.clean.cluster.settings import Cluster
+    from llmscale.data.clean.measure import Amount, TokenizerName
     from llmscale.data.clean.step_report import StepReport
     from llmscale.data.clean.steps import CleanOptions
 
@@ -46,6 +49,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_step_arguments(parser)
     parser.add_argument(
+        "--tokenizer",
+        type=flag_type.path_or_url,
+        metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
+        help="count this tokenizer's tokens at every step, as prepare will pack them (default: words alone)",
+    )
+    parser.add_argument(
+        "--eot-token",
+        type=flag_type.name,
+        metavar="TEXT",
+        help="the tokenizer's end-of-text token, where its files leave that open, as for prepare",
+    )
+    parser.add_argument(
         "--shard-mb",
         type=flag_type.whole(1, 4095),
         default=64,
@@ -56,11 +71,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--workers",
         type=flag_type.whole(1, limits.MAX_WORKERS),
         metavar="N",
-        help="processes (default: one per core); the result is the same for any number",
+        help="processes (default: one per core); the result is the same for any number. On a cluster, tasks at once "
+        "(default: all)",
     )
+    _add_cluster_arguments(parser)
     data_source.add_max_rejected(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace text that was cleaned differently")
     parser.set_defaults(handler=_clean)
+
+
+def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--executor",
+        choices=("local", "slurm", "ray"),
+        default="local",
+        help="where: this machine, or many that share a disk with it, through datatrove (default: local)",
+    )
+    parser.add_argument(
+        "--tasks",
+        type=flag_type.whole(1, 100_000),
+        metavar="N",
+        help="slurm, ray: parts of the input, of whole files (default: one per file, at most 256)",
+    )
+    parser.add_argument(
+        "--executor-options",
+        type=flag_type.path,
+        metavar="FILE.yaml",
+        help="slurm: partition, time_hours, memory_gb, account, qos, setup, max_array_size, sbatch; ray: address, "
+        "memory_gb",
+    )
 
 
 def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +160,32 @@ def _options(args: argparse.Namespace) -> CleanOptions:
         near=NearSettings(args.permutations, args.bands, args.similarity, args.shingle_words, args.seed),
         decontaminate=tuple(args.decontaminate),
         max_ngram_documents=args.max_ngram_documents,
+        tokenizer=_tokenizer(args),
     )
+
+
+def _tokenizer(args: argparse.Namespace) -> TokenizerName | None:
+    from llmscale.data.clean.measure import TokenizerName
+
+    if args.tokenizer is not None:
+        return TokenizerName(args.tokenizer, args.eot_token or "")
+    if args.eot_token is not None:
+        raise DataError("--eot-token is given, and no --tokenizer. Give it, or drop --eot-token.")
+    return None
+
+
+def _cluster(args: argparse.Namespace) -> Cluster | None:
+    from llmscale.data.clean.cluster.settings import Cluster, read_settings
+    from llmscale.data.prepare.sources.stdin import STDIN
+
+    if args.executor == "local":
+        for flag, value in (("--tasks", args.tasks), ("--executor-options", args.executor_options)):
+            if value is not None:
+                raise DataError(f"{flag} is for --executor slurm or ray. Give one of them, or drop {flag}.")
+        return None
+    if STDIN in args.input:
+        raise DataError(f"--executor {args.executor}: no other machine can read this one's standard input. Give files.")
+    return Cluster(read_settings(args.executor, args.executor_options), args.tasks, args.workers)
 
 
 def _listed(text: str) -> list[str]:
@@ -131,7 +195,7 @@ def _listed(text: str) -> list[str]:
 def _clean(args: argparse.Namespace) -> int:
     from llmscale.data.clean.clean_set import clean
 
-    options = _options(args)
+    options, cluster = _options(args), _cluster(args)
     source = data_source.open_source_of(args)
     start_s = time.monotonic()
     cleaned = clean(
@@ -142,39 +206,53 @@ def _clean(args: argparse.Namespace) -> int:
         shard_bytes=args.shard_mb << 20,
         overwrite=args.overwrite,
         max_rejected=args.max_rejected,
+        cluster=cluster,
     )
     if cleaned.reused:
         print_visible(f"Already cleaned: {args.out}. Nothing to do.")
         return 0
     elapsed_s = time.monotonic() - start_s
-    for line in _describe(cleaned):
+    for line in _describe(cleaned, _Counted(args.tokenizer)):
         print_visible(line)
     taken_in = cleaned.taken_in
     print_visible(
         f"Cleaned in {elapsed_s:.1f} s, {taken_in.documents / elapsed_s:,.0f} documents/s, "
         f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. What was removed, and why: {args.out}/removed (zstd -dc)."
     )
-    for line in data_source.describe_reading(source, args.out, cleaned.num_rejected, source.num_cut):
+    for line in data_source.describe_reading(
+        source.passed_over + cleaned.passed_over, args.out, cleaned.mark.num_rejected, cleaned.mark.num_cut
+    ):
         print_visible(line, file=sys.stderr)
     return 0
 
 
-def _describe(cleaned: Cleaned) -> Iterator[str]:
+class _Counted:
+    """What is shown of an amount besides documents."""
+
+    def __init__(self, tokenizer: str | None) -> None:
+        self.name = "words" if tokenizer is None else "tokens"
+        self.explanation = "words between whitespace" if tokenizer is None else f"tokens of {tokenizer}"
+
+    def of(self, amount: Amount) -> int:
+        return amount.words if self.name == "words" else amount.tokens
+
+
+def _describe(cleaned: Cleaned, counted: _Counted) -> Iterator[str]:
     """A table of the steps, then what each took."""
-    yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{'tokens in':>16}{'removed':>16}"
+    yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{counted.name + ' in':>16}{'removed':>16}"
     for report in cleaned.reports:
         taken_in, removed = report.taken_in, report.removed
         yield (
             f"{report.step:18}{taken_in.documents:14,}{_share(removed.documents, taken_in.documents):>12}"
-            f"{report.num_changed:12,}{taken_in.words:16,}{_share(removed.words, taken_in.words):>16}"
+            f"{report.num_changed:12,}{counted.of(taken_in):16,}{_share(counted.of(removed), counted.of(taken_in)):>16}"
         )
-    kept, of = cleaned.kept, cleaned.taken_in
+    kept, whole = counted.of(cleaned.kept), counted.of(cleaned.taken_in)
     yield (
-        f"{'left':18}{kept.documents:14,}{'':24}{kept.words:16,}   {kept.words / max(of.words, 1):.1%} of the tokens, "
-        "which are words between whitespace"
+        f"{'left':18}{cleaned.kept.documents:14,}{'':24}{kept:16,}   {kept / max(whole, 1):.1%} of the "
+        f"{counted.explanation}"
     )
     for report in cleaned.reports:
-        yield from _describe_taken(report)
+        yield from _describe_taken(report, counted)
     if cleaned.num_ignored_ngrams:
         yield f"{cleaned.num_ignored_ngrams:,} 13-grams of evaluation text are in too many documents and were ignored."
     if cleaned.num_short_items:
@@ -185,11 +263,12 @@ def _share(number: int, of: int) -> str:
     return f"{number / of:.1%}" if number else "0"
 
 
-def _describe_taken(report: StepReport) -> Iterator[str]:
+def _describe_taken(report: StepReport, counted: _Counted) -> Iterator[str]:
     if not report.rules:
         return
     rules = ", ".join(f"{rule} {count:,}" for rule, count in report.rules.most_common(6))
-    yield f"{report.step}: {report.removed.documents:,} documents, {report.removed.words:,} tokens; {rules}"
+    removed = report.removed
+    yield f"{report.step}: {removed.documents:,} documents, {counted.of(removed):,} {counted.name}; {rules}"
     for line in report.describe_examples():
         yield f"  {line}"
     if report.step in _FOR_PROSE and report.removed.documents > report.taken_in.documents / 2:

@@ -10,6 +10,7 @@ from llmscale.config import flag_type
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
+    from collections import Counter
     from collections.abc import Iterator
     from pathlib import Path
 
@@ -79,8 +80,8 @@ def open_source_of(args: argparse.Namespace) -> Source:
     return source
 
 
-def describe_reading(source: Source, out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
-    """What was read otherwise than one might think."""
+def describe_reading(passed_over: Counter[str], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
+    """What was read otherwise than one might think; `passed_over` are files by suffix."""
     from llmscale.data.prepare.quarantine import rejected_path
     from llmscale.data.prepare.sources.text_files import MAX_TEXT_BYTES
 
@@ -88,7 +89,6 @@ def describe_reading(source: Source, out: Path, num_rejected: int, num_cut: int)
         yield f"Set aside {num_rejected:,} records that are no documents: {rejected_path(out)}."
     if num_cut:
         yield f"{num_cut:,} texts of more than {MAX_TEXT_BYTES >> 20} MiB became documents of about 1 MiB."
-    if source.passed_over:
-        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in source.passed_over.most_common(6))
-        number = source.passed_over.total()
-        yield f"Passed over {number:,} files that are not known to be text ({kinds}); --glob chooses."
+    if passed_over:
+        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in passed_over.most_common(6))
+        yield f"Passed over {passed_over.total():,} files that are not known to be text ({kinds}); --glob chooses."

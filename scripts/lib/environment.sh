@@ -37,7 +37,7 @@ ensure_environment() {
         fi
         rm -f "$stamp"
         .venv/bin/python -m pip install -qq --disable-pip-version-check \
-            --editable '.[train,data,remote,clean,eval,dev]' --constraint constraints.txt
+            --editable '.[train,data,remote,clean,clean-cluster,eval,dev]' --constraint constraints.txt
         printf '%s\n' "$made_from" >"$stamp"
     fi
     export VIRTUAL_ENV=$PWD/.venv PATH=$PWD/.venv/bin:$PATH

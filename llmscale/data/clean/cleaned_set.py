@@ -2,7 +2,7 @@
 
 OUT/clean.json                     what was done; written last
 OUT/documents-00000.jsonl.zst ...  what is left: {"id": place in the input, "text": ...}
-OUT/removed/01-exact.jsonl.zst ... what each step took, and why
+OUT/removed/01-exact.jsonl.zst ... what each step took, and why; 01-exact-00003.jsonl.zst of a cluster's part 3
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from llmscale.data.clean.evaluation_text import NGRAM_WORDS, EvaluationNgrams
 from llmscale.data.clean.findings import Overlaps, Why
@@ -58,17 +59,22 @@ class Decontaminated:
 class Decontaminator:
     """Holds documents back until all have been seen."""
 
-    def __init__(self, ngrams: EvaluationNgrams, path: Path, max_documents: int) -> None:
-        """`path` is a file that may grow to the size of the documents that have n-grams."""
+    def __init__(
+        self, ngrams: EvaluationNgrams, path: Path, max_documents: int, counts: NDArray[np.uint32] | None = None
+    ) -> None:
+        """`path` is a file that may grow to the size of the documents that have n-grams. `counts`: in how many
+        documents each n-gram is, where that is known already."""
         self._ngrams = ngrams
-        self._counts = np.zeros(len(ngrams.hashes), np.uint32)
+        self._is_counted = counts is not None
+        self._counts = counts if counts is not None else np.zeros(len(ngrams.hashes), np.uint32)
         self._max_documents = max_documents
         self._path = path
         self._file = path.open("w", encoding="utf-8")
 
     def hold(self, number: int, text: str, overlaps: Overlaps) -> None:
         """Raises OSError."""
-        self._counts[list({ngram for ngram, _, _ in overlaps.matches})] += 1
+        if not self._is_counted:
+            self._counts[overlaps.ngrams] += 1
         self._file.write(json.dumps([number, text, overlaps.matches], ensure_ascii=False) + "\n")
 
     @property

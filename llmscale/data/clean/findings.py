@@ -26,8 +26,6 @@ class Changed:
     """The document stays with another text."""
 
     text: str
-    num_words: int
-    num_bytes: int
     parts: list[tuple[str, Why]]
     """What was taken out of it."""
 
@@ -51,6 +49,11 @@ class Overlaps:
     """Where a document has n-grams of evaluation text: (n-gram, first character, character behind it) each."""
 
     matches: list[tuple[int, int, int]]
+
+    @property
+    def ngrams(self) -> list[int]:
+        """Each once."""
+        return sorted({ngram for ngram, _, _ in self.matches})
 
 
 #: Of one document at one step; no finding means that the step has nothing against it.

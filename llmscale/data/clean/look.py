@@ -14,8 +14,9 @@ from llmscale.data.clean.exact import find_exact_key
 from llmscale.data.clean.filters.c4 import C4Filter
 from llmscale.data.clean.filters.fineweb import filter_fineweb
 from llmscale.data.clean.filters.gopher import filter_quality, filter_repetition
-from llmscale.data.clean.findings import Changed, Finding, Removed, SketchRow
+from llmscale.data.clean.findings import Changed, ExactKey, Finding, Removed, SketchRow
 from llmscale.data.clean.language import LanguageFilter
+from llmscale.data.clean.measure import Measure, Size
 from llmscale.data.clean.sketches import Sketches, sketch
 from llmscale.data.clean.steps import CleanOptions, StepName
 from llmscale.data.clean.text import Hashes, Text
@@ -25,8 +26,8 @@ from llmscale.data.clean.text import Hashes, Text
 class LookedDocument:
     """One document's findings, in the order of the steps: up to the first step that removes it whatever others hold."""
 
-    num_words: int
-    num_bytes: int
+    sizes: list[Size]
+    """Of its text as it came, then of each that a step made of it."""
     findings: dict[StepName, Finding]
 
 
@@ -36,7 +37,13 @@ class LookedBatch:
 
     documents: list[LookedDocument]
     sketches: Sketches
-    """Of those that came as far as the step near, [rows, permutations]."""
+    """Of those that came as far as the step near."""
+
+    @property
+    def exact_keys(self) -> list[int]:
+        """Of those that came as far as the step exact."""
+        found = (finding for document in self.documents for finding in document.findings.values())
+        return [finding.key for finding in found if isinstance(finding, ExactKey)]
 
 
 class Looker:
@@ -45,6 +52,7 @@ class Looker:
     def __init__(self, options: CleanOptions, hashes_path: Path | None) -> None:
         """`hashes_path` holds the evaluation text's n-grams. Raises DataError."""
         self._options = options
+        self._measure = Measure(options.tokenizer)
         hashes: Hashes = np.load(hashes_path, mmap_mode="r") if hashes_path else np.zeros(0, np.uint64)
         make: dict[StepName, Callable[[], Callable[[Text], Finding | None]]] = {
             "exact": lambda: find_exact_key,
@@ -58,12 +66,14 @@ class Looker:
         self._steps = [(step, make[step]() if step in make else None) for step in options.steps]
 
     def __call__(self, contents: Sequence[str]) -> LookedBatch:
-        documents: list[LookedDocument] = []
+        documents: list[dict[StepName, Finding]] = []
+        versions: list[list[str]] = []
         to_sketch: list[Hashes] = []
         for content in contents:
             text = Text(content)
             findings: dict[StepName, Finding] = {}
-            documents.append(LookedDocument(text.num_words, len(content.encode()), findings))
+            documents.append(findings)
+            versions.append([content])
             for step, look in self._steps:
                 if look is not None:
                     finding = look(text)
@@ -78,7 +88,14 @@ class Looker:
                     break
                 if isinstance(finding, Changed):
                     text = Text(finding.text)
-        return LookedBatch(documents, sketch(to_sketch, self._options.near))
+                    versions[-1].append(finding.text)
+        # At once: encoders are fastest on many texts.
+        sizes = iter(self._measure([text for texts in versions for text in texts]))
+        looked = [
+            LookedDocument([next(sizes) for _ in texts], findings)
+            for texts, findings in zip(versions, documents, strict=True)
+        ]
+        return LookedBatch(looked, sketch(to_sketch, self._options.near))
 
 
 @functools.cache

@@ -21,12 +21,11 @@ _MOST_RECENT = 1 << 11
 #: Candidates that one document is compared with, the earliest: bounds the time where thousands share a template.
 _MOST_COMPARED = 1 << 10
 _BLOCK_DOCUMENTS = 1 << 12
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 def index_bytes_per_document(settings: NearSettings) -> int:
     """Of a document that is kept: 32 bits of hash and 32 of its number in every band, a byte of every minimum to
-    compare by (Li & König 2010, b-bit minwise hashing), and its number in the input."""
+    compare by, and its number in the input."""
     return 8 * settings.bands + settings.permutations + 4
 
 
@@ -45,11 +44,11 @@ class NearIndex:
         self._older: dict[int, list[int]] = {}
 
     def begin_batch(self, sketches: Sketches) -> None:
-        """Look up the documents that will be asked about next, [documents, permutations]."""
+        """Look up the documents that will be asked about next."""
         if len(self._numbers) - self._first_recent >= _MOST_RECENT:
             self._sort_recent()
-        keys = _band_keys(sketches, self._settings)
-        self._keys, self._bytes = keys.tolist(), sketches.astype(np.uint8)
+        keys = sketches.band_keys
+        self._keys, self._bytes = keys.tolist(), sketches.minima
         older: dict[int, set[int]] = defaultdict(set)
         for band, index in enumerate(self._bands):
             for row, found in zip(*(found.tolist() for found in index.find(keys[:, band])), strict=True):
@@ -92,14 +91,3 @@ class NearIndex:
             self._bands[band].add(keys, numbers)
             recent.clear()
         self._first_recent = len(self._numbers)
-
-
-def _band_keys(sketches: Sketches, settings: NearSettings) -> NDArray[np.uint32]:
-    """A hash of the minima of each band, [documents, bands]."""
-    rows = settings.rows_per_band
-    minima = sketches[:, : rows * settings.bands].reshape(len(sketches), settings.bands, rows).astype(np.uint64)
-    keys = np.zeros(minima.shape[:2], np.uint64)
-    for row in range(rows):
-        keys = (keys ^ minima[:, :, row]) * _MULTIPLIER
-        keys ^= keys >> np.uint64(32)
-    return keys.astype(np.uint32)

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from llmscale.data.clean.text import Hashes, hash_ngrams
 from llmscale.errors import DataError
 
-Sketches = NDArray[np.uint32]
 MAX_PERMUTATIONS = 1024
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,23 @@ class NearSettings:
         return self.permutations // self.bands
 
 
+@dataclass(frozen=True, slots=True)
+class Sketches:
+    """What documents are compared by."""
+
+    band_keys: NDArray[np.uint32]
+    """A hash of the minima of each band, [documents, bands]."""
+    minima: NDArray[np.uint8]
+    """The low byte of each, [documents, permutations] (Li & König 2010, b-bit minwise hashing)."""
+
+    def __len__(self) -> int:
+        return len(self.minima)
+
+
 def sketch(word_hashes: Sequence[Hashes], settings: NearSettings) -> Sketches:
-    """The minima of each document's shingles, [documents, permutations]. Each must have a word."""
+    """Of each document, by its shingles. Each must have a word."""
     if not word_hashes:
-        return np.zeros((0, settings.permutations), np.uint32)
+        return Sketches(np.zeros((0, settings.bands), np.uint32), np.zeros((0, settings.permutations), np.uint8))
     from rensa import RMinHash
 
     # A document shorter than a shingle is one.
@@ -56,4 +69,15 @@ def sketch(word_hashes: Sequence[Hashes], settings: NearSettings) -> Sketches:
     matrix = RMinHash.digest_matrix_from_flat_token_hashes(
         np.concatenate(shingles), offsets, settings.permutations, settings.seed
     )
-    return np.array(matrix.to_rows(), np.uint32)
+    minima = np.array(matrix.to_rows(), np.uint32)
+    return Sketches(_band_keys(minima, settings), minima.astype(np.uint8))
+
+
+def _band_keys(minima: NDArray[np.uint32], settings: NearSettings) -> NDArray[np.uint32]:
+    rows = settings.rows_per_band
+    bands = minima[:, : rows * settings.bands].reshape(len(minima), settings.bands, rows).astype(np.uint64)
+    keys = np.zeros(bands.shape[:2], np.uint64)
+    for row in range(rows):
+        keys = (keys ^ bands[:, :, row]) * _MULTIPLIER
+        keys ^= keys >> np.uint64(32)
+    return keys.astype(np.uint32)

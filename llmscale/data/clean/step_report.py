@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from llmscale.data.clean.findings import Why
 from llmscale.data.clean.jsonl_files import FileFacts, JsonlFile
+from llmscale.data.clean.measure import Amount, Size
 from llmscale.data.clean.steps import StepName
-from llmscale.data.clean.text import Text
 from llmscale.untrusted.terminal import make_visible_line
 
 #: Documents of which a report shows the beginning.
 _MOST_EXAMPLES = 3
 _EXAMPLE_CHARACTERS = 100
-
-
-@dataclass
-class Amount:
-    """Of text."""
-
-    documents: int = 0
-    words: int = 0
-    """Between whitespace."""
-    bytes: int = 0
-    """Of UTF-8."""
-
-    def add(self, documents: int, words: int, size_bytes: int) -> None:
-        self.documents += documents
-        self.words += words
-        self.bytes += size_bytes
 
 
 @dataclass
@@ -54,6 +39,24 @@ class StepReport:
         if len(self.examples) < _MOST_EXAMPLES:
             self.examples.append((number, text[: 4 * _EXAMPLE_CHARACTERS], why))
 
+    def add_all(self, later: StepReport) -> None:
+        """What the same step took of documents behind these."""
+        self.taken_in.add_all(later.taken_in)
+        self.removed.add_all(later.removed)
+        self.num_changed += later.num_changed
+        self.rules.update(later.rules)
+        self.examples = (self.examples + later.examples)[:_MOST_EXAMPLES]
+
+    def to_record(self) -> dict[str, object]:
+        """For JSON."""
+        return {**vars(self), "taken_in": asdict(self.taken_in), "removed": asdict(self.removed)}
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> StepReport:
+        """What `to_record` gave."""
+        amounts = {"taken_in": Amount(**record["taken_in"]), "removed": Amount(**record["removed"])}
+        return cls(**{**record, **amounts, "rules": Counter(record["rules"])})
+
     def describe_examples(self) -> list[str]:
         """A line each, safe for a terminal."""
         return [
@@ -76,14 +79,14 @@ class RemovedFile:
         self.report = StepReport(step)
         self._file = JsonlFile(folder / f"{place:02}-{step}.jsonl.zst")
 
-    def remove(self, number: int, text: str, why: Why, num_words: int, num_bytes: int) -> None:
+    def remove(self, number: int, text: str, why: Why, size: Size) -> None:
         """A whole document goes. Raises OSError."""
-        self.report.removed.add(1, num_words, num_bytes)
+        self.report.removed.add(1, size)
         self._write(number, text, why, "document")
 
-    def change(self, number: int, parts: list[tuple[str, Why]], num_words: int, num_bytes: int) -> None:
-        """A document stays without these parts, which were so many words and bytes of it. Raises OSError."""
-        self.report.removed.add(0, num_words, num_bytes)
+    def change(self, number: int, parts: list[tuple[str, Why]], size: Size) -> None:
+        """A document stays without these parts, which together have this size. Raises OSError."""
+        self.report.removed.add(0, size)
         self.report.num_changed += 1
         for text, why in parts:
             self._write(number, text, why, "part")
@@ -99,8 +102,3 @@ class RemovedFile:
     def close(self) -> None:
         """Let go of it, whole or not."""
         self._file.close()
-
-
-def measure(text: str) -> tuple[int, int]:
-    """Words and bytes."""
-    return Text(text).num_words, len(text.encode())

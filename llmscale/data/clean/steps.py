@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from llmscale.data.clean.decontaminate import MAX_NGRAM_DOCUMENTS
+from llmscale.data.clean.measure import TokenizerName
 from llmscale.data.clean.sketches import NearSettings
 from llmscale.errors import DataError, did_you_mean
 
@@ -32,6 +33,8 @@ class CleanOptions:
     """Files of evaluation text."""
     max_ngram_documents: int = MAX_NGRAM_DOCUMENTS
     """N-grams in more documents than these are ignored."""
+    tokenizer: TokenizerName | None = None
+    """Whose tokens are counted."""
 
     def __post_init__(self) -> None:
         if not self.steps:

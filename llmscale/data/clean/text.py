@@ -44,11 +44,6 @@ class Text:
         self.content = content
 
     @functools.cached_property
-    def num_words(self) -> int:
-        """What stands between whitespace: the tokens that `data clean` counts."""
-        return len(self.content.split())
-
-    @functools.cached_property
     def words(self) -> list[str]:
         """Words and marks of punctuation, for the quality filters."""
         return _WORD.findall(self.content)

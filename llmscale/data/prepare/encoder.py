@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -27,7 +27,7 @@ EncoderName = Literal["auto", "gigatoken", "reference"]
 #: Characters of a long document that the tokenizer itself gets at once, where it allows a cut.
 _PIECE_CHARACTERS = 1 << 18
 #: Characters of the input's first documents that are compared.
-CHECKED_CHARACTERS = 1 << 19
+_CHECKED_CHARACTERS = 1 << 19
 #: gigatoken remembers every word that it has seen, up to 2.6 bytes for a character of random ones; it forgets when it
 #: is loaded anew, which takes 0.2 s.
 _RENEWED_CHARACTERS = 1 << 30
@@ -113,7 +113,8 @@ class GigatokenEncoder:
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Sequence[str]) -> tuple[Encoder, str]:
-    """An encoder, and why it is not the fastest one, if it is not. `first_texts` are of the input, for the comparison.
+    """An encoder, and why it is not the fastest one, if it is not. `first_texts` are of the input, for the comparison,
+    which goes as far into them as it must.
 
     Raises DataError when gigatoken is `wanted` and cannot be had.
     """
@@ -126,7 +127,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
         try:
             native, is_nfc = _load(tokenizer)
             encoder = GigatokenEncoder(tokenizer, native, is_nfc=is_nfc)
-            why_not = _find_difference(encoder, reference, [*_HARD_TEXTS, *first_texts])
+            why_not = _find_difference(encoder, reference, [*_HARD_TEXTS, *_first_characters(first_texts)])
             if not why_not:
                 return encoder, ""
         except ImportError:
@@ -137,6 +138,14 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
         raise DataError(f"--encoder gigatoken cannot encode with {tokenizer.spec}: {why_not}.")
     is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer))
     return reference, f"Encoding with {reference.name}, not gigatoken: {why_not}." if is_bpe else ""
+
+
+def _first_characters(texts: Sequence[str]) -> Iterator[str]:
+    left = _CHECKED_CHARACTERS
+    for text in texts:
+        if left > 0:
+            yield text[:left]
+            left -= len(text)
 
 
 class _Unfit(Exception):

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from llmscale.data.prepare import window_shuffle
 from llmscale.data.prepare.batches import Batch, Mark, gather
 from llmscale.data.prepare.encode_threads import work_in_order
-from llmscale.data.prepare.encoder import CHECKED_CHARACTERS, Encoder, EncoderName, choose_encoder
+from llmscale.data.prepare.encoder import Encoder, EncoderName, choose_encoder
 from llmscale.data.prepare.quarantine import Quarantine
 from llmscale.data.prepare.resume_state import ResumeState, save_resume_state
 from llmscale.data.prepare.sources.source import Source, TokenRules
@@ -186,11 +186,7 @@ def tokenise(
 
 
 def _choose(tokenizer: Tokenizer, wanted: EncoderName, first: Batch, progress: Progress) -> Encoder:
-    texts, size = [], 0
-    for document in first.documents:
-        if isinstance(document, str) and size < CHECKED_CHARACTERS:
-            texts.append(document[: CHECKED_CHARACTERS - size])
-            size += len(texts[-1])
+    texts = [document for document in first.documents if isinstance(document, str)]
     encoder, why_slow = choose_encoder(tokenizer, wanted, texts)
     if why_slow:
         progress.say(why_slow)

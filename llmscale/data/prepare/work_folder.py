@@ -1,4 +1,5 @@
-"""Where a set is prepared: a hidden folder beside it that outlives a killed process, so that the next one goes on.
+"""Where a set is prepared, or text cleaned by many machines: a hidden folder beside it that outlives a killed process,
+so that the next one goes on.
 
 `request.json` says what is prepared, `state.npz` how far it is; what the state does not know of is cut off. One process
 at a time has the lock, which dies with it.
@@ -27,9 +28,9 @@ _VERSION = 2
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 
 
-def work_folder_of(out: Path) -> Path:
-    """The folder in which `out` is prepared."""
-    return out.parent / f".{out.name}.partial-prepare"
+def work_folder_of(out: Path, purpose: str = "prepare") -> Path:
+    """The folder in which `out` is prepared, or whatever the purpose is."""
+    return out.parent / f".{out.name}.partial-{purpose}"
 
 
 class WorkFolder:
@@ -39,11 +40,10 @@ class WorkFolder:
         """Raises OSError. What another request or another version left there is removed."""
         self.path = path
         self.replaced_other = False
-        wanted = {"version": _VERSION, **request}
-        if _load_request(path) != wanted:
+        if not _is_for(path, request):
             self.replaced_other = (path / _REQUEST_NAME).exists()
             self.clear()
-            write_durably(path / _REQUEST_NAME, json.dumps(wanted))
+            write_durably(path / _REQUEST_NAME, json.dumps({"version": _VERSION, **request}))
         elif not (path / _STATE_NAME).exists():
             self.begin_anew()
 
@@ -85,13 +85,13 @@ class WorkFolder:
 
 
 @contextmanager
-def open_work_folder(out: Path, request: Mapping[str, object]) -> Iterator[WorkFolder]:
+def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "prepare") -> Iterator[WorkFolder]:
     """The folder in which `out` is prepared, for this process alone. It stays when the block fails after a state was
     saved; otherwise it is removed with the folders that were made for it.
 
     Raises DataError when `out` cannot be written or another process prepares it.
     """
-    path = work_folder_of(out)
+    path = work_folder_of(out, purpose)
     made = [folder for folder in out.parents if not os.path.lexists(folder)]
     is_done = False
     try:
@@ -113,9 +113,14 @@ def open_work_folder(out: Path, request: Mapping[str, object]) -> Iterator[WorkF
                 folder.rmdir()
 
 
-def remove_finished(out: Path) -> None:
+def is_begun(out: Path, request: Mapping[str, object], purpose: str) -> bool:
+    """Whether an earlier command has left work on the same request."""
+    return _is_for(work_folder_of(out, purpose), request)
+
+
+def remove_finished(out: Path, purpose: str = "prepare") -> None:
     """Remove what a process left that was killed just after `out` was in place."""
-    path = work_folder_of(out)
+    path = work_folder_of(out, purpose)
     with suppress(OSError), open(path / _LOCK_NAME, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(path, ignore_errors=True)
@@ -126,11 +131,15 @@ def _take(lock: int, out: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise DataError(
-            f"Another process prepares {out} just now (on {socket.gethostname()} or a host that shares its disk). Wait "
+            f"Another process writes {out} just now (on {socket.gethostname()} or a host that shares its disk). Wait "
             "for it, or choose another --out."
         ) from None
     except OSError:
         pass  # a file system without locks: nobody can tell
+
+
+def _is_for(path: Path, request: Mapping[str, object]) -> bool:
+    return _load_request(path) == {"version": _VERSION, **request}
 
 
 def _load_request(path: Path) -> dict[str, object] | None:

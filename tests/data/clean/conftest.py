@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import zstandard
+
+from llmscale.data.clean.steps import CleanOptions, StepName
 
 _STOP_WORDS = ["the", "be", "to", "of", "and", "that", "have", "with"]
 MakeProse = Callable[[random.Random, int], str]
+Write = Callable[[Path, list[str]], Path]
+ALL: tuple[StepName, ...] = (
+    "exact", "language", "gopher-repetition", "gopher-quality", "c4", "fineweb", "near", "decontaminate",
+)  # fmt: skip
 
 
 def _vocabulary() -> list[str]:
@@ -39,9 +48,52 @@ def make_prose() -> MakeProse:
 
 
 @pytest.fixture(scope="session")
-def write_jsonl() -> Callable[[Path, list[str]], Path]:
+def write_jsonl() -> Write:
     def write(path: Path, texts: list[str]) -> Path:
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
         return path
 
     return write
+
+
+def records_of(path: Path) -> list[dict[str, object]]:
+    contents = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes()), read_across_frames=True).read()
+    return [json.loads(line) for line in contents.decode().split("\n") if line]
+
+
+def kept_of(out: Path) -> list[dict[str, object]]:
+    return [record for path in sorted(out.glob("documents-*")) for record in records_of(path)]
+
+
+def removed_of(out: Path) -> dict[str, list[dict[str, object]]]:
+    """By step; of a cluster's tasks one after the other."""
+    found: dict[str, list[dict[str, object]]] = {}
+    for path in sorted((out / "removed").iterdir()):
+        step = re.fullmatch(r"\d\d-([a-z0-9-]+?)(-\d{5})?\.jsonl\.zst", path.name)
+        assert step is not None
+        found.setdefault(step[1], []).extend(records_of(path))
+    return found
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def crawl(tmp_path: Path, make_prose: MakeProse, write_jsonl: Write) -> tuple[Path, CleanOptions]:
+    """250 documents, some of which each step takes or changes."""
+    rng = random.Random(0)
+    texts = [make_prose(rng, rng.randint(80, 300)) for _ in range(150)]
+    texts += rng.sample(texts, 20)  # exact copies
+    texts += [text + " Indeed so." for text in rng.sample(texts[:150], 20)]  # near ones
+    texts += [make_prose(rng, 40) for _ in range(10)]  # too short
+    texts += [make_prose(rng, 60) + "\n\n" + "again and again the same\n" * 60 for _ in range(10)]
+    texts += [make_prose(rng, 100) + "\n\nuse of {braces} in every line.\n\n" + make_prose(rng, 50) for _ in range(10)]
+    texts += [make_prose(rng, 100) + f"\n\nThis javascript line {number} goes." for number in range(10)]
+    texts += ["\n".join(f"{make_prose(rng, 4)[:28]}" for _ in range(60)) for _ in range(10)]
+    items = [make_prose(rng, 30) for _ in range(10)]
+    texts += [f"{make_prose(rng, 120)} {item} {make_prose(rng, 120)}" for item in items]
+    rng.shuffle(texts)
+    evaluation = write_jsonl(tmp_path / "evaluation.jsonl", items)
+    steps = tuple(step for step in ALL if step != "language")  # nobody's language
+    return write_jsonl(tmp_path / "crawl.jsonl", texts), CleanOptions(steps=steps, decontaminate=(evaluation,))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -10,66 +9,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from llmscale.cli import data, data_clean
 from llmscale.config.flag_parser import FlagParser
-from llmscale.data.clean.clean_set import Cleaned, clean
+from llmscale.data.clean.clean_manifest import Cleaned
+from llmscale.data.clean.clean_set import clean
 from llmscale.data.clean.cleaned_set import MANIFEST_NAME, load_clean_manifest
-from llmscale.data.clean.steps import STEP_NAMES, CleanOptions, StepName
+from llmscale.data.clean.measure import TokenizerName
+from llmscale.data.clean.steps import STEP_NAMES, CleanOptions
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests.conftest import HANG_S
-from tests.data.clean.conftest import MakeProse
-
-Write = Callable[[Path, list[str]], Path]
-ALL: tuple[StepName, ...] = (
-    "exact", "language", "gopher-repetition", "gopher-quality", "c4", "fineweb", "near", "decontaminate",
-)  # fmt: skip
-
-
-def _records(path: Path) -> list[dict[str, object]]:
-    contents = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes()), read_across_frames=True).read()
-    return [json.loads(line) for line in contents.decode().split("\n") if line]
-
-
-def _kept(out: Path) -> list[dict[str, object]]:
-    return [record for path in sorted(out.glob("documents-*")) for record in _records(path)]
-
-
-def _removed(out: Path) -> dict[str, list[dict[str, object]]]:
-    folder = out / "removed"
-    return {path.name.partition("-")[2].partition(".")[0]: _records(path) for path in sorted(folder.iterdir())}
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.fixture
-def crawl(tmp_path: Path, make_prose: MakeProse, write_jsonl: Write) -> tuple[Path, CleanOptions]:
-    """250 documents, some of which each step takes or changes."""
-    rng = random.Random(0)
-    texts = [make_prose(rng, rng.randint(80, 300)) for _ in range(150)]
-    texts += rng.sample(texts, 20)  # exact copies
-    texts += [text + " Indeed so." for text in rng.sample(texts[:150], 20)]  # near ones
-    texts += [make_prose(rng, 40) for _ in range(10)]  # too short
-    texts += [make_prose(rng, 60) + "\n\n" + "again and again the same\n" * 60 for _ in range(10)]
-    texts += [make_prose(rng, 100) + "\n\nuse of {braces} in every line.\n\n" + make_prose(rng, 50) for _ in range(10)]
-    texts += [make_prose(rng, 100) + f"\n\nThis javascript line {number} goes." for number in range(10)]
-    texts += ["\n".join(f"{make_prose(rng, 4)[:28]}" for _ in range(60)) for _ in range(10)]
-    items = [make_prose(rng, 30) for _ in range(10)]
-    texts += [f"{make_prose(rng, 120)} {item} {make_prose(rng, 120)}" for item in items]
-    rng.shuffle(texts)
-    evaluation = write_jsonl(tmp_path / "evaluation.jsonl", items)
-    steps = tuple(step for step in ALL if step != "language")  # nobody's language
-    return write_jsonl(tmp_path / "crawl.jsonl", texts), CleanOptions(steps=steps, decontaminate=(evaluation,))
+from tests.data.clean.conftest import MakeProse, Write, files_of, kept_of, removed_of
 
 
 def _clean(source: Path, out: Path, options: CleanOptions, workers: int = 1, **more: int) -> Cleaned:
@@ -80,7 +37,7 @@ def test_everything_is_kept_or_can_be_looked_at(crawl: tuple[Path, CleanOptions]
     path, options = crawl
     texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
     cleaned = _clean(path, tmp_path / "out", options)
-    kept, removed = _kept(tmp_path / "out"), _removed(tmp_path / "out")
+    kept, removed = kept_of(tmp_path / "out"), removed_of(tmp_path / "out")
     gone = {step: {r["id"] for r in records if r["removed"] == "document"} for step, records in removed.items()}
     assert [step for step, records in removed.items() if not records] == []
     assert len(gone["exact"]) == 20 and 15 <= len(gone["near"]) <= 20
@@ -118,9 +75,9 @@ def test_manifest_adds_up(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> N
             assert step["taken_in"][key] == left
             left -= step["removed"][key]
         # Pieces of one document are several.
-        pieces = sum(r.get("piece", 0) == 1 for r in _kept(tmp_path / "out")) if key == "documents" else 0
+        pieces = sum(r.get("piece", 0) == 1 for r in kept_of(tmp_path / "out")) if key == "documents" else 0
         assert manifest["kept"][key] == left + pieces  # type: ignore[index]
-    texts = [str(record["text"]) for record in _kept(tmp_path / "out")]
+    texts = [str(record["text"]) for record in kept_of(tmp_path / "out")]
     assert cleaned.kept.words == sum(len(text.split()) for text in texts)
     assert cleaned.kept.bytes == sum(len(text.encode()) for text in texts)
 
@@ -133,7 +90,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
     outs = [tmp_path / f"out{workers}" for workers in (1, 2)]
     for workers, out in enumerate(outs, start=1):
         _clean(path, out, options, workers, shard_bytes=50_000)
-    assert _files(outs[0]) == _files(outs[1])
+    assert files_of(outs[0]) == files_of(outs[1])
     assert len(list(outs[0].glob("documents-*"))) > 3
 
 
@@ -146,7 +103,7 @@ def test_a_clean_set_stays_as_it_is(tmp_path: Path, make_prose: MakeProse, write
         decontaminate=(items,),
     )
     cleaned = _clean(write_jsonl(tmp_path / "crawl.jsonl", texts), tmp_path / "out", options)
-    assert cleaned.kept == cleaned.taken_in and [r["text"] for r in _kept(tmp_path / "out")] == texts
+    assert cleaned.kept == cleaned.taken_in and [r["text"] for r in kept_of(tmp_path / "out")] == texts
 
 
 def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
@@ -154,7 +111,7 @@ def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
 ) -> None:
     path, options = crawl
     _clean(path, tmp_path / "all" / "out", options)
-    kept = [r["text"] for r in _kept(tmp_path / "all" / "out")]
+    kept = [r["text"] for r in kept_of(tmp_path / "all" / "out")]
     for spec in ("all/out", "all", "all/**/*.zst", "all/out/*"):
         assert list(open_source(str(tmp_path / spec)).documents()) == kept
     with pytest.raises(DataError, match="what matches is what `data clean` removed"):
@@ -174,13 +131,13 @@ def test_the_same_again_is_there_already(crawl: tuple[Path, CleanOptions], tmp_p
     path, options = crawl
     out = tmp_path / "out"
     _clean(path, out, options)
-    before = _files(out)
-    assert _clean(path, out, options).reused and _files(out) == before
+    before = files_of(out)
+    assert _clean(path, out, options).reused and files_of(out) == before
     with pytest.raises(DataError, match=r"cleaned differently: --steps .*--overwrite"):
         _clean(path, out, CleanOptions(steps=("exact",)))
-    assert _files(out) == before
+    assert files_of(out) == before
     assert not clean(open_source(str(path)), out, CleanOptions(steps=("exact",)), num_workers=1, overwrite=True).reused
-    assert _files(out) != before and not list(tmp_path.glob(".out*"))
+    assert files_of(out) != before and not list(tmp_path.glob(".out*"))
 
 
 def test_what_is_something_else_is_not_replaced(tmp_path: Path, write_jsonl: Write) -> None:
@@ -203,9 +160,9 @@ def test_records_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"line 2.*--max-rejected"):
         _clean(path, tmp_path / "out", steps)
     assert not list(tmp_path.glob("*out*")) and not list(tmp_path.glob(".out*"))
-    assert _clean(path, tmp_path / "out", steps, max_rejected=2).num_rejected == 2
+    assert _clean(path, tmp_path / "out", steps, max_rejected=2).mark.num_rejected == 2
     assert len((tmp_path / "out.rejected.jsonl").read_text().splitlines()) == 2
-    assert [r["text"] for r in _kept(tmp_path / "out")] == ["good one", "good two"]
+    assert [r["text"] for r in kept_of(tmp_path / "out")] == ["good one", "good two"]
     with pytest.raises(DataError, match="--max-rejected"):
         clean(open_source(str(path)), tmp_path / "out", steps, num_workers=1, overwrite=True, max_rejected=1)
     assert len((tmp_path / "out.rejected.jsonl").read_text().splitlines()) == 2, "of the set that stays"
@@ -271,7 +228,7 @@ def test_killed_it_begins_anew(crawl: tuple[Path, CleanOptions], tmp_path: Path)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
     for name in ("out", "whole"):
         subprocess.run([*command, str(tmp_path / name)], env=environment, check=True, timeout=HANG_S)
-    assert _files(tmp_path / "out") == _files(tmp_path / "whole") and not list(tmp_path.glob(".out*"))
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole") and not list(tmp_path.glob(".out*"))
 
 
 def _call(*words: str | Path) -> int:
@@ -288,7 +245,7 @@ def test_command(crawl: tuple[Path, CleanOptions], tmp_path: Path, capsys: pytes
     assert _call(*words) == 0
     shown = capsys.readouterr()
     assert "duplicate_of" in shown.out and "evaluation_ngram" in shown.out and "Index: 344 bytes" in shown.err
-    assert "of the tokens, which are words between whitespace" in shown.out
+    assert "of the words between whitespace" in shown.out
     manifest = load_clean_manifest(tmp_path / "out")
     assert manifest is not None and manifest["request"]["--steps"] == ",".join(options.steps)  # type: ignore[index]
     assert _call(*words) == 0
@@ -310,7 +267,7 @@ def test_examples_are_safe_to_show(tmp_path: Path, write_jsonl: Write, capsys: p
     shown = capsys.readouterr()
     assert "\\x1b]0;title\\x07 one" in shown.out
     assert not {"\x1b", "\x07", "\u202e"} & set(shown.out + shown.err)
-    assert _kept(out)[1]["text"] == "two \u202e"
+    assert kept_of(out)[1]["text"] == "two \u202e"
 
 
 @pytest.mark.parametrize(
@@ -340,3 +297,31 @@ def test_out_within_input(tmp_path: Path, write_jsonl: Write) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one"])
     with pytest.raises(DataError, match="lie within each other"):
         _call("--input", tmp_path, "--out", tmp_path / "out")
+
+
+def test_tokens_are_those_that_prepare_packs(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> None:
+    path, options = crawl
+    counted = replace(options, tokenizer=TokenizerName("bytes"))
+    cleaned = _clean(path, tmp_path / "out", counted, workers=2)
+    plain = _clean(path, tmp_path / "plain", options)
+    tokens = 0
+    for report, same in zip(cleaned.reports, plain.reports, strict=True):
+        assert (report.taken_in.words, report.removed.words) == (same.taken_in.words, same.removed.words)
+        tokens += report.removed.tokens
+    assert cleaned.kept.tokens + tokens == cleaned.taken_in.tokens
+    # A byte is a token, and every document has an end.
+    assert cleaned.taken_in.tokens == cleaned.taken_in.bytes + cleaned.taken_in.documents
+    manifest, without = load_clean_manifest(tmp_path / "out"), load_clean_manifest(tmp_path / "plain")
+    assert manifest is not None and without is not None
+    assert manifest["kept"]["tokens"] == cleaned.kept.tokens and "tokens" not in without["kept"]  # type: ignore
+    prepared = prepare(
+        open_source(str(tmp_path / "out")),
+        tmp_path / "set",
+        load_tokenizer("bytes"),
+        PrepareOptions(seq_len=64),
+        num_workers=1,
+    )
+    splits = prepared.manifest.splits.values()
+    assert sum(split.num_tokens for split in splits) == cleaned.kept.tokens
+    with pytest.raises(DataError, match="contents of --tokenizer"):
+        _clean(path, tmp_path / "out", options)

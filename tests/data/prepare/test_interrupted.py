@@ -123,7 +123,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
     _wait_for_state(process, out)
     process.send_signal(signal.SIGSTOP)
     options = PrepareOptions(seq_len=64, val_fraction=0.02, shard_bytes=262_144)
-    with pytest.raises(DataError, match="Another process prepares"):
+    with pytest.raises(DataError, match="Another process writes"):
         prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), options, max_rejected=99)
     process.send_signal(signal.SIGKILL)
     process.wait()

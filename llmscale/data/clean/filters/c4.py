@@ -54,7 +54,7 @@ class C4Filter:
         content = "\n".join(kept).strip()
         if content == text.content:
             return None
-        return Changed(content, Text(content).num_words, len(content.encode()), parts)
+        return Changed(content, parts)
 
     def _judge(self, line: str) -> Why | Removed | None:
         """Why a line that is without citations goes, or the page."""

@@ -61,6 +61,10 @@ class FileSource(Source):
                 record.place = (number, *record.place)
                 yield record
 
+    def parts(self) -> list[Source]:
+        """One for each file."""
+        return [FileSource(self.name, [file], self._options) for file in self.files]
+
     def fingerprint(self) -> str:
         """Of every file's path below the root, size and time of modification."""
         options = self._options

@@ -38,6 +38,10 @@ class SeveralSources(Source):
             self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
             before, inner = before + source.read_bytes, ()
 
+    def parts(self) -> list[Source]:
+        """Of every input, in order."""
+        return [part for source in self._sources for part in source.parts()]
+
     def fingerprint(self) -> str:
         """Of every input's, in order."""
         return hashlib.sha256(" ".join(source.fingerprint() for source in self._sources).encode()).hexdigest()

@@ -97,6 +97,10 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """A cheap identity of the contents: equal when nothing has changed."""
 
+    def parts(self) -> list[Source]:
+        """Sources that have these documents one after the other: as many as can be read apart from each other."""
+        return [self]
+
     def documents(self) -> Iterator[str]:
         """The text of every document, in order. Raises DataError for what is none."""
         self.skipped = self.num_cut = 0
