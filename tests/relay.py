@@ -69,12 +69,17 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A client may hang up."""
+
+
 @contextmanager
 def relay_to(port: int) -> Iterator[Relay]:
     """To a server on this machine."""
     relay = Relay()
     handler = type("Handler", (_Handler,), {"relay": relay, "port": port})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server = _Server(("127.0.0.1", 0), handler)
     relay.url = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -42,8 +42,11 @@ def open_uploader(url: str) -> Uploader:
 
 def open_downloader(url: str) -> Downloader:
     """For files at a URL, of Streaming's other schemes too, or a local path. Raises whatever the client raises."""
-    if _kind_of(url) == "azure":
+    kind = _kind_of(url)
+    if kind == "azure":
         return AzureBlobs.of_environment(url)
+    if kind == "hf":
+        _show_no_bars()
     found: Downloader = streaming_module("storage.download").CloudDownloader.get(url)
     return found
 
@@ -83,6 +86,7 @@ class _HubUploads:
     def __init__(self, url: str) -> None:
         from huggingface_hub import HfApi
 
+        _show_no_bars()
         self._name = "/".join(path_of(url).split("/")[1:3])
         self._api = HfApi(token=os.environ.get("HF_TOKEN"))
         self._api.repo_info(self._name, repo_type="dataset")
@@ -96,3 +100,12 @@ class _HubUploads:
             repo_type="dataset",
             commit_message=f"Add {name}",
         )
+
+
+def _show_no_bars() -> None:
+    """The Hub's client draws one for each file, unless the environment says what it shall do."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import disable_progress_bars
+
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars()
