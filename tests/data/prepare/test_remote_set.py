@@ -358,10 +358,11 @@ def upload_slowly(self, path, url):
     upload(self, path, url)
     time.sleep(0.03)
 RemoteSet._upload = upload_slowly
-source, url, work = sys.argv[1:]
+source, url, work, *flags = sys.argv[1:]
 options = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
 print("ready", flush=True)
-prepare(open_source(source), RemoteSet(url, work_dir=Path(work)), load_tokenizer("bytes"), options, num_workers=2)
+out = RemoteSet(url, work_dir=Path(work), overwrite=bool(flags))
+prepare(open_source(source), out, load_tokenizer("bytes"), options, num_workers=2)
 """
 
 
@@ -390,6 +391,32 @@ def test_killed_at_any_moment_it_goes_on(
     assert found == expected
     assert ours["fingerprint"] == theirs["fingerprint"] and ours["splits"] == theirs["splits"]
     assert _is_empty(tmp_path / "work")
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    _prepare(corpus, tmp_path / "work", OLD)
+    for name, options in (("old", OLD), ("new", OPTIONS)):
+        _local(corpus, tmp_path / name, options)
+    old, new = (_read(str(tmp_path / name)) for name in ("old", "new"))
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "run.py"), str(corpus), URL, str(tmp_path / "work"), "overwrite"]
+    rng, seen = random.Random(0), []
+    while new not in seen:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.2, 1.5))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        seen.append(_read(URL, tmp_path / "cache"))
+    assert all(found == old for found in seen[:-1]) and len(seen) > 1
+    subprocess.run(command, check=True)
+    found = object_store.files("sets/a/")
+    assert found.pop(MANIFEST_NAME)
+    assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")
 
 
 def _wait_for_upload(process: subprocess.Popen[bytes], store: ObjectStore) -> None:

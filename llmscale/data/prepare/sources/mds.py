@@ -143,6 +143,7 @@ class MdsSource(Source):
                     yield (number, index), _column(data, index, part)
             except (struct.error, ValueError):
                 raise DataError(f"{part.name} is damaged: sample {index} does not lie in it.") from None
+            del data  # before the next one comes
             sample = 0
             self.read_bytes += part.bytes
 
