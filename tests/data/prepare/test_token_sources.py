@@ -182,18 +182,34 @@ def test_text_columns_of_mds(tmp_path: Path) -> None:
         ({"format": "csv"}, "does not describe an MDS shard"),
     ],
 )
-@pytest.mark.parametrize("where", ["disk", "store"])
-def test_what_an_index_may_not_say(
-    change: dict, said: str, where: str, object_store: ObjectStore, tmp_path: Path
-) -> None:
-    folder = _write_mds(tmp_path, "bytes", np.int64)
+def test_what_an_index_may_not_say(change: dict, said: str, tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"123456789")
-    index = json.loads((folder / "index.json").read_text())
-    index["shards"][0] |= change
-    (folder / "index.json").write_text(json.dumps(index))
-    spec = str(folder) if where == "disk" else _put(folder, object_store)
     with pytest.raises(DataError, match=said):
-        _read(open_source(spec))
+        _read(open_source(str(_write_mds_with(change, tmp_path))))
+
+
+def _write_mds_with(change: dict, folder: Path) -> Path:
+    """Shards, of the first of which the index says something else."""
+    made = _write_mds(folder, "bytes", np.int64)
+    index = json.loads((made / "index.json").read_text())
+    index["shards"][0] |= change
+    (made / "index.json").write_text(json.dumps(index))
+    return made
+
+
+def test_nor_may_one_in_a_store(object_store: ObjectStore, tmp_path: Path) -> None:
+    object_store.put("secret", b"123456789")
+    for number, (change, said) in enumerate(
+        [
+            ({"raw_data": {"basename": "../secret", "bytes": 9}}, "no name of a file beside it"),
+            ({"raw_data": {"basename": "shard.00000.mds", "bytes": 77}}, "another size than its index says"),
+            ({"samples": 900}, "does not lie in it|is no array"),
+        ]
+    ):
+        (tmp_path / str(number)).mkdir()
+        url = _put(_write_mds_with(change, tmp_path / str(number)), object_store)
+        with pytest.raises(DataError, match=said):
+            _read(open_source(url))
 
 
 def test_a_store_lacks_a_shard_or_says_too_much(
