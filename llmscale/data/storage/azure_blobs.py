@@ -46,12 +46,11 @@ class AzureBlobs:
         from azure.storage.blob import BlobServiceClient
 
         login = find_login(url)
-        # Whoever asks tries again, and says so.
-        options = {"retry_total": 0}
+        # No retries of its own: whoever asks tries again, and says so.
         if "connection_string" in login:
-            return cls(BlobServiceClient.from_connection_string(login["connection_string"], **options))
+            return cls(BlobServiceClient.from_connection_string(login["connection_string"], retry_total=0))
         account_url = f"https://{login['account_name']}.blob.core.windows.net"
-        return cls(BlobServiceClient(account_url, credential=login["account_key"] or _ask_identity(), **options))
+        return cls(BlobServiceClient(account_url, credential=login["account_key"] or _ask_identity(), retry_total=0))
 
     @classmethod
     def of_container(cls, name: str) -> AzureBlobs:

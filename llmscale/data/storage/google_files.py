@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 _Info = dict[str, Any]
 
 
-class GoogleFiles(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+class GoogleFiles(AbstractFileSystem):
     """Objects of any bucket. Paths are BUCKET/NAME."""
 
     cachable = False

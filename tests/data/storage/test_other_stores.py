@@ -64,17 +64,17 @@ class _Emulated:
 
 class _OnTheHub:
     def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+        self.hub = hub
         self.url = self.out = f"hf://datasets/{NAME}"
 
     def put(self, name: str, contents: bytes) -> None:
-        self._hub.put(name, contents)
+        self.hub.put(name, contents)
 
     def files(self) -> dict[str, bytes]:
-        return self._hub.files()
+        return self.hub.files()
 
     def fail(self, fails: Failing) -> None:
-        self._hub.fails = fails
+        self.hub.fails = fails
 
 
 @pytest.fixture(scope="session")
@@ -228,14 +228,30 @@ MISSING = {
 }
 
 
-def test_missing_credentials_are_named(
-    request: pytest.FixtureRequest, store: Store, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    variable, said = MISSING[request.node.callspec.params["store"]]
-    monkeypatch.delenv(variable)
-    monkeypatch.setenv("HOME", str(tmp_path))
+def _take_credentials(kind: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MISSING[kind][0])
+    monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("NO_GCE_CHECK", "true")
-    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(home))
+
+
+@pytest.mark.parametrize("store", ["google", "hub"], indirect=True)
+def test_what_is_public_is_read_without_credentials(
+    request: pytest.FixtureRequest, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("in/a.txt", b"open")
+    _take_credentials(request.node.callspec.params["store"], tmp_path, monkeypatch)
+    if isinstance(store, _OnTheHub):
+        store.hub.is_public = True
+    assert list(open_source(f"{store.url}/in/a.txt").documents()) == ["open"]
+
+
+def test_missing_credentials_are_named(
+    request: pytest.FixtureRequest, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = request.node.callspec.params["store"]
+    said = MISSING[kind][1]
+    _take_credentials(kind, tmp_path, monkeypatch)
     with pytest.raises(DataError, match=said):
         RemoteSet(store.out, work_dir=tmp_path / "work")
     with pytest.raises(DataError, match=said):
