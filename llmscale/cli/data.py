@@ -197,10 +197,6 @@ def _check_out(args: argparse.Namespace) -> Path | str:
         if args.work_dir is not None:
             raise DataError(f"--work-dir is for an --out that is a URL, and {args.out} is a folder. Drop it.")
         return Path(args.out)
-    if args.overwrite:
-        raise DataError(
-            f"--overwrite does not replace a set in a store ({args.out}). Remove it yourself, or choose another --out."
-        )
     return check_out_url(args.out)
 
 
@@ -210,7 +206,7 @@ def _open_destination(args: argparse.Namespace) -> Destination:
     from llmscale.data.prepare.remote_set import DEFAULT_WORK_DIR, RemoteSet
 
     if isinstance(args.out, str):
-        return RemoteSet(args.out, work_dir=args.work_dir or DEFAULT_WORK_DIR)
+        return RemoteSet(args.out, work_dir=args.work_dir or DEFAULT_WORK_DIR, overwrite=args.overwrite)
     return LocalFolder(args.out, overwrite=args.overwrite)
 
 

@@ -13,9 +13,10 @@ from llmscale.config import limits
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
-from llmscale.config.user_paths import check_path, check_path_or_url, check_text
+from llmscale.config.user_paths import check_path, check_path_or_name, check_path_or_url, check_text
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
+PathOrName = Annotated[str, AfterValidator(check_path_or_name)]
 PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
 UserPath = Annotated[Path, BeforeValidator(check_path)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
@@ -223,9 +224,9 @@ class RunConfig(BaseModel):
     """Write checkpoints in the background."""
     run: UserPath = Path("runs/default")
     """Run folder: config, metrics, checkpoints, samples."""
-    resume: PathOrUrl = "auto"
+    resume: PathOrName = "auto"
     """auto: continue when the run folder has a checkpoint; none: start anew in a new folder; or a checkpoint folder."""
-    init_from: PathOrUrl | None = None
+    init_from: PathOrName | None = None
     """Start at step 0 with the weights of this run or checkpoint, or of hf:FOLDER or hf:NAME, which set the model."""
     allow_changed: list[str] = Field(default_factory=list)
     """On resume, accept a change of: global_batch_size, seq_len, data, seed, order. The log says what it breaks."""

@@ -42,6 +42,12 @@ def check_path(value: object) -> Path:
     return Path(text)
 
 
+def check_path_or_name(text: str) -> str:
+    """A path, or a word or a published model's name (hf:) in its place. Raises ValueError as check_path."""
+    check_path(text)
+    return text
+
+
 def check_path_or_url(text: str) -> str:
     """A path, or what begins with a scheme (s3://, hf:). Raises ValueError as check_path."""
     if not re.match(r"[A-Za-z][\w+.-]*:", check_text(text)):

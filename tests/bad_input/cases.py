@@ -177,6 +177,8 @@ PATHS = [
     ("train --data LONG", r"data = 'x+': must not hold names of more than 255 bytes; one has 300"),
     ("train --run ''", r"run = '': must not be empty"),
     ("train --run s3://bucket/run", r"run = 's3://bucket/run': must be a path on this machine, and no URL"),
+    ("train --resume s3://bucket/run", r"resume = 's3://bucket/run': must be a path on this machine, and no URL"),
+    ("train --init-from gs://bucket/run", r"init_from = 'gs://bucket/run': must be a path on this machine, and no"),
     ("train --data-cache gs://bucket/run", r"must be a path on this machine, and no URL"),
     ("llmscale report gs://bucket/run", r"RUN: must be a path on this machine, and no URL"),
     ("llmscale export adir --to s3://bucket/model", r"--to: must be a path on this machine, and no URL"),

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import read_losses
+
 
 @pytest.fixture
 def own_set(tiny_set: Path, tmp_path: Path) -> Path:
@@ -57,19 +59,50 @@ def test_a_damaged_set_ends_the_start(
     assert (tmp_path / "run").exists() == (text == "was altered"), "no folder is left that holds only a lock"
 
 
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_a_shard_that_is_cut_in_mid_run_ends_it_on_every_rank(
-    ranks: Callable, train_command: Callable, own_set: Path, split: str
+def cut(path: Path) -> None:
+    os.truncate(path, 100)
+
+
+def write_over(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[::-1])
+
+
+@pytest.mark.parametrize(("split", "damage"), [("train", cut), ("val", cut), ("train", write_over)])
+def test_a_shard_that_is_written_to_in_mid_run_ends_it_on_every_rank(
+    ranks: Callable, train_command: Callable, own_set: Path, split: str, damage: Callable[[Path], None]
 ) -> None:
-    """One that is only removed is still open, and read on."""
     flags = ("--steps", "100000", "--log-every", "20", "--val-every", "20", "--data", str(own_set))
     job = ranks(train_command(*flags), 2)
     wait_for_line(job, "step     20/")
-    os.truncate(shard_of(own_set, split), 100)
+    damage(shard_of(own_set, split))
     outputs = job.wait()
     assert job.exit_codes == [2, 2], outputs
     assert "error: " in outputs[0]
     assert shard_of_name(split) in outputs[0]
+
+
+def replace(path: Path) -> None:
+    (path.parent / "new").write_bytes(bytes(1000))
+    os.replace(path.parent / "new", path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [Path.unlink, replace])
+def test_a_shard_that_is_removed_or_replaced_in_mid_run_is_read_on(
+    ranks: Callable, train_command: Callable, own_set: Path, tmp_path: Path, change: Callable[[Path], None]
+) -> None:
+    """The open file keeps its bytes, whatever has its name."""
+    losses = []
+    for number in range(2):
+        flags = ("--steps", "100", "--log-every", "20", "--data", str(own_set), "--run", str(tmp_path / f"run{number}"))
+        job = ranks(train_command(*flags), 2)
+        wait_for_line(job, "step     20/")
+        if number:
+            change(shard_of(own_set, "train"))
+        job.wait()
+        assert job.exit_codes == [0, 0]
+        losses.append(read_losses(tmp_path / f"run{number}"))
+    assert losses[0] == losses[1] and len(losses[0]) >= 5
 
 
 #: train.py whose feed fails on rank 1, at the third step, in a way that nobody foresaw.

@@ -2,29 +2,41 @@
 
 `unfinished.json` stands there from the beginning, and says what is prepared; a set has its manifest and nothing else is
 one. Shards go up while others are written, and leave this disk as soon as they are there: a few are here at a time.
+
+A set that replaces another one (`overwrite`) goes into a folder beside its files, `set-0123456789ab`. When all of it is
+there, one object is written in one move, `manifest.json`, which names that folder; then the other files are removed. So
+whoever opens the set finds the old one or the new one, whatever kills this process.
 """
 
 from __future__ import annotations
 
 import collections
-import copy
 import hashlib
 import json
 import os
+import re
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 from llmscale.data.prepare.destination import Destination, check_same, describe_differences
 from llmscale.data.prepare.work_folder import WorkFolder
-from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, PrepareRequest, parse_manifest
-from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.shards.manifest import (
+    GENERATION,
+    MANIFEST_NAME,
+    Manifest,
+    PrepareRequest,
+    generation_json,
+    parse_generation,
+    parse_manifest,
+)
+from llmscale.data.shards.set_rules import SHARD_NAME, TOKENIZER_FOLDER
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
-from llmscale.data.storage.schemes import check_out_url, scheme_of, streaming_url
+from llmscale.data.storage.schemes import check_out_url, scheme_of
+from llmscale.data.storage.transport import open_uploader
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
 
@@ -40,12 +52,11 @@ _PART_BYTES = 8 << 20
 _REMEDY = "What is done stays on this disk and in the store: when it can be reached, the same command goes on."
 
 
-class _Uploader(Protocol):
-    """What is used here of Streaming's uploaders."""
-
-    local: str
-
-    def upload_file(self, filename: str) -> None: ...
+#: What `prepare` writes, wherever the set lies below the URL.
+_OURS = re.compile(
+    rf"(?:{GENERATION}/)?(?:{re.escape(MANIFEST_NAME)}|{re.escape(UNFINISHED_NAME)}|{TOKENIZER_FOLDER}/[^/]+|"
+    rf"(?:train|val)/(?:{re.escape(INDEX_NAME)}|{SHARD_NAME.pattern}(?:\.zstd)?))"
+)
 
 
 class RemoteSet(Destination):
@@ -53,16 +64,17 @@ class RemoteSet(Destination):
 
     is_remote = True
 
-    def __init__(self, url: str, *, work_dir: Path = DEFAULT_WORK_DIR) -> None:
-        """`work_dir` is where it is prepared; it takes the windows, and a few shards. Raises DataError: a URL that is
-        none, credentials missing, no such bucket."""
-        self.url = check_out_url(url)
+    def __init__(self, url: str, *, work_dir: Path = DEFAULT_WORK_DIR, overwrite: bool = False) -> None:
+        """`work_dir` is where it is prepared; it takes the windows, and a few shards. `overwrite`: another set that is
+        there is replaced. Raises DataError: a URL that is none, credentials missing, no such bucket."""
+        self.url = self._place = check_out_url(url)
         digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
         self.beside = work_dir.expanduser() / f"{self.url.rpartition('/')[2]}-{digest}"
+        self._overwrite = overwrite
         self._store = Store(self.url, remedy=_REMEDY)
         remedy = f"It must be there, and be open to the credentials, {scheme_of(self.url).credentials}."
         self._uploader = faults.with_retries(
-            self._open_uploader, f"Cannot write to {self.url}", url=self.url, remedy=remedy
+            lambda: open_uploader(self.url), f"Cannot write to {self.url}", url=self.url, remedy=remedy
         )
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="upload")
@@ -74,20 +86,52 @@ class RemoteSet(Destination):
     def find(self, request: PrepareRequest) -> Manifest | None:
         names = [name for name in self._store.names_in(self.url) if name not in _HUB_NAMES]
         if MANIFEST_NAME in names:
-            where = f"{self.url}/{MANIFEST_NAME}"
-            manifest = parse_manifest(self._read_small(where), where)
-            check_same(manifest, request, self.url, "A set in a store is never replaced: remove it yourself")
-            self._remove_marker(names)
-            return manifest
+            return self._find_whole(request)
         if UNFINISHED_NAME in names:
-            self._check_marker(request)
-            self._is_begun = True
+            different = self._find_differences(request)
+            if different and not self._overwrite:
+                raise DataError(
+                    f"--out {self.url} holds a set that is not finished and prepared differently: {different}. Give "
+                    "the same settings, replace it with --overwrite, or choose another --out."
+                )
+            self._is_begun = not different
+            if different:
+                self._go_beside(request, b"")
         elif names:
             raise DataError(
                 f"--out {self.url} holds {len(names):,} names, such as {names[0][:80]}, and is no prepared set. Choose "
                 "another one, or empty it."
             )
         return None
+
+    def _find_whole(self, request: PrepareRequest) -> Manifest | None:
+        """The set that is there, if it answers the request and is not to be replaced. Raises DataError."""
+        contents = self._read_small(f"{self.url}/{MANIFEST_NAME}")
+        try:
+            generation = parse_generation(contents, f"{self.url}/{MANIFEST_NAME}")
+            place = f"{self.url}/{generation}" if generation else self.url
+            where = f"{place}/{MANIFEST_NAME}"
+            manifest = parse_manifest(self._read_small(where) if generation else contents, where)
+            check_same(manifest, request, self.url, "Replace it with --overwrite")
+            is_cleared_up = UNFINISHED_NAME not in self._store.names_in(place)
+        except DataError:
+            if not self._overwrite:
+                raise
+            is_cleared_up = True
+        if self._overwrite and is_cleared_up:
+            self._go_beside(request, contents)
+            return None
+        self._place = place
+        if not is_cleared_up:
+            self._clear_up()
+        return manifest
+
+    def _go_beside(self, request: PrepareRequest, replaced: bytes) -> None:
+        """Into a folder whose name says what is prepared in place of which manifest: the same command finds it again,
+        and no other one takes it."""
+        digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode() + replaced).hexdigest()[:12]
+        self._place = f"{self.url}/set-{digest}"
+        self._is_begun = UNFINISHED_NAME in self._store.names_in(self._place)
 
     def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
         """Upload the marker, which shows that writing is allowed."""
@@ -97,9 +141,7 @@ class RemoteSet(Destination):
         if self._journal.exists():
             *lines, _ = self._journal.read_text().split("\n")
             self._uploaded = set(lines)
-        with tempfile.TemporaryDirectory(dir=work.path) as folder:
-            (Path(folder) / UNFINISHED_NAME).write_text(json.dumps(request))
-            self._upload(Path(folder), UNFINISHED_NAME)
+        self._upload_text(json.dumps(request), f"{self._place}/{UNFINISHED_NAME}", work.path)
 
     def keep_shard(self, path: Path) -> None:
         """Upload a shard beside the work that goes on, and remove it here. Waits while there are too many."""
@@ -116,37 +158,39 @@ class RemoteSet(Destination):
         order = sorted(names, key=lambda name: (last.index(Path(name).name) if Path(name).name in last else -1, name))
         self._check_all_there()
         for name in order:
-            self._upload(self._folder, name)
-        self._remove_marker([UNFINISHED_NAME])
+            self._upload(self._folder / name, f"{self._place}/{name}")
+        if self._place != self.url:
+            pointer = generation_json(self._place.removeprefix(f"{self.url}/"))
+            self._upload_text(pointer, f"{self.url}/{MANIFEST_NAME}", work.path)
+        self._clear_up()
 
     def close(self) -> None:
         self._stop.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-    def _open_uploader(self) -> _Uploader:
-        """Streaming's uploader of the scheme; it looks whether the bucket is there."""
-        is_hub = self.url.startswith("hf:")
-        with tempfile.TemporaryDirectory() as empty:
-            # The Hub's takes a URL alone, with a slash at the end.
-            out = f"{self.url}/" if is_hub else (empty, streaming_url(self.url))
-            made: _Uploader = streaming_module("storage.upload").CloudUploader.get(out, keep_local=True, retry=1)
-            if is_hub:
-                os.rmdir(made.local)
-        return made
+    def _clear_up(self) -> None:
+        """Remove what the set that is there has replaced, and the marker last, so that a killed run goes on here."""
+        if self._place != self.url:
+            for one in self._store.find(self.url):
+                name = one.url.removeprefix(f"{self.url}/")
+                if _OURS.fullmatch(name) and name != MANIFEST_NAME and not one.url.startswith(f"{self._place}/"):
+                    self._store.remove(one.url)
+        self._store.remove(f"{self._place}/{UNFINISHED_NAME}")
 
     def _check_all_there(self) -> None:
         """Raises DataError when somebody has removed shards meanwhile."""
-        if missing := self._uploaded - {one.url.removeprefix(f"{self.url}/") for one in self._store.find(self.url)}:
+        there = {one.url.removeprefix(f"{self._place}/") for one in self._store.find(self._place)}
+        if missing := self._uploaded - there:
             raise DataError(
-                f"{self.url}/{min(missing)} was uploaded and is no longer there. Remove everything there, and the same "
-                "command begins anew."
+                f"{self._place}/{min(missing)} was uploaded and is no longer there. Remove everything there, and the "
+                "same command begins anew."
             )
 
     def _move(self, name: str) -> None:
         """Upload a shard, note that, and remove it."""
         path = self._folder / name
         if name not in self._uploaded:
-            self._upload(self._folder, name)
+            self._upload(path, f"{self._place}/{name}")
             with open(self._journal, "a", encoding="utf-8") as journal:
                 journal.write(f"{name}\n")
                 journal.flush()
@@ -154,15 +198,18 @@ class RemoteSet(Destination):
             self._uploaded.add(name)
         path.unlink(missing_ok=True)
 
-    def _upload(self, folder: Path, name: str) -> None:
+    def _upload_text(self, text: str, url: str, scratch: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=scratch) as folder:
+            path = Path(folder) / url.rpartition("/")[2]
+            path.write_text(text)
+            self._upload(path, url)
+
+    def _upload(self, path: Path, url: str) -> None:
         """Upload a file and look at what came there. Raises DataError."""
-        url = f"{self.url}/{name}"
 
         def upload() -> None:
-            # A copy, as several threads upload out of several folders.
-            uploader = _with_folder(self._uploader, folder)
-            uploader.upload_file(name)
-            self._check(folder / name, url)
+            self._uploader.upload(path, url)
+            self._check(path, url)
 
         faults.with_retries(upload, f"Cannot upload {url}", url=url, remedy=_REMEDY, stop=self._stop)
 
@@ -191,29 +238,13 @@ class RemoteSet(Destination):
             raise DataError(f"{url} has {size_bytes:,} bytes, and is none of llmscale's files.")
         return self._store.read(url)
 
-    def _check_marker(self, request: PrepareRequest) -> None:
-        """Raises DataError when something else is being prepared there."""
-        url = f"{self.url}/{UNFINISHED_NAME}"
+    def _find_differences(self, request: PrepareRequest) -> str:
+        """Of what is being prepared there; empty when it is the same. Raises DataError."""
         try:
-            there = json.loads(self._read_small(url))
+            there = json.loads(self._read_small(f"{self.url}/{UNFINISHED_NAME}"))
         except ValueError:
             there = None
-        different = describe_differences(there, request) if isinstance(there, dict) else "unreadable"
-        if different:
-            raise DataError(
-                f"--out {self.url} holds a set that is not finished and prepared differently: {different}. Give the "
-                "same settings, choose another --out, or remove it yourself."
-            )
-
-    def _remove_marker(self, names: list[str]) -> None:
-        if UNFINISHED_NAME in names:
-            self._store.remove(f"{self.url}/{UNFINISHED_NAME}")
-
-
-def _with_folder(uploader: _Uploader, folder: Path) -> _Uploader:
-    made = copy.copy(uploader)
-    made.local = str(folder)
-    return made
+        return describe_differences(there, request) if isinstance(there, dict) else "unreadable"
 
 
 def etag_of(path: Path) -> str:

@@ -8,13 +8,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_manifest
+from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_generation, parse_manifest
 from llmscale.data.shards.set_rules import ORIGIN_NAME, TOKENIZER_FILES, TOKENIZER_FOLDER, check_no_links
-from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.tokenizer_origin import load_origin
 from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
-from llmscale.data.storage.faults import fault
-from llmscale.data.storage.schemes import streaming_url
+from llmscale.data.storage import faults
+from llmscale.data.storage.transport import open_downloader
 from llmscale.errors import DataError
 from llmscale.files.whole import write_durably
 from llmscale.untrusted.documents import MAX_BYTES
@@ -48,10 +47,9 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
     if "://" not in data and cache is None:
         return SetLocation(data, load_manifest(data), Path(data), remote=None)
     cache = (cache or DEFAULT_CACHE).expanduser()
-    remote = streaming_url(data).rstrip("/")
-    if "://" not in remote:
-        load_manifest(remote)  # explains a missing or half-written folder better than a failed download
-    manifest = parse_manifest(_download(remote, MANIFEST_NAME, cache), f"{remote}/{MANIFEST_NAME}")
+    if "://" not in data:
+        load_manifest(data)  # explains a missing or half-written folder better than a failed download
+    manifest, remote = _find_remote(data, cache)
     folder = cache / manifest.fingerprint[:16]
     for split in manifest.splits:
         relative = f"{split}/{INDEX_NAME}"
@@ -61,6 +59,34 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
             _write(folder / relative, contents)
     _write(folder / MANIFEST_NAME, manifest.to_json().encode())
     return SetLocation(data, manifest, folder, remote)
+
+
+def _find_remote(data: str, scratch: Path) -> tuple[Manifest, str]:
+    """A set and where its files lie: at the URL, or in the folder below that its manifest names. Raises DataError."""
+    remote = data.rstrip("/")
+    contents = _download(remote, MANIFEST_NAME, scratch)
+    if generation := parse_generation(contents, f"{remote}/{MANIFEST_NAME}"):
+        remote = f"{remote}/{generation}"
+        contents = _download(remote, MANIFEST_NAME, scratch)
+    return parse_manifest(contents, f"{remote}/{MANIFEST_NAME}"), remote
+
+
+def explain_replaced(location: SetLocation) -> DataError | None:
+    """What to say of a file that is not there, where the set is not the one that was opened; None where it is, or
+    nobody knows."""
+    if location.remote is None:
+        return None
+    try:
+        now, remote = _find_remote(location.name, location.folder)
+    except DataError:
+        return None
+    if remote == location.remote and now.fingerprint == location.manifest.fingerprint:
+        return None
+    return DataError(
+        f"{location.name} was replaced while it was read: it is the set {now.fingerprint[:12]} now, and this is "
+        f"{location.manifest.fingerprint[:12]}, which is no longer there. Begin again with the new one, or restore the "
+        "old one."
+    )
 
 
 def fetch_tokenizer(location: SetLocation) -> None:
@@ -88,12 +114,13 @@ def _download(remote: str, relative: str, scratch: Path) -> bytes:
         scratch.mkdir(parents=True, exist_ok=True)
         folder = tempfile.mkdtemp(prefix=".download-", dir=scratch)
         target = os.path.join(folder, "file")
-        streaming_module("storage.download").CloudDownloader.direct_download(f"{remote}/{relative}", target, _TIMEOUT_S)
+        source = f"{remote}/{relative}"
+        faults.with_retries(
+            lambda: open_downloader(remote).download(source, target, _TIMEOUT_S), f"Cannot fetch {source}", url=remote
+        )
         return read_regular(Path(target), MAX_BYTES)
-    except DataError:
-        raise
-    except Exception as error:  # each transport raises its client library's own kinds
-        raise fault(error, f"Cannot fetch {remote}/{relative}", url=remote) from error
+    except OSError as error:
+        raise faults.fault(error, f"Cannot fetch {remote}/{relative}", url=remote) from error
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)

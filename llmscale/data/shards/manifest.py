@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast, get_args
@@ -35,6 +36,10 @@ from llmscale.untrusted.paths import read_regular
 MANIFEST_NAME = "manifest.json"
 #: Raised whenever older code could misread the folder.
 FORMAT_VERSION = 1
+#: Of a manifest that only names the folder beside it that holds the set.
+_POINTER_VERSION, _MAX_POINTER_BYTES = 2, 512
+#: Such a folder.
+GENERATION = r"set-[0-9a-f]{12}"
 
 #: What the user asked `prepare` for, by flag; the same request over the same source need not be prepared
 #: again.
@@ -178,6 +183,8 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
     """
     record = parse_json(contents, Rules(DataError, REMEDY), where)
     version = record.get("format_version")
+    if version == _POINTER_VERSION:
+        raise DataError(f"{where} is a store's: the set lies in the folder that it names. Name that folder instead.")
     if version != FORMAT_VERSION:
         shown = str(version)[:20]
         raise DataError(f"{where} has format version {shown}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
@@ -189,6 +196,24 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
         raise DataError(f"{where} was altered: its fingerprint does not match its contents. {REMEDY}")
     _check_manifest(manifest, where)
     return manifest
+
+
+def generation_json(folder: str) -> str:
+    """The manifest of a store's folder in which a set has replaced another one: it lies in `folder`, beside it."""
+    return json.dumps({"format_version": _POINTER_VERSION, "generation": folder}) + "\n"
+
+
+def parse_generation(contents: bytes, where: str) -> str:
+    """The folder that such a manifest names; empty for the manifest of a set. Raises DataError."""
+    if len(contents) > _MAX_POINTER_BYTES:
+        return ""
+    record = parse_json(contents, Rules(DataError, REMEDY), where)
+    if record.get("format_version") != _POINTER_VERSION:
+        return ""
+    folder = record.get("generation")
+    if not isinstance(folder, str) or not re.fullmatch(GENERATION, folder):
+        raise DataError(f"{where} names the folder {str(folder)[:80]!r}, which is none that holds a set. {REMEDY}")
+    return folder
 
 
 def _check_manifest(manifest: Manifest, where: str) -> None:

@@ -1,6 +1,6 @@
 """Bring a shard into a local folder: download, decompress, check, under a lock that dies with its process.
 
-Streaming's `Stream` does the work for one shard. Its `StreamingDataset` would coordinate the ranks through
+Streaming's transport brings one file at a time. Its `StreamingDataset` would coordinate the ranks through
 named shared memory and barriers, which leak when a process is killed, are limited by /dev/shm and hang the
 other ranks when one fails; a file lock per shard needs no ranks, no cleaning up, and any number of runs can
 share a cache.
@@ -11,23 +11,22 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
 from llmscale.data.shards.compressed import DamagedError, open_zstd
-from llmscale.data.shards.dataset_source import SetLocation, check_source
+from llmscale.data.shards.dataset_source import SetLocation, check_source, explain_replaced
 from llmscale.data.shards.manifest import ShardInfo
 from llmscale.data.shards.set_rules import check_no_links
-from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import hash_file
-from llmscale.data.storage.faults import fault
+from llmscale.data.storage import faults
+from llmscale.data.storage.transport import Downloader, open_downloader
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
 
-_RETRIES = 2
 _CHUNK_BYTES = 1 << 20
 _CHECKSUM = "wrong checksum"
 _TIMEOUT_S = 120.0
@@ -50,14 +49,6 @@ class ShardFile(Protocol):
     zip_data: FileInfo | None
 
 
-@dataclass
-class _Download:
-    """A shard of one file, as Streaming's `Stream` takes it: nothing of it is to be unpacked."""
-
-    file_pairs: list[tuple[FileInfo, None]]
-    compression: None = None
-
-
 class ShardFetcher:
     """Fetches the shards of one split. Holds no connection before its first use, so it may be forked."""
 
@@ -67,8 +58,8 @@ class ShardFetcher:
         self._locks = location.folder / ".locks" / split
         self._limit_bytes = cache_limit_bytes
         self._split = split
-        self._stream_pid = 0
-        self._stream: _Stream | None = None
+        self._downloader: tuple[int, Downloader] | None = None
+        """And the process whose it is."""
 
     def fetch(self, shard: ShardInfo, file: ShardFile) -> None:
         """Make the uncompressed shard exist. Raises DataError: unreachable, damaged, cache disk full."""
@@ -87,6 +78,7 @@ class ShardFetcher:
             ) from None
         except OSError as error:
             raise self._explain(error, shard) from error
+        _mark_used(self._folder / shard.name)
         if self._limit_bytes is not None:
             self._evict(keep=shard.name)
 
@@ -103,28 +95,39 @@ class ShardFetcher:
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < needed_bytes:
             raise OSError(errno.ENOSPC, f"{free_bytes:,} bytes free, {needed_bytes:,} needed")
-        for attempt in range(_RETRIES):
-            try:
-                self._download(file.zip_data or file.raw_data)
-                if file.zip_data:
-                    self._unpack(file.zip_data, shard)
-                break
-            except Exception as error:  # each transport raises its client library's own kinds
-                self._remove(file)
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES):
-                    raise
-                if attempt == _RETRIES - 1:
-                    raise self._explain(error, shard) from error
+        faults.with_retries(
+            lambda: self._bring(shard, file),
+            f"Cannot fetch {self._describe(shard)}",
+            url=self._location.name,
+            explain=lambda error: self._explain(error, shard),
+        )
         if not _has_size(self._folder / shard.name, shard.bytes):
             self._remove(file)
             raise DataError(f"Shard {shard.name} of {self._location.name} has another size than its index says.")
 
+    def _bring(self, shard: ShardInfo, file: ShardFile) -> None:
+        """Download and unpack it, a second time when it came here damaged. Raises whatever the transport raises."""
+        for is_last in (False, True):
+            try:
+                self._download(file.zip_data or file.raw_data)
+                if file.zip_data:
+                    self._unpack(file.zip_data, shard)
+                return
+            except DamagedError:
+                self._remove(file)
+                if is_last:
+                    raise
+            except Exception:
+                self._remove(file)
+                raise
+
     def _download(self, stored: FileInfo) -> None:
         """Bring one file here, unless it is here, and check it. Raises whatever the transport raises, DamagedError."""
         path = self._folder / stored.basename
-        if self._location.remote is not None:
-            check_source(self._location.remote, f"{self._split}/{stored.basename}")
-            self._open_stream().prepare_shard(_Download([(stored, None)]))
+        remote = self._location.remote
+        if remote is not None:
+            check_source(remote, f"{self._split}/{stored.basename}")
+            self._open_downloader(remote).download(f"{remote}/{self._split}/{stored.basename}", str(path), _TIMEOUT_S)
         algorithm = self._location.manifest.hash_algorithm
         # The size first: what a source sends instead may be of any length.
         if not _has_size(path, stored.bytes) or hash_file(path, algorithm) != stored.hashes[algorithm]:
@@ -145,20 +148,10 @@ class ShardFetcher:
         if self._location.remote is not None:
             path.unlink()
 
-    def _open_stream(self) -> _Stream:
-        if self._stream is None or self._stream_pid != os.getpid():
-            self._stream = streaming_module("stream").Stream(
-                remote=self._location.remote,
-                local=str(self._location.folder),
-                split=self._split,
-                download_retry=_RETRIES,
-                download_timeout=_TIMEOUT_S,
-                # Streaming would read the whole file into memory for it; see _download.
-                validate_hash=None,
-                keep_zip=True,
-            )
-            self._stream_pid = os.getpid()
-        return self._stream
+    def _open_downloader(self, remote: str) -> Downloader:
+        if self._downloader is None or self._downloader[0] != os.getpid():
+            self._downloader = os.getpid(), open_downloader(remote)
+        return self._downloader[1]
 
     def _remove(self, file: ShardFile) -> None:
         """What could be taken for a good shard; a local set's compressed original stays."""
@@ -179,7 +172,7 @@ class ShardFetcher:
         for path in self._folder.glob("shard.*" if self._location.remote is not None else "shard.*.mds"):
             with suppress(FileNotFoundError):
                 status = path.stat()
-                shards.append((status.st_mtime_ns, status.st_size, path))
+                shards.append((max(status.st_atime_ns, status.st_mtime_ns), status.st_size, path))
         excess_bytes = sum(size for _, size, _ in shards) - (self._limit_bytes or 0)
         for _, size, path in sorted(shards):
             if excess_bytes <= 0:
@@ -192,7 +185,7 @@ class ShardFetcher:
     def _explain(self, error: Exception, shard: ShardInfo) -> DataError:
         if isinstance(error, DataError):
             return error
-        where = f"shard {shard.name} of {self._location.name} (split {self._split})"
+        where = self._describe(shard)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return DataError(
                 f"The disk of the data cache {self._folder} is full: {where} needs {shard.bytes:,} bytes "
@@ -200,21 +193,27 @@ class ShardFetcher:
             )
         if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
             return DataError(f"Cannot write {where} to {self._folder}: {error.strerror}. Choose another --data-cache.")
+        if not faults.may_pass(error) and (replaced := explain_replaced(self._location)):
+            return replaced
         if str(error) == _CHECKSUM:
-            return DataError(
-                f"The checksum of {where} is wrong at its source, {_RETRIES} times. Prepare or copy it again."
-            )
-        return fault(error, f"Cannot fetch {where}", url=self._location.name)
+            return DataError(f"The checksum of {where} is wrong at its source, twice. Prepare or copy it again.")
+        return faults.fault(error, f"Cannot fetch {where}", url=self._location.name)
 
-
-class _Stream(Protocol):
-    def prepare_shard(self, shard: _Download) -> int: ...
+    def _describe(self, shard: ShardInfo) -> str:
+        return f"shard {shard.name} of {self._location.name} (split {self._split})"
 
 
 def _filelock() -> ModuleType:
     import filelock
 
     return filelock
+
+
+def _mark_used(path: Path) -> None:
+    """For the cache, which drops what was used longest ago. The time of modification stays: it says that a file is
+    still the one that was checked."""
+    with suppress(OSError):
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _has_size(path: Path, num_bytes: int) -> bool:

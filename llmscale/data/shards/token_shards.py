@@ -9,7 +9,8 @@ Nothing here is shared between processes: no shared memory, no barrier, no worke
 epoch. Two sets in a process, two runs on a host and a tiny /dev/shm are therefore no special cases, and a
 killed process leaves nothing behind. What Streaming does not check of local data is checked here: sizes when
 the set is opened, and each shard's hash before this process first reads from it (64 MiB take about 10 ms from
-the page cache).
+the page cache), and again where the file that was read turns out to be no longer the one that was checked. One that
+is removed or replaced by another file is read on while it is open: its bytes stay what they were.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -37,6 +37,10 @@ from llmscale.untrusted.paths import open_regular
 _ATTEMPTS = 3
 #: Files that a process keeps open for reading; of a set of more shards some are opened again.
 _MOST_OPEN, _MOST_OPEN_OF_A_LIMITED_CACHE = 128, 2
+
+
+#: Device, inode, size and time of modification in ns: another file, or another contents, has another one.
+_Identity = tuple[int, int, int, int]
 
 
 class WindowReader(Protocol):
@@ -77,7 +81,8 @@ class TokenShards:
         self._files = _OpenFiles(max(1, most_open // num_sets))
         if location.remote is None:
             check_files(location.folder, split, location.manifest)
-        self._verified: set[int] = set()
+        self._verified: dict[int, _Identity] = {}
+        """By shard, the file that was checked."""
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -106,48 +111,54 @@ class TokenShards:
         for _ in range(_ATTEMPTS):
             if shard_id not in self._verified:
                 self._files.close(path)
-                self.verify(shard_id)
-                self._verified.add(shard_id)
+                self._verified[shard_id] = self.verify(shard_id)
             try:
                 file = self._files.open(path)
                 for back, window in zip(behind, windows, strict=True):
                     if os.preadv(file, [window.data], shard.bytes - back * num_bytes) != num_bytes:
                         raise OSError(errno.EIO, "it ends before its last window")
-                return
+                # Behind the reads: what was written before or among them shows.
+                if _identify(os.fstat(file)) == self._verified[shard_id]:
+                    return
+                del self._verified[shard_id]
             except FileNotFoundError:
-                self._verified.discard(shard_id)
+                del self._verified[shard_id]
             except OSError as error:
                 self._check(shard)
                 raise DataError(f"Shard {path} cannot be read: {error.strerror}.") from error
         raise DataError(
-            f"Shard {self._folder / shard.name} was removed from the cache {_ATTEMPTS} times while it was needed: "
-            "--cache-limit-gib is too small for the runs that share the cache."
+            f"Shard {path} was removed or changed {_ATTEMPTS} times while it was needed. Of a cache, --cache-limit-gib "
+            "is too small for the runs that share it."
         )
 
-    def verify(self, shard_id: int) -> None:
-        """Fetch the shard if need be and check all of it; what a crash left is fetched again. Raises DataError."""
+    def verify(self, shard_id: int) -> _Identity:
+        """Fetch the shard if need be and check all of it; what a crash left is fetched again. Returns which file was
+        checked. Raises DataError."""
         shard = self._shards[shard_id]
         if self._fetcher is None:
-            self._check(shard)
-            return
+            return self._check(shard)
         source = self._sources[shard_id]
         self._fetcher.fetch(shard, source)
-        with suppress(OSError):
-            os.utime(self._path(shard))  # the cache drops what was opened longest ago
         try:
-            self._check(shard)
+            return self._check(shard)
         except DataError:
             self._fetcher.discard(shard, source)
             self._fetcher.fetch(shard, source)
-            self._check(shard)
+            return self._check(shard)
 
-    def _check(self, shard: ShardInfo) -> None:
-        check_size(self._path(shard), shard.bytes)
+    def _check(self, shard: ShardInfo) -> _Identity:
+        # Of before: one that is written to meanwhile is another one when it is read.
+        found = _identify(check_size(self._path(shard), shard.bytes))
         check_hash(self._path(shard), self.manifest.hash_algorithm, shard.hash)
         check_offsets(self._path(shard), shard, self.manifest)
+        return found
 
     def _path(self, shard: ShardInfo) -> Path:
         return self._folder / shard.name
+
+
+def _identify(status: os.stat_result) -> _Identity:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 class _OpenFiles:

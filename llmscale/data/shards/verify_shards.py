@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,8 +140,8 @@ def check_files(folder: Path, split: str, manifest: Manifest) -> None:
         check_size(file.path, file.bytes)
 
 
-def check_size(path: Path, expected_bytes: int) -> None:
-    """Raises DataError when the shard is missing, no file, or of another size."""
+def check_size(path: Path, expected_bytes: int) -> os.stat_result:
+    """Status of a shard. Raises DataError when it is missing, no file, or of another size."""
     try:
         status = check_regular(path, follow_links=False)
     except FileNotFoundError:
@@ -152,6 +153,7 @@ def check_size(path: Path, expected_bytes: int) -> None:
     if status.st_size != expected_bytes:
         change = "truncated" if status.st_size < expected_bytes else "too long"
         raise DataError(f"Shard {path} is {change}: {status.st_size:,} bytes instead of {expected_bytes:,}. {_REMEDY}")
+    return status
 
 
 def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:

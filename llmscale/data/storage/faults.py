@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TypeVar
 
 from llmscale.data.storage.schemes import SCHEMES
@@ -36,15 +37,22 @@ class ShortAnswer(Exception):
 
 
 def with_retries(
-    action: Callable[[], _T], what: str, *, url: str, remedy: str = "", stop: threading.Event | None = None
+    action: Callable[[], _T],
+    what: str,
+    *,
+    url: str,
+    remedy: str = "",
+    stop: threading.Event | None = None,
+    explain: Callable[[Exception], Exception] | None = None,
 ) -> _T:
     """The result of `action`; a fault that may pass is said in one line and tried again after a pause, unless `stop`
     is set.
 
     `what` begins the sentence of a fault. Raises DataError: credentials and how to give them, or what is wrong and
-    `remedy`.
+    `remedy`; or what `explain` makes of a fault.
     """
     stop = stop or threading.Event()
+    explain = explain or partial(fault, what=what, url=url, remedy=remedy)
     for number, pause_s in enumerate(RETRY_PAUSES_S, start=1):
         try:
             return action()
@@ -52,20 +60,20 @@ def with_retries(
             raise
         except Exception as error:  # each client raises its own kinds
             if not may_pass(error) or stop.is_set():
-                raise fault(error, what, url=url, remedy=remedy) from error
+                raise explain(error) from error
             print_visible(
                 f"{what}: {summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of {len(RETRY_PAUSES_S)}).",
                 file=sys.stderr,
                 flush=True,
             )
             if stop.wait(pause_s):
-                raise fault(error, what, url=url, remedy=remedy) from error
+                raise explain(error) from error
     try:
         return action()
     except DataError:
         raise
     except Exception as error:
-        raise fault(error, what, url=url, remedy=remedy) from error
+        raise explain(error) from error
 
 
 def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataError:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from llmscale.data.storage import faults
+from llmscale.data.storage.azure_blobs import find_login
 from llmscale.data.storage.schemes import path_of, scheme_of
 from llmscale.errors import DataError
 
@@ -132,23 +133,23 @@ class Store:
 
 def _open_filesystem(url: str, *, for_reading: bool) -> FileSystem:
     """Credentials come from the variables that Streaming's transport reads. Raises what the client raises."""
-    kind = scheme_of(url).streaming
+    kind = scheme_of(url).kind
     if kind == "s3":
         return _open_s3(os.environ.get("S3_ENDPOINT_URL"), for_reading=for_reading)
     if kind == "gs":
         key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
         if key and secret:
             return _open_s3(_GOOGLE_S3_URL, key=key, secret=secret)
-        # gcsfs wants a newer client library than Streaming does; pyarrow brings its own.
-        from fsspec.implementations.arrow import ArrowFSWrapper
-        from pyarrow.fs import GcsFileSystem
+        from llmscale.data.storage.google_files import GoogleFiles
 
-        return cast(FileSystem, ArrowFSWrapper(GcsFileSystem()))
+        return cast(FileSystem, GoogleFiles(for_reading=for_reading))
     if kind == "azure":
-        return _open_azure(url)
+        from adlfs import AzureBlobFileSystem
+
+        return cast(FileSystem, AzureBlobFileSystem(**find_login(url), anon=False, skip_instance_cache=True))
     from huggingface_hub import HfFileSystem
 
-    return cast(FileSystem, HfFileSystem(token=os.environ.get("HF_TOKEN")))
+    return cast(FileSystem, HfFileSystem(token=os.environ.get("HF_TOKEN"), skip_instance_cache=True))
 
 
 def _open_s3(
@@ -167,13 +168,3 @@ def _open_s3(
         skip_instance_cache=True,
     )
     return cast(FileSystem, made)
-
-
-def _open_azure(url: str) -> FileSystem:
-    from adlfs import AzureBlobFileSystem
-
-    account = os.environ.get("AZURE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
-    key = os.environ.get("AZURE_ACCOUNT_ACCESS_KEY") or os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
-    if not account:
-        raise DataError(f"Cannot open {url}: AZURE_ACCOUNT_NAME is not set. Give {scheme_of(url).credentials}.")
-    return cast(FileSystem, AzureBlobFileSystem(account_name=account, account_key=key, anon=False))

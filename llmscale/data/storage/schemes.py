@@ -1,4 +1,4 @@
-"""URLs of object stores: which there are, what each is called by Streaming, and how credentials are given.
+"""URLs of object stores: which there are, and how credentials are given.
 
 No library of a store is imported here.
 """
@@ -20,8 +20,8 @@ class Scheme:
     """A kind of store."""
 
     example: str
-    streaming: str
-    """What Streaming's transport calls it."""
+    kind: str
+    """Two schemes of one store have the same."""
     credentials: str
     """How they are given, as the end of a sentence that begins with "Give"."""
 
@@ -29,7 +29,8 @@ class Scheme:
 _AZURE = Scheme(
     "az://CONTAINER/PATH",
     "azure",
-    "AZURE_ACCOUNT_NAME with AZURE_ACCOUNT_ACCESS_KEY, or AZURE_ACCOUNT_NAME after `az login`",
+    "AZURE_ACCOUNT_NAME with AZURE_ACCOUNT_ACCESS_KEY, AZURE_ACCOUNT_NAME after `az login`, or "
+    "AZURE_STORAGE_CONNECTION_STRING, which may name another endpoint",
 )
 SCHEMES = {
     "s3": Scheme(
@@ -70,12 +71,6 @@ def path_of(url: str) -> str:
     return url.partition(_SEPARATOR)[2].strip("/")
 
 
-def streaming_url(url: str) -> str:
-    """The same place as Streaming's transport calls it; what is no URL or not known here stays."""
-    name, separator, path = url.partition(_SEPARATOR)
-    return f"{SCHEMES[name].streaming}{separator}{path}" if separator and name in SCHEMES else url
-
-
 def check_out_url(url: str) -> str:
     """A place that a set can be written to, without the slash at its end. Raises DataError."""
     try:
@@ -84,7 +79,7 @@ def check_out_url(url: str) -> str:
         raise DataError(f"--out {url!r} {error}.") from None
     scheme = scheme_of(url)
     parts = path_of(url).split("/")
-    is_hub = scheme.streaming == "hf"
+    is_hub = scheme.kind == "hf"
     if is_hub and (len(parts) != 3 or parts[0] != "datasets" or not all(parts)):
         raise DataError(
             f"--out {url}: Streaming writes a set to the root of a data set of the Hub. Legal: {scheme.example}."

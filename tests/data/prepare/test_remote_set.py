@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmscale.cli.main import main
@@ -18,7 +20,10 @@ from llmscale.data.prepare import remote_set
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.remote_set import UNFINISHED_NAME, RemoteSet, etag_of
 from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.storage.objects import Store
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests.conftest import HANG_S, Ranks, build_train_command, read_losses
@@ -34,14 +39,19 @@ def corpus(tmp_path: Path, write_documents: Callable[..., list[str]]) -> Path:
     return tmp_path / "documents.jsonl"
 
 
-def _prepare(corpus: Path, work_dir: Path, options: PrepareOptions = OPTIONS) -> Prepared:
-    source = open_source(str(corpus))
-    return prepare(source, RemoteSet(URL, work_dir=work_dir), load_tokenizer("bytes"), options, num_workers=1)
+def _prepare(corpus: Path, work_dir: Path, options: PrepareOptions = OPTIONS, *, overwrite: bool = False) -> Prepared:
+    out = RemoteSet(URL, work_dir=work_dir, overwrite=overwrite)
+    return prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), options, num_workers=1)
 
 
-def _local(corpus: Path, out: Path) -> dict[str, bytes]:
-    prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), OPTIONS, num_workers=1)
+def _local(corpus: Path, out: Path, options: PrepareOptions = OPTIONS) -> dict[str, bytes]:
+    prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), options, num_workers=1)
     return _files(out)
+
+
+def _read(data: str, cache: Path | None = None) -> list[list[int]]:
+    shards = TokenShards(open_set(data, cache), "train")
+    return shards.read(np.arange(len(shards))).tolist()
 
 
 def _files(folder: Path) -> dict[str, bytes]:
@@ -93,7 +103,7 @@ def test_what_is_there_is_refused_or_found_before_any_text_is_read(
     before = object_store.files()
     monkeypatch.setattr("llmscale.data.prepare.prepare_set.tokenise", None)
     assert _prepare(corpus, tmp_path / "work").reused
-    with pytest.raises(DataError, match="never replaced"):
+    with pytest.raises(DataError, match="Replace it with --overwrite"):
         _prepare(corpus, tmp_path / "work", PrepareOptions(seq_len=8, val_fraction=0.1, shard_bytes=4096))
     assert object_store.files() == before
 
@@ -196,6 +206,123 @@ def test_another_stores_etag_is_no_fault(
     assert object_store.files("sets/a/") == _local(corpus, tmp_path / "set")
 
 
+#: Few shards, so that there are few moments.
+OLD, NEW = (PrepareOptions(seq_len=seq_len, val_fraction=0.1, shard_bytes=8192) for seq_len in (16, 8))
+
+
+class Killed(BaseException):
+    """Nothing is done after it."""
+
+
+def _kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the change of the store of that number, from then on."""
+    changes = itertools.count()
+    upload, remove = RemoteSet._upload, Store.remove
+
+    def kill() -> None:
+        if next(changes) >= moment:
+            raise Killed
+
+    def upload_or_die(self: RemoteSet, path: Path, url: str) -> None:
+        kill()
+        upload(self, path, url)
+
+    def remove_or_die(self: Store, url: str) -> None:
+        kill()
+        remove(self, url)
+
+    monkeypatch.setattr(RemoteSet, "_upload", upload_or_die)
+    monkeypatch.setattr(Store, "remove", remove_or_die)
+
+
+def test_a_set_is_replaced_in_one_moment(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed before any change of the store, the old set or the new one is there to the last window, and the same
+    command goes on."""
+    for name, options in (("old", OLD), ("new", NEW)):
+        _local(corpus, tmp_path / name, options)
+    old, new = (_read(str(tmp_path / name)) for name in ("old", "new"))
+    _prepare(corpus, tmp_path / "work", OLD)
+    object_store.put("sets/a/mine.txt", b"not a set's")
+    seen: list[list[list[int]]] = []
+    while True:
+        with monkeypatch.context() as patch:
+            # Every start writes a few objects again before it goes on; behind the moment none does.
+            _kill_at(1 if new in seen else len(seen), patch)
+            try:
+                _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
+            except Killed:
+                pass
+            else:
+                break
+        seen.append(_read(URL, tmp_path / "cache"))
+    assert seen.index(new) > 3 and all(found == old for found in seen[: seen.index(new)])
+    assert len(seen) - seen.index(new) > 5 and all(found == new for found in seen[seen.index(new) :])
+    found = object_store.files("sets/a/")
+    assert found.pop("mine.txt") == b"not a set's" and found.pop(MANIFEST_NAME)
+    assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")
+    assert _prepare(corpus, tmp_path / "work", NEW).reused
+    assert _is_empty(tmp_path / "work")
+
+
+def test_overwriting_a_set_with_itself_mends_it(corpus: Path, object_store: ObjectStore, tmp_path: Path) -> None:
+    _prepare(corpus, tmp_path / "work", OLD)
+    expected = object_store.files("sets/a/")
+    for name in ("train/shard.00000.mds", MANIFEST_NAME):
+        object_store.put(f"sets/a/{name}", b"spoilt")
+        assert not _prepare(corpus, tmp_path / "work", OLD, overwrite=True).reused
+        found = object_store.files("sets/a/")
+        del found[MANIFEST_NAME]
+        assert {name.partition("/")[2]: data for name, data in found.items()} == expected
+        assert len({name.partition("/")[0] for name in found}) == 1
+
+
+def test_an_unfinished_set_is_replaced_too(corpus: Path, object_store: ObjectStore, tmp_path: Path) -> None:
+    object_store.fails = lambda method, path: method == "PUT" and "shard.00001" in path
+    with pytest.raises(DataError):
+        _prepare(corpus, tmp_path / "work", OLD)
+    object_store.fails = lambda method, path: False
+    with pytest.raises(DataError, match="not finished and prepared differently"):
+        _prepare(corpus, tmp_path / "work", NEW)
+    _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
+    names = {name.partition("/")[0] for name in object_store.files("sets/a/")}
+    assert len(names) == 2 and MANIFEST_NAME in names
+
+
+def test_whoever_reads_the_old_set_is_told(corpus: Path, object_store: ObjectStore, tmp_path: Path) -> None:
+    _prepare(corpus, tmp_path / "work", OLD)
+    shards = TokenShards(open_set(URL, tmp_path / "cache"), "train")
+    first = shards.read(np.array([0]))
+    _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
+    assert np.array_equal(shards.read(np.array([0])), first)
+    with pytest.raises(DataError, match="was replaced while it was read"):
+        shards.read(np.arange(len(shards)))
+
+
+def test_a_copy_of_all_that_is_there_names_the_folder_of_the_set(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    _prepare(corpus, tmp_path / "work", OLD)
+    _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
+    for name, data in object_store.files("sets/a/").items():
+        (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "copy" / name).write_bytes(data)
+    for cache in (None, tmp_path / "cache"):
+        with pytest.raises(DataError, match="Name that folder"):
+            open_set(str(tmp_path / "copy"), cache)
+    (inner,) = (tmp_path / "copy").glob("set-*")
+    _local(corpus, tmp_path / "new", NEW)
+    assert _read(str(inner)) == _read(str(tmp_path / "new"))
+
+
+@pytest.mark.parametrize("folder", ["../other", "train", 7, None])
+def test_a_manifest_names_no_other_folder(folder: object, object_store: ObjectStore, tmp_path: Path) -> None:
+    object_store.put(f"sets/a/{MANIFEST_NAME}", json.dumps({"format_version": 2, "generation": folder}).encode())
+    with pytest.raises(DataError, match="which is none that holds a set"):
+        open_set(URL, tmp_path / "cache")
+
+
 @pytest.mark.slow
 def test_ranks_train_on_it(
     corpus: Path,
@@ -226,15 +353,16 @@ from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 tokenise.CHECKPOINT_INTERVAL_S = 0.02
 batches.BATCH_CHARACTERS = 2000
 upload = RemoteSet._upload
-def upload_slowly(self, folder, name):
+def upload_slowly(self, path, url):
     time.sleep(0.03)
-    upload(self, folder, name)
+    upload(self, path, url)
     time.sleep(0.03)
 RemoteSet._upload = upload_slowly
-source, url, work = sys.argv[1:]
+source, url, work, *flags = sys.argv[1:]
 options = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
 print("ready", flush=True)
-prepare(open_source(source), RemoteSet(url, work_dir=Path(work)), load_tokenizer("bytes"), options, num_workers=2)
+out = RemoteSet(url, work_dir=Path(work), overwrite=bool(flags))
+prepare(open_source(source), out, load_tokenizer("bytes"), options, num_workers=2)
 """
 
 
@@ -265,6 +393,32 @@ def test_killed_at_any_moment_it_goes_on(
     assert _is_empty(tmp_path / "work")
 
 
+@pytest.mark.slow
+def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
+    corpus: Path, object_store: ObjectStore, tmp_path: Path
+) -> None:
+    _prepare(corpus, tmp_path / "work", OLD)
+    for name, options in (("old", OLD), ("new", OPTIONS)):
+        _local(corpus, tmp_path / name, options)
+    old, new = (_read(str(tmp_path / name)) for name in ("old", "new"))
+    (tmp_path / "run.py").write_text(KILLED)
+    command = [sys.executable, str(tmp_path / "run.py"), str(corpus), URL, str(tmp_path / "work"), "overwrite"]
+    rng, seen = random.Random(0), []
+    while new not in seen:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(rng.uniform(0.2, 1.5))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        seen.append(_read(URL, tmp_path / "cache"))
+    assert all(found == old for found in seen[:-1]) and len(seen) > 1
+    subprocess.run(command, check=True)
+    found = object_store.files("sets/a/")
+    assert found.pop(MANIFEST_NAME)
+    assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")
+
+
 def _wait_for_upload(process: subprocess.Popen[bytes], store: ObjectStore) -> None:
     deadline_s = time.monotonic() + HANG_S
     while not any(method == "PUT" and "shard.00002" in path for method, path in store.requests):
@@ -285,5 +439,5 @@ def test_the_commands_take_urls(
     object_store.put("sets/a/train/shard.00000.mds", b"spoilt")
     assert main(["data", "verify", URL]) == 1
     assert "train" in capsys.readouterr().err
-    for flags in (["--out", URL, "--overwrite"], ["--out", "folder", "--work-dir", "x"], ["--out", "s3:/bucket/a"]):
+    for flags in (["--out", "folder", "--work-dir", "x"], ["--out", "s3:/bucket/a"]):
         assert main([*prepare_it, *flags]) == 2

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.sources import token_files
+from llmscale.data.prepare.sources import remote_files, token_files
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Source, TokenRules
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
+from tests.object_store import ObjectStore
 
 RULES = TokenRules(vocab_size=257, eot_token=256, bos_tokens=())
 TEXTS = [f"document {number} " * (number % 7 + 1) for number in range(40)]
@@ -84,6 +85,38 @@ def test_documents_come_back_from_any_place_on(kind: str, tmp_path: Path, monkey
         assert [np.asarray(document.content).tolist() for document in rest] == DOCUMENTS[number + 1 :]
 
 
+def _put(folder: Path, store: ObjectStore) -> str:
+    for path in folder.iterdir():
+        store.put(f"mds/{path.name}", path.read_bytes())
+    return "s3://bucket/mds"
+
+
+@pytest.mark.parametrize("kind", ["mds bytes", "mds zstd"])
+def test_shards_in_a_store_come_one_at_a_time(
+    kind: str, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_files, "_PART_BYTES", 700)
+    url = _put(KINDS[kind](tmp_path), object_store)
+    for spec in (url, f"{url}/"):
+        source = open_source(spec)
+        object_store.requests.clear()
+        found = _read(source)
+        assert [np.asarray(document.content).tolist() for document in found] == DOCUMENTS
+    fetched = [path.rpartition("/")[2] for method, path in object_store.requests if method == "GET" and ".mds" in path]
+    assert fetched == sorted(fetched) and len(set(fetched)) > 3
+    assert fetched.count(fetched[0]) > 1 or kind == "mds zstd"
+    object_store.requests.clear()
+    rest = _read(source, found[39].place)
+    assert not rest and {path for _, path in object_store.requests if "shard" in path} <= {
+        f"/bucket/mds/{fetched[-1]}", f"/bucket/mds/{fetched[-1]}".replace(".zstd", "")
+    }  # fmt: skip
+    before = source.fingerprint()
+    object_store.put(f"mds/{fetched[0]}", b"other")
+    assert open_source(url).fingerprint() != before
+    with pytest.raises(DataError, match="has changed"):
+        _read(source)
+
+
 def test_the_set_is_that_of_the_text_but_for_which_documents_validate(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
     options = PrepareOptions(seq_len=8, val_fraction=0)
@@ -150,10 +183,49 @@ def test_text_columns_of_mds(tmp_path: Path) -> None:
     ],
 )
 def test_what_an_index_may_not_say(change: dict, said: str, tmp_path: Path) -> None:
-    folder = _write_mds(tmp_path, "bytes", np.int64)
     (tmp_path / "secret").write_bytes(b"123456789")
-    index = json.loads((folder / "index.json").read_text())
-    index["shards"][0] |= change
-    (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(DataError, match=said):
-        _read(open_source(str(folder)))
+        _read(open_source(str(_write_mds_with(change, tmp_path))))
+
+
+def _write_mds_with(change: dict, folder: Path) -> Path:
+    """Shards, of the first of which the index says something else."""
+    made = _write_mds(folder, "bytes", np.int64)
+    index = json.loads((made / "index.json").read_text())
+    index["shards"][0] |= change
+    (made / "index.json").write_text(json.dumps(index))
+    return made
+
+
+def test_nor_may_one_in_a_store(object_store: ObjectStore, tmp_path: Path) -> None:
+    object_store.put("secret", b"123456789")
+    for number, (change, said) in enumerate(
+        [
+            ({"raw_data": {"basename": "../secret", "bytes": 9}}, "no name of a file beside it"),
+            ({"raw_data": {"basename": "shard.00000.mds", "bytes": 77}}, "another size than its index says"),
+            ({"samples": 900}, "does not lie in it|is no array"),
+        ]
+    ):
+        (tmp_path / str(number)).mkdir()
+        url = _put(_write_mds_with(change, tmp_path / str(number)), object_store)
+        with pytest.raises(DataError, match=said):
+            _read(open_source(url))
+
+
+def test_a_store_lacks_a_shard_or_says_too_much(
+    object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = _put(_write_mds(tmp_path, "bytes", np.int64), object_store)
+    object_store.client.delete_object(Bucket="bucket", Key="mds/shard.00001.mds")
+    with pytest.raises(DataError, match=r"there is no shard\.00001\.mds beside it"):
+        open_source(url)
+    monkeypatch.setattr(remote_files, "MAX_BYTES", 100)
+    with pytest.raises(DataError, match="and may have 100"):
+        open_source(url)
+
+
+def test_a_prepared_set_in_a_store_is_no_input(object_store: ObjectStore, tmp_path: Path) -> None:
+    url = _put(_write_mds(tmp_path, "bytes", np.int64), object_store)
+    object_store.put("manifest.json", b"{}")
+    with pytest.raises(DataError, match="give the text that it was made from"):
+        open_source(url)

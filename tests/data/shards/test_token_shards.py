@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from llmscale.cli.main import main
+from llmscale.data.shards import token_shards
 from llmscale.data.shards import verify_shards as preflight
 from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.shards.token_shards import TokenShards
@@ -112,6 +113,58 @@ def test_a_shard_cut_while_it_is_in_use(copied: Path) -> None:
     os.truncate(copied / "train" / "shard.00000.mds", 1000)
     with pytest.raises(DataError, match=r"shard\.00000\.mds is truncated"):
         shards.read(np.arange(60))
+
+
+def _replace(shard: Path, change: Callable[[bytes], bytes]) -> None:
+    """By another file, as rsync does."""
+    (shard.parent / "new").write_bytes(change(shard.read_bytes()))
+    os.replace(shard.parent / "new", shard)
+
+
+def _write_over(shard: Path, change: Callable[[bytes], bytes]) -> None:
+    """In place, as cp does."""
+    shard.write_bytes(change(shard.read_bytes()))
+
+
+def _zero(contents: bytes) -> bytes:
+    return contents[:1000] + bytes(len(contents) - 1000)
+
+
+USED = "shard.00000.mds"
+
+
+@pytest.mark.parametrize("limit", [128, 1], ids=["open", "closed"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_delete, "is missing"),
+        (partial(_replace, change=_zero), "was altered"),
+        (partial(_replace, change=lambda data: data[:2000]), "is truncated"),
+        (partial(_replace, change=lambda data: data), ""),
+        (partial(_write_over, change=_zero), "was altered"),
+        (partial(_write_over, change=lambda data: data[:2000]), "is truncated"),
+        (partial(_write_over, change=lambda data: data), ""),
+    ],
+    ids=["removed", "replaced", "replaced by less", "replaced by itself", "over", "cut", "over by itself"],
+)
+def test_what_happens_to_a_shard_in_use_never_gives_wrong_tokens(
+    change: Callable[[Path], None], said: str, limit: int, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is open keeps its bytes, whatever takes its name; one that was closed meanwhile, or is written to, is
+    checked again."""
+    monkeypatch.setattr(token_shards, "_MOST_OPEN", limit)
+    shards = TokenShards(open_set(str(copied)), "train")
+    expected = _all(open_set(str(copied)))
+    first = np.arange(20)
+    assert np.array_equal(shards.read(first), expected[first])
+    shards.read(np.array([len(shards) - 1]))  # another shard
+    change(copied / "train" / USED)
+    keeps = limit > 1 and not (isinstance(change, partial) and change.func is _write_over)
+    if keeps or not said:
+        assert np.array_equal(shards.read(first), expected[first])
+    else:
+        with pytest.raises(DataError, match=rf"{USED} {said}".replace(".", r"\.")):
+            shards.read(first)
 
 
 @pytest.mark.parametrize(

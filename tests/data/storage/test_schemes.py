@@ -1,10 +1,10 @@
-"""URLs that a set can be written to, and what they are called elsewhere."""
+"""URLs that a set can be written to, and what is none."""
 
 from __future__ import annotations
 
 import pytest
 
-from llmscale.data.storage.schemes import check_not_forgotten, check_out_url, path_of, streaming_url
+from llmscale.data.storage.schemes import check_not_forgotten, check_out_url, path_of
 from llmscale.errors import DataError
 
 
@@ -12,10 +12,6 @@ def test_places_for_a_set() -> None:
     assert check_out_url("s3://bucket/a/set/") == "s3://bucket/a/set"
     assert check_out_url("hf://datasets/org/name") == "hf://datasets/org/name"
     assert path_of("gs://bucket/a/") == "bucket/a"
-    # What fsspec and everybody calls az://, Streaming calls azure://.
-    assert streaming_url("az://container/set") == "azure://container/set"
-    assert streaming_url("oci://bucket/set") == "oci://bucket/set"
-    assert streaming_url("data/set") == "data/set"
 
 
 @pytest.mark.parametrize(

@@ -36,15 +36,15 @@ class InputFile(ABC):
 class LocalFile(InputFile):
     """A regular file."""
 
-    def __init__(self, path: Path, root: Path) -> None:
-        status = path.stat()
-        self._path = path
+    def __init__(self, path: Path, root: Path, *, follow_links: bool = True) -> None:
+        status = path.stat(follow_symlinks=follow_links)
+        self._path, self._follow_links = path, follow_links
         self.name, self.relative = str(path), path.relative_to(root).as_posix()
         self.size_bytes, self.stamp = status.st_size, status.st_mtime_ns
 
     def open(self) -> BinaryIO:
         # Lines are longer than the 8 KiB that Python reads at once.
-        return io.BufferedReader(open_regular(self._path).detach(), _BUFFER_BYTES)
+        return io.BufferedReader(open_regular(self._path, follow_links=self._follow_links).detach(), _BUFFER_BYTES)
 
 
 @contextmanager

@@ -1,22 +1,26 @@
 """MDS shards of another program, such as llm-foundry's conversion: a column of tokens, or one of text.
 
 Read by its own few lines and not by Streaming's readers: an index names the encodings of columns, one of which (`pkl`)
-runs code, and files, which may lie anywhere. Of a sample only the one column is looked at.
+runs code, and files, which may lie anywhere. Of a sample only the one column is looked at. A shard is in memory as a
+whole, one at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import cast
 
 import numpy as np
 
+from llmscale.data.prepare.sources.input_files import InputFile, LocalFile, opened
 from llmscale.data.prepare.sources.source import (
     Document,
     Place,
@@ -32,7 +36,7 @@ from llmscale.data.shards.compressed import DamagedError, open_zstd
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json
-from llmscale.untrusted.paths import is_plain_name, open_regular, read_regular
+from llmscale.untrusted.paths import is_plain_name
 
 INDEX_NAME = "index.json"
 #: Streaming's shards have 64 MiB unless asked for more; they are read whole.
@@ -44,11 +48,44 @@ _NAMES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32"
           "uint64": "<u8", "int64": "<i8"}  # fmt: skip
 
 
+class MdsFolder(ABC):
+    """Where an index and its shards lie."""
+
+    name: str
+    """For messages."""
+
+    @abstractmethod
+    def read_index(self) -> dict[str, object]:
+        """Raises DataError."""
+
+    @abstractmethod
+    def find(self, name: str) -> InputFile | None:
+        """A file beside the index, by a name without folders."""
+
+
+class LocalMdsFolder(MdsFolder):
+    """Of this machine; no links are followed to shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self._folder = folder
+
+    def read_index(self) -> dict[str, object]:
+        return load_json(self._folder / INDEX_NAME, Rules(DataError))
+
+    def find(self, name: str) -> InputFile | None:
+        path = self._folder / name
+        return LocalFile(path, self._folder, follow_links=False) if os.path.lexists(path) else None
+
+
 @dataclass(frozen=True)
 class _Shard:
-    path: Path
-    zip_path: Path | None
+    name: str
+    """For messages."""
+    file: InputFile
+    is_compressed: bool
     bytes: int
+    """When it is not."""
     samples: int
     column: int
     """Of those in a sample, which one is read."""
@@ -58,9 +95,10 @@ class _Shard:
 
 
 class MdsSource(Source):
-    """The samples of a folder with Streaming's index.json. Places are (shard, sample, token) or (shard, sample)."""
+    """The samples of shards with Streaming's index.json. Places are (shard, sample, token) or (shard, sample)."""
 
-    def __init__(self, name: str, folder: Path, options: ReadOptions) -> None:
+    def __init__(self, name: str, folder: MdsFolder, options: ReadOptions) -> None:
+        """Raises DataError for an index that says anything unexpected, and when a shard is missing."""
         self.name = name
         self.passed_over = Counter()
         self._shards = _load_index(folder, options.text_field)
@@ -73,18 +111,18 @@ class MdsSource(Source):
             yield from documents_in(self._tokens(shard, sample), offset, rules, self.name)
             return
         for (number, index), data in self._samples(shard, sample):
-            where, place = f"{self._shards[number].path}, sample {index}", (number, index + 1)
+            where, place = f"{self._shards[number].name}, sample {index}", (number, index + 1)
             try:
                 yield Document(data.decode(), place)
             except UnicodeDecodeError as error:
                 yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", data, place)
 
     def fingerprint(self) -> str:
-        """Of every shard's name, size and time of modification."""
+        """Of every shard's name, size and time of modification, or whatever changes with it in a store."""
         digest = hashlib.sha256()
         for shard in self._shards:
-            status = (shard.zip_path or shard.path).stat()
-            digest.update(json.dumps([shard.path.name, status.st_size, status.st_mtime_ns]).encode())
+            name = PurePath(shard.name).name
+            digest.update(json.dumps([name, shard.file.size_bytes, shard.file.stamp]).encode())
         return digest.hexdigest()
 
     def _tokens(self, shard: int, sample: int) -> Iterator[tuple[Place, TokenArray]]:
@@ -92,7 +130,7 @@ class MdsSource(Source):
             try:
                 yield (number, index), _decode(data, self._shards[number].encoding)
             except (ValueError, IndexError):
-                raise DataError(f"{self._shards[number].path}, sample {index} is no array of tokens.") from None
+                raise DataError(f"{self._shards[number].name}, sample {index} is no array of tokens.") from None
 
     def _samples(self, shard: int, sample: int) -> Iterator[tuple[tuple[int, int], bytes]]:
         """From a sample on: its shard and place in it, and the column's bytes. Raises DataError."""
@@ -104,22 +142,21 @@ class MdsSource(Source):
                 for index in range(sample, part.samples):
                     yield (number, index), _column(data, index, part)
             except (struct.error, ValueError):
-                raise DataError(f"{part.path} is damaged: sample {index} does not lie in it.") from None
+                raise DataError(f"{part.name} is damaged: sample {index} does not lie in it.") from None
+            del data  # before the next one comes
             sample = 0
             self.read_bytes += part.bytes
 
 
-def _load_index(folder: Path, text_field: str) -> list[_Shard]:
+def _load_index(folder: MdsFolder, text_field: str) -> list[_Shard]:
     """Raises DataError for an index that says anything unexpected."""
-    path = folder / INDEX_NAME
-    record = load_json(path, Rules(DataError))
-    entries = record.get("shards")
+    entries, where = folder.read_index().get("shards"), f"{folder.name}/{INDEX_NAME}"
     if not isinstance(entries, list) or not entries:
-        raise DataError(f"{path} lists no shards.")
-    return [_parse(entry, folder, text_field, f"{path}, shard {number}") for number, entry in enumerate(entries)]
+        raise DataError(f"{where} lists no shards.")
+    return [_parse(entry, folder, text_field, f"{where}, shard {number}") for number, entry in enumerate(entries)]
 
 
-def _parse(entry: object, folder: Path, text_field: str, where: str) -> _Shard:
+def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Shard:
     match entry:
         case {
             "format": "mds",
@@ -148,8 +185,12 @@ def _parse(entry: object, folder: Path, text_field: str, where: str) -> _Shard:
         raise DataError(f"{where} has {num_bytes:,} bytes and {samples:,} samples. Legal: up to 1 GiB.")
     if not all(size is None or (type(size) is int and 0 <= size <= num_bytes) for size in sizes):
         raise DataError(f"{where}: a column's size is none.")
-    zip_path = None if zip_name is None else folder / str(zip_name)
-    return _Shard(folder / basename, zip_path, num_bytes, samples, column,
+    found, is_compressed = folder.find(basename), False
+    if found is None and zip_name is not None:
+        found, is_compressed = folder.find(str(zip_name)), True
+    if found is None:
+        raise DataError(f"{where}: there is no {zip_name or basename} beside it.")
+    return _Shard(f"{folder.name}/{basename}", found, is_compressed, num_bytes, samples, column,
                   tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
 
 
@@ -165,17 +206,15 @@ def _check_encoding(encoding: str, name: str, where: str) -> None:
 
 
 def _read_shard(shard: _Shard) -> bytes:
-    """Raises DataError: missing, of another size, damaged."""
+    """Raises DataError: unreadable, of another size, damaged."""
     try:
-        if shard.zip_path is None or shard.path.is_file():
-            data = read_regular(shard.path, shard.bytes, follow_links=False)
-        else:
-            with open_regular(shard.zip_path, follow_links=False) as raw, open_zstd(raw) as contents:
-                data = contents.read(shard.bytes + 1)
+        with opened(shard.file) as raw:
+            contents = open_zstd(raw) if shard.is_compressed else raw
+            data = contents.read(shard.bytes + 1)
     except (OSError, DamagedError) as error:
-        raise DataError(f"{shard.path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+        raise DataError(f"{shard.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if len(data) != shard.bytes:
-        raise DataError(f"{shard.path} has another size than its index says.")
+        raise DataError(f"{shard.name} has another size than its index says.")
     return data
 
 

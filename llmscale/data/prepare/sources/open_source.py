@@ -14,7 +14,7 @@ from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
 from llmscale.data.prepare.sources.input_files import LocalFile, describe_left_out, matches, walk
-from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsSource
+from llmscale.data.prepare.sources.mds import INDEX_NAME, LocalMdsFolder, MdsSource
 from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
 from llmscale.data.prepare.sources.several import SeveralSources
 from llmscale.data.prepare.sources.source import ReadOptions, Source
@@ -69,7 +69,7 @@ def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None, 
         return FileSource(spec, [StandardInput()], options)
     path = Path(spec)
     if path.is_dir() and (path / INDEX_NAME).is_file() and _is_foreign_mds(path):
-        return MdsSource(spec, path, options)
+        return MdsSource(spec, LocalMdsFolder(path), options)
     if path.is_dir():
         return _open_folder(path, spec, options, glob)
     if globbing.has_magic(spec) and not os.path.lexists(spec):

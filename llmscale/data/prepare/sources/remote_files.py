@@ -10,15 +10,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import PurePath, PurePosixPath
 from typing import BinaryIO
 
-from llmscale.data.clean.cleaned_set import MANIFEST_NAME, parse_clean_manifest, without_removed
+from llmscale.data.clean.cleaned_set import MANIFEST_NAME as CLEAN_MANIFEST_NAME
+from llmscale.data.clean.cleaned_set import parse_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import format_of
-from llmscale.data.prepare.sources.input_files import InputFile, matches
-from llmscale.data.prepare.sources.source import ReadOptions
+from llmscale.data.prepare.sources.input_files import InputFile, matches, opened
+from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsFolder, MdsSource
+from llmscale.data.prepare.sources.source import ReadOptions, Source
+from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.storage.objects import Store, StoredObject
 from llmscale.data.storage.schemes import path_of
 from llmscale.errors import DataError
-from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 
 #: What is asked for at once; while one part is read the next one is under way.
 _PART_BYTES = 8 << 20
@@ -105,9 +108,27 @@ class _Parts(io.RawIOBase):
         super().close()
 
 
-def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | None = None) -> FileSource:
-    """An object, those that match a pattern and do not lie below `out`, or all of known kinds below a name. Raises
-    DataError."""
+class RemoteMdsFolder(MdsFolder):
+    """Of a store, as a listing described it."""
+
+    def __init__(self, store: Store, url: str, found: Sequence[StoredObject]) -> None:
+        self.name = url
+        self._files = {PurePosixPath(one.path).name: RemoteFile(store, one, path_of(url)) for one in found}
+
+    def read_index(self) -> dict[str, object]:
+        index = self._files[INDEX_NAME]
+        if index.size_bytes > MAX_BYTES:
+            raise DataError(f"{index.name} has {index.size_bytes:,} bytes, and may have {MAX_BYTES:,}.")
+        with opened(index) as file:
+            return parse_json(file.read(), Rules(DataError), index.name)
+
+    def find(self, name: str) -> InputFile | None:
+        return self._files.get(name)
+
+
+def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | None = None) -> Source:
+    """An object, those that match a pattern and do not lie below `out`, the samples of MDS shards, or all of known
+    kinds below a name. Raises DataError."""
     store = Store(spec, for_reading=True)
     found = store.find(spec)
     if out is not None and has_pattern(spec):
@@ -115,6 +136,9 @@ def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | No
     if not found:
         raise DataError(f"--input {spec}: nothing is there under that name. Patterns: * within a name, ** across /.")
     root, passed_over = _root(spec), Counter[str]()
+    beside = [one for one in found if PurePosixPath(one.path).parent == PurePosixPath(root)]
+    if not has_pattern(spec) and _is_foreign_mds(beside, store, spec):
+        return MdsSource(spec, RemoteMdsFolder(store, spec.rstrip("/"), beside), options)
     everything = found
     if [one.path for one in found] == [path_of(spec)]:
         root = root.rpartition("/")[0]
@@ -131,6 +155,15 @@ def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | No
     source = FileSource(spec, [RemoteFile(store, one, root) for one in found], options)
     source.passed_over.update(passed_over)
     return source
+
+
+def _is_foreign_mds(beside: Sequence[StoredObject], store: Store, spec: str) -> bool:
+    """Whether the objects of a folder are MDS shards and an index that `llmscale data prepare` did not write."""
+    names = {PurePosixPath(one.path).name for one in beside}
+    if INDEX_NAME not in names or MANIFEST_NAME in names or not any(_is_shard(one) for one in beside):
+        return False
+    above = spec.rstrip("/").rpartition("/")[0]
+    return not path_of(above) or not store.find(f"{above}/{MANIFEST_NAME}")
 
 
 def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple[list[StoredObject], Counter[str]]:
@@ -150,7 +183,7 @@ def _without_removed(found: Sequence[StoredObject], store: Store, root: str) -> 
     """What `data clean` removed must not come back from a store either."""
 
     def is_cleaned(folder: PurePath) -> bool:
-        there = store.find(f"{scheme}://{folder}/{MANIFEST_NAME}")
+        there = store.find(f"{scheme}://{folder}/{CLEAN_MANIFEST_NAME}")
         if len(there) != 1 or there[0].size_bytes > MAX_BYTES:
             return False
         return parse_clean_manifest(store.read(there[0].url), there[0].url) is not None
@@ -189,8 +222,8 @@ def _refuse_shards(chosen: Sequence[StoredObject], found: Sequence[StoredObject]
         if _is_shard(one) or (path.suffix == ".json" and path.parent in folders):
             raise DataError(
                 f"--input {spec}: {one.url} is an MDS shard, or of a set of them, not text. Of a prepared set give the "
-                "text that it was made from; another program's shards are read from a local folder: copy them to one. "
-                "--glob chooses among other files."
+                "text that it was made from; of another program's the folder of their index.json. --glob chooses among "
+                "other files."
             )
 
 

@@ -1,0 +1,105 @@
+"""Google Cloud Storage for fsspec, by the client that Streaming brings: gcsfs wants a newer one.
+
+pyarrow's asks for other credentials than Streaming's transport does, and hides what an answer's status was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fsspec import AbstractFileSystem
+
+if TYPE_CHECKING:
+    from google.cloud.storage import Blob, Client
+
+_T = TypeVar("_T")
+_Info = dict[str, Any]
+
+
+class GoogleFiles(AbstractFileSystem):
+    """Objects of any bucket. Paths are BUCKET/NAME."""
+
+    cachable = False
+
+    def __init__(self, *, for_reading: bool) -> None:
+        """`for_reading`: without credentials, what is public can be read. Raises DefaultCredentialsError."""
+        super().__init__()
+        self._client = _open_client(is_public=for_reading)
+
+    def info(self, path: str, **_: object) -> _Info:
+        """Raises FileNotFoundError."""
+        bucket, _, name = self._strip_protocol(path).partition("/")
+        blob = self._ask(partial(self._client.bucket(bucket).get_blob, name, retry=None)) if name else None
+        if blob is not None:
+            return _describe(blob, bucket)
+        if self.ls(path, detail=True):
+            return {"name": path, "size": 0, "type": "directory"}
+        raise FileNotFoundError(path)
+
+    def ls(self, path: str, detail: bool = True, **_: object) -> list[Any]:
+        """Names right below, folders included. Raises FileNotFoundError: no such bucket."""
+        bucket, _, folder = self._strip_protocol(path).partition("/")
+        prefix = f"{folder.rstrip('/')}/" if folder else ""
+        pages = self._client.list_blobs(bucket, prefix=prefix, delimiter="/", retry=None)
+        infos = [_describe(blob, bucket) for blob in self._ask(list, pages) if blob.name != prefix]
+        infos += [{"name": f"{bucket}/{name.rstrip('/')}", "size": 0, "type": "directory"} for name in pages.prefixes]
+        return infos if detail else [info["name"] for info in infos]
+
+    def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
+        """Everything below in one listing."""
+        bucket, _, folder = self._strip_protocol(path).partition("/")
+        prefix = f"{folder.rstrip('/')}/" if folder else ""
+        blobs = self._ask(list, self._client.list_blobs(bucket, prefix=prefix, retry=None))
+        found = {f"{bucket}/{blob.name}": _describe(blob, bucket) for blob in blobs if not blob.name.endswith("/")}
+        return found if options.get("detail") else sorted(found)
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: object) -> bytes:
+        """Raises FileNotFoundError."""
+        bucket, _, name = self._strip_protocol(path).partition("/")
+        blob = self._client.bucket(bucket).blob(name)
+        if end is not None and end <= (start or 0):
+            return b""
+        last = None if end is None else end - 1
+        return bytes(self._ask(partial(blob.download_as_bytes, start=start, end=last, raw_download=True, retry=None)))
+
+    def rm_file(self, path: str) -> None:
+        """Raises FileNotFoundError."""
+        bucket, _, name = self._strip_protocol(path).partition("/")
+        self._ask(partial(self._client.bucket(bucket).blob(name).delete, retry=None))
+
+    def _ask(self, action: Callable[..., _T], *arguments: object) -> _T:
+        """The client's own retries are off: whoever asks tries again, and says so. Raises FileNotFoundError for what is
+        not there, else whatever the client raises."""
+        from google.cloud.exceptions import NotFound
+
+        try:
+            return action(*arguments)
+        except NotFound as error:
+            raise FileNotFoundError(str(error)) from error
+
+
+def _describe(blob: Blob, bucket: str) -> _Info:
+    return {
+        "name": f"{bucket}/{blob.name}",
+        "size": blob.size,
+        "type": "file",
+        # Another one for each contents that the object ever had.
+        "etag": str(blob.generation or blob.etag or ""),
+    }
+
+
+def _open_client(*, is_public: bool) -> Client:
+    from google.auth import default
+    from google.auth.exceptions import DefaultCredentialsError
+    from google.cloud.storage import Client
+
+    try:
+        credentials, _ = default()
+    except DefaultCredentialsError:
+        if not is_public:
+            raise
+        return Client.create_anonymous_client()
+    # No project is asked for anything.
+    return Client(project="none", credentials=credentials)

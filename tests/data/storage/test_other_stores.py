@@ -1,0 +1,276 @@
+"""gs://, az:// and hf://, each against a server on loopback: what is tested of S3 in its own files.
+
+Google's is gcp-storage-emulator, Azure's is Azurite (`npm install -g azurite`), the Hub's is tests/hub_server.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import pytest
+
+from llmscale.cli.main import main
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.remote_set import RemoteSet
+from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.storage import faults
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.errors import DataError
+from tests.azure_store import AzureStore, find_azurite, serve_azure
+from tests.conftest import Ranks, build_train_command, read_losses
+from tests.google_store import GoogleStore, serve_google
+from tests.hub_server import NAME, TOKEN, Hub, serve_hub
+
+OPTIONS = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=8192)
+Failing = Callable[[str, str], bool]
+
+
+class Store(Protocol):
+    """One of them, as the tests below see it."""
+
+    url: str
+    """Where text may lie."""
+    out: str
+    """Where a set may lie."""
+
+    def put(self, name: str, contents: bytes) -> None: ...
+
+    def files(self) -> dict[str, bytes]:
+        """Of the set, by name."""
+
+    def fail(self, fails: Failing) -> None: ...
+
+
+class _Emulated:
+    def __init__(self, server: GoogleStore | AzureStore) -> None:
+        self._server = server
+        self.url, self.out = server.url, f"{server.url}/sets/a"
+
+    def put(self, name: str, contents: bytes) -> None:
+        self._server.put(name, contents)
+
+    def files(self) -> dict[str, bytes]:
+        return self._server.files("sets/a/")
+
+    def fail(self, fails: Failing) -> None:
+        self._server.relay.fails = fails
+
+
+class _OnTheHub:
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.url = self.out = f"hf://datasets/{NAME}"
+
+    def put(self, name: str, contents: bytes) -> None:
+        self.hub.put(name, contents)
+
+    def files(self) -> dict[str, bytes]:
+        return self.hub.files()
+
+    def fail(self, fails: Failing) -> None:
+        self.hub.fails = fails
+
+
+@pytest.fixture(scope="session")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GoogleStore]:
+    pytest.importorskip("gcp_storage_emulator")
+    with serve_google(tmp_path_factory.mktemp("google")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AzureStore]:
+    if find_azurite() is None:
+        pytest.skip("needs azurite: npm install -g azurite")
+    with serve_azure(tmp_path_factory.mktemp("azure")) as server:
+        yield server
+
+
+KINDS = ["google", pytest.param("azure", marks=pytest.mark.slow), "hub"]
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Empty; retries do not pause."""
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (0.0, 0.0))
+    if request.param == "hub":
+        with serve_hub() as hub:
+            _lead_to(hub, monkeypatch)
+            yield _OnTheHub(hub)
+        return
+    server: GoogleStore | AzureStore = request.getfixturevalue(request.param)
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("GCS_KEY", "GCS_SECRET", "AZURE_ACCOUNT_NAME", "AZURE_ACCOUNT_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    yield _Emulated(server)
+    server.relay.fails = lambda method, path: False
+    server.clear()
+
+
+def _lead_to(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HF_ENDPOINT is read when the library is imported."""
+    from huggingface_hub import constants, file_download
+
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    for module in (constants, file_download):
+        monkeypatch.setattr(module, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, write_documents: Callable[..., list[str]]) -> Path:
+    write_documents(tmp_path / "documents.jsonl", 80)
+    return tmp_path / "documents.jsonl"
+
+
+def _prepare(corpus: Path, out: Path | RemoteSet, options: PrepareOptions = OPTIONS) -> bool:
+    return prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), options, num_workers=1).reused
+
+
+def _local(corpus: Path, out: Path, options: PrepareOptions = OPTIONS) -> dict[str, bytes]:
+    _prepare(corpus, out, options)
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+
+
+def _read(data: str, cache: Path | None = None) -> np.ndarray:
+    shards = TokenShards(open_set(data, cache), "train")
+    return shards.read(np.arange(len(shards)))
+
+
+def test_the_set_there_is_the_local_one_and_reads_alike(corpus: Path, store: Store, tmp_path: Path) -> None:
+    assert not _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
+    assert store.files() == _local(corpus, tmp_path / "set")
+    assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
+    assert _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
+
+
+def test_text_there_is_read_as_on_a_disk(corpus: Path, store: Store) -> None:
+    texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+    store.put("in/a.jsonl", corpus.read_bytes())
+    store.put("in/deep/b.txt", b"deep")
+    for name in ("in/a.jsonl", "in/*.jsonl"):
+        assert list(open_source(f"{store.url}/{name}").documents()) == texts
+    for name in ("in", "in/**/*.*"):
+        assert list(open_source(f"{store.url}/{name}").documents()) == [*texts, "deep"]
+    with pytest.raises(DataError, match="nothing is there"):
+        open_source(f"{store.url}/none/*.txt")
+
+
+def test_an_object_that_changes_is_noticed(store: Store) -> None:
+    store.put("in/a.txt", b"one")
+    source = open_source(f"{store.url}/in/a.txt")
+    store.put("in/a.txt", b"two")
+    with pytest.raises(DataError, match="has changed"):
+        list(source.documents())
+
+
+def test_what_fails_once_is_tried_again(
+    corpus: Path, store: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The Hub's requests for reading are tried again by its client; a commit is not.
+    left = {"shard.00000", "manifest.json", "/commit/main"}
+
+    def once(method: str, path: str) -> bool:
+        hit = next((name for name in left if name in path and method in ("GET", "POST", "PUT")), None)
+        left.discard(hit or "")
+        return hit is not None
+
+    store.fail(once)
+    _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
+    store.fail(lambda method, path: False)
+    assert store.files() == _local(corpus, tmp_path / "set")
+    left = {"shard.00001", "index.json"}
+    store.fail(once)
+    assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
+    assert not left
+    assert "Trying again" in capsys.readouterr().err
+
+
+def test_one_set_replaces_another(corpus: Path, store: Store, tmp_path: Path) -> None:
+    _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
+    other = PrepareOptions(seq_len=8, val_fraction=0.1, shard_bytes=8192)
+    with pytest.raises(DataError, match="Replace it with --overwrite"):
+        _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"), other)
+    _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work", overwrite=True), other)
+    expected = _local(corpus, tmp_path / "set", other)
+    found = store.files()
+    assert found.pop("manifest.json") != expected["manifest.json"]
+    assert {name.partition("/")[2]: data for name, data in found.items()} == expected
+    assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
+
+
+def test_the_commands_take_it(
+    corpus: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = ["--input", str(corpus), "--tokenizer", "bytes", "--seq-len", "16", "--out", store.out]
+    assert main(["data", "prepare", *flags]) == 0
+    assert main(["data", "verify", store.out]) == 0
+    assert main(["data", "inspect", store.out]) == 0
+    assert "train sample 0" in capsys.readouterr().out
+    name = next(name for name in store.files() if name.startswith("train/shard"))
+    store.put(f"{store.out.removeprefix(store.url)}/{name}".lstrip("/"), b"spoilt")
+    assert main(["data", "verify", store.out]) == 1
+
+
+MISSING = {
+    "google": ("GOOGLE_APPLICATION_CREDENTIALS", "Give GOOGLE_APPLICATION_CREDENTIALS"),
+    "azure": ("AZURE_STORAGE_CONNECTION_STRING", "Give AZURE_ACCOUNT_NAME"),
+    "hub": ("HF_TOKEN", "Give HF_TOKEN"),
+}
+
+
+def _take_credentials(kind: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(MISSING[kind][0])
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(home))
+
+
+@pytest.mark.parametrize("store", ["google", "hub"], indirect=True)
+def test_what_is_public_is_read_without_credentials(
+    request: pytest.FixtureRequest, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("in/a.txt", b"open")
+    _take_credentials(request.node.callspec.params["store"], tmp_path, monkeypatch)
+    if isinstance(store, _OnTheHub):
+        store.hub.is_public = True
+    assert list(open_source(f"{store.url}/in/a.txt").documents()) == ["open"]
+
+
+def test_missing_credentials_are_named(
+    request: pytest.FixtureRequest, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = request.node.callspec.params["store"]
+    said = MISSING[kind][1]
+    _take_credentials(kind, tmp_path, monkeypatch)
+    with pytest.raises(DataError, match=said):
+        RemoteSet(store.out, work_dir=tmp_path / "work")
+    with pytest.raises(DataError, match=said):
+        open_set(store.out, tmp_path / "cache")
+
+
+@pytest.mark.slow
+def test_ranks_train_on_it(
+    corpus: Path, store: Store, tmp_path: Path, ranks: Callable[..., Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", constants.ENDPOINT)
+    _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
+    _local(corpus, tmp_path / "set")
+    losses = []
+    for name, data in (("remote", store.out), ("local", str(tmp_path / "set"))):
+        command = build_train_command(tmp_path, tmp_path / name, "--data", data, "--steps", "3")
+        ranks(command, 2).wait()
+        losses.append(read_losses(tmp_path / name))
+    assert losses[0] == losses[1] and len(losses[0]) == 3

@@ -1,0 +1,101 @@
+"""gcp-storage-emulator on loopback behind a relay that can fail, and a key file of a service account for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from tests.conftest import free_port
+from tests.relay import Relay, relay_to
+
+BUCKET = "bucket"
+
+
+class GoogleStore:
+    """What a test sees of it."""
+
+    url = f"gs://{BUCKET}"
+
+    def __init__(self, relay: Relay, key_file: Path) -> None:
+        from google.auth.credentials import AnonymousCredentials
+        from google.cloud.storage import Client
+
+        self.relay, self.environment = relay, environment(relay, key_file)
+        options = {"api_endpoint": relay.url}
+        self._client = Client(project="none", credentials=AnonymousCredentials(), client_options=options)
+        self._bucket = self._client.create_bucket(BUCKET)
+
+    def put(self, name: str, contents: bytes) -> None:
+        self._bucket.blob(name).upload_from_string(contents)
+
+    def files(self, prefix: str = "") -> dict[str, bytes]:
+        """Everything below a prefix, by the name behind it."""
+        return {
+            blob.name.removeprefix(prefix): blob.download_as_bytes()
+            for blob in self._client.list_blobs(BUCKET, prefix=prefix)
+        }
+
+    def clear(self) -> None:
+        for blob in self._client.list_blobs(BUCKET):
+            blob.delete()
+
+
+def environment(relay: Relay, key_file: Path) -> dict[str, str]:
+    return {"STORAGE_EMULATOR_HOST": relay.url, "GOOGLE_APPLICATION_CREDENTIALS": str(key_file)}
+
+
+class _Tokens(BaseHTTPRequestHandler):
+    """Gives a token to whoever asks."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_POST(self) -> None:  # http.server's name
+        body = json.dumps({"access_token": "testing", "expires_in": 3600, "token_type": "Bearer"}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _write_key_file(path: Path, token_url: str) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    account = {
+        "type": "service_account",
+        "project_id": "none",
+        "private_key_id": "1",
+        "private_key": key.decode(),
+        "client_email": "testing@none.iam.gserviceaccount.com",
+        "client_id": "1",
+        "token_uri": token_url,
+    }
+    path.write_text(json.dumps(account))
+
+
+@contextmanager
+def serve_google(folder: Path) -> Iterator[GoogleStore]:
+    """A server with an empty bucket; the key file lies in `folder`."""
+    from gcp_storage_emulator.server import create_server
+
+    port = free_port()
+    emulator = create_server("127.0.0.1", port, in_memory=True)
+    tokens = ThreadingHTTPServer(("127.0.0.1", 0), _Tokens)
+    threading.Thread(target=tokens.serve_forever, daemon=True).start()
+    _write_key_file(folder / "key.json", f"http://127.0.0.1:{tokens.server_port}/token")
+    emulator.start()
+    try:
+        with relay_to(port) as relay:
+            yield GoogleStore(relay, folder / "key.json")
+    finally:
+        emulator.stop()
+        tokens.shutdown()
+        tokens.server_close()

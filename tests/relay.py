@@ -1,0 +1,91 @@
+"""An HTTP server that passes everything on to another one, and fails where a test says so."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+#: Of a request's method and path, whether it is to fail.
+Failing = Callable[[str, str], bool]
+#: Of one connection, not of a message.
+_HOP = {"connection", "transfer-encoding", "keep-alive", "content-length", "date", "server"}
+
+
+class Relay:
+    """What a test sees of it."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.requests: list[tuple[str, str]] = []
+        self.fails: Failing = lambda method, path: False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    relay: Relay
+    port: int
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def _pass_on(self) -> None:
+        body = self._read_body()
+        self.relay.requests.append((self.command, self.path))
+        if self.relay.fails(self.command, self.path):
+            self._send(500, [], b"")
+            return
+        upstream = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+        upstream.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
+        answer = upstream.getresponse()
+        data = answer.read()
+        self._send(answer.status, answer.getheaders(), data)
+        upstream.close()
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _pass_on  # http.server's names
+
+    def _read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _send(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+        length = dict((name.lower(), value) for name, value in headers).get("content-length", str(len(body)))
+        self.send_response_only(status)
+        for name, value in headers:
+            if name.lower() not in _HOP:
+                self.send_header(name, value)
+        self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """A client may hang up."""
+
+
+@contextmanager
+def relay_to(port: int) -> Iterator[Relay]:
+    """To a server on this machine."""
+    relay = Relay()
+    handler = type("Handler", (_Handler,), {"relay": relay, "port": port})
+    server = _Server(("127.0.0.1", 0), handler)
+    relay.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield relay
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
