@@ -10,4 +10,4 @@ def test_one_of_many_copies_says_that_one_is_enough(
 ) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     assert main(["launch", "--", "--steps", "1"]) == 2
-    assert "mpirun started so many of `llmscale launch`" in capsys.readouterr().err
+    assert "mpirun started as many copies of `llmscale launch`" in capsys.readouterr().err

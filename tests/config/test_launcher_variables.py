@@ -11,7 +11,7 @@ SRUN = {"SLURM_STEP_NUM_TASKS": "4"}
 @pytest.mark.parametrize(
     ("variables", "numbered_by", "words"),
     [
-        (SRUN, "SLURM_PROCID", "is 4: srun started so many of `llmscale train`.*srun --ntasks=1"),
+        (SRUN, "SLURM_PROCID", "is 4: srun started as many copies of `llmscale train`.*srun --ntasks=1"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK", "is 2: mpirun started"),
         ({"PMI_SIZE": "2"}, "PMI_RANK", "PMI_SIZE is 2: mpirun started"),
         ({"WORLD_SIZE": "2"}, "RANK", "WORLD_SIZE is set: a launcher started this"),
