@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.errors import TrainingError
+from llmscale.report.run_list import read_run
 from llmscale.training.actions.nonfinite_guard import PATIENCE_STEPS, EndWhenLost, LostSteps, check_weights
 
 FAULT_JOB = str(Path(__file__).parents[1] / "fault_job.py")
@@ -73,6 +74,8 @@ def test_a_run_whose_loss_is_nan_ends(
     assert str(tmp_path / "run" / "checkpoints") in last
     assert "Traceback" not in "".join(outputs)
     assert list_checkpoints(tmp_path / "run") == []
+    listed = read_run(tmp_path / "run")
+    assert (listed.state, f"error: {listed.error}") == ("failed", last)
 
 
 def test_weights_that_are_nan_are_never_saved(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
