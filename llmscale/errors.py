@@ -40,8 +40,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`" Did you mean 'x'?"` for the legal name that `word` stands for, or an empty string when none is near.
 
     In this order: the same name in other letters (GPT2-124M, --n_layer), what other tools call it
-    (llmscale/other_names.py), a name that the word begins or that begins the word (h100 is h100-80gb rather than h200),
-    and one of nearly the same letters.
+    (llmscale/other_names.py), one whose first parts the word is (h100 is h100-80gb rather than h200), one that is a
+    single edit away, one that the word begins, one of nearly the same letters, and one that begins the word.
     """
     names = {_plain(name): name for name in reversed(list(known)) if _plain(name)}
     plain = _plain(word)
@@ -62,7 +62,22 @@ def _plain(name: str) -> str:
 
 
 def _nearest(plain: str, names: list[str]) -> list[str]:
-    begun = [name for name in names if len(plain) > 1 and name.startswith(plain)]
-    begin = sorted((name for name in names if len(name) > 1 and plain.startswith(f"{name}_")), key=len, reverse=True)
+    long_enough = [name for name in names if min(len(plain), len(name)) > 1]
     # 0.75: two letters of four changed places (fats, fast); "epochs" and "eps" have 0.67.
-    return (begun or begin or difflib.get_close_matches(plain, names, n=1, cutoff=0.75))[:1]
+    found = (
+        [name for name in long_enough if name.startswith(f"{plain}_")]
+        or [name for name in long_enough if _is_one_edit(plain, name)]
+        or [name for name in long_enough if name.startswith(plain)]
+        or difflib.get_close_matches(plain, names, n=1, cutoff=0.75)
+        or sorted((name for name in long_enough if plain.startswith(f"{name}_")), key=len, reverse=True)
+    )
+    return found[:1]
+
+
+def _is_one_edit(word: str, name: str) -> bool:
+    """Whether one letter too many, too few or another, or two neighbours that changed places, part them."""
+    differing = (at for at, (one, other) in enumerate(zip(word, name, strict=False)) if one != other)
+    same = next(differing, min(len(word), len(name)))
+    ours, theirs = word[same:], name[same:]
+    swapped = ours[1::-1] + ours[2:]
+    return swapped == theirs or ours[1:] == theirs[1:] or ours[1:] == theirs or ours == theirs[1:]

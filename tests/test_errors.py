@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import string
 
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from llmscale.config.hardware import GPUS
+from llmscale.config.interconnect import INTERCONNECTS
+from llmscale.config.presets import PRESETS
+from llmscale.config.run_config import RunConfig
+from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
 from llmscale.errors import did_you_mean
+from llmscale.other_names import OTHER_NAMES
 
 CARDS = ("a100-80gb", "h100-80gb", "h100-80gb-pcie", "h200", "t4", "v100-16gb")
 
@@ -20,3 +30,44 @@ def test_the_closest_name_is_suggested(word: str, meant: str) -> None:
 @pytest.mark.parametrize("word", ["", "tpu", "zzzz"])
 def test_nothing_is_suggested_when_nothing_is_close(word: str) -> None:
     assert did_you_mean(word, CARDS) == ""
+
+
+#: Every kind of name that a user writes.
+SHIPPED = (
+    tuple(PRESETS),
+    tuple(gpu.name for gpu in GPUS),
+    tuple(network.name for network in INTERCONNECTS),
+    tuple(DS_CONFIGS.names()),
+    tuple(HOSTFILES.names()),
+    tuple(RunConfig.model_fields),
+)
+
+
+def edits(word: str) -> set[str]:
+    """All words that one letter more, less or another, or two neighbours that changed places, make of it."""
+    places = range(len(word) + 1)
+    letters = string.ascii_lowercase + string.digits
+    return (
+        {word[:at] + letter + word[at:] for at in places for letter in letters}
+        | {word[:at] + letter + word[at + 1 :] for at in places for letter in letters}
+        | {word[:at] + word[at + 1 :] for at in places}
+        | {word[:at] + word[at : at + 2][::-1] + word[at + 2 :] for at in places}
+    )
+
+
+@given(st.data())
+def test_one_edit_of_a_name_gives_a_name_back_that_is_one_edit_away(data: st.DataObject) -> None:
+    """The name itself, wherever no other one is as near."""
+    names = data.draw(st.sampled_from(SHIPPED))
+    name = data.draw(st.sampled_from(names))
+    word = data.draw(st.sampled_from(sorted(edits(name) - set(names))))
+    plain = word.replace("-", "_")
+    assume(len(word) > 1 and plain not in OTHER_NAMES and plain not in (n.replace("-", "_") for n in names))
+    # h100 is an edit of h200, and means h100-80gb.
+    assume(not any(other.replace("-", "_").startswith(f"{plain}_") for other in names))
+    near = [other for other in names if word in edits(other) or plain in edits(other.replace("-", "_"))]
+    assert did_you_mean(word, names) in {f" Did you mean '{other}'?" for other in near}
+
+
+def test_a_name_that_the_word_begins_with_is_not_closer_than_one_edit() -> None:
+    assert did_you_mean("zero2_ofload", DS_CONFIGS.names()) == " Did you mean 'zero2_offload'?"

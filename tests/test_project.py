@@ -35,7 +35,7 @@ TORCH_FREE = (
     *("checkpoint.manifest", "checkpoint.locate", "checkpoint.retention", "checkpoint.run_state"),
     *("checkpoint.history", "checkpoint.commit", "checkpoint.hf_folder"),
     *("training.run_inputs", "training.stop_request", "training.launcher_chain"),
-    *("training.run_folder", "training.run_claim"),
+    *("training.run_folder", "training.run_claim", "training.failure"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (

@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "fish")
 _INSTALL = """\
-  bash   llmscale completion bash > ~/.local/share/bash-completion/completions/llmscale
-         (or, for this shell alone: source <(llmscale completion bash))
+  bash   llmscale completion bash > \\
+    ~/.local/share/bash-completion/completions/llmscale
+         or, for this shell alone:
+    source <(llmscale completion bash)
   zsh    llmscale completion zsh > "${fpath[1]}/_llmscale"
-  fish   llmscale completion fish > ~/.config/fish/completions/llmscale.fish
+  fish   llmscale completion fish > \\
+    ~/.config/fish/completions/llmscale.fish
 """
 #: Flags of train.py that name files or folders.
 _PATH_KEYS = ("config", "ds", "data", "data_cache", "run", "resume", "init_from")

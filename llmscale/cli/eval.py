@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
-from llmscale.config.user_paths import check_output_file
+from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,12 +98,8 @@ def _run(args: argparse.Namespace) -> int:
     for line in result_lines(evaluation):
         print_visible(line)
     if args.json is not None:
-        from llmscale.files.whole import write_output
-
-        try:
-            write_output(args.json, json.dumps(evaluation.as_dict(), indent=1, allow_nan=False) + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json {args.json} cannot be written: {error.strerror}. Name another file.") from None
+        content = json.dumps(evaluation.as_dict(), indent=1, allow_nan=False) + "\n"
+        write_output_file("--json", args.json, content)
     return 0
 
 

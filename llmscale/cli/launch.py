@@ -18,6 +18,7 @@ from llmscale.cluster.launch.slurm_hosts import slurm_hosts
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.local_ranks import count_gpus
 from llmscale.config import flag_type, limits
+from llmscale.config.launcher_variables import check_is_only_copy
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.training.stop_request import STOP_SIGNALS
@@ -108,6 +109,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 
 
 def _launch(args: argparse.Namespace) -> int:
+    check_is_only_copy(os.environ, "llmscale launch")
     # Nobody may read any more, or the disk of a log be full; the run must go on.
     make_output_patient()
     _warn_of_keys(args.env)

@@ -13,9 +13,13 @@ from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
+    from pathlib import Path
 
     from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.hardware import GPU
     from llmscale.evaluate.prune import Pruned
+    from llmscale.evaluate.subject import Subject
+    from llmscale.model.gpt import GPT
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -38,7 +42,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.hf_folder import CARD_MARK, check_hf_folder
+    from llmscale.checkpoint.hf_folder import check_hf_folder
     from llmscale.evaluate.subject import find_subject
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
@@ -51,19 +55,13 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.terminal.progress import count_words, show_progress
 
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
-        from llmscale.architecture.families.registry import family_of
-        from llmscale.engine.device_memory import gpu_capability
         from llmscale.evaluate.evaluation import losses_on
-        from llmscale.evaluate.export import ExportedModel, write_model
-        from llmscale.evaluate.prune import ModelWeights, check_sparse_cores, prune_linear_layers
+        from llmscale.evaluate.prune import prune_linear_layers
         from llmscale.evaluate.subject import open_subject
         from llmscale.evaluate.validation_loss import open_validation_sets
 
     quiet_libraries()
-    capability = gpu_capability() if gpu is None else gpu.capability
-    for_gpu = capability is not None
-    if capability is not None:
-        check_sparse_cores("this machine's GPU" if gpu is None else f"--gpu {gpu.name}", capability)
+    for_gpu = _check_gpu(gpu)
     with show_progress("Verifying the checkpoint") as verified:
         subject = open_subject(folder, args.data, verified.add)
     if subject.sets is None and args.val_samples:
@@ -82,6 +80,32 @@ def _run(args: argparse.Namespace) -> int:
     before = losses_now("Taking the loss before")
     pruned = prune_linear_layers(model, for_gpu=for_gpu)
     after = losses_now("Taking the loss after")
+    _write(model, subject, pruned, args.to, overwrite=args.overwrite)
+    for line in _lines(pruned, before, after):
+        print(line)
+    print(f"Wrote {make_visible_line(str(args.to))}.")
+    return 0
+
+
+def _check_gpu(named: GPU | None) -> bool:
+    """Whether the model is for a GPU: the named one, else this machine's. Raises ConfigError for one without sparse
+    cores."""
+    from llmscale.engine.device_memory import gpu_capability
+    from llmscale.evaluate.prune import check_sparse_cores
+
+    capability = gpu_capability() if named is None else named.capability
+    if capability is not None:
+        check_sparse_cores("this machine's GPU" if named is None else f"--gpu {named.name}", capability)
+    return capability is not None
+
+
+def _write(model: GPT, subject: Subject, pruned: Pruned, folder: Path, *, overwrite: bool) -> None:
+    from llmscale.architecture.families.registry import family_of
+    from llmscale.checkpoint.hf_folder import CARD_MARK
+    from llmscale.evaluate.export import ExportedModel, write_model
+    from llmscale.evaluate.prune import ModelWeights
+    from llmscale.terminal.progress import show_progress
+
     exported = ExportedModel(subject.shape, family_of(subject.shape), "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
     with show_progress("Writing weights") as written:
@@ -89,15 +113,11 @@ def _run(args: argparse.Namespace) -> int:
             ModelWeights(model),
             exported,
             subject.tokenizer,
-            args.to,
+            folder,
             card=card,
-            overwrite=args.overwrite,
+            overwrite=overwrite,
             progress=written.add,
         )
-    for line in _lines(pruned, before, after):
-        print(line)
-    print(f"Wrote {make_visible_line(str(args.to))}.")
-    return 0
 
 
 _CARD = """---

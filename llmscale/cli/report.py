@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.config import flag_type
-from llmscale.config.user_paths import check_output_file
+from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.data.sample_log import read_recorded
 from llmscale.errors import ConfigError
-from llmscale.files.whole import write_output
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.run_history import RunHistory, load_history, load_run_manifest
 from llmscale.terminal.announcer import SOON_S, announced
 from llmscale.terminal.table import output_width, print_fitting
+from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
@@ -100,7 +100,7 @@ def _check_apart(said: str, place: Path, run: Path) -> None:
     """Refuse a file that the run itself wrote: a report beside them is welcome."""
     from llmscale.cluster.launch.attempt_log import ATTEMPTS_NAME, LOGS_NAME
 
-    files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, ATTEMPTS_NAME)
+    files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()
     if not place.is_relative_to(folder):
         return
@@ -115,18 +115,11 @@ def _write_page(path: Path, report: Mapping[str, object]) -> None:
     runs = report["runs"]
     assert isinstance(runs, list)
     title = str(runs[0]["name"]) if len(runs) == 1 else f"{len(runs)} runs"
-    _write("--html", path, build_page(report, f"{title} - llmscale report"))
+    write_output_file("--html", path, build_page(report, f"{title} - llmscale report"))
 
 
 def _write_json(path: Path, report: Mapping[str, object]) -> None:
-    _write("--json", path, json.dumps(report, allow_nan=False, indent=1) + "\n")
-
-
-def _write(flag: str, path: Path, content: str) -> None:
-    try:
-        write_output(path, content)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}.") from None
+    write_output_file("--json", path, json.dumps(report, allow_nan=False, indent=1) + "\n")
 
 
 def _write_picture(format: str, path: Path, report: Mapping[str, object]) -> None:

@@ -27,7 +27,7 @@ _COLUMNS = (
     Column("last seen", is_text=True, drop=1),
     Column("command", is_text=True, drop=2, least=24),
 )
-_STYLES: dict[str, Style] = {"running": "green", "lost": "red", "unreadable": "red"}
+_STYLES: dict[str, Style] = {"running": "green", "failed": "red", "lost": "red", "unreadable": "red"}
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -35,7 +35,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser = subparsers.add_parser(
         "runs",
         description="Every run below a folder with its step, last logged loss, state and command, the newest first. "
-        "lost: it ended without a word, killed or with an error. `llmscale report RUN` shows one.",
+        "failed: an error ended it, which stands below. lost: it was killed, or its host is gone. `llmscale report "
+        "RUN` shows one.",
     )
     parser.add_argument(
         "folder", type=flag_type.path, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
@@ -60,8 +61,8 @@ def _run(args: argparse.Namespace) -> int:
         style = _STYLES.get(runs[number].state) if number < len(runs) else None
         print(paint(line, style, sys.stdout) if style else line)
     for run in runs:
-        if run.problem:
-            for line in wrap_line(f"{_name(run, args.folder)}: {make_visible_line(run.problem)}", output_width()):
+        for note in filter(None, (run.error and f"failed: {run.error}", run.problem)):
+            for line in wrap_line(f"{_name(run, args.folder)}: {make_visible_line(note)}", output_width()):
                 print(line)
     return 0
 
@@ -93,5 +94,6 @@ def _as_plain(run: ListedRun) -> dict[str, object]:
         "loss": None if run.loss is None or math.isnan(run.loss) else run.loss,
         "last_seen": run.last_seen.isoformat(timespec="seconds") if run.last_seen else None,
         "command": run.command,
+        "error": run.error,
         "problem": run.problem or None,
     }

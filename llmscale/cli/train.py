@@ -24,7 +24,7 @@ from llmscale.cluster.local_ranks import (
 from llmscale.config import flag_type
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.flag_parser import FlagParser
-from llmscale.config.launcher_variables import read_launcher_variables
+from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
@@ -54,11 +54,7 @@ def _run_ranks(words: Sequence[str]) -> int:
     config = parse_run_config(arguments, _parser())
     # The ranks print; that nobody reads it is no reason to fail.
     make_output_patient()
-    if "LOCAL_RANK" in os.environ:
-        raise ConfigError(
-            "LOCAL_RANK is set: a launcher started this, and `llmscale train` starts ranks itself. Give the launcher "
-            "llmscale/train.py, or call `llmscale train` without one."
-        )
+    check_is_only_copy(os.environ, "llmscale train")
     with announced("checking the configuration and the data", after_s=quiet_s(config)):
         num_ranks = _count_ranks(asked)
         prepare_run(config, world_size=num_ranks)

@@ -6,7 +6,7 @@ import argparse
 import itertools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from llmscale.errors import ConfigError, did_you_mean
@@ -17,7 +17,38 @@ if TYPE_CHECKING:
 
 #: Of a section of a help text, and the word that every help text begins with.
 _HEADING = re.compile(r"^usage:|^[a-z][^\n]*:$", re.MULTILINE)
+#: Of a usage, what belongs together: a flag with its values.
+_USAGE_PART = re.compile(r"\[[^][]*(?:\[[^][]*\][^][]*)*\](?=\s|$)|--?[a-z][\w-]* [A-Z]\S*")
+_USAGE_INDENT = " " * 4
 NamespaceT = TypeVar("NamespaceT")
+
+
+class FittingHelp(argparse.HelpFormatter):
+    """Help whose usage, too, fits the terminal: argparse sets what follows a long command's name so far to the right
+    that a long flag stands out of the screen."""
+
+    def _format_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None,
+    ) -> str:
+        text = super()._format_usage(usage, actions, groups, prefix)
+        # Without a prefix it is what the names of subcommands begin with.
+        if prefix == "" or max(map(len, text.splitlines())) <= self._width:
+            return text
+        import textwrap  # as argparse does: only help needs it
+
+        def keep_together(part: re.Match[str]) -> str:
+            fits = len(_USAGE_INDENT + part.group()) <= self._width
+            return part.group().replace(" ", "\0") if fits else part.group()
+
+        whole = _USAGE_PART.sub(keep_together, " ".join(text.split()))
+        lines = textwrap.wrap(
+            whole, self._width, subsequent_indent=_USAGE_INDENT, break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(lines).replace("\0", " ") + "\n\n"
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -26,6 +57,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, **settings: object) -> None:
         """As argparse, but no flag may be abbreviated, in subcommands neither: `--se` must not come to mean
         `--seed`."""
+        settings = {"formatter_class": FittingHelp, **settings}
         super().__init__(**settings)  # type: ignore[arg-type]  # argparse's own keywords
         self.allow_abbrev = False
 

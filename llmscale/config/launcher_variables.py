@@ -19,8 +19,12 @@ from llmscale.errors import ConfigError, MachineError, did_you_mean
 
 #: What a rank must be told; with RANK unset, it is a world of its own.
 _TOGETHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-#: How launchers that set no RANK say how many processes they have started.
-_PLAIN_LAUNCHERS = {"SLURM_STEP_NUM_TASKS": "srun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun"}
+#: How launchers that set no RANK say how many processes they have started, and which of them this is.
+_PLAIN_LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("mpirun", "PMI_RANK"),
+}
 #: deepspeed/accelerator/real_accelerator.py
 _ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa", "klxpu")
 #: Numbers, or UUIDs; Slurm writes NoDevFiles for a job without GPUs.
@@ -84,19 +88,49 @@ def check_meeting_point(here: LauncherVariables, variables: Mapping[str, str]) -
 def check_started_alone(variables: Mapping[str, str]) -> None:
     """Raises ConfigError under a launcher that starts several processes and tells them nothing that torch understands:
     each would train alone, into the same folder."""
-    for name, launcher in _PLAIN_LAUNCHERS.items():
-        count = variables.get(name, "1")
-        if count != "1":
-            raise ConfigError(
-                f"{name} is {count}, but RANK is not set: {launcher} alone tells its processes nothing of each other. "
-                "Use scripts/slurm/train.sbatch, `llmscale launch`, deepspeed or torchrun; docs/cluster.md has each."
-            )
+    if said := _find_plain_launcher(variables):
+        name, launcher, _ = said
+        raise ConfigError(
+            f"{name} is {variables[name]}, but RANK is not set: {launcher} alone tells its processes nothing of each "
+            "other. Use scripts/slurm/train.sbatch, `llmscale launch`, deepspeed or torchrun; docs/cluster.md has each."
+        )
     count = variables.get("WORLD_SIZE", "1")
     if count != "1":
         raise ConfigError(
             f"WORLD_SIZE is '{count}', but RANK is not set: a launcher sets both. Start with deepspeed, torchrun or "
             "`llmscale launch`, or `unset WORLD_SIZE` for a single process."
         )
+
+
+def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
+    """For a `command` that starts ranks itself: under a launcher each of its copies would start a run of its own, all
+    in the same folder and on the same GPUs. Raises ConfigError, and SystemExit with the same status in all but the
+    first copy: one line says it all."""
+    if said := _find_plain_launcher(variables):
+        name, launcher, place = said
+        fix = "`srun --ntasks=1`" if launcher == "srun" else f"{launcher} left out"
+        what = (
+            f"{name} is {variables[name]}: {launcher} started as many copies of `{command}`, which starts ranks itself."
+        )
+        remedy = f"Start one, with {fix}; docs/cluster.md has scripts/slurm/train.sbatch and others for several nodes."
+    elif "LOCAL_RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
+        name, place = ("LOCAL_RANK", "LOCAL_RANK") if "LOCAL_RANK" in variables else ("WORLD_SIZE", "RANK")
+        what = f"{name} is set: a launcher started this, and `{command}` starts ranks itself."
+        remedy = f"Give the launcher llmscale/train.py, or call `{command}` without one."
+    else:
+        return
+    if variables.get(place, "0") != "0":
+        raise SystemExit(2)
+    raise ConfigError(f"{what} {remedy}")
+
+
+def _find_plain_launcher(variables: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The variable in which one says that it has started several processes, its name, and the variable that numbers
+    them. A job script is one process, and so is a shell that srun has opened, whatever the job has room for."""
+    if "SLURM_PTY_PORT" in variables:
+        return None
+    told = ((name, *launcher) for name, launcher in _PLAIN_LAUNCHERS.items() if variables.get(name, "1") != "1")
+    return next(told, None)
 
 
 def _check_libraries(variables: Mapping[str, str]) -> None:

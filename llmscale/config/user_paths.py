@@ -72,3 +72,14 @@ def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
             raise ConfigError(f"{said} exists already. Name another file, or overwrite it with --force.")
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{said}: the folder {path.parent} may not be written to.")
+
+
+def write_output_file(flag: str, path: Path, content: str | bytes) -> None:
+    """Write what was computed to the file that `flag` named, all of it or nothing. Raises ConfigError."""
+    # Takes longer to import than all else here, and most commands write nothing.
+    from llmscale.files.whole import write_output
+
+    try:
+        write_output(path, content)
+    except OSError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}. Name another file.") from None

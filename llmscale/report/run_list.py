@@ -20,11 +20,12 @@ from typing import Literal
 from llmscale.checkpoint.manifest import is_count
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.run_records import as_number
+from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import CONFIG_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import open_regular
 
-State = Literal["running", "finished", "stopped", "lost", "unreadable"]
+State = Literal["running", "finished", "stopped", "failed", "lost", "unreadable"]
 #: What a run folder has at least one of.
 _MARKS = (METRICS_NAME, STARTS_NAME)
 #: Read of a log's end: hundreds of records.
@@ -43,7 +44,7 @@ class ListedRun:
 
     path: Path
     state: State
-    """`lost`: it ended without a word, killed or with an error; or a host that is not seen from here runs it."""
+    """`lost`: it ended without a word, killed; or a host that is not seen from here runs it."""
     step: int | None
     """Steps done as far as is logged; None before the first logged one."""
     total_steps: int | None
@@ -53,6 +54,8 @@ class ListedRun:
     """When it last wrote something."""
     command: str | None
     """train.py with the arguments of its last start; None for runs of an llmscale that did not note them."""
+    error: str | None
+    """What ended it, of a run that failed."""
     problem: str
     """What could not be read; empty when all is well."""
 
@@ -72,14 +75,17 @@ def read_run(path: Path) -> ListedRun:
     total_steps = _total_steps(path, problems)
     step, loss, last_event = _progress(path, problems)
     starts = _tail(path / STARTS_NAME, problems, lambda records: True)
+    error = _error(path, problems)
+    state = _state(path, last_event, error, problems)
     return ListedRun(
         path=path,
-        state=_state(path, last_event, problems),
+        state=state,
         step=step,
         total_steps=total_steps,
         loss=loss,
         last_seen=_last_seen(path),
         command=_command(starts[-1]) if starts else None,
+        error=error if state == "failed" else None,
         problem="; ".join(problems),
     )
 
@@ -174,13 +180,29 @@ def _tail(
     return records
 
 
-def _state(path: Path, last_event: str, problems: list[str]) -> State:
+def _error(path: Path, problems: list[str]) -> str | None:
+    """What ended the last start, where an error did."""
+    try:
+        said = load_json(path / FAILURE_NAME, _RULES, FAILURE_NAME).get("error")
+    except OSError:
+        return None
+    except LlmscaleError:
+        said = None
+    if isinstance(said, str):
+        return said
+    problems.append(f"{FAILURE_NAME} is damaged")
+    return None
+
+
+def _state(path: Path, last_event: str, error: str | None, problems: list[str]) -> State:
     if is_claimed(path):
         return "running"
     if last_event == "finished":
         return "finished"
     if last_event == "stopped":
         return "stopped"
+    if error is not None:
+        return "failed"
     return "unreadable" if problems else "lost"
 
 

@@ -6,8 +6,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config.user_paths import write_output_file
 from llmscale.errors import ConfigError
-from llmscale.files.whole import write_output
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,9 +21,8 @@ def save_figure(figure: Figure, path: Path, flag: str = "--plot", format: str = 
     picture = io.BytesIO()
     try:
         figure.savefig(picture, dpi=130, format=format or path.suffix.removeprefix(".") or "png")
-        write_output(path, picture.getvalue())
-    except (OSError, ValueError) as error:
-        reason = error.strerror or error if isinstance(error, OSError) else error
-        raise ConfigError(f"{flag} {path} cannot be written: {str(reason).rstrip('.')}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{flag} {path} cannot be written: {str(error).rstrip('.')}.") from None
     finally:
         pyplot.close(figure)
+    write_output_file(flag, path, picture.getvalue())

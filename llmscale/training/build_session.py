@@ -8,14 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
-from llmscale.checkpoint.weights_source import CheckpointWeights, PublishedWeights, WeightsSource
-from llmscale.config.hf_model import PREFIX, is_published
+from llmscale.config.hf_model import is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed
 from llmscale.engine.collectives import on_main_rank, together
@@ -23,7 +20,7 @@ from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
-from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
+from llmscale.engine.loss_scaling import get_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.announcer import REPEAT_S, Announcer
@@ -31,6 +28,7 @@ from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.display.display import Display
 from llmscale.training.display.live_view import open_display
+from llmscale.training.fill_engine import fill_engine
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.live_run import LiveRun
 from llmscale.training.memory_report import estimate_line, estimate_run
@@ -43,7 +41,7 @@ from llmscale.training.rank_fingerprint import (
     claim_one_run_folder,
 )
 from llmscale.training.recent_steps import RecentSteps
-from llmscale.training.resume import ResumePoint, enter_history, find_named_checkpoint, find_resume_point
+from llmscale.training.resume import ResumePoint, enter_history, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_data import (
     SampleStream,
@@ -63,9 +61,6 @@ from llmscale.training.stop_request import StopRequest
 from llmscale.training.throughput import StepMeter
 from llmscale.training.trackers.start_trackers import StartedTrackers, start_trackers
 from llmscale.untrusted.terminal import print_visible
-
-if TYPE_CHECKING:
-    from deepspeed import DeepSpeedEngine
 
 
 @dataclass
@@ -104,15 +99,8 @@ def _open_session(
     def progress() -> None:
         heartbeat.beat("starting")
 
-    with clock.phase("ranks", "joining the ranks"):
-        world = join_world()
-        report = report_on_main(world)
-        run = run if is_gpu() else run.on_cpu()
-        allow_tf32(run.resolved.precision)
-        _check_alike(run, world)
-    if run.weights is not None:
-        with clock.phase("published weights", "fetching and checking the published weights"):
-            run = replace(run, weights=complete_published_weights(run.weights, run.sets.first, world, progress))
+    run, world = _join_ranks(run, clock, progress)
+    report = report_on_main(world)
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
         claim_one_run_folder(claim, world)
     with clock.phase("checkpoint check", "looking for a checkpoint to go on from", after_s=REPEAT_S):
@@ -131,17 +119,13 @@ def _open_session(
         configured_scaler = get_scaler_state(engine)
     has_weights = point is not None or run.config.init_from is not None
     with clock.phase("checkpoint load", "loading the weights", after_s=0.0 if has_weights else REPEAT_S):
-        _load(run, engine, point, world, report, progress)
+        fill_engine(run, engine, point, world, report, progress)
     with clock.phase("trackers", "starting the trackers", after_s=REPEAT_S):
         trackers = _start_trackers(run, world, state)
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(run.config.run, point, world.control, report)
     on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
     meter = StepMeter(world.device)
-    display = _open_display(run, meter) if world.is_main else None
-    if display is not None:
-        stop.before_sudden_end.append(display.close)
-        stop.before_early_end.insert(0, display.close)
     live = LiveRun(
         run=run,
         world=world,
@@ -154,7 +138,7 @@ def _open_session(
         state=state,
         history=history,
         claim=claim,
-        log=_metrics_log(run, trackers, claim, display) if display is not None else None,
+        log=_open_log(run, meter, trackers, claim, stop) if world.is_main else None,
         wandb_run_id=trackers.wandb_run_id or (state.wandb_run_id if state else None),
         estimate=estimate,
         startup_s=clock.seconds,
@@ -163,19 +147,22 @@ def _open_session(
         spikes=SpikeRequests(),
         report=report,
     )
-    clock.announcer.begin("preparing what happens at steps", after_s=REPEAT_S)
-    with live.meter.pause("starting"):
-        _announce(live)
-        session = _begin(live, stop)
-    if live.first_step < run.resolved.total_steps:
-        clock.announcer.begin(f"{'compiling the blocks and ' if compiler else ''}taking the first step")
-    return session
+    return _begin(live, stop, clock.announcer)
 
 
-def _check_alike(run: PreparedRun, world: World) -> None:
-    """See that all ranks can run this, and mean the same. Collective."""
-    together(world.control, lambda: check_device(run.resolved))
-    check_ranks_agree(run, world)
+def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], object]) -> tuple[PreparedRun, World]:
+    """Ranks that mean the same, with the weights that the run begins with on each of their disks. Collective."""
+    with clock.phase("ranks", "joining the ranks"):
+        world = join_world()
+        run = run if is_gpu() else run.on_cpu()
+        allow_tf32(run.resolved.precision)
+        together(world.control, lambda: check_device(run.resolved))
+        check_ranks_agree(run, world)
+    if run.weights is None:
+        return run, world
+    with clock.phase("published weights", "fetching and checking the published weights"):
+        weights = complete_published_weights(run.weights, run.sets.first, world, progress)
+    return replace(run, weights=weights), world
 
 
 def choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
@@ -223,12 +210,17 @@ def _announce(live: LiveRun) -> None:
             report(line)
 
 
-def _begin(live: LiveRun, stop: StopRequest) -> Session:
+def _begin(live: LiveRun, stop: StopRequest, announcer: Announcer) -> Session:
     """Everything is there: what happens at steps may begin. Collective."""
-    actions = build_actions(live, stop)
-    session = Session(live, stop, actions, SaveCheckpoints(live, actions))
-    for action in actions:
-        action.begin(live.first_step)
+    announcer.begin("preparing what happens at steps", after_s=REPEAT_S)
+    with live.meter.pause("starting"):
+        _announce(live)
+        actions = build_actions(live, stop)
+        session = Session(live, stop, actions, SaveCheckpoints(live, actions))
+        for action in actions:
+            action.begin(live.first_step)
+    if live.first_step < live.run.resolved.total_steps:
+        announcer.begin(f"{'compiling the blocks and ' if live.compiler else ''}taking the first step")
     return session
 
 
@@ -262,54 +254,6 @@ def _clean(run_folder: Path, report: Callable[[str], None]) -> None:
         report(line)
 
 
-def _load(
-    run: PreparedRun,
-    engine: DeepSpeedEngine,
-    point: ResumePoint | None,
-    world: World,
-    report: Callable[[str], None],
-    progress: Callable[[], object],
-) -> None:
-    """Fill the engine from the checkpoint, or from another run's weights."""
-    if point is None:
-        source = _first_weights(run, world, report, progress)
-        if source is not None:
-            source.load_into(engine, world.control)
-            report(f"weights from {source.name}; everything else starts at step 0")
-        return
-    fill_from(engine, point, world, get_scaler_state(engine))
-    report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
-    if point.state.precision != run.resolved.precision:
-        report(
-            f"precision changes from {point.state.precision} to {run.resolved.precision}: fp32 master weights and "
-            "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
-        )
-
-
-def fill_from(
-    engine: DeepSpeedEngine, point: ResumePoint, world: World, configured_scaler: dict[str, float] | None
-) -> None:
-    """Weights, optimizer states and loss scaler of a checkpoint; of one that was saved without fp16, the scaler as it
-    was configured. Collective. Raises CheckpointError."""
-    load_engine(engine, point.folder, point.state, world.control)
-    set_scaler_state(engine, point.state.loss_scaler or configured_scaler)
-
-
-def _first_weights(
-    run: PreparedRun, world: World, report: Callable[[str], None], progress: Callable[[], object]
-) -> WeightsSource | None:
-    """Where a run that begins has its weights from; None for none. Collective."""
-    if run.weights is not None:
-        for note in run.weights.notes:
-            report(note)
-        assert run.weights.pieces is not None
-        model = run.weights.model
-        return PublishedWeights(f"{PREFIX}{model.hub_name or model.name}", run.weights.pieces, progress)
-    if run.config.init_from is None:
-        return None
-    return CheckpointWeights(find_named_checkpoint(run.config.init_from, "--init-from", world.control, report))
-
-
 def _start_trackers(run: PreparedRun, world: World, state: RunState | None) -> StartedTrackers:
     """On the main rank, those asked for. Collective."""
 
@@ -324,12 +268,18 @@ def _start_trackers(run: PreparedRun, world: World, state: RunState | None) -> S
     return together(world.control, lambda: start() if world.is_main else StartedTrackers())
 
 
+def _open_log(
+    run: PreparedRun, meter: StepMeter, trackers: StartedTrackers, claim: RunFolderClaim, stop: StopRequest
+) -> MetricsLog:
+    """With the display of its steps, which is closed however the process ends."""
+    display = _open_display(run, meter)
+    stop.before_sudden_end.append(display.close)
+    stop.before_early_end.insert(0, display.close)
+    return MetricsLog(run.config.run, run.resolved.total_steps, trackers.trackers, display, check=claim.check)
+
+
 def _open_display(run: PreparedRun, meter: StepMeter) -> Display:
     resolved, ranks = run.resolved, run.resolved.plan.ranks.world_size
     words = [run.config.run.name, run.config.model, f"ZeRO-{resolved.zero_stage}", resolved.precision]
     title = " · ".join([*words, f"{ranks} rank{'s' if ranks > 1 else ''}"])
     return open_display(title, resolved.total_steps, meter, plain=run.config.plain, variables=os.environ)
-
-
-def _metrics_log(run: PreparedRun, trackers: StartedTrackers, claim: RunFolderClaim, display: Display) -> MetricsLog:
-    return MetricsLog(run.config.run, run.resolved.total_steps, trackers.trackers, display, check=claim.check)

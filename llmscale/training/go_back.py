@@ -13,7 +13,8 @@ from llmscale.checkpoint.history import Checkpoint
 from llmscale.engine.collectives import gather, on_main_rank
 from llmscale.errors import CheckpointError
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
-from llmscale.training.build_session import choose_checkpoint, fill_from, open_data
+from llmscale.training.build_session import choose_checkpoint, open_data
+from llmscale.training.fill_engine import fill_from
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.resume import enter_history

@@ -120,7 +120,7 @@ class Heartbeat:
             os.pwrite(self._file, json.dumps(beat).ljust(_HEARTBEAT_BYTES).encode(), 0)
         except OSError as error:
             if not self._has_failed:
-                warn_on_stderr(f"WARNING: rank {self._rank} can give no sign of life: {error.strerror}.")
+                warn_on_stderr(f"WARNING: rank {self._rank} cannot write its heartbeat: {error.strerror}.")
             self._has_failed = True
 
 

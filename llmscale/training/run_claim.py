@@ -13,6 +13,7 @@ from typing import TextIO
 
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError
+from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import (
     CONFIG_NAME,
     DS_CONFIG_NAME,
@@ -137,7 +138,7 @@ class RunFolderClaim:
         """
         own = {self._path.name}
         if self._made:
-            own |= {CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, SAMPLES_NAME}
+            own |= {CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, SAMPLES_NAME, FAILURE_NAME}
         with suppress(OSError):
             if self._lock and {path.name for path in self._run.iterdir()} <= own:
                 shutil.rmtree(self._run / SAMPLES_NAME, ignore_errors=True)

@@ -20,6 +20,7 @@ from llmscale.engine.train_step import train_step
 from llmscale.errors import DataError
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
+from llmscale.training.failure import record_failure
 from llmscale.training.live_run import LiveRun
 from llmscale.training.stop_request import StopRequest
 from llmscale.training.watch_spikes import checkpoint_before, how_to_go_back
@@ -47,6 +48,8 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None and not self.stop.ends_early:
+            record_failure(self.live.run.config.run, error, step=self.step, rank=self.live.world.rank)
         self.live.feed.close()
         for action in self.actions:
             action.close()

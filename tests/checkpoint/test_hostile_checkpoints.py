@@ -9,7 +9,6 @@ import resource
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,24 +22,13 @@ from llmscale.checkpoint.stored_weights import StoredWeights
 from llmscale.checkpoint.tensor_archive import DTYPES, check_archive, find_elements
 from llmscale.cli.main import main
 from llmscale.errors import CheckpointError
-
-Record = dict[str, Any]
+from tests.hostile_records import Record, set_at
 
 
 @pytest.fixture
 def checkpoint(save_steps: Callable, tmp_path: Path) -> Path:
     save_steps(3)
     return list_checkpoints(tmp_path / "run")[0]
-
-
-def _set(*path: str | int, to: object) -> Callable[[Record], None]:
-    def change(record: Record) -> None:
-        place: Any = record
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = to
-
-    return change
 
 
 def _sign(folder: Path, change: Callable[[Record], None]) -> None:
@@ -72,15 +60,15 @@ _NAMES = (
 @pytest.mark.parametrize(
     "change",
     [
-        *(_set("files", 0, "name", to=name) for name in _NAMES),
-        *(_set("files", 0, "num_bytes", to=value) for value in (-1, 10**30, "9", None, True)),
-        *(_set("files", to=value) for value in ({}, None, [None], [[]], "x")),
-        *(_set("step", to=value) for value in (-1, "7", None, 1.5, [], True)),
-        *(_set("history", to=value) for value in (-1, "1", None, True)),
-        *(_set("branches", to=value) for value in (None, {}, [3], [[1]], [[1, -2]], [[1, "2"]], [[1, 2, 3]])),
-        _set("created", to=7),
-        _set("more", to=7),
-        _set("format", to=9),
+        *(set_at("files", 0, "name", to=name) for name in _NAMES),
+        *(set_at("files", 0, "num_bytes", to=value) for value in (-1, 10**30, "9", None, True)),
+        *(set_at("files", to=value) for value in ({}, None, [None], [[]], "x")),
+        *(set_at("step", to=value) for value in (-1, "7", None, 1.5, [], True)),
+        *(set_at("history", to=value) for value in (-1, "1", None, True)),
+        *(set_at("branches", to=value) for value in (None, {}, [3], [[1]], [[1, -2]], [[1, "2"]], [[1, 2, 3]])),
+        set_at("created", to=7),
+        set_at("more", to=7),
+        set_at("format", to=9),
     ],
 )
 def test_hostile_manifests(change: Callable[[Record], None], checkpoint: Path) -> None:
@@ -117,19 +105,19 @@ _CHUNK = ("master/w", "chunks", 0)
 @pytest.mark.parametrize(
     "change",
     [
-        *(_set(*_CHUNK, 2, to=name) for name in _NAMES),
-        _set(*_CHUNK, 2, to="__7_0.distcp"),
-        *(_set(*_CHUNK, 0, to=start) for start in (-1, 1, 10**15, "0", None)),
-        *(_set(*_CHUNK, 1, to=elements) for elements in (-1, 0, 10**15, 10**30, "9", True)),
-        *(_set(*_CHUNK, 3, to=offset) for offset in (-1, 10**9, 10**30)),
-        *(_set(*_CHUNK, 4, to=length) for length in (-1, 0, 10, 10**9)),
-        *(_set("master/w", "size", to=size) for size in (-1, 0, 10**15, 10**30, "9", None)),
-        *(_set("master/w", "dtype", to=dtype) for dtype in ("load", "__class__", "complex128", None, [], 3)),
-        *(_set("master/w", "chunks", to=chunks) for chunks in ([], None, {}, "x", [None], [[]], [[0, 1]], [3])),
+        *(set_at(*_CHUNK, 2, to=name) for name in _NAMES),
+        set_at(*_CHUNK, 2, to="__7_0.distcp"),
+        *(set_at(*_CHUNK, 0, to=start) for start in (-1, 1, 10**15, "0", None)),
+        *(set_at(*_CHUNK, 1, to=elements) for elements in (-1, 0, 10**15, 10**30, "9", True)),
+        *(set_at(*_CHUNK, 3, to=offset) for offset in (-1, 10**9, 10**30)),
+        *(set_at(*_CHUNK, 4, to=length) for length in (-1, 0, 10, 10**9)),
+        *(set_at("master/w", "size", to=size) for size in (-1, 0, 10**15, 10**30, "9", None)),
+        *(set_at("master/w", "dtype", to=dtype) for dtype in ("load", "__class__", "complex128", None, [], 3)),
+        *(set_at("master/w", "chunks", to=chunks) for chunks in ([], None, {}, "x", [None], [[]], [[0, 1]], [3])),
         lambda index: index["master/w"]["chunks"].append("x"),
         lambda index: index["master/w"]["chunks"].append(["0", 1, "__0_0.distcp", 0, 9]),
-        _set("master/w", to=None),
-        _set("master/w", "more", to=1),
+        set_at("master/w", to=None),
+        set_at("master/w", "more", to=1),
         lambda index: index.__setitem__("master/v", index["master/w"]),
         lambda index: index["master/w"].update(size=2000, chunks=index["master/w"]["chunks"] * 2),
     ],
@@ -149,15 +137,15 @@ def test_hostile_indexes(change: Callable[[Record], None], checkpoint: Path) -> 
     "change",
     [
         *(
-            _set(key, to=value)
+            set_at(key, to=value)
             for key in ("step", "samples_seen", "tokens_seen")
             for value in (-1, "7", None, 1.5, True)
         ),
-        *(_set(key, to=value) for key in ("identity", "config") for value in (None, [], "x", 3)),
-        *(_set("optimizer_scalars", to=value) for value in ({"a": 1}, {"a": {"b": "c"}}, [])),
-        _set("loss_scaler", to={"scale": "x"}),
-        _set("precision", to=3),
-        *(_set("wandb_run_id", to=value) for value in ("../x", "\x1b", 3)),
+        *(set_at(key, to=value) for key in ("identity", "config") for value in (None, [], "x", 3)),
+        *(set_at("optimizer_scalars", to=value) for value in ({"a": 1}, {"a": {"b": "c"}}, [])),
+        set_at("loss_scaler", to={"scale": "x"}),
+        set_at("precision", to=3),
+        *(set_at("wandb_run_id", to=value) for value in ("../x", "\x1b", 3)),
     ],
 )
 def test_hostile_states(change: Callable[[Record], None], checkpoint: Path) -> None:
@@ -216,7 +204,7 @@ def test_archives_of_every_dtype_are_read(dtype: torch.dtype, elements: int) -> 
 def test_what_a_checkpoint_says_is_shown_as_text(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _sign(checkpoint, _set("precision", to="\x1b]0;owned\x07"))
+    _sign(checkpoint, set_at("precision", to="\x1b]0;owned\x07"))
     assert main(["checkpoint", "list", str(tmp_path / "run")]) == 0
     assert main(["checkpoint", "show", str(tmp_path / "run")]) == 0
     shown = capsys.readouterr().out

@@ -5,7 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,14 +42,33 @@ def test_examples_are_commands_that_the_parser_takes(name: str) -> None:
         cli.build_parser(words).parse_args(words)
 
 
-def test_every_command_and_action_explains_itself() -> None:
-    parsers = [cli.build_parser([name]) for name in cli.COMMANDS]
+def commands_and_actions() -> Iterator[argparse.ArgumentParser]:
+    """The parser of every command line that has a help text."""
+    parsers: list[argparse.ArgumentParser] = [cli.build_parser([name]) for name in cli.COMMANDS]
     while parsers:
         parser = parsers.pop()
-        assert parser.description, parser.prog
+        yield parser
         for action in parser._actions:
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
+
+
+def test_every_command_and_action_explains_itself() -> None:
+    for parser in commands_and_actions():
+        assert parser.description, parser.prog
+
+
+@pytest.mark.parametrize("width", ["60", "80"])
+def test_help_fits_the_terminal(
+    width: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of no command and no action it has a line that the terminal would break."""
+    monkeypatch.setenv("COLUMNS", width)
+    for command in sorted({parser.prog for parser in commands_and_actions()}):
+        with pytest.raises(SystemExit):
+            cli.main([*command.split()[1:], "--help"])
+        lines = capsys.readouterr().out.splitlines()
+        assert lines and max(map(len, lines)) <= int(width), command
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
+from llmscale.training.failure import record_failure
 
 
 def test_a_real_run_is_listed_without_torch(trained_run: Path, llmscale: Callable) -> None:
@@ -48,6 +49,22 @@ def test_a_loss_that_is_not_finite_is_null_in_json(
     assert json.loads(capsys.readouterr().out)[0]["loss"] is None
     assert main(["runs", str(tmp_path)]) == 0
     assert "not finite" in capsys.readouterr().out
+
+
+def test_what_ended_a_run_stands_below(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "event", "event": "start", "step": 3, "history": "0", "branches": []}\n')
+    record_failure(tmp_path / "run", RuntimeError("the \x1b[2J disk\nfailed"), step=3, rank=0)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["runs", str(tmp_path)]) == 0
+    _, row, *_, note = capsys.readouterr().out.splitlines()
+    assert row.split()[:2] == ["run", "failed"]
+    assert note == "run: failed: RuntimeError: the \\x1b[2J disk"
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["error"] == "RuntimeError: the \x1b[2J disk"
 
 
 def test_nothing_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,6 +41,7 @@ def test_a_wrong_number_is_one_line(value: str) -> None:
         (["--data", "no/such/folder"], {}, "does not exist"),
         (["--nproc-per-node", "3"], {"CUDA_VISIBLE_DEVICES": "1,2"}, "this machine has 2 GPUs in CUDA_VISIBLE_DEVICES"),
         ([], {"LOCAL_RANK": "0"}, "a launcher started this"),
+        ([], {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"}, "Start one, with `srun --ntasks=1`"),
     ],
 )
 def test_a_mistake_is_one_line_before_any_rank(

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +23,7 @@ from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.errors import DataError
-
-Record = dict[str, Any]
+from tests.hostile_records import Record, set_at
 
 
 class _Opened:
@@ -147,16 +145,6 @@ def _rename_split(name: str) -> Callable[[Record], None]:
     return change
 
 
-def _set(*path: str | int, to: object) -> Callable[[Record], None]:
-    def change(record: Record) -> None:
-        place: Any = record
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = to
-
-    return change
-
-
 _FIRST = ("splits", "train", "shards", 0)
 _NAMES = (
     "../victim.mds",
@@ -173,10 +161,10 @@ _NAMES = (
     "-rf",
 )
 HOSTILE_MANIFESTS: dict[str, Callable[[Record], None]] = {
-    **{f"shard {name!a}": _set(*_FIRST, "name", to=name) for name in _NAMES},
+    **{f"shard {name!a}": set_at(*_FIRST, "name", to=name) for name in _NAMES},
     **{f"split {name!a}": _rename_split(name) for name in (*_NAMES[:-2], "tokenizer", ".locks", "a" * 300, "\u202e")},
     **{
-        f"tokenizer_files {name!a}": _set("tokenizer_files", to=name)
+        f"tokenizer_files {name!a}": set_at("tokenizer_files", to=name)
         for name in (
             "../../secret",
             "/no-such-folder",
@@ -186,30 +174,30 @@ HOSTILE_MANIFESTS: dict[str, Callable[[Record], None]] = {
             "tokenizer",
         )
     },
-    "tokenizer of this machine": _set("tokenizer", to="/no-such-folder"),
-    "shard twice": _set(*_FIRST, "name", to="shard.00001.mds"),
-    "shard name of a number": _set(*_FIRST, "name", to=7),
-    "negative bytes": _set(*_FIRST, "bytes", to=-1),
-    "huge bytes": _set(*_FIRST, "bytes", to=10**15),
-    "negative samples": _set(*_FIRST, "num_samples", to=-1),
-    "samples beyond the bytes": _set(*_FIRST, "num_samples", to=10**9),
-    "hash of another kind": _set(*_FIRST, "hash", to="../x"),
-    "hash_algorithm": _set("hash_algorithm", to="__builtins__"),
-    "compression": _set("compression", to="gz"),
-    "dtype": _set("dtype", to="object"),
-    "seq_len": _set("seq_len", to=10**12),
-    "seq_len 0": _set("seq_len", to=0),
-    "vocab_size": _set("vocab_size", to=10**12),
-    "eot_token": _set("eot_token", to=-1),
-    "max_token_id": _set("splits", "train", "max_token_id", to=10**9),
-    "num_tokens 0": _set("splits", "train", "num_tokens", to=0),
-    "num_samples": _set("splits", "train", "num_samples", to=10**15),
-    "no splits": _set("splits", to={}),
-    "splits a list": _set("splits", to=[]),
-    "a split a list": _set("splits", "train", to=[]),
-    "no shards": _set("splits", "train", "shards", to=[]),
-    "a shard null": _set(*_FIRST, to=None),
-    "version": _set("format_version", to={"a": ["x" * 10**5]}),
+    "tokenizer of this machine": set_at("tokenizer", to="/no-such-folder"),
+    "shard twice": set_at(*_FIRST, "name", to="shard.00001.mds"),
+    "shard name of a number": set_at(*_FIRST, "name", to=7),
+    "negative bytes": set_at(*_FIRST, "bytes", to=-1),
+    "huge bytes": set_at(*_FIRST, "bytes", to=10**15),
+    "negative samples": set_at(*_FIRST, "num_samples", to=-1),
+    "samples beyond the bytes": set_at(*_FIRST, "num_samples", to=10**9),
+    "hash of another kind": set_at(*_FIRST, "hash", to="../x"),
+    "hash_algorithm": set_at("hash_algorithm", to="__builtins__"),
+    "compression": set_at("compression", to="gz"),
+    "dtype": set_at("dtype", to="object"),
+    "seq_len": set_at("seq_len", to=10**12),
+    "seq_len 0": set_at("seq_len", to=0),
+    "vocab_size": set_at("vocab_size", to=10**12),
+    "eot_token": set_at("eot_token", to=-1),
+    "max_token_id": set_at("splits", "train", "max_token_id", to=10**9),
+    "num_tokens 0": set_at("splits", "train", "num_tokens", to=0),
+    "num_samples": set_at("splits", "train", "num_samples", to=10**15),
+    "no splits": set_at("splits", to={}),
+    "splits a list": set_at("splits", to=[]),
+    "a split a list": set_at("splits", "train", to=[]),
+    "no shards": set_at("splits", "train", "shards", to=[]),
+    "a shard null": set_at(*_FIRST, to=None),
+    "version": set_at("format_version", to={"a": ["x" * 10**5]}),
 }
 
 
@@ -231,31 +219,31 @@ def test_the_attack_itself_is_well_formed(home: Path, opened: _Opened) -> None:
 
 
 HOSTILE_INDEXES: dict[str, Callable[[Record], None]] = {
-    **{f"raw {name!a}": _set("shards", 0, "raw_data", "basename", to=name) for name in _NAMES},
+    **{f"raw {name!a}": set_at("shards", 0, "raw_data", "basename", to=name) for name in _NAMES},
     **{
-        f"zip {name!a}": _set(
+        f"zip {name!a}": set_at(
             "shards", 0, "zip_data", to={"basename": name, "bytes": 9, "hashes": {"xxh3_64": "0" * 16}}
         )
         for name in _NAMES
     },
-    "pickle": _set("shards", 0, "column_encodings", to=["pkl"]),
-    "json column": _set("shards", 0, "column_encodings", to=["json"]),
-    "array of any size": _set("shards", 0, "column_encodings", to=["ndarray:uint16"]),
-    "second column": _set("shards", 0, "column_names", to=["tokens", "pkl"]),
-    "column size": _set("shards", 0, "column_sizes", to=[10**9]),
-    "format": _set("shards", 0, "format", to="json"),
-    "entry version": _set("shards", 0, "version", to=1),
-    "compression": _set("shards", 0, "compression", to="gz"),
-    "hashes": _set("shards", 0, "hashes", to=["md5"]),
-    "no hash": _set("shards", 0, "raw_data", "hashes", to={}),
-    "negative samples": _set("shards", 0, "samples", to=-1),
-    "huge samples": _set("shards", 0, "samples", to=10**15),
-    "huge bytes": _set("shards", 0, "raw_data", "bytes", to=10**15),
-    "shards no list": _set("shards", to={"0": 1}),
-    "shard null": _set("shards", 0, to=None),
-    "raw null": _set("shards", 0, "raw_data", to=None),
-    "too few": _set("shards", to=[]),
-    "large": _set("padding", to="x" * 10**6),
+    "pickle": set_at("shards", 0, "column_encodings", to=["pkl"]),
+    "json column": set_at("shards", 0, "column_encodings", to=["json"]),
+    "array of any size": set_at("shards", 0, "column_encodings", to=["ndarray:uint16"]),
+    "second column": set_at("shards", 0, "column_names", to=["tokens", "pkl"]),
+    "column size": set_at("shards", 0, "column_sizes", to=[10**9]),
+    "format": set_at("shards", 0, "format", to="json"),
+    "entry version": set_at("shards", 0, "version", to=1),
+    "compression": set_at("shards", 0, "compression", to="gz"),
+    "hashes": set_at("shards", 0, "hashes", to=["md5"]),
+    "no hash": set_at("shards", 0, "raw_data", "hashes", to={}),
+    "negative samples": set_at("shards", 0, "samples", to=-1),
+    "huge samples": set_at("shards", 0, "samples", to=10**15),
+    "huge bytes": set_at("shards", 0, "raw_data", "bytes", to=10**15),
+    "shards no list": set_at("shards", to={"0": 1}),
+    "shard null": set_at("shards", 0, to=None),
+    "raw null": set_at("shards", 0, "raw_data", to=None),
+    "too few": set_at("shards", to=[]),
+    "large": set_at("padding", to="x" * 10**6),
 }
 
 
@@ -336,7 +324,7 @@ def test_offsets_within_a_shard(home: Path) -> None:
     contents[4:12] = np.array([64, 2**32 - 1], "<u4").tobytes()
     shard.write_bytes(contents)
     digest = _xxh3(bytes(contents))
-    _sign(folder, _set(*_FIRST, "hash", to=digest))
+    _sign(folder, set_at(*_FIRST, "hash", to=digest))
     index = json.loads((folder / "train" / "index.json").read_text())
     index["shards"][0]["raw_data"]["hashes"]["xxh3_64"] = digest
     (folder / "train" / "index.json").write_text(json.dumps(index))
@@ -357,7 +345,7 @@ def test_what_a_set_says_of_itself_is_shown_as_text(
     command: list[str], home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = home / "data" / "set"
-    _sign(folder, _set("source", to="\x1b]0;owned\x07\u202e"))
+    _sign(folder, set_at("source", to="\x1b]0;owned\x07\u202e"))
     assert load_manifest(folder).source == "\x1b]0;owned\x07\u202e"
     assert main([*command, str(folder)]) == 0
     captured = capsys.readouterr()

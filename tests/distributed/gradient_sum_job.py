@@ -11,7 +11,6 @@ import sys
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
@@ -23,10 +22,8 @@ from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.engine.process_group import join_world
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
-from llmscale.engine.zero_layout import inner_optimizer, placements
 from llmscale.model.gpt import GPT
+from tests.distributed.watched_step import watched_step
 from tests.rank_end import end_rank
 
 MICRO_STEPS = 64
@@ -61,28 +58,9 @@ def error_of(ds: dict, rank: int, world_size: int, exact: dict[str, Tensor]) -> 
     stage = ds["zero_optimization"]["stage"]
     resolved = resolve_step(parse_ds_config(ds, "job").with_flags(None, 0.0), SHAPE, plan, "none")
     engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
-    seen: dict[str, tuple[int, Tensor]] = {}
-    # Found before the step, in which DeepSpeed hands one group at a time to the optimizer.
-    places, optimizer = list(placements(engine)), inner_optimizer(engine)
-    step = optimizer.step
-
-    def watched_step(*args: object, **kwargs: object) -> object:
-        for place in places:
-            if place.flat.grad is not None:
-                view = place.view(place.flat.grad)
-                seen[place.name] = (view.start, view.local.clone())
-        return step(*args, **kwargs)
-
-    optimizer.step = watched_step
-    train_step(engine, tokens_of(rank), torch.device("cpu"), PhaseTimer(torch.device("cpu")))
-    squares = torch.zeros(2, dtype=torch.float64)
-    for name, (start, gradient) in seen.items():
-        wanted = exact[name][start : start + gradient.numel()]
-        squares += torch.stack([(gradient.double() - wanted).square().sum(), wanted.square().sum()])
-    if stage:  # at stage 0 every rank has everything
-        dist.all_reduce(squares)
+    _, error = watched_step(engine, tokens_of(rank), exact)
     engine.destroy()
-    return {"stage": stage, "error": float((squares[0] / squares[1]).sqrt())}
+    return {"stage": stage, "error": error}
 
 
 if __name__ == "__main__":

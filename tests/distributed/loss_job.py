@@ -10,7 +10,6 @@ import json
 import sys
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,10 +22,8 @@ from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.engine.process_group import join_world
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
-from llmscale.engine.zero_layout import inner_optimizer, placements
 from llmscale.model.gpt import GPT
+from tests.distributed.watched_step import watched_step
 from tests.rank_end import end_rank
 
 MICRO_BATCH = 3
@@ -76,27 +73,9 @@ def run(cell: dict, rank: int, world_size: int) -> dict[str, float]:
         parse_ds_config(config, "job").with_flags(None, 0.0), shape, plan, cell["checkpointing"], loss=settings
     )
     engine = build_engine(RunConfig.model_validate({"seed": 0}), resolved)
-    places, optimizer = list(placements(engine)), inner_optimizer(engine)
-    seen: dict[str, tuple[int, Tensor]] = {}
-    step = optimizer.step
-
-    def watched_step(*args: object, **kwargs: object) -> object:
-        for place in places:
-            if place.flat.grad is not None:
-                view = place.view(place.flat.grad)
-                seen[place.name] = (view.start, view.local.clone())
-        return step(*args, **kwargs)
-
-    optimizer.step = watched_step
-    device = torch.device("cpu")
-    found = float(train_step(engine, tokens_of(rank, accumulation, shape), device, PhaseTimer(device)))
-    squares = torch.zeros(2, dtype=torch.float64)
-    for name, (start, gradient) in seen.items():
-        wanted = exact[name][start : start + gradient.numel()]
-        squares += torch.stack([(gradient.double() - wanted).square().sum(), wanted.square().sum()])
-    dist.all_reduce(squares)
+    found, error = watched_step(engine, tokens_of(rank, accumulation, shape), exact)
     engine.destroy()
-    return {"loss": abs(found - loss), "gradient": float((squares[0] / squares[1]).sqrt())}
+    return {"loss": abs(found - loss), "gradient": error}
 
 
 ON = {"enabled": True}

@@ -32,7 +32,8 @@ def test_a_fault_of_each_kind() -> None:
 
 @pytest.mark.parametrize("block", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_part_of_the_resume_matrix(block: str) -> None:
-    flags = ("--configs", "zero1,zero3_offload", "--worlds", "1,2", "--steps", "5")
+    """At one world size: test_resume.py goes from each to another."""
+    flags = ("--configs", "zero1,zero3_offload", "--worlds", "2", "--steps", "5")
     output = run_script("resume_matrix.py", "--block", block, *flags)
     assert "all bit-equal" in output
 

@@ -13,8 +13,12 @@ from llmscale.checkpoint.load import load_full_weights
 from llmscale.cli.main import main
 from llmscale.evaluate.load_model import load_trained_model
 from scripts.bench.transformers_package import import_transformers
+from tests.runs_in_turn import train_in_turn
 
 pytest.importorskip("transformers")
+
+
+THREE_STEPS = ("--steps", "3", "--lr", "1e-2")
 
 
 @pytest.fixture
@@ -22,7 +26,7 @@ def train(ranks: Callable, train_command: Callable, tmp_path: Path) -> Callable[
     """`train(ds_config, world_size, *flags)`: three steps; the checkpoint."""
 
     def run(ds_config: Path | str, world_size: int, *flags: str) -> Path:
-        job = ranks(train_command("--ds", str(ds_config), "--steps", "3", "--lr", "1e-2", *flags), world_size)
+        job = ranks(train_command("--ds", str(ds_config), *THREE_STEPS, *flags), world_size)
         output = job.wait()[0]
         assert job.exit_codes == [0] * world_size, output
         return tmp_path / "run" / "checkpoints" / "step-00000003"
@@ -48,30 +52,24 @@ def check_export(checkpoint: Path, out: Path) -> None:
         assert torch.equal(state[f"transformer.h.{block}.mlp.c_fc.weight"], up.t())
 
 
-@pytest.mark.parametrize(
-    ("stage", "world_size"),
-    [
-        *((0, 1), (0, 2), (1, 2), (2, 2), (3, 2)),
-        *(pytest.param(stage, 1, marks=pytest.mark.slow) for stage in (1, 2, 3)),
-    ],
-)
-def test_every_stage_and_world_size(stage: int, world_size: int, train: Callable[..., Path], tmp_path: Path) -> None:
-    check_export(train(f"ds_configs/zero{stage}.json", world_size, "--precision", "fp32"), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("changes", "flags"),
-    [
-        ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, ("--precision", "bf16")),
-        ({"stage": 3, "offload_param": {"device": "cpu"}}, ("--precision", "bf16", "--no-bias")),
-    ],
-    ids=["offload", "offload-stage-3"],
-)
-def test_offload_and_16_bits(
-    changes: dict[str, object], flags: tuple[str, ...], train: Callable[..., Path], tmp_path: Path
-) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": changes}))
-    check_export(train(tmp_path / "ds.json", 2, *flags), tmp_path / "out")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_stage_world_size_offload_and_16_bits(world_size: int, train_command: Callable, tmp_path: Path) -> None:
+    """A world of one shards nothing, so one stage stands for all."""
+    kinds: list[tuple[dict[str, object], tuple[str, ...]]] = [({"stage": 0}, ("--precision", "fp32"))]
+    if world_size > 1:
+        kinds += [({"stage": stage}, ("--precision", "fp32")) for stage in (1, 2, 3)]
+        kinds += [
+            ({"stage": 2, "offload_optimizer": {"device": "cpu"}}, ("--precision", "bf16")),
+            ({"stage": 3, "offload_param": {"device": "cpu"}}, ("--precision", "bf16", "--no-bias")),
+        ]
+    runs, commands = [tmp_path / f"run-{number}" for number in range(len(kinds))], []
+    for run, (zero, flags) in zip(runs, kinds, strict=True):
+        ds = run.with_suffix(".json")
+        ds.write_text(json.dumps({"zero_optimization": zero}))
+        commands.append(train_command("--ds", str(ds), *THREE_STEPS, "--run", str(run), *flags))
+    train_in_turn(commands, world_size)
+    for run in runs:
+        check_export(run / "checkpoints" / "step-00000003", run / "out")
 
 
 @pytest.mark.parametrize(

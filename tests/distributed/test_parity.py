@@ -7,42 +7,48 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import read_losses
+from tests.conftest import build_train_command, read_losses
+from tests.runs_in_turn import train_in_turn
 
 STEPS = 20
+FP32 = ("--precision", "fp32")
 #: What Llama, Qwen and Mistral have and GPT-2 has not.
 LLAMA = (
     *("--norm", "rmsnorm", "--no-bias", "--positions", "rotary", "--activation", "silu", "--gated-mlp"),
     *("--n-head", "4", "--n-kv-head", "2", "--qk-norm", "head", "--mlp-width", "85", "--no-tied"),
-    *("--sliding-window", "12", "--precision", "fp32"),
+    *("--sliding-window", "12", *FP32),
 )
 
 
+Cell = tuple[str, ...]
+"""A ds_config and the flags of a run."""
+
+
 @pytest.fixture(scope="module")
-def known_curves() -> dict[tuple[str, ...], list[float]]:
+def known_curves() -> dict[tuple[int, Cell], list[float]]:
     """Runs that an earlier test of this file has made already."""
     return {}
 
 
 @pytest.fixture
-def curve(ranks: Callable, train_command: Callable, tmp_path: Path, known_curves: dict) -> Callable[..., list[float]]:
-    """`curve(ds_config, world_size, *flags)`: the losses of a run."""
+def curves(tiny_set: Path, tmp_path: Path, known_curves: dict) -> Callable[..., list[list[float]]]:
+    """`curves(world_size, *cells)`: the losses of each run."""
 
-    def run(ds_config: str, world_size: int, *flags: str) -> list[float]:
-        key = (ds_config, str(world_size), *flags)
-        if key not in known_curves:
-            known_curves[key] = train(ds_config, world_size, *flags)
-        return known_curves[key]
+    def run(world_size: int, *cells: Cell) -> list[list[float]]:
+        missing = [cell for cell in cells if (world_size, cell) not in known_curves]
+        folders = {cell: tmp_path / f"{world_size}-{'-'.join(cell)}" for cell in missing}
+        if missing:
+            train_in_turn([command(cell, folder) for cell, folder in folders.items()], world_size)
+        for cell, folder in folders.items():
+            losses = read_losses(folder)
+            assert len(losses) == STEPS
+            known_curves[world_size, cell] = [losses[step] for step in sorted(losses)]
+        return [known_curves[world_size, cell] for cell in cells]
 
-    def train(ds_config: str, world_size: int, *flags: str) -> list[float]:
-        folder = tmp_path / f"{ds_config}-{world_size}{''.join(flags)}"
-        command = train_command("--ds", f"ds_configs/{ds_config}.json", "--steps", str(STEPS), "--lr", "3e-3")
-        job = ranks([*command, "--save-every", "0", "--run", str(folder), *flags], world_size)
-        output = job.wait()[0]
-        assert job.exit_codes == [0] * world_size, output
-        losses = read_losses(folder)
-        assert len(losses) == STEPS
-        return [losses[step] for step in sorted(losses)]
+    def command(cell: Cell, folder: Path) -> list[str]:
+        ds_config, *flags = cell
+        fixed = ("--ds", f"ds_configs/{ds_config}.json", "--steps", str(STEPS), "--lr", "3e-3", "--save-every", "0")
+        return build_train_command(tiny_set, folder, *fixed, *flags)
 
     return run
 
@@ -51,48 +57,59 @@ def largest_difference(losses: list[float], reference: list[float]) -> float:
     return max(abs(a - b) / b for a, b in zip(losses, reference, strict=True))
 
 
-def test_every_stage_gives_the_same_losses_in_fp32(curve: Callable) -> None:
-    reference = curve("zero0", 2, "--precision", "fp32")
-    assert reference[-1] < reference[0] - 1, "nothing was learnt, so nothing is compared"
-    for ds_config in ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload"):
-        losses = curve(ds_config, 2, "--precision", "fp32")
-        assert largest_difference(losses, reference) <= 1e-5, ds_config
+def check_learning(losses: list[float]) -> None:
+    assert losses[-1] < losses[0] - 1, "nothing was learnt, so nothing is compared"
 
 
-def test_world_size_and_checkpointing_change_nothing(curve: Callable) -> None:
-    reference = curve("zero2", 2, "--precision", "fp32")
+def test_every_stage_and_checkpointing_mode_gives_the_same_losses_in_fp32(curves: Callable) -> None:
+    stages = ("zero1", "zero3", "zero2_offload", "zero3_offload")
+    modes = ("selective", "full")
+    reference, kept, *others = curves(
+        2,
+        ("zero0", *FP32),
+        ("zero2", *FP32),
+        *[(ds_config, *FP32) for ds_config in stages],
+        *[("zero2", *FP32, "--activation-checkpointing", mode) for mode in modes],
+    )
+    check_learning(reference)
+    for name, losses in zip(("zero2", *stages, *modes), (kept, *others), strict=True):
+        assert largest_difference(losses, reference) <= 1e-5, name
+    assert others[-len(modes) :] == [kept] * len(modes)
+
+
+def test_world_size_changes_nothing(curves: Callable) -> None:
+    (reference,) = curves(2, ("zero2", *FP32))
     for world_size in (1, 4):
-        assert largest_difference(curve("zero2", world_size, "--precision", "fp32"), reference) <= 1e-5
-    for mode in ("selective", "full"):
-        assert curve("zero2", 2, "--precision", "fp32", "--activation-checkpointing", mode) == reference
+        (losses,) = curves(world_size, ("zero2", *FP32))
+        assert largest_difference(losses, reference) <= 1e-5, world_size
 
 
 @pytest.mark.slow
-def test_16_bit_stays_close_to_fp32(curve: Callable) -> None:
-    reference = curve("zero2", 2, "--precision", "fp32")
-    cells = (("zero0", "bf16"), ("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast"), ("zero3", "autocast"))
-    for ds_config, precision in cells:
-        losses = curve(ds_config, 2, "--precision", precision)
-        assert largest_difference(losses, reference) <= 0.01, (ds_config, precision)
+def test_16_bit_stays_close_to_fp32(curves: Callable) -> None:
+    cells = [("zero0", "bf16"), ("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast"), ("zero3", "autocast")]
+    reference, *others = curves(2, ("zero2", *FP32), *[(ds, "--precision", precision) for ds, precision in cells])
+    for cell, losses in zip(cells, others, strict=True):
+        assert largest_difference(losses, reference) <= 0.01, cell
 
 
 @pytest.mark.slow
-def test_todays_blocks_have_the_same_losses_at_every_stage(curve: Callable) -> None:
-    reference = curve("zero0", 1, *LLAMA)
-    assert reference[-1] < reference[0] - 1, "nothing was learnt, so nothing is compared"
-    for ds_config, world_size in (("zero2", 2), ("zero3", 2)):
-        assert largest_difference(curve(ds_config, world_size, *LLAMA), reference) <= 1e-5, ds_config
+def test_todays_blocks_have_the_same_losses_at_every_stage(curves: Callable) -> None:
+    (reference,) = curves(1, ("zero0", *LLAMA))
+    check_learning(reference)
+    for losses in curves(2, ("zero2", *LLAMA), ("zero3", *LLAMA)):
+        assert largest_difference(losses, reference) <= 1e-5
 
 
 @pytest.mark.slow
-def test_todays_blocks_offloaded_recomputed_and_in_16_bit(curve: Callable) -> None:
-    reference = curve("zero0", 1, *LLAMA)
-    for ds_config, world_size in (("zero1", 2), ("zero2_offload", 2), ("zero3_offload", 2), ("zero3", 4)):
-        assert largest_difference(curve(ds_config, world_size, *LLAMA), reference) <= 1e-5, ds_config
-    for ds_config in ("zero2", "zero3"):
-        kept = curve(ds_config, 2, *LLAMA)
-        for mode in ("selective", "full"):
-            assert curve(ds_config, 2, *LLAMA, "--activation-checkpointing", mode) == kept, (ds_config, mode)
-    for ds_config, precision in (("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast"), ("zero3", "autocast")):
-        losses = curve(ds_config, 2, *LLAMA[:-2], "--precision", precision)
-        assert largest_difference(losses, reference) <= 0.01, (ds_config, precision)
+def test_todays_blocks_offloaded_recomputed_and_in_16_bit(curves: Callable) -> None:
+    (reference,) = curves(1, ("zero0", *LLAMA))
+    offloaded = curves(2, *[(ds, *LLAMA) for ds in ("zero1", "zero2_offload", "zero3_offload")])
+    for losses in (*offloaded, *curves(4, ("zero3", *LLAMA))):
+        assert largest_difference(losses, reference) <= 1e-5
+    for ds in ("zero2", "zero3"):
+        recomputed = [(ds, *LLAMA, "--activation-checkpointing", mode) for mode in ("selective", "full")]
+        kept, *others = curves(2, (ds, *LLAMA), *recomputed)
+        assert others == [kept] * len(recomputed), ds
+    cells = [("zero1", "bf16"), ("zero3", "bf16"), ("zero2", "autocast"), ("zero3", "autocast")]
+    for losses in curves(2, *[(ds, *LLAMA[:-2], "--precision", precision) for ds, precision in cells]):
+        assert largest_difference(losses, reference) <= 0.01

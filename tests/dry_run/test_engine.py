@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 PRELUDE = """
-import json, os, sys, warnings
+import gc, json, os, sys, warnings
 warnings.simplefilter("ignore")
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.dry_run.engine import dry_run
 from llmscale.errors import ConfigError
 
+# Dry runs collect garbage, and need not look at what was imported.
+gc.freeze()
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=128, vocab_size=500, seq_len=32)
 
 def run(stage, *, ranks=4, accumulation=1, shape=SHAPE, checkpointing="none", section=None, compiler=None, **zero):

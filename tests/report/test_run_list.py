@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.errors import ConfigError
+from llmscale.errors import ConfigError, DataError
 from llmscale.report.run_list import find_runs, is_claimed, read_run
+from llmscale.training.failure import FAILURE_NAME, record_failure
 from llmscale.training.run_claim import RunFolderClaim
 
 Record = dict[str, object]
@@ -54,10 +55,23 @@ def test_states(records: list[Record], state: str, step: int | None, loss: float
     assert (run.command, run.problem) == ("train.py --ds 'a b'", "")
 
 
+@pytest.mark.parametrize(
+    ("last", "state", "error"),
+    [("start", "failed", "no \x1btoken"), ("finished", "finished", None), ("stopped", "stopped", None)],
+)
+def test_an_error_that_ended_a_run_is_told(last: str, state: str, error: str | None, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", event("start", 0), train(5, 3.0), event(last, 5))
+    record_failure(run, DataError("no \x1btoken\nand more"), step=5, rank=1)
+    assert (read_run(run).state, read_run(run).error) == (state, error)
+    (run / FAILURE_NAME).write_text('{"error": ')
+    assert (read_run(run).error, read_run(run).problem) == (None, f"{FAILURE_NAME} is damaged")
+
+
 def test_a_run_whose_lock_a_living_process_holds_is_running(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", event("start", 0), train(1, 3.0))
     code = f"""
 from pathlib import Path
+from llmscale.training.failure import FAILURE_NAME, record_failure
 from llmscale.training.run_claim import RunFolderClaim
 claim = RunFolderClaim(Path({str(run)!r}))
 claim.take()

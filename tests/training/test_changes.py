@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from llmscale.checkpoint.run_state import RunState
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.run_inputs import PreparedRun, as_plain
+from tests.runs_in_turn import train_in_turn
 from tests.training.test_run_inputs import prepare
 
 Start = Callable[..., PreparedRun]
@@ -100,24 +102,15 @@ def test_a_finished_run_says_how_to_go_on(start: Start) -> None:
     assert next(iter(finished_lines(saved(run, 60), shorter))).startswith("nothing to do: the checkpoint is at step 60")
 
 
-def test_the_same_command_again_says_so_and_succeeds(ranks: Callable, train_command: Callable) -> None:
-    command = train_command("--steps", "4", "--micro-batch-size", "1", "--ds", "ds_configs/zero1.json")
-    first = ranks(command, 2)
-    output = first.wait()[0]
-    assert first.exit_codes == [0, 0], output
-    assert "gradients: summed over 4 micro-steps in fp32, reduced over 2 ranks in bf16" in output
-    assert "tiny-1m with n_layer 2, n_head 2, n_embd 32, the data set's vocabulary of 257" in output
-    assert "bf16_optimizer" not in output, "DeepSpeed's prints of its memory"
-    shorter = ranks([*command, "--steps", "3"], 2)
-    output = shorter.wait()[0]
-    assert shorter.exit_codes == [0, 0], output
-    assert "finished at step 4 of 3" in output
-    again = ranks(command, 2)
-    output = again.wait()[0]
-    assert again.exit_codes == [0, 0], output
-    assert "nothing to do: the checkpoint is at step 4 of 4. To go on, give more --steps" in output
-    assert "changed since" not in output
-    more = ranks([*command, "--steps", "6", "--lr", "5e-4"], 2)
-    output = more.wait()[0]
-    assert more.exit_codes == [0, 0], output
-    assert "changed since the checkpoint: lr 0.001 -> 0.0005; steps 4 -> 6; decay_steps 4 -> 6" in output
+def test_the_same_command_again_says_so_and_succeeds(train_command: Callable) -> None:
+    command = partial(train_command, "--micro-batch-size", "1", "--ds", "ds_configs/zero1.json", "--steps")
+    first, shorter, again, more = train_in_turn(
+        [command("4"), command("3"), command("4"), command("6", "--lr", "5e-4")], world_size=2
+    )
+    assert "gradients: summed over 4 micro-steps in fp32, reduced over 2 ranks in bf16" in first
+    assert "tiny-1m with n_layer 2, n_head 2, n_embd 32, the data set's vocabulary of 257" in first
+    assert "bf16_optimizer" not in first, "DeepSpeed's prints of its memory"
+    assert "finished at step 4 of 3" in shorter
+    assert "nothing to do: the checkpoint is at step 4 of 4. To go on, give more --steps" in again
+    assert "changed since" not in again
+    assert "changed since the checkpoint: lr 0.001 -> 0.0005; steps 4 -> 6; decay_steps 4 -> 6" in more

@@ -3,34 +3,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.step_metrics import StepMetrics, format_duration, format_step
+from llmscale.training.step_metrics import format_duration, format_step
 from llmscale.training.trackers.tracker import Tracker
-
-METRICS = StepMetrics(
-    step=20,
-    tokens_seen=163_840,
-    loss=3.14159,
-    z_loss=None,
-    lr=6e-4,
-    grad_norm=0.5,
-    loss_scale=None,
-    skipped_steps=0,
-    tokens_per_second=12_345.6,
-    tokens_per_second_per_device=6_172.8,
-    mfu=0.415,
-    peak_memory_bytes=3 * 2**30,
-    data_wait_s=0.01,
-    forward_backward_s=0.5,
-    optimizer_step_s=0.1,
-    other_s=0.02,
-    eta_s=3725,
-)
+from tests.training.made_metrics import make_metrics
 
 
 class Memory(Tracker):
@@ -56,11 +36,11 @@ def read(folder: Path) -> list[dict]:
 
 
 def test_the_console_line() -> None:
-    assert format_step(METRICS, 100) == (
+    assert format_step(make_metrics(), 100) == (
         "step     20/100 | loss 3.1416 | lr 6.00e-04 | norm 0.500 "
         "| 12,346 tok/s (6,173/device) | mfu 41.5% | mem 3.00 GiB | eta 1h02m"
     )
-    unknown = replace(METRICS, grad_norm=None, mfu=None, loss_scale=65536.0, skipped_steps=2)
+    unknown = make_metrics(grad_norm=None, mfu=None, loss_scale=65536.0, skipped_steps=2)
     assert "| norm - | scale 65536 | skipped 2 | 12,346" in format_step(unknown, 100)
     assert "| mfu - |" in format_step(unknown, 100)
 
@@ -75,7 +55,7 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_records_of_all_kinds_are_on_disk_before_the_log_is_closed(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 100)
-    log.log_step(METRICS)
+    log.log_step(make_metrics())
     log.log_validation(20, 2.5, 64)
     log.log_event("finished", step=20)
     train, validation, event = read(tmp_path)
@@ -87,7 +67,7 @@ def test_records_of_all_kinds_are_on_disk_before_the_log_is_closed(tmp_path: Pat
 
 def test_what_is_no_number_is_null_and_the_file_stays_json(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 100)
-    log.log_step(replace(METRICS, loss=float("nan"), grad_norm=float("inf")))
+    log.log_step(make_metrics(loss=float("nan"), grad_norm=float("inf")))
     log.close()
     (record,) = read(tmp_path)
     assert (record["loss"], record["grad_norm"], record["lr"]) == (None, None, 6e-4)
@@ -115,7 +95,7 @@ def test_a_second_start_appends_and_a_torn_line_does_not_swallow_the_next_record
 def test_trackers_get_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
     run = Memory()
     log = MetricsLog(tmp_path, 100, [run])
-    log.log_step(replace(METRICS, loss_by_set={"web": 3.0}))
+    log.log_step(make_metrics(loss_by_set={"web": 3.0}))
     log.log_validation(20, 2.5, 64)
     log.close()
     (train, train_step), (validation, validation_step) = run.logged
@@ -127,13 +107,13 @@ def test_trackers_get_the_same_numbers_at_the_same_step(tmp_path: Path) -> None:
 
 
 def test_a_z_loss_is_shown_beside_the_loss() -> None:
-    assert "| loss 3.1416 | z-loss 2.50e-03 |" in format_step(replace(METRICS, z_loss=0.0025), total_steps=100)
-    assert "z-loss" not in format_step(METRICS, total_steps=100)
+    assert "| loss 3.1416 | z-loss 2.50e-03 |" in format_step(make_metrics(z_loss=0.0025), total_steps=100)
+    assert "z-loss" not in format_step(make_metrics(), total_steps=100)
 
 
 def test_a_set_whose_loss_is_nan_does_not_end_the_run(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path, 100)
-    log.log_step(replace(METRICS, loss=math.nan, loss_by_set={"web": math.nan, "code": 2.0}))
+    log.log_step(make_metrics(loss=math.nan, loss_by_set={"web": math.nan, "code": 2.0}))
     log.log_validation(20, math.inf, 8, {"web": math.inf})
     log.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -18,9 +18,8 @@ from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.hf_model import is_published
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.presets import PRESETS
-from llmscale.config.user_paths import check_output_file
+from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.dry_run.on_demand import with_recordings
-from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.largest_micro_batch import Fit, Search
 from llmscale.planning.ranked_configs import Ranking, rank_configs
@@ -80,14 +79,9 @@ def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
 
 def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
     """Write the row's ds_config, all of it or nothing. Raises ConfigError."""
-    from llmscale.files.whole import write_output
-
     config = strategy_ds_config(fit.strategy, fit.layout.precision, nvme_path)
     parse_ds_config(config, str(path))
-    try:
-        write_output(path, json.dumps(config, indent=2) + "\n")
-    except OSError as error:
-        raise ConfigError(f"--emit {path} cannot be written: {error.strerror or error}.") from None
+    write_output_file("--emit", path, json.dumps(config, indent=2) + "\n")
 
 
 def _lines(

@@ -9,6 +9,7 @@ from llmscale.engine.device_memory import peak_memory_bytes
 from llmscale.engine.loss_scaling import loss_scale
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.arithmetic_probe import ArithmeticProbe
+from llmscale.training.failure import forget_failure
 from llmscale.training.live_run import LiveRun
 from llmscale.training.recent_steps import RankTimes
 from llmscale.training.source_losses import SourceLosses
@@ -29,6 +30,7 @@ class LogSteps(StepAction):
 
     def begin(self, step: int) -> None:
         if self._live.log:
+            forget_failure(self._live.run.config.run)
             self._live.log.begin(step, **self._live.history.as_dict(), **_facts(self._live))
 
     def due(self, step: int) -> bool:

@@ -6,6 +6,7 @@ runs it.
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import warnings
@@ -71,5 +72,9 @@ def compare(cell: dict) -> dict[str, object]:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    import llmscale.dry_run.engine  # noqa: F401  # what it brings is looked at by no collection, of which there are many
+
+    gc.collect()
+    gc.freeze()
     for wanted in json.load(sys.stdin):
         print(json.dumps(compare(wanted)), flush=True)

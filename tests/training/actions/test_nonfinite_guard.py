@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.errors import TrainingError
+from llmscale.report.run_list import read_run
 from llmscale.training.actions.nonfinite_guard import PATIENCE_STEPS, EndWhenLost, LostSteps, check_weights
 
 FAULT_JOB = str(Path(__file__).parents[1] / "fault_job.py")
@@ -73,6 +74,8 @@ def test_a_run_whose_loss_is_nan_ends(
     assert str(tmp_path / "run" / "checkpoints") in last
     assert "Traceback" not in "".join(outputs)
     assert list_checkpoints(tmp_path / "run") == []
+    listed = read_run(tmp_path / "run")
+    assert (listed.state, f"error: {listed.error}") == ("failed", last)
 
 
 def test_weights_that_are_nan_are_never_saved(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def nonfinite_events(run: Path) -> list[dict]:
     return [record for record in records if record.get("event") == "nonfinite"]
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (2, 2), (3, 2)])
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), (3, 2)])
 def test_the_first_parameters_are_named_at_every_stage(
     stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:

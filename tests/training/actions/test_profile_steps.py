@@ -18,7 +18,9 @@ from llmscale.training.spikes import SpikeRequests
 from llmscale.training.throughput import StepMeter
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (2, 1), (3, 2)])
+@pytest.mark.parametrize(
+    ("stage", "world_size"), [*(pytest.param(*of, marks=pytest.mark.slow) for of in ((0, 1), (1, 2))), (2, 1), (3, 2)]
+)
 def test_a_profile_at_every_stage(
     stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
 ) -> None:

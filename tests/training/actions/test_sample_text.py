@@ -12,6 +12,7 @@ import pytest
 from llmscale.training.actions import sample_text
 from llmscale.training.run_folder import METRICS_VERSION
 from tests.conftest import read_losses
+from tests.runs_in_turn import train_in_turn
 
 STEPS = 6
 #: Gated, two query heads a key, rotary: a block that is not GPT-2's; every sample outgrows the 32 positions.
@@ -22,21 +23,20 @@ MODERN = (
 
 
 def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notice(
-    ranks: Callable, train_command: Callable, tmp_path: Path
+    train_command: Callable, tmp_path: Path
 ) -> None:
     """ZeRO-3 gathers weights in every forward pass of a sample, on all ranks."""
-    losses, texts = {}, {}
-    for ds_config, sample_every in (("zero0", "2"), ("zero3", "2"), ("zero3", "0")):
-        folder = tmp_path / f"{ds_config}-{sample_every}"
-        command = train_command(
+    folders = {of: tmp_path / "-".join(of) for of in (("zero0", "2"), ("zero3", "2"), ("zero3", "0"))}
+    commands = [
+        train_command(
             *("--ds", f"ds_configs/{ds_config}.json", "--precision", "fp32", "--steps", str(STEPS), "--lr", "3e-3"),
             *("--save-every", "0", "--sample-every", sample_every, "--run", str(folder), *MODERN),
         )
-        job = ranks(command, 2)
-        output = job.wait()
-        assert job.exit_codes == [0, 0], output
-        losses[ds_config, sample_every] = read_losses(folder)
-        texts[ds_config, sample_every] = re.findall(r"step +(\d+)/\d+ \| sample: (.*)", output[0])
+        for (ds_config, sample_every), folder in folders.items()
+    ]
+    outputs = dict(zip(folders, train_in_turn(commands, world_size=2), strict=True))
+    texts = {of: re.findall(r"step +(\d+)/\d+ \| sample: (.*)", output) for of, output in outputs.items()}
+    losses = {of: read_losses(folder) for of, folder in folders.items()}
     assert [step for step, _ in texts["zero0", "2"]] == ["2", "4", "6"]
     assert texts["zero3", "2"] == texts["zero0", "2"]
     assert len(losses["zero3", "2"]) == STEPS

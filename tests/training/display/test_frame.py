@@ -6,34 +6,16 @@ import re
 import pytest
 
 from llmscale.training.display.frame import Curve, RunProgress, render_frame, sparkline
-from llmscale.training.step_metrics import StepMetrics
+from tests.training.made_metrics import make_metrics
 
-METRICS = StepMetrics(
-    step=500,
-    tokens_seen=4_096_000,
-    loss=3.25,
-    z_loss=None,
-    lr=6e-4,
-    grad_norm=0.5,
-    loss_scale=65536.0,
-    skipped_steps=2,
-    tokens_per_second=12_345.6,
-    tokens_per_second_per_device=6_172.8,
-    mfu=0.415,
-    peak_memory_bytes=3 * 2**30,
-    data_wait_s=0.01,
-    forward_backward_s=0.5,
-    optimizer_step_s=0.1,
-    other_s=0.02,
-    eta_s=3725,
-)
 SPENT = {"data_wait": 1.0, "forward_backward": 75.0, "optimizer_step": 10.0, "other": 2.0, "saving": 4.0}
 SPENT |= {"evaluating": 6.0, "starting": 2.0}
 
 
 @pytest.fixture
 def progress() -> RunProgress:
-    found = RunProgress("run · tiny-1m", 2000, 500, 90.0, metrics=METRICS, validation=(450, 3.5), spent_s=SPENT)
+    metrics = make_metrics(step=500, loss=3.25, loss_scale=65536.0, skipped_steps=2)
+    found = RunProgress("run · tiny-1m", 2000, 500, 90.0, metrics=metrics, validation=(450, 3.5), spent_s=SPENT)
     for step in range(50):
         found.loss.add(6.0 - step / 20)
         found.learning_rate.add(6e-4)

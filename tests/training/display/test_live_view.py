@@ -60,7 +60,7 @@ def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal
 def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
     number: signal.Signals, on_terminal: Callable[..., Terminal]
 ) -> None:
-    with on_terminal("--steps", "100000") as terminal:
+    with on_terminal("--steps", "100000", ranks=1) as terminal:
         assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
         terminal.process.send_signal(number)
         assert terminal.wait() == 0, terminal.text()
@@ -93,17 +93,24 @@ def test_a_rank_that_is_killed_leaves_the_terminal_sane(on_terminal: Callable[..
 def test_an_error_is_a_line_below_everything(on_terminal: Callable[..., Terminal]) -> None:
     """At stage 0 a learning rate of 1e30 is the end of a run."""
     flags = ("--ds", "ds_configs/zero0.json", "--lr", "1e30", "--warmup-steps", "0", "--steps", "100000")
-    with on_terminal(*flags) as terminal:
+    with on_terminal(*flags, ranks=1) as terminal:
         assert terminal.wait() == 2
         assert_sane(terminal)
         assert "error: step" in terminal.text()
 
 
-@pytest.mark.parametrize(("flags", "variables"), [(["--plain"], {}), ([], {"TERM": "dumb"}), ([], {"TERM": None})])
-def test_plain_lines_where_they_are_wanted(
-    flags: list[str], variables: dict, on_terminal: Callable[..., Terminal]
-) -> None:
-    with on_terminal("--steps", "3", *flags, ranks=1, columns=200, **variables) as terminal:
+def test_plain_lines_where_they_are_wanted(on_terminal: Callable[..., Terminal]) -> None:
+    with on_terminal("--steps", "3", "--plain", ranks=1, columns=200) as terminal:
         assert terminal.wait() == 0
         assert all(f"step      {step}/3 | loss" in terminal.text() for step in (1, 2, 3))
         assert b"\x1b" not in terminal.raw
+
+
+@pytest.mark.parametrize(("term", "has_one"), [("xterm-256color", True), ("dumb", False), (None, False)])
+def test_what_cannot_draw_is_no_terminal_for_a_view(term: str | None, has_one: bool) -> None:
+    code = (
+        "import os; from llmscale.training.display.display import find_terminal; print(bool(find_terminal(os.environ)))"
+    )
+    with Terminal([sys.executable, "-c", code], 100, 24, TERM=term, PYTHONPATH=os.getcwd()) as terminal:
+        assert terminal.wait() == 0
+        assert terminal.text().strip() == str(has_one)

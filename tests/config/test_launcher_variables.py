@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+
+from llmscale.config.launcher_variables import check_is_only_copy
+from llmscale.errors import ConfigError
+
+SRUN = {"SLURM_STEP_NUM_TASKS": "4"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "numbered_by", "words"),
+    [
+        (SRUN, "SLURM_PROCID", "is 4: srun started as many copies of `llmscale train`.*srun --ntasks=1"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK", "is 2: mpirun started"),
+        ({"PMI_SIZE": "2"}, "PMI_RANK", "PMI_SIZE is 2: mpirun started"),
+        ({"WORLD_SIZE": "2"}, "RANK", "WORLD_SIZE is set: a launcher started this"),
+        ({"WORLD_SIZE": "1"}, "LOCAL_RANK", "LOCAL_RANK is set.*Give the launcher llmscale/train.py"),
+    ],
+)
+def test_of_many_copies_the_first_says_why_none_starts(variables: dict[str, str], numbered_by: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_is_only_copy({**variables, numbered_by: "0"}, "llmscale train")
+    with pytest.raises(SystemExit) as silent:
+        check_is_only_copy({**variables, numbered_by: "1"}, "llmscale train")
+    assert silent.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
+        # A job script with room for four, and a shell by `srun --pty`.
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        {**SRUN, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40000"},
+        {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
+        # A container of one, as operators of clusters set it up.
+        {"RANK": "0", "WORLD_SIZE": "1"},
+    ],
+)
+def test_one_copy_may_start_ranks(variables: dict[str, str]) -> None:
+    check_is_only_copy(variables, "llmscale train")

@@ -1,0 +1,50 @@
+"""Several runs of train.py in the same ranks, one after the other: starting a rank takes longer than a tiny run.
+
+For tests of what runs compute. The process group stays, and so does whatever DeepSpeed keeps in a process, so what is
+about a start itself starts its own ranks. Run as a script, this file is one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from tests.conftest import TRAIN, start_ranks
+
+#: Between the outputs of two runs.
+_END = "-- end of the run --\n"
+
+
+def train_in_turn(commands: Sequence[Sequence[str]], world_size: int) -> list[str]:
+    """Run commands of `build_train_command`, each of which must succeed; rank 0's output of each."""
+    words = [command[1:] for command in commands if command[0] == str(TRAIN)]
+    assert len(words) == len(commands)
+    job = start_ranks([__file__, json.dumps(words)], world_size)
+    output = job.wait()[0]
+    assert job.exit_codes == [0] * world_size, output
+    return output.split(_END)[:-1]
+
+
+def main(commands: Sequence[Sequence[str]]) -> None:
+    from llmscale import train
+    from llmscale.engine.process_group import join_world
+    from llmscale.training import build_session, session
+    from tests.rank_end import end_rank
+
+    world = join_world()
+    build_session.join_world = lambda: world
+    session.leave_world = lambda: None
+    # The port at which they met is theirs.
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for command in commands:
+        status = train.main(command)
+        if status:
+            os._exit(status)
+        print(_END, end="", flush=True)
+    end_rank()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
