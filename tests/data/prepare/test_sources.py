@@ -50,7 +50,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ('{"text": 1', "line 3: not valid JSON"),
+        ('{"text": 1', r"line 3: not valid JSON \(Expecting ',' delimiter at character 12\)"),
         ('{"body": "x"}', r"line 3: no field 'text'\. Its fields: body"),
         ('{"text": null}', "line 3: the field 'text' holds NoneType, not text"),
         ("[1]", "line 3: expected a JSON object, found list"),
@@ -62,6 +62,12 @@ def test_jsonl_errors_name_file_and_line(tmp_path: Path, line: str, text: str) -
     with pytest.raises(DataError, match=text) as caught:
         _documents(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\n" + b'{"text": "a"}\n')
+    assert _documents(path) == ["a"]
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -> None:
