@@ -18,8 +18,9 @@ _SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U00031
 _SIGN = re.compile(f"[{_SIGNS}]")
 #: With the underscore, which \w counts among letters.
 _PUNCTUATION = re.compile(r"(?:[^\w\s]|_)+")
-#: A sign has the marks behind it: U+3099 makes another kana of it. One that is no letter, such as U+30FB in `John\u30fbSmith`, is punctuation and separates nothing.
-_SPACED = re.compile(rf"(?=\w)[{_SIGNS}][^\w\s]*|(?:[^\s{_SIGNS}]+|(?!\w)[{_SIGNS}])+")
+#: A sign that is no letter, such as U+30FB in `John\u30fbSmith`, is punctuation and separates nothing. Behind one that
+#: is, it belongs to it: U+3099 makes another kana of it.
+_SPACED = re.compile(rf"(?=\w)[{_SIGNS}](?:(?!\w)[{_SIGNS}])*|(?:[^\s{_SIGNS}]+|(?!\w)[{_SIGNS}])+")
 _LETTER = rf"[^\W\d_{_SIGNS}]"
 #: Punctuation within what stands between spaces, at which spaCy's English rules cut: `well-known`, `a/b`, `end.Next`.
 _CUTS = (
