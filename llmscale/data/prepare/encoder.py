@@ -7,9 +7,12 @@ hard to split and for the first documents of the input.
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -124,9 +127,10 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
         why_not = "it encodes byte-level BPE only"
     else:
         try:
-            native, is_nfc = _load(tokenizer)
-            encoder = GigatokenEncoder(tokenizer, native, is_nfc=is_nfc)
-            why_not = _find_difference(encoder, reference, [*_HARD_TEXTS, *first_texts])
+            with _without_panics():
+                native, is_nfc = _load(tokenizer)
+                encoder = GigatokenEncoder(tokenizer, native, is_nfc=is_nfc)
+                why_not = _find_difference(encoder, reference, [*_HARD_TEXTS, *first_texts])
             if not why_not:
                 return encoder, ""
         except ImportError:
@@ -137,6 +141,20 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
         raise DataError(f"--encoder gigatoken cannot encode with {tokenizer.spec}: {why_not}.")
     is_bpe = isinstance(tokenizer, (TiktokenTokenizer, HuggingFaceTokenizer))
     return reference, f"Encoding with {reference.name}, not gigatoken: {why_not}." if is_bpe else ""
+
+
+@contextmanager
+def _without_panics() -> Iterator[None]:
+    """Rust writes where and why it panics to stderr itself; it is told in a sentence."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 class _Unfit(Exception):
