@@ -71,7 +71,7 @@ def test_damaged_manifests(shared_set: Path, old: str, new: str, text: str) -> N
     ("field", "value", "text"),
     [
         ("num_tokens", 10**6, "tail_tokens is"),
-        ("tail_tokens", 10**6, "tail_tokens is 1000000"),
+        ("tail_tokens", 10**6, "tail_tokens is '1000000'"),
         ("unigram_entropy_nats", 6.0, "unigram_entropy_nats is 6"),
         ("unigram_entropy_nats", -1.0, "unigram_entropy_nats is -1"),
     ],
