@@ -108,7 +108,7 @@ def test_undecodable_text_is_an_error_or_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     (tmp_path / "b.txt").write_text("good")
     (tmp_path / "c.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
-    with pytest.raises(DataError, match=r"a\.txt is not utf-8.* --skip-undecodable"):
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8.* --skip-undecodable"):
         _documents(tmp_path)
     source = open_source(str(tmp_path), skip_undecodable=True)
     assert list(source.documents()) == ["good", "# coding: latin-1\nx = 'é'\n"]
