@@ -20,8 +20,13 @@ def check_text(text: str) -> str:
     """A name that is not blank. Raises ValueError: the end of a sentence that begins with what it is."""
     if not text.strip():
         raise ValueError("must not be empty")
-    # Bytes of another encoding come as lone surrogates; as names of files they are legal.
-    if not is_visible(text.encode(errors="surrogateescape").decode(errors="replace")):
+    # Bytes of another encoding come as lone surrogates; as names of files they are legal. JSON and YAML may hold
+    # others.
+    try:
+        encoded = text.encode(errors="surrogateescape")
+    except UnicodeEncodeError:
+        raise ValueError("must not hold half of a surrogate pair (\\ud800 to \\udfff)") from None
+    if not is_visible(encoded.decode(errors="replace")):
         raise ValueError("must not hold control characters or line breaks")
     return text
 

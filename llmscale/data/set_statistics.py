@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from llmscale.data.shards.token_shards import WindowReader
@@ -50,13 +51,14 @@ def read_statistics(
     shards: WindowReader, ids: NDArray[np.int64], decode: Callable[[list[int]], str]
 ) -> WindowStatistics:
     """Over the windows `ids`. Raises DataError."""
+    # By hash: millions of windows would not fit.
     first_of: dict[bytes, int] = {}
     copies: dict[int, int] = {}
     undecodable = 0
     for begin in range(0, len(ids), _READ_AT_A_TIME):
         some = ids[begin : begin + _READ_AT_A_TIME]
         for sample_id, window in zip(some.tolist(), shards.read(some), strict=True):
-            first = first_of.setdefault(window.tobytes(), sample_id)
+            first = first_of.setdefault(xxhash.xxh3_128_digest(window.data), sample_id)
             if first != sample_id:
                 copies[first] = copies.get(first, 0) + 1
             undecodable += _REPLACEMENT in decode(window.tolist())[_CUT_CHARACTERS:-_CUT_CHARACTERS]

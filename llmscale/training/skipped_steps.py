@@ -54,8 +54,13 @@ def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size
                 f"{step + 1} on, or go back to a checkpoint before step {first} with --resume."
             )
         # Of the steps as they would be without this flag: their first sample, and their last.
-        ends = seen + np.array([(first - 1 - step) * global_batch_size, (behind - 1 - step) * global_batch_size - 1])
-        begin, last = stream_positions(ends, ranges(skips)).tolist()
+        ends = [seen + (first - 1 - step) * global_batch_size, seen + (behind - 1 - step) * global_batch_size - 1]
+        if max(ends) >= MOST_POSITIONS - sum(end - begin for begin, end in ranges(skips)):
+            raise ConfigError(
+                f"--skip-steps {name}: with {global_batch_size:,} samples a step that is beyond any run. Name steps "
+                "that the run has."
+            )
+        begin, last = stream_positions(np.array(ends), ranges(skips)).tolist()
         skips.append(Skip(name, begin, last + 1))
         known.add(name)
     return tuple(skips)

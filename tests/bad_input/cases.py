@@ -322,7 +322,7 @@ DATA = [
     (f"{PREPARE} --input set/train/shard.00000.mds --out o", r"holds MDS shards"),
     (f"{PREPARE} --input mixed --out o", r"mixed/prepared holds MDS shards|mixed/prepared/train holds MDS shards"),
     (f"{PREPARE} --input nul.txt --out o", r"nul.txt holds zero bytes: it is binary, or in UTF-16"),
-    (f"{PREPARE} --input latin.txt --out o", r"latin.txt is not utf-8"),
+    (f"{PREPARE} --input latin.txt --out o", r"latin.txt is not UTF-8"),
     (f"{PREPARE} --input deep.jsonl --out o", r"deep.jsonl, line 1"),
     (f"{PREPARE} --input texts/0.txt --glob '*.py' --out o", r"--glob '\*.py' chooses among the files of a folder"),
     (

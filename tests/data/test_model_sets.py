@@ -123,6 +123,8 @@ def test_sets_of_older_versions_open_and_are_not_taken_for_new_ones(
         ({"files": ["../../secret"]}, r"names the file '\.\./\.\./secret'\. Legal: tokenizer_config\.json, "),
         ({"files": [["a"]]}, r"names the file "),
         ({"files": "tokenizer_config.json"}, r"was altered"),
+        ({"sha256": {"tokenizer_config.json": "0" * 64}}, r"tokenizer_config\.json was altered"),
+        ({"sha256": 7}, r"sha256 is no object of hashes"),
     ],
 )
 def test_altered_origins(change: dict[str, object], text: str, prepare: Prepare, tmp_path: Path) -> None:
@@ -134,6 +136,26 @@ def test_altered_origins(change: dict[str, object], text: str, prepare: Prepare,
             location = open_set(str(tmp_path / "set"), cache)
             fetch_tokenizer(location)
             load_set_tokenizer(location.folder, location.manifest)
+
+
+def test_a_file_that_was_kept_is_there_and_unaltered(
+    prepare: Prepare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert prepare() == 0
+    folder = tmp_path / "set"
+    config = folder / "tokenizer/tokenizer_config.json"
+    whole = config.read_bytes()
+    config.write_bytes(whole + b" ")
+    assert main(["data", "verify", str(folder)]) == 2
+    assert "tokenizer_config.json was altered" in capsys.readouterr().err
+    config.unlink()
+    assert main(["data", "verify", str(folder)]) == 2
+    assert "tokenizer_config.json is missing" in capsys.readouterr().err
+    config.write_bytes(whole)
+    origin = json.loads((folder / "tokenizer/origin.json").read_text())
+    del origin["sha256"]  # an older version's
+    (folder / "tokenizer/origin.json").write_text(json.dumps(origin))
+    assert main(["data", "verify", str(folder)]) == 0
 
 
 def test_links_and_missing_files_of_a_set(prepare: Prepare, tmp_path: Path) -> None:

@@ -47,6 +47,11 @@ def test_steps_that_are_done_cannot_be_left_out() -> None:
         place_skips(["10:12"], STATE, 8)
 
 
+def test_steps_beyond_what_a_checkpoint_can_hold_are_refused() -> None:
+    with pytest.raises(ConfigError, match="beyond any run"):
+        place_skips(["1:999999999999"], None, 1 << 30)
+
+
 @pytest.mark.parametrize("text", ["", "5", "5:5", "6:5", "0:3", "-1:3", "a:b", "1:2:3", "1.5:2", "9" * 13 + ":1"])
 def test_what_is_no_range_is_said_with_what_is_one(text: str) -> None:
     with pytest.raises(ConfigError, match="1000:1010"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import unicodedata
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,9 +16,11 @@ Hashes = NDArray[np.uint64]
 #: Scripts that put no spaces between words, each sign of which counts as one: kana, Han.
 _SIGNS = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003134f"
 _SIGN = re.compile(f"[{_SIGNS}]")
-_PUNCTUATION = re.compile(r"[^\w\s]+")
-#: A sign that is no letter, such as U+30FB in `John\u30fbSmith`, is punctuation and separates nothing.
-_SPACED = re.compile(rf"(?=\w)[{_SIGNS}]|(?:[^\s{_SIGNS}]+|(?!\w)[{_SIGNS}])+")
+#: With the underscore, which \w counts among letters.
+_PUNCTUATION = re.compile(r"(?:[^\w\s]|_)+")
+#: A sign that is no letter, such as U+30FB in `John\u30fbSmith`, is punctuation and separates nothing. Behind one that
+#: is, it belongs to it: U+3099 makes another kana of it.
+_SPACED = re.compile(rf"(?=\w)[{_SIGNS}](?:(?!\w)[{_SIGNS}])*|(?:[^\s{_SIGNS}]+|(?!\w)[{_SIGNS}])+")
 _LETTER = rf"[^\W\d_{_SIGNS}]"
 #: Punctuation within what stands between spaces, at which spaCy's English rules cut: `well-known`, `a/b`, `end.Next`.
 _CUTS = (
@@ -56,8 +59,9 @@ class Text:
 
 
 def plain_words(text: str) -> list[str]:
-    """Lowercase words between whitespace, without punctuation; each sign of a script without spaces is a word."""
-    plain = _PUNCTUATION.sub("", text.lower())
+    """Words between whitespace, without case and punctuation, the same for every way to write a letter with its accent;
+    each sign of a script without spaces is a word."""
+    plain = _PUNCTUATION.sub("", _without_case(text))
     if _SIGN.search(plain):
         plain = _SIGN.sub(r" \g<0> ", plain)
     return plain.split()
@@ -66,7 +70,12 @@ def plain_words(text: str) -> list[str]:
 def word_spans(text: str) -> list[tuple[int, int]]:
     """Where each of the `plain_words` begins and ends in the text, punctuation included."""
     matches = _SPACED.finditer(text)
-    return [match.span() for match in matches if _PUNCTUATION.sub("", match.group().lower())]
+    return [match.span() for match in matches if _PUNCTUATION.sub("", _without_case(match.group()))]
+
+
+def _without_case(text: str) -> str:
+    """Unlike `lower`, whatever stands beside a letter: a sigma ends a word in another form than it stands within."""
+    return text.lower() if text.isascii() else unicodedata.normalize("NFC", text).casefold()
 
 
 def hash_ngrams(word_hashes: Hashes, n: int) -> Hashes:

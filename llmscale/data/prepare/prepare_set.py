@@ -182,7 +182,11 @@ def _write_set(
                 )
                 distributor.finish()
             mark, note = distributor.mark, distributor.note
-    _check_sizes(writers, source, options)
+    try:
+        _check_sizes(writers, source, options)
+    except DataError:
+        work.begin_anew()  # the same command could only find the same
+        raise
     splits = _finish(writers, work.set_folder)
     manifest = Manifest(
         tokenizer=tokenizer.spec,

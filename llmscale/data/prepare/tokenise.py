@@ -171,18 +171,15 @@ def tokenise(
         return
     num_text_bytes = num_tokens = 0
     all_batches: Iterator[Batch] = itertools.chain([first], batches)
-    with ThreadPoolExecutor(1) as pool:
-        # Beside the reading of what follows.
-        tokeniser = pool.submit(lambda: BatchTokeniser(tokenizer, _choose(tokenizer, encoder, first, progress), dtype))
-        tokenised = work_in_order(all_batches, lambda batch: tokeniser.result()(batch), num_workers)
-        with closing(tokenised):
-            for batch in tokenised:
-                distributor.add(batch)
-                num_text_bytes += sum(batch.num_text_bytes)
-                num_tokens += len(batch.tokens)
-                progress.show(
-                    num_text_bytes, batch.mark.read_bytes, source.total_bytes, f"{num_tokens / 1e6:,.1f} M tokens"
-                )
+    tokeniser = BatchTokeniser(tokenizer, _choose(tokenizer, encoder, first, progress), dtype)
+    with closing(work_in_order(all_batches, tokeniser, num_workers)) as tokenised:
+        for batch in tokenised:
+            distributor.add(batch)
+            num_text_bytes += sum(batch.num_text_bytes)
+            num_tokens += len(batch.tokens)
+            progress.show(
+                num_text_bytes, batch.mark.read_bytes, source.total_bytes, f"{num_tokens / 1e6:,.1f} M tokens"
+            )
 
 
 def _choose(tokenizer: Tokenizer, wanted: EncoderName, first: Batch, progress: Progress) -> Encoder:

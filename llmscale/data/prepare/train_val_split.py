@@ -19,6 +19,8 @@ from llmscale.data.tokenizers.tokenizer import TokenArray
 _T = TypeVar("_T")
 #: Tokens that are kept in memory while no window of validation has been found: 256 MiB.
 MOST_WAITING_TOKENS = 1 << 26
+#: What a document counts for besides its tokens, as Python keeps 330 bytes of each: 2 million of next to nothing wait.
+_TOKENS_PER_DOCUMENT = 1 << 5
 #: Keeps the hashes of tokens apart from those of texts.
 _TOKENS_SEED = 0x70C5
 #: Keeps the scores apart from the order's keys, should both have one seed.
@@ -157,9 +159,8 @@ class ValidationKeeper(Generic[_D]):
         self._waiting.append((split, document))
         self._num_tokens[split] += document.num_tokens
         # One document is in memory anyway, its copies with it.
-        is_too_much = (
-            sum(self._num_tokens.values()) > MOST_WAITING_TOKENS and document.text_hash != self._waiting[0][1].text_hash
-        )
+        size = sum(self._num_tokens.values()) + _TOKENS_PER_DOCUMENT * len(self._waiting)
+        is_too_much = size > MOST_WAITING_TOKENS and document.text_hash != self._waiting[0][1].text_hash
         self.is_settled = is_too_much or self._is_balanced(**self._num_tokens)
         return self._take() if self.is_settled else []
 

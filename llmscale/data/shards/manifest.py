@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,6 +237,14 @@ def _check_split(split: SplitManifest, manifest: Manifest, where: str) -> None:
         check_range(where, name, getattr(split, name), 0, (1 << 63) - 1)
     check_range(where, "max_token_id", split.max_token_id, 0, manifest.vocab_size - 1)
     check_range(where, "num_samples", split.num_samples, 1, split.num_tokens // manifest.seq_len)
+    covered = split.num_samples * manifest.seq_len + 1
+    check_choice(where, "tail_tokens", split.tail_tokens, (split.num_tokens - covered,))
+    # Of tokens that are all alike and of tokens that are all as frequent, and what sums of floats may be off.
+    if not -1e-6 <= split.unigram_entropy_nats <= math.log(manifest.vocab_size) + 1e-6:
+        raise DataError(
+            f"{where}: unigram_entropy_nats is {split.unigram_entropy_nats:g}, and must be 0 to the logarithm of the "
+            f"{manifest.vocab_size:,} tokens. {REMEDY}"
+        )
     seen: set[str] = set()
     for number, shard in enumerate(split.shards):
         place = f"{where}, shard {number}"

@@ -72,7 +72,7 @@ def _check_index(index: dict[str, object], split: str, manifest: Manifest, where
             expected["zip_data"] = _parse_zip_data(entry.get("zip_data"), shard, manifest, where)
         for key in expected:
             # What Streaming keeps besides is the writer's limit on a shard's size.
-            if entry.get(key) != expected[key]:
+            if key not in entry or entry[key] != expected[key]:
                 raise DataError(
                     f"{where} does not describe the shards of the manifest beside it: {key} of shard {number} is "
                     f"{str(entry.get(key))[:80]!r} instead of {str(expected[key])[:80]!r}. {_REMEDY}"

@@ -31,7 +31,7 @@ class GoogleFiles(AbstractFileSystem):
     def info(self, path: str, **_: object) -> _Info:
         """Raises FileNotFoundError."""
         bucket, _, name = self._strip_protocol(path).partition("/")
-        blob = self._ask(partial(self._client.bucket(bucket).get_blob, name, retry=None)) if name else None
+        blob: Any = self._ask(partial(self._client.bucket(bucket).get_blob, name, retry=None)) if name else None
         if blob is not None:
             return _describe(blob, bucket)
         if self.ls(path, detail=True):
@@ -51,7 +51,7 @@ class GoogleFiles(AbstractFileSystem):
         """Everything below in one listing."""
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
-        blobs = self._ask(list, self._client.list_blobs(bucket, prefix=prefix, retry=None))
+        blobs: list[Any] = self._ask(list, self._client.list_blobs(bucket, prefix=prefix, retry=None))
         found = {f"{bucket}/{blob.name}": _describe(blob, bucket) for blob in blobs if not blob.name.endswith("/")}
         return found if options.get("detail") else sorted(found)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.shards.set_rules import ORIGIN_NAME, check_no_links
-from llmscale.data.shards.tokenizer_origin import TokenizerOrigin, load_origin
+from llmscale.data.shards.tokenizer_origin import TokenizerOrigin, hash_files, load_origin
 from llmscale.data.tokenizers.document_ends import find_beginning, find_end_of_text, token_text
 from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME, ModelFiles, read_folder
 from llmscale.data.tokenizers.special_tokens import are_all_special, special_ids, with_special_markers, without_special
@@ -138,7 +138,8 @@ class HuggingFaceTokenizer(Tokenizer):
         for name, contents in extras.items():
             (folder / name).write_bytes(contents)
         ends = self.ends
-        TokenizerOrigin(self.spec, ends.eot_token, ends.bos_tokens, ends.origin, tuple(extras)).save(folder)
+        kept = (tuple(extras), hash_files(extras))
+        TokenizerOrigin(self.spec, ends.eot_token, ends.bos_tokens, ends.origin, *kept).save(folder)
         return ORIGIN_NAME
 
     def _decide_ends(self, tokens: dict[int, str], asked_eot: str) -> Ends:
@@ -162,7 +163,9 @@ def load_saved(path: Path) -> HuggingFaceTokenizer:
     origin = load_origin(path)
     check_no_links(path.parent, JSON_NAME, *origin.files)
     files = read_folder(path.parent)
-    kept = {name: contents for name, contents in files.others.items() if name in origin.files}
+    for name in origin.files:
+        origin.check(name, files.others.get(name), str(path.parent))
+    kept = {name: files.others[name] for name in origin.files}
     ends = Ends(origin.eot_token, origin.bos_tokens, origin.eot_origin)
     return HuggingFaceTokenizer(ModelFiles(files.name, files.tokenizer_json, kept), ends=ends)
 

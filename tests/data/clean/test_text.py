@@ -14,10 +14,24 @@ MIXED = st.text("aB\u00e9 \n.-'\u6f22\u30ab\u3042\u30a0\u30fb\u309b\u3099\u3040\
 
 @given(st.text() | MIXED)
 @example("A\u30fbB")
+@example("\u30ab\u3099x \u0391\u03a3\u30ab __a_b__")
 def test_spans_are_those_of_the_plain_words(text: str) -> None:
     spans = word_spans(text)
     assert [word for begin, end in spans for word in plain_words(text[begin:end])] == plain_words(text)
     assert len(spans) == len(plain_words(text)) == len(Text(text).word_hashes)
+
+
+@pytest.mark.parametrize(
+    "other",
+    ["CAF\u00c9 STRASSE", "cafe\u0301 stra\u00dfe", "_caf\u00e9_, __strasse__"],
+    ids=["capitals", "accents apart", "marked"],
+)
+def test_words_are_the_same_however_they_are_written(other: str) -> None:
+    assert plain_words(other) == ["caf\u00e9", "strasse"]
+
+
+def test_a_sigma_is_one_letter() -> None:
+    assert plain_words("\u039b\u039f\u0393\u039f\u03a3") == plain_words("\u03bb\u03bf\u03b3\u03bf\u03c2")
 
 
 @given(st.text())

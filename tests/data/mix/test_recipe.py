@@ -71,6 +71,7 @@ def test_weights_that_need_a_long_period_are_rounded_and_none_is_lost() -> None:
         ),
         (SETS + "stages: [{until: 0.5, weights: {web: 1, code: 1, math: 1}}]", "last stage"),
         (SETS + "stages: [7]", "'7'"),
+        ('sets: {web: "a\\ud800b"}\nweights: {web: 1}', "half of a surrogate pair"),
         (SETS + "stages: [{until: 0.5, weights: 3}, {weights: {web: 1}}]", "weights"),
     ],
 )

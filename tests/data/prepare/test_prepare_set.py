@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.prepare import batches, split_writer, window_shuffle
+from llmscale.data.prepare import batches, split_writer, tokenise, window_shuffle
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.split_writer import unigram_entropy_nats
@@ -316,6 +316,14 @@ def test_too_little_text(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="train split holds 5 tokens in 1 documents, less than one window of 1025"):
         _prepare(tmp_path / "in.txt", tmp_path / "set", PrepareOptions())
     assert not (tmp_path / "set").exists()
+
+
+def test_too_little_text_leaves_nothing_of_what_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenise, "CHECKPOINT_INTERVAL_S", 0.0)
+    (tmp_path / "in.txt").write_text("tiny")
+    with pytest.raises(DataError, match="less than one window"):
+        _prepare(tmp_path / "in.txt", tmp_path / "set", PrepareOptions(val_fraction=0.0))
+    assert [path.name for path in tmp_path.iterdir()] == ["in.txt"]
 
 
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])

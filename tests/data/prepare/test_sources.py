@@ -50,7 +50,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ('{"text": 1', "line 3: not valid JSON"),
+        ('{"text": 1', r"line 3: not valid JSON \(Expecting ',' delimiter at character 12\)"),
         ('{"body": "x"}', r"line 3: no field 'text'\. Its fields: body"),
         ('{"text": null}', "line 3: the field 'text' holds NoneType, not text"),
         ("[1]", "line 3: expected a JSON object, found list"),
@@ -62,6 +62,12 @@ def test_jsonl_errors_name_file_and_line(tmp_path: Path, line: str, text: str) -
     with pytest.raises(DataError, match=text) as caught:
         _documents(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_byte_order_mark_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf\n" + b'{"text": "a"}\n')
+    assert _documents(path) == ["a"]
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path: Path) -> None:
@@ -102,7 +108,7 @@ def test_undecodable_text_is_an_error_or_counted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     (tmp_path / "b.txt").write_text("good")
     (tmp_path / "c.py").write_bytes(b"# coding: latin-1\nx = '\xe9'\n")
-    with pytest.raises(DataError, match=r"a\.txt is not utf-8.* --skip-undecodable"):
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8.* --skip-undecodable"):
         _documents(tmp_path)
     source = open_source(str(tmp_path), skip_undecodable=True)
     assert list(source.documents()) == ["good", "# coding: latin-1\nx = 'é'\n"]

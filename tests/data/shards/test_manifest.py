@@ -67,6 +67,22 @@ def test_damaged_manifests(shared_set: Path, old: str, new: str, text: str) -> N
         parse_manifest(damaged, "manifest.json")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("num_tokens", 10**6, "tail_tokens is"),
+        ("tail_tokens", 10**6, "tail_tokens is '1000000'"),
+        ("unigram_entropy_nats", 6.0, "unigram_entropy_nats is 6"),
+        ("unigram_entropy_nats", -1.0, "unigram_entropy_nats is -1"),
+    ],
+)
+def test_counts_that_contradict_each_other_are_refused(shared_set: Path, field: str, value: float, text: str) -> None:
+    record = json.loads(load_manifest(shared_set).to_json())
+    record["splits"]["train"][field] = value
+    with pytest.raises(DataError, match=text):
+        parse_manifest(json.dumps(record), "manifest.json")
+
+
 def test_sets_of_other_models_are_refused(shared_set: Path) -> None:
     manifest = load_manifest(shared_set)
     check_set_matches(manifest, "data", vocab_size=257, seq_len=16, tokenizer_sha256=manifest.tokenizer_sha256)

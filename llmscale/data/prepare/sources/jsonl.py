@@ -37,14 +37,15 @@ def read_jsonl(
     while line := file.readline(limit_bytes + 1):
         size_bytes = len(line)
         offset, number = offset + size_bytes, number + 1
+        line = line.removeprefix(_BOM) if number == 1 else line
         reason = ""
         if size_bytes > limit_bytes:
             reason = f"longer than {limit_bytes >> 20} MiB, the longest document"
             offset += _skip_line(file) if not line.endswith(b"\n") else 0
-        elif line.isspace():
+        elif line.isspace() or not line:
             continue
         if not reason:
-            record = _parse(line.removeprefix(_BOM) if number == 1 else line, fast)
+            record = _parse(line, fast)
             if isinstance(record, dict):
                 text = record.get(field)
                 if isinstance(text, str):
@@ -82,6 +83,8 @@ def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | 
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
         return f"not UTF-8 ({error.reason} at byte {error.start})"
+    except json.JSONDecodeError as error:
+        return f"not valid JSON ({error.msg} at character {error.pos + 1})"
     except ValueError as error:
         return f"not valid JSON ({error})"
     except RecursionError:

@@ -56,7 +56,8 @@ def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
                 parts = [rest]
         parts.append(decoder.decode(b"", final=True))
     except (UnicodeError, SyntaxError, LookupError) as error:
-        raise UndecodableError(f"{name} is not {encoding} text: {error}.") from None
+        shown = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
+        raise UndecodableError(f"{name} is not {shown} text: {error}.") from None
     yield without_lone_surrogates("".join(parts))
 
 
