@@ -43,7 +43,8 @@ class GoogleFiles(AbstractFileSystem):
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
         pages = self._client.list_blobs(bucket, prefix=prefix, delimiter="/", retry=None)
-        infos = [_describe(blob, bucket) for blob in self._ask(list, pages) if blob.name != prefix]
+        blobs: list[Any] = self._ask(list, pages)
+        infos = [_describe(blob, bucket) for blob in blobs if blob.name != prefix]
         infos += [{"name": f"{bucket}/{name.rstrip('/')}", "size": 0, "type": "directory"} for name in pages.prefixes]
         return infos if detail else [info["name"] for info in infos]
 
