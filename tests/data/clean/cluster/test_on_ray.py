@@ -41,7 +41,9 @@ def ray_address() -> Iterator[str]:
         *("--port", str(port), "--include-dashboard=false", "--temp-dir", folder),
         *("--object-store-memory", "100000000"),
     ]
-    head = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    # Where datatrove keeps the logs of tasks, too.
+    environment = {**ENVIRONMENT, "TMPDIR": folder}
+    head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         end_s = time.monotonic() + HANG_S
         while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +27,6 @@ from llmscale.errors import DataError, MachineError
 from llmscale.terminal.progress import Progress
 from tests.data.clean.cluster.conftest import Crawl, check_same
 from tests.data.clean.conftest import MakeProse, Write, kept_of
-
-Run = Callable[[Sequence[Stage], WorkFiles, Progress], None]
 
 
 class _Here:
