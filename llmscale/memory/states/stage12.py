@@ -14,7 +14,7 @@ from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.flat_groups import FlatGroup, build_flat_groups
-from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
+from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory, fuller
 from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
 
 
@@ -40,9 +40,7 @@ def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMe
         resident=_resident(tensors, walk.groups, layout),
         forward_course=(forward,) * (tensors.architecture.n_layer + 3),
         # Gradients larger than a bucket, when offloaded, leave the GPU earlier in the last micro-step.
-        backward_course=tuple(
-            max(moments, key=lambda moment: moment.extra.total_bytes) for moments in zip(*courses, strict=True)
-        ),
+        backward_course=tuple(fuller(moments) for moments in zip(*courses, strict=True)),
         step=walk.step(),
         host_bytes=_host(tensors, walk.groups, layout).num_bytes,
     )
