@@ -10,7 +10,7 @@ LossKernel = Literal["torch", "liger"]
 #: Half as many would halve the logits, and pass twice as often over the sum of the head's gradient.
 CHUNK_TOKENS = 2048
 
-#: Parts of a chunk whose softmax is taken one after the other: it is in fp32, and would be twice as large as the logits.
+#: Parts of a chunk whose softmax, in fp32, is taken one after the other: of all it is twice as large as the logits.
 _SOFTMAX_PARTS = 16
 
 

@@ -36,11 +36,13 @@ def _port_rates(adapters: Path) -> Iterator[float]:
 
 
 def _interface_rate(interfaces: Path) -> float:
-    """Bytes per second of the first interface that gloo or NCCL was told to use; 0 where it is not known. `speed` is
-    in Mbit/s, and -1 where the driver does not know it."""
-    names = (os.environ.get(variable, "") for variable in reversed(VARIABLES))
-    name = next((name for name in names if is_plain_name(name)), "")
-    return max(0.0, _number(_read(interfaces / name / "speed"))) * 1e6 / 8 if name else 0.0
+    """Bytes per second of the interface that NCCL or gloo was told to use; 0 where it is not known. `speed` is in
+    Mbit/s, and -1 where the driver does not know it."""
+    for variable in reversed(VARIABLES):
+        name = os.environ.get(variable, "")
+        if is_plain_name(name) and (interfaces / name).exists():
+            return max(0.0, _number(_read(interfaces / name / "speed"))) * 1e6 / 8
+    return 0.0
 
 
 def _read(path: Path) -> str:

@@ -56,14 +56,14 @@ class Traffic:
     """Gradients, whole, once per pass of a ring."""
     collectives: int
     """Calls among all ranks, for their latency."""
-    small_collectives: int = 0
-    """Further ones, for a single bias or norm."""
     group_gathered_bytes: float = 0.0
     """Parameters, whole, each time they are gathered within an hpZ group."""
     group_collectives: int = 0
     """Calls within a group."""
     group_ranks: int = 1
     """Ranks of an hpZ group."""
+    small_collectives: int = 0
+    """Further calls among all ranks, each for a single bias or norm."""
 
     @property
     def group_bytes_per_rank(self) -> float:

@@ -14,7 +14,12 @@ def sys_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for variable in (*VARIABLES, "NCCL_IB_DISABLE"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
-    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "4: ACTIVE"), ("mlx5_2", "4: ACTIVE"), ("mlx5_3", "1: DOWN")):
+    for name, state in (
+        ("mlx5_0", "4: ACTIVE"),
+        ("mlx5_1", "4: ACTIVE"),
+        ("mlx5_2", "4: ACTIVE"),
+        ("mlx5_3", "1: DOWN"),
+    ):
         port = tmp_path / "infiniband" / name / "ports" / "1"
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")

@@ -313,12 +313,16 @@ def test_cpu_checkpointing_leaves_two_inputs_on_the_gpu(n_layer: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_block_ends_with_all_its_gradients(mode: CheckpointingMode, precision: Precision) -> None:
+def test_a_block_hands_over_all_its_gradients(mode: CheckpointingMode, precision: Precision) -> None:
     case = Case(LONG, 2, precision, mode)
-    moments = case.estimate().block_backward
-    assert moments[-1].gradient_parameters == case.shape.block_parameters
-    done = [moment.gradient_parameters for moment in moments]
-    assert done == sorted(done)
+    estimate = case.estimate()
+    moments = estimate.block_backward
+    assert estimate.block_handovers[-1].gradient_parameters == case.shape.block_parameters
+    for found in (moments, estimate.block_handovers):
+        done = [moment.gradient_parameters for moment in found]
+        assert done == sorted(done)
+    # One handover of each layer's gradients: four matrices and two norms.
+    assert len(set(done)) == len(done) == 6
     sizes = [moment.total_bytes for moment in moments]
     assert sizes == sorted(sizes, reverse=True)
 
