@@ -175,12 +175,14 @@ def _end_of_backward(model: Architecture, course: _Course, activations: Activati
     """The embeddings' gradients, and what DeepSpeed does at the end. The table's gradient from the head is in both
     closed forms, the one from the look-up in the activations' until it is complete."""
     found = [course.extra(course.last_place) + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
-    moments = [(moment, course.rest) for moment in activations.embedding_backward]
-    moments += [(moment, course.extra) for moment in activations.embedding_handovers]
+    # With both gradients of the table it is as above.
+    left = model.num_parameters - course.head_gradients - model.n_layer * model.block_parameters
+    moments = [(m, course.rest) for m in activations.embedding_backward if m.gradient_parameters < left]
+    moments += [(m, course.extra) for m in activations.embedding_handovers]
     for moment, states_at in moments:
         place = course.place_in_block(model.n_layer, moment.gradient_parameters)
         if place == course.last_place:
-            continue  # with both gradients of the table, as above
+            continue
         states = states_at(place)
         table = min(activations.head_gradient_bytes, states.gradients_bytes, moment.temporaries_bytes)
         found.append(
