@@ -19,8 +19,8 @@ from llmscale.memory.step_peaks import PHASES
 from llmscale.planning.largest_micro_batch import Fit, Job, Machines, fit_at
 
 GIB = 2**30
-#: What the total peak of the closed form may differ from the dry run's.
-TOLERANCE = 0.03
+#: What the closed form may differ from the dry run: in a phase, and in the phase that is the peak.
+TOLERANCE, PEAK_TOLERANCE = 0.03, 0.01
 
 #: Where the peak lies differs: in the loss, in the blocks, in the optimizer step.
 SHAPES = {
@@ -84,7 +84,7 @@ def check_fit(found: Fit, shape: GPTShape) -> None:
     for phase, breakdown in counted.items():
         assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
     peak = max(breakdown.total_bytes for breakdown in counted.values())
-    assert found.estimate.allocated_bytes == pytest.approx(peak, rel=TOLERANCE)
+    assert found.estimate.allocated_bytes == pytest.approx(peak, rel=PEAK_TOLERANCE)
 
 
 #: One of everything, each with the shape that it matters most for.
@@ -145,8 +145,10 @@ def test_every_family_s_whole_grid_is_that_of_the_dry_run(stage: int, precision:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_optimizer_offload_is_that_of_the_dry_run(stage: int) -> None:
+    """What DeepSpeed needs to send a gradient to the host is gone when the block's activations are at their most."""
     pytest.importorskip("deepspeed")
-    check(config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"], "full")
+    ds, shape = config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"]
+    check_fit(fit(ds, shape, "full", world_size=1, size=64), shape)
 
 
 @pytest.mark.slow
@@ -224,7 +226,11 @@ def test_offload_moves_bytes_to_the_host() -> None:
 def test_checkpoints_on_the_host_are_counted_there() -> None:
     sections = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     on_gpu, on_host = (
-        fit(parse_ds_config({**sections, "activation_checkpointing": {"cpu_checkpointing": on}}, "t"), SHAPE, "full")
+        fit(
+            parse_ds_config({**sections, "activation_checkpointing": {"cpu_checkpointing": on}}, "t"),
+            *(SHAPE, "full"),
+            size=16,
+        )
         for on in (False, True)
     )
     assert on_host.estimate.host_bytes > 0 == on_gpu.estimate.host_bytes
