@@ -38,11 +38,11 @@ def test_what_was_made_is_not_looked_through_at_the_end() -> None:
 
 
 def test_an_estimate_imports_nothing_slow_that_it_does_not_need() -> None:
-    """Each takes a tenth of the whole answer."""
+    """Each takes as long as the whole answer."""
     program = (
         "import sys\nfrom llmscale.cli.main import main\n"
         "main(['estimate', '--model', 'gpt2-124m', '--gpu', 'h100-80gb', '--num-gpus', '8'])\n"
-        "print(*sorted({'importlib.metadata', 'email', 'pydantic_settings', 'numpy', 'torch'} & set(sys.modules)))"
+        "print(*sorted({'pydantic_settings', 'numpy', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

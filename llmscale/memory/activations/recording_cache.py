@@ -9,6 +9,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from llmscale import __version__
@@ -58,9 +59,6 @@ def cache_folder() -> Path:
 @cache
 def _versions() -> str | None:
     """What a recording holds for."""
-    # Most estimates find all that they need in a table, and this takes as long to import as a third of pydantic.
-    from importlib.metadata import PackageNotFoundError, version
-
     try:
         libraries = [f"{name}-{version(name)}" for name in ("torch", "deepspeed")]
     except PackageNotFoundError:
