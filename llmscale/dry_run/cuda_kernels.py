@@ -139,7 +139,7 @@ def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, o
         if torch.is_grad_enabled() and input.requires_grad:
             raise NotImplementedError("log-softmax of 16 bit in fp32 is routed without gradients alone")
         return torch.empty_like(input, dtype=dtype) if out is None else out
-    return cast(Tensor, _real_log_softmax(input, dim, dtype=dtype, out=out))
+    return _real_log_softmax(input, dim, dtype=dtype, out=out)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -214,6 +214,19 @@ def test_a_higher_stage_holds_less_in_the_forward_pass() -> None:
     assert forward == sorted(forward, reverse=True)
 
 
+def test_what_hpz_keeps_from_earlier_micro_steps_is_there_when_a_later_one_begins() -> None:
+    """The whole copy of what has been released, not only of what the blocks before have left."""
+    shape = SHAPES["many parameters"]
+    one, two = (
+        fit(config(3, "bf16", zero_hpz_partition_size=2), shape, "none", accumulation=steps).estimate for steps in (1, 2)
+    )
+    copies = 2 * shape.num_parameters // 2
+    added = two.moments["loss forward"].parameters_bytes - one.moments["loss forward"].parameters_bytes
+    assert 0.2 * copies < added < copies
+    plain = [fit(config(3, "bf16"), shape, "none", accumulation=steps).estimate for steps in (1, 2)]
+    assert plain[0].moments == plain[1].moments
+
+
 def test_offload_moves_bytes_to_the_host() -> None:
     on_gpu = fit(config(2, "bf16"), SHAPE, "full").estimate
     offloaded = fit(config(2, "bf16", offload_optimizer={"device": "cpu"}), SHAPE, "full").estimate
