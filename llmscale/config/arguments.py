@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from llmscale.config.flag_parser import FlagParser
-from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig
+from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig, describe_keys
 from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
@@ -60,6 +60,8 @@ def _flags_source(parser: argparse.ArgumentParser, argv: list[str] | None) -> Cl
     class FromFlags(BaseSettings, RunConfig):  # type: ignore[misc]  # their model_configs are TypedDicts of two names
         """RunConfig as pydantic_settings wants it: nothing is taken from the environment."""
 
+    for key, text in describe_keys().items():
+        FromFlags.model_fields[key].description = text
     return CliSettingsSource(
         FromFlags,
         root_parser=parser,

@@ -10,6 +10,9 @@ LossKernel = Literal["torch", "liger"]
 #: Half as many would halve the logits, and pass twice as often over the sum of the head's gradient.
 CHUNK_TOKENS = 2048
 
+#: Parts of a chunk whose softmax, in fp32, is taken one after the other: of all it is twice as large as the logits.
+_SOFTMAX_PARTS = 16
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -24,3 +27,8 @@ class LossSettings:
 
 
 DEFAULT_LOSS = LossSettings()
+
+
+def softmax_tokens(chunk_tokens: int) -> int:
+    """Tokens of a chunk whose logits exist in fp32 at a time."""
+    return -(-chunk_tokens // _SOFTMAX_PARTS)

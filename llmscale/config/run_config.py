@@ -3,6 +3,9 @@ the defaults. No torch: `--help` and every error answer at once."""
 
 from __future__ import annotations
 
+import ast
+import inspect
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,13 +37,13 @@ CHANGES_THAT_BREAK = {
 
 
 class RunConfig(BaseModel):
-    """One training run. The same keys are flags (`--global-batch-size 64`) and entries of a YAML or TOML file."""
+    """One training run. The same keys are flags (`--global-batch-size 64`) and entries of a YAML or TOML file. What
+    stands below each is its help (`describe_keys`)."""
 
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
         validate_default=True,
-        use_attribute_docstrings=True,
         protected_namespaces=(),
     )
 
@@ -251,3 +254,19 @@ class RunConfig(BaseModel):
     """Weights & Biases run name; default: the run folder's name."""
     tensorboard: bool = False
     """Write TensorBoard event files to the run folder's tensorboard/, from rank 0."""
+
+
+def describe_keys() -> dict[str, str]:
+    """Key of a run -> its help. Read from the source when somebody asks: pydantic's own `use_attribute_docstrings`
+    would do so in every command that imports the class."""
+    (definition,) = ast.parse(inspect.getsource(RunConfig)).body
+    assert isinstance(definition, ast.ClassDef)
+    return {
+        key.target.id: inspect.cleandoc(text.value.value)
+        for key, text in pairwise(definition.body)
+        if isinstance(key, ast.AnnAssign)
+        and isinstance(key.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }

@@ -49,7 +49,7 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "scaled_dot_product_attention", attention),
         mock.patch.object(F, "dropout", _dropout),
         mock.patch.object(F, "rms_norm", _rms_norm),
-        mock.patch.object(F, "log_softmax", _log_softmax),
+        mock.patch.object(torch, "log_softmax", _log_softmax),
         mock.patch.object(block, "device_capability", lambda _: capability),
         mock.patch.object(optimizer, "has_bf16", lambda: has_bf16(capability)),
         _RealTensors(),
@@ -130,16 +130,16 @@ def _rms_norm(
     return cast(Tensor, _FusedRMSNorm.apply(input, weight))
 
 
-def _log_softmax(
-    input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
-) -> Tensor:
-    """`F.log_softmax`, whose CUDA kernel makes fp32 of 16 bit by itself (aten/src/ATen/native/SoftMax.cpp)."""
+_real_log_softmax = torch.log_softmax
+
+
+def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+    """`torch.log_softmax`, whose CUDA kernel makes fp32 of 16 bit by itself (aten/src/ATen/native/SoftMax.cpp)."""
     if input.dtype in _HALF and dtype == torch.float32:
         if torch.is_grad_enabled() and input.requires_grad:
             raise NotImplementedError("log-softmax of 16 bit in fp32 is routed without gradients alone")
-        return torch.empty_like(input, dtype=dtype)
-    assert dim is not None
-    return torch.log_softmax(input, dim, dtype=dtype)
+        return torch.empty_like(input, dtype=dtype) if out is None else out
+    return _real_log_softmax(input, dim, dtype=dtype, out=out)
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -50,11 +50,12 @@ def pack_branches(branches: Mapping[str, Mapping[str, RecordedSegment]]) -> dict
     stored: list[str] = []
 
     def index_of(recorded: RecordedSegment) -> int:
-        counts = [recorded.net, recorded.per_block, *recorded.moments]
-        digest = repr([sorted(one.items()) for one in counts])
+        parts = (recorded.net,), (recorded.per_block,), recorded.moments, recorded.handovers
+        digest = repr([[sorted(one.items()) for one in part] for part in parts])
         if digest not in segments:
             segments[digest] = len(stored)
-            stored.append(json.dumps([_pairs(one, formulas) for one in counts], separators=(",", ":")))
+            (net,), (per_block,), *lists = [[_pairs(one, formulas) for one in part] for part in parts]
+            stored.append(json.dumps([net, per_block, *lists], separators=(",", ":")))
         return segments[digest]
 
     found = {
@@ -188,7 +189,7 @@ def _signatures(trace: MicroStepTrace) -> list[tuple[str, int | None, list[tuple
 
 def _record_segment(trace: MicroStepTrace, index: int, formulas: Mapping[int, str], blocks: int) -> RecordedSegment:
     segment = trace.segments[index]
-    moments, net = _moments(segment, formulas)
+    moments, handovers, net = _moments(segment, formulas)
     per_block = Counter[str]()
     if segment.block is None:
         per_block = _released_per_block(trace, index, formulas, blocks)
@@ -197,22 +198,35 @@ def _record_segment(trace: MicroStepTrace, index: int, formulas: Mapping[int, st
             raise ValueError(f"{segment.name} allocates after it released something of every block")
         for formula, count in per_block.items():
             net[formula] -= blocks * count
-    return RecordedSegment(_nonzero(net), _nonzero(per_block), tuple(_fullest(moments)))
+    return RecordedSegment(_nonzero(net), _nonzero(per_block), tuple(_fullest(moments)), tuple(handovers))
 
 
-def _moments(segment: TracedSegment, formulas: Mapping[int, str]) -> tuple[list[dict[str, int]], Counter[str]]:
-    """What is alive, beyond the segment's begin, whenever a release follows an allocation; and at its end."""
+def _moments(
+    segment: TracedSegment, formulas: Mapping[int, str]
+) -> tuple[list[dict[str, int]], list[dict[str, int]], Counter[str]]:
+    """What is alive, beyond the segment's begin, whenever a release follows an allocation; whenever the gradients of
+    a layer were handed over; and at its end."""
     moments: list[dict[str, int]] = []
+    handovers: list[dict[str, int]] = []
     live = Counter[str]()
     grew = False
-    for storage, appears in segment.events:
+    for place, (storage, appears) in enumerate(segment.events):
         if grew and not appears:
             moments.append(_nonzero(live))
-        grew = appears
+        is_gradient = formulas[storage].startswith("gradient")
+        grew = appears and not is_gradient
         live[formulas[storage]] += 1 if appears else -1
+        if is_gradient and not _is_followed_by_gradient(segment.events[place + 1 :], formulas):
+            handovers.append(_nonzero(live))
     if grew:
         moments.append(_nonzero(live))
-    return moments, live
+    return moments, handovers, live
+
+
+def _is_followed_by_gradient(events: Sequence[tuple[int, bool]], formulas: Mapping[int, str]) -> bool:
+    """Whether another one of the same layer is handed over, before anything else is made."""
+    made = next((storage for storage, appears in events if appears), None)
+    return made is not None and formulas[made].startswith("gradient")
 
 
 def _released_per_block(trace: MicroStepTrace, index: int, formulas: Mapping[int, str], blocks: int) -> Counter[str]:

@@ -23,13 +23,8 @@ from llmscale.model.gpt import BlockCheckpoint
 
 _aten = torch.ops.aten
 
-#: What a storage is, as the formulas call it. A parameter's gradient is labelled once autograd has given it away.
-_KINDS = {
-    Category.ACTIVATIONS: "activation",
-    Category.TEMPORARIES: "temporary",
-    Category.PARAMETERS: "cast",
-    Category.GRADIENTS: "gradient",
-}
+#: What a storage is, as the formulas call it.
+_KINDS = {Category.ACTIVATIONS: "activation", Category.TEMPORARIES: "temporary", Category.PARAMETERS: "cast"}
 
 
 @dataclass(frozen=True)
@@ -46,11 +41,12 @@ class TracedSegment:
 
 @dataclass(frozen=True)
 class MicroStepTrace:
-    """One pass at one shape; parameters are left out."""
+    """One pass at one shape; parameters are left out. A parameter's gradient is a temporary until autograd hands it
+    over; then that goes, and a `gradient` with a number of its own appears."""
 
     segments: tuple[TracedSegment, ...]
     sizes: dict[int, int]
-    """Storage -> bytes before rounding; of a parameter's gradient its elements."""
+    """Storage -> bytes before rounding; of a gradient its elements."""
     kinds: dict[int, str]
     """Storage -> activation, temporary, cast or gradient."""
     first_input: int
@@ -109,7 +105,10 @@ class _Recorder:
         self._recomputing = 0
         self._places: list[tuple[str, int | None]] = []
         self._parameters: set[int] = set()
+        self._handed_over: dict[int, list[tuple[int, int]]] = {}
+        """Number of an event -> (place, storage) of the gradients that were handed over before it."""
         self._gradient_elements: dict[int, int] = {}
+        """Of each such storage."""
         self._first_input = -1
 
     def begin(self, model: nn.Module, used_twice: Collection[str]) -> None:
@@ -117,7 +116,7 @@ class _Recorder:
         self._parameters = {id(parameter.untyped_storage()) for parameter in model.parameters()}
         for name, parameter in model.named_parameters():
             if name not in used_twice:
-                parameter.register_post_accumulate_grad_hook(self._label_gradient)
+                parameter.register_post_accumulate_grad_hook(self._hand_over)
         self.tracker.reset_peaks()
         self.mark("embed_forward")
 
@@ -153,13 +152,18 @@ class _Recorder:
         """What was recorded so far."""
         sizes = {event.storage: event.tensor_bytes for event in self.tracker.events if event.num_bytes > 0}
         kinds = {storage: _KINDS[self.tracker.category_of[storage]] for storage in sizes}
+        for storage, elements in self._gradient_elements.items():
+            sizes[_as_gradient(storage)], kinds[_as_gradient(storage)] = elements, "gradient"
         events: list[list[tuple[int, bool]]] = [[] for _ in self._places]
-        for event in self.tracker.events:
-            events[int(event.phase)].append((event.storage, event.num_bytes > 0))
+        for position in range(len(self.tracker.events) + 1):
+            for place, storage in self._handed_over.get(position, ()):
+                events[place] += [(storage, False), (_as_gradient(storage), True)]
+            for event in self.tracker.events[position : position + 1]:
+                events[int(event.phase)].append((event.storage, event.num_bytes > 0))
         segments = [
             TracedSegment(name, block, tuple(found)) for (name, block), found in zip(self._places, events, strict=True)
         ]
-        return MicroStepTrace(tuple(segments), sizes | self._gradient_elements, kinds, self._first_input)
+        return MicroStepTrace(tuple(segments), sizes, kinds, self._first_input)
 
     def _enter_phase(self) -> None:
         category = Category.ACTIVATIONS if self.forward or self._recomputing else Category.TEMPORARIES
@@ -178,7 +182,14 @@ class _Recorder:
         is_cast = isinstance(source, Tensor) and id(source.untyped_storage()) in self._parameters
         return Category.PARAMETERS if is_cast else None
 
-    def _label_gradient(self, parameter: Tensor) -> None:
+    def _hand_over(self, parameter: Tensor) -> None:
+        """Autograd has completed a gradient: from here on it is DeepSpeed's."""
         assert parameter.grad is not None
-        self.tracker.assign([parameter.grad], Category.GRADIENTS)
-        self._gradient_elements[self.tracker.number_of(parameter.grad)] = parameter.grad.numel()
+        storage = self.tracker.number_of(parameter.grad)
+        self._handed_over.setdefault(len(self.tracker.events), []).append((len(self._places) - 1, storage))
+        self._gradient_elements[storage] = parameter.grad.numel()
+
+
+def _as_gradient(storage: int) -> int:
+    """The number of a storage once it is a gradient; the others are not negative."""
+    return -1 - storage

@@ -90,10 +90,11 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Every moment of a step on one rank, at its own peak. `capability` is its GPU's; None: of an Ampere or newer
     one. Raises NotRecorded."""
-    # Of the accumulation, only whether there is any matters to the states, and not even that at stage 3; of
-    # checkpointing, only stage 3 knows, and only whether blocks run twice.
+    # Of the accumulation, only whether there is any matters to the states, and not even that at stage 3 but for hpZ's
+    # copies; of checkpointing, only stage 3 knows, and only whether blocks run twice.
     sharded = layout.zero_stage == 3
-    steps = 1 if sharded else min(2, layout.gradient_accumulation_steps)
+    alike = sharded and layout.zero_hpz_partition_size == 1
+    steps = 1 if alike else min(2, layout.gradient_accumulation_steps)
     mode: CheckpointingMode = "full" if sharded and checkpointing != "none" else "none"
     states = _states(shape, replace(layout, gradient_accumulation_steps=steps), mode)
     activations = _activations(

@@ -7,7 +7,7 @@ are compared as plain numbers, and only the largest is broken down.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from llmscale.architecture.description import Architecture
@@ -30,7 +30,7 @@ def find_moments(model: Architecture, states: StateMemory, activations: Activati
     extras = {
         "forward": _blocks_forward(states, activations),
         "loss forward": _loss_forward(states, activations),
-        "loss backward": _loss_backward(states, activations),
+        "loss backward": _loss_backward(course, activations),
         "block backward": _blocks_backward(model, course, activations),
         "end of backward": _end_of_backward(model, course, activations),
         "optimizer step": states.step,
@@ -42,24 +42,38 @@ class _Course:
     """The states in the backward pass, by the number of parameters that have gradients."""
 
     def __init__(self, model: Architecture, states: StateMemory) -> None:
-        self._course, self._totals, self._done = states.backward_course, states.backward_bytes, states.parameters_done
-        self._head_gradients = model.head_gradients
+        self._course, self._done = states.backward_course, states.parameters_done
+        self._totals, self._rests = states.backward_bytes, states.backward_rest_bytes
+        self.head_gradients = model.head_gradients
+        self.table_gradients = model.token_embedding.elements if model.is_tied else 0
+        """Of the head's, those that exist from the loss on."""
         self._block_parameters = model.block_parameters
 
-    def place(self, blocks_done: int, gradient_parameters: int) -> int:
-        """The stretch after the head, the final norm, so many blocks and so many parameters of the next one."""
-        done = self._head_gradients + blocks_done * self._block_parameters + gradient_parameters
-        return max(0, bisect_right(self._done, done) - 1)
+    def place(self, done: int) -> int:
+        """The first stretch that begins with as many gradients, or the last with fewer."""
+        place = bisect_left(self._done, done)
+        return place if place < len(self._done) and self._done[place] == done else max(0, place - 1)
+
+    def place_in_block(self, blocks_done: int, gradient_parameters: int) -> int:
+        """The same after the head, the final norm, so many blocks and so many parameters of the next one."""
+        return self.place(self.head_gradients + blocks_done * self._block_parameters + gradient_parameters)
 
     def fullest(self, before: int, last: int) -> int:
-        """The stretch with most behind `before` up to `last`."""
-        return max(range(min(before + 1, last), last + 1), key=self._totals.__getitem__)
-
-    def total_bytes(self, place: int) -> int:
-        return self._totals[place]
+        """The stretch with most behind `before` up to `last`, handovers left out."""
+        return max(range(min(before + 1, last), last + 1), key=self._rests.__getitem__)
 
     def extra(self, place: int) -> Breakdown:
         return self._course[place].extra
+
+    def rest(self, place: int) -> Breakdown:
+        """Once the gradients were handed over."""
+        return self._course[place].rest
+
+    def extra_bytes(self, place: int) -> int:
+        return self._totals[place]
+
+    def rest_bytes(self, place: int) -> int:
+        return self._rests[place]
 
     @property
     def last_place(self) -> int:
@@ -90,40 +104,58 @@ def _loss_forward(states: StateMemory, activations: ActivationMemory) -> Breakdo
     return max(moments, key=lambda extra: extra.total_bytes)
 
 
-def _loss_backward(states: StateMemory, activations: ActivationMemory) -> Breakdown:
+def _loss_backward(course: _Course, activations: ActivationMemory) -> Breakdown:
     """From the loss to the final norm. Among its activations' gradients is the token table's, which the states count
     too."""
-    moment = max(activations.head_backward, key=lambda moment: moment.total_bytes)
-    begin = states.backward_course[0].extra
-    table = min(activations.head_gradient_bytes, begin.gradients_bytes)
     casts = activations.n_layer * activations.saved_casts_per_block_bytes
+    before = Breakdown(
+        parameters_bytes=casts, activations_bytes=activations.before_block_bytes(activations.n_layer) - casts
+    )
+    found = []
+    for moment in activations.head_backward:
+        place = course.place(course.table_gradients + moment.gradient_parameters) if moment.gradient_parameters else 0
+        found.append(_in_head(course.rest(place), moment, activations))
+    for moment in activations.head_handovers:
+        place = course.place(course.table_gradients + moment.gradient_parameters)
+        found.append(_in_head(course.extra(place), moment, activations))
+    return before + max(found, key=lambda extra: extra.total_bytes)
+
+
+def _in_head(states: Breakdown, moment: Moment, activations: ActivationMemory) -> Breakdown:
+    """Of the head's backward pass, without what the blocks have saved."""
+    table = min(activations.head_gradient_bytes, states.gradients_bytes)
     norm = min(activations.saved_final_norm_bytes, moment.activations_bytes)
-    return begin + Breakdown(
-        parameters_bytes=casts + moment.casts_bytes,
+    return states + Breakdown(
+        parameters_bytes=moment.casts_bytes,
         gradients_bytes=-table,
-        activations_bytes=activations.before_block_bytes(activations.n_layer) - casts + norm,
+        activations_bytes=norm,
         logits_bytes=moment.activations_bytes - norm + moment.temporaries_bytes,
     )
 
 
 def _blocks_backward(model: Architecture, course: _Course, activations: ActivationMemory) -> Breakdown:
-    """From the last block to the first, whose activations go while gradients come. Between two moments that matter
-    no more is held than at the later one, so that one stands for the states of all that lies between: a full bucket is
-    reduced wherever it fills up."""
-    best_bytes, best = -1, _InBlock(0, 0, activations.block_backward[0])
-    before_place = course.place(0, 0) - 1
+    """From the last block to the first, whose activations go while gradients come. What DeepSpeed does with gradients
+    meets what is alive when they are handed over. Between two other moments that matter no more is held than at the
+    later one, so that one stands for the states of all that lies between."""
+    best_bytes, best = -1, _InBlock(Breakdown(), 0, activations.block_backward[0])
+    before_place = course.place_in_block(0, 0) - 1
     for block in reversed(range(model.n_layer)):
-        before = activations.before_block_bytes(block)
+        before, done = activations.before_block_bytes(block), model.n_layer - 1 - block
         for moment in activations.block_backward:
-            last_place = course.place(model.n_layer - 1 - block, moment.gradient_parameters)
+            last_place = course.place_in_block(done, moment.gradient_parameters)
             place = course.fullest(before_place, last_place)
             before_place = last_place
-            total = course.total_bytes(place) + before + moment.total_bytes
+            total = course.rest_bytes(place) + before + moment.total_bytes
             if total > best_bytes:
-                best_bytes, best = total, _InBlock(place, block, moment)
+                best_bytes, best = total, _InBlock(course.rest(place), block, moment)
+        for moment in activations.block_handovers:
+            place = course.place_in_block(done, moment.gradient_parameters)
+            total = course.extra_bytes(place) + before + moment.total_bytes
+            if total > best_bytes:
+                best_bytes, best = total, _InBlock(course.extra(place), block, moment)
     casts = best.block * activations.saved_casts_per_block_bytes
     before = activations.before_block_bytes(best.block)
-    return course.extra(best.place) + Breakdown(
+    return best.states + Breakdown(
         parameters_bytes=casts + best.moment.casts_bytes,
         activations_bytes=before - casts + best.moment.activations_bytes,
         temporaries_bytes=best.moment.temporaries_bytes,
@@ -134,8 +166,7 @@ def _blocks_backward(model: Architecture, course: _Course, activations: Activati
 class _InBlock:
     """A moment of one block's backward pass."""
 
-    place: int
-    """Of the states."""
+    states: Breakdown
     block: int
     moment: Moment
 
@@ -144,14 +175,18 @@ def _end_of_backward(model: Architecture, course: _Course, activations: Activati
     """The embeddings' gradients, and what DeepSpeed does at the end. The table's gradient from the head is in both
     closed forms, the one from the look-up in the activations' until it is complete."""
     found = [course.extra(course.last_place) + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
-    for moment in activations.embedding_backward:
-        place = course.place(model.n_layer, moment.gradient_parameters)
+    # With both gradients of the table it is as above.
+    left = model.num_parameters - course.head_gradients - model.n_layer * model.block_parameters
+    moments = [(m, course.rest) for m in activations.embedding_backward if m.gradient_parameters < left]
+    moments += [(m, course.extra) for m in activations.embedding_handovers]
+    for moment, states_at in moments:
+        place = course.place_in_block(model.n_layer, moment.gradient_parameters)
         if place == course.last_place:
-            continue  # with both gradients of the table, as above
-        extra = course.extra(place)
-        table = min(activations.head_gradient_bytes, extra.gradients_bytes, moment.temporaries_bytes)
+            continue
+        states = states_at(place)
+        table = min(activations.head_gradient_bytes, states.gradients_bytes, moment.temporaries_bytes)
         found.append(
-            extra
+            states
             + Breakdown(
                 gradients_bytes=-table,
                 activations_bytes=moment.activations_bytes,

@@ -1,4 +1,5 @@
-"""The training loss of a linear head, some tokens at a time: the logits of one chunk are all that ever exist.
+"""The training loss of a linear head, some tokens at a time: the logits of one chunk are all that ever exist, and the
+softmax in fp32 of a part of them.
 
 The gradients of the hidden states and of the head's weights are made in the forward pass, while a chunk's logits are
 there; the backward pass only multiplies them by what comes from above. The matrix products are the same three as
@@ -13,11 +14,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from llmscale.config.loss_settings import LossSettings
+from llmscale.config.loss_settings import LossSettings, softmax_tokens
 from llmscale.model.fused_loss import fused_cross_entropy
 
 
@@ -89,11 +89,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         tokens, chunk_tokens = len(x), job.settings.chunk_tokens
         losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
         z = torch.empty_like(losses) if job.settings.z_loss else None
+        at_once = softmax_tokens(min(tokens, chunk_tokens))
+        log_probs = torch.empty(at_once, len(weight), dtype=torch.float32, device=x.device)
         weight_cast = weight.to(job.dtype)
         gradients = _Gradients(x, weight_cast, chunk_tokens) if job.wants_gradients else None
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, min(start + chunk_tokens, tokens))
-            _run_chunk(chunk, x, weight_cast, targets, job, losses, z, gradients)
+            made = _Made(losses[chunk], None if z is None else z[chunk], log_probs)
+            _run_chunk(chunk, x, weight_cast, targets[chunk], job, made, gradients)
         if gradients is not None:
             ctx.weight_dtype, ctx.times_too_small = weight.dtype, gradients.times_too_small
             ctx.save_for_backward(gradients.of_x, gradients.of_weight)
@@ -149,52 +152,70 @@ class _Gradients:
         return product.addmm_(of_logits.t(), x, beta=0, alpha=1 / self.times_too_small)
 
 
+class _Made(NamedTuple):
+    """What a chunk's logits are turned into, beside their gradients."""
+
+    losses: Tensor
+    """[tokens], fp32."""
+    z: Tensor | None
+    """[tokens], fp32; None without a z-loss."""
+    log_probs: Tensor
+    """[tokens whose softmax is taken at once, rows], fp32: overwritten by each such part of the chunk."""
+
+
 def _run_chunk(
-    chunk: slice,
-    x: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    job: _Job,
-    losses: Tensor,
-    z: Tensor | None,
-    gradients: _Gradients | None,
+    chunk: slice, x: Tensor, weight: Tensor, targets: Tensor, job: _Job, made: _Made, gradients: _Gradients | None
 ) -> None:
     """The losses of some positions, their z where there is a z-loss, and their share of the gradients."""
     part = x[chunk].to(job.dtype)
     # Whole rows, padding too: a product as wide as the vocabulary alone may be no multiple of what tensor cores take.
     logits = torch.mm(part, weight.t())
     cross_entropy = _fused if job.settings.kernel == "liger" else _unfused
-    cross_entropy(logits, targets[chunk], job, losses[chunk], None if z is None else z[chunk])
+    cross_entropy(logits, targets, job, made)
     if gradients is not None:
         gradients.add(chunk, logits, part, weight)
 
 
-def _fused(logits: Tensor, targets: Tensor, job: _Job, losses: Tensor, z: Tensor | None) -> None:
+def _fused(logits: Tensor, targets: Tensor, job: _Job, made: _Made) -> None:
     """As `_unfused` does, in one kernel; the magnitudes of z, which is all that its square needs."""
     fused_cross_entropy(
-        logits, targets, job.vocab_size, job.settings.z_loss, losses, z, wants_gradients=job.wants_gradients
+        *(logits, targets, job.vocab_size, job.settings.z_loss, made.losses, made.z),
+        wants_gradients=job.wants_gradients,
     )
 
 
-def _unfused(logits: Tensor, targets: Tensor, job: _Job, losses: Tensor, z: Tensor | None) -> None:
+def _unfused(logits: Tensor, targets: Tensor, job: _Job, made: _Made) -> None:
     """Fill losses [tokens], and z [tokens] where there is a z-loss. Gradients of the losses' sum, if wanted, take
-    the logits' place [tokens, rows]."""
-    target = targets[:, None]
+    the logits' place [tokens, rows].
+
+    The softmax is taken of a few tokens at a time: in fp32 it is twice as large as logits in 16 bit.
+    """
+    target, with_z = targets[:, None], made.z is not None
     logits[:, job.vocab_size :] = -torch.inf
-    log_probs = F.log_softmax(logits, 1, dtype=torch.float32)
-    of_target = log_probs.gather(1, target)
-    torch.neg(of_target[:, 0], out=losses)
-    if z is not None:
-        z.copy_((logits.gather(1, target) - of_target)[:, 0])
-    if not job.wants_gradients:
-        return
-    # softmax - onehot takes the place of the logits. The target's is taken in fp32, where little may be left of it.
-    if z is None:
-        torch.exp(log_probs, out=logits)
-        logits.scatter_(1, target, of_target.expm1_().to(job.dtype))
-    else:
-        # d z^2 / d logits = 2 z softmax
-        factor = 1 + 2 * job.settings.z_loss * z[:, None]
-        at_target = of_target.expm1() + (factor - 1) * of_target.exp()
-        torch.mul(log_probs.exp_(), factor, out=logits)
+    of_target = torch.empty_like(target, dtype=torch.float32)
+    z = logits.gather(1, target).float() if with_z else of_target
+    factor = torch.empty_like(of_target)
+    for start in range(0, len(logits), len(made.log_probs)):
+        part = slice(start, start + len(made.log_probs))
+        log_probs = made.log_probs[: len(target[part])]
+        torch.log_softmax(logits[part], 1, dtype=torch.float32, out=log_probs)
+        torch.gather(log_probs, 1, target[part], out=of_target[part])
+        if with_z:
+            z[part].sub_(of_target[part])
+        if not job.wants_gradients:
+            continue
+        # softmax - onehot takes the place of the logits.
+        if with_z:
+            # d z^2 / d logits = 2 z softmax
+            torch.mul(z[part], 2 * job.settings.z_loss, out=factor[part]).add_(1)
+            torch.mul(log_probs.exp_(), factor[part], out=logits[part])
+        else:
+            torch.exp(log_probs, out=logits[part])
+    torch.neg(of_target[:, 0], out=made.losses)
+    if made.z is not None:
+        made.z.copy_(z[:, 0])
+    if job.wants_gradients:
+        # The target's is taken in fp32, where little may be left of it.
+        at_target = of_target.expm1()
+        at_target = at_target + (factor - 1) * of_target.exp() if with_z else at_target
         logits.scatter_(1, target, at_target.to(job.dtype))

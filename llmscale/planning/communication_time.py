@@ -15,12 +15,18 @@ Three things then cost time: the wire, the ranks' waiting for each other, and th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
+from llmscale.architecture.description import Architecture
+from llmscale.architecture.layers import together
+from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
+from llmscale.memory.states.stage3 import count_gathers
+from llmscale.memory.states.stage3_parameters import Gathers, persistent_parameters
 from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
 from llmscale.planning.kernels import memory_bytes_per_s
 
@@ -30,6 +36,8 @@ _LINK_SHARE = 0.8
 #: Seconds of one step of a ring to a neighbour in the node, and to one in another node beside its network's latency
 #: (NCCL, src/graph/tuning.cc, hwLatencies of a ring's Simple protocol).
 _NODE_HOP_S, _NETWORK_HOP_S = 3.4e-6, 14e-6
+#: The same of its protocol for small tensors, LL.
+_SMALL_NODE_HOP_S, _SMALL_NETWORK_HOP_S = 0.6e-6, 2.7e-6
 #: Of a collective's latency that ranks wait. (Fitted to 8 to 512 GPUs, with the constants of
 #: llmscale.planning.compute_time.)
 _WAITED = 0.66
@@ -54,6 +62,8 @@ class Traffic:
     """Calls within a group."""
     group_ranks: int = 1
     """Ranks of an hpZ group."""
+    small_collectives: int = 0
+    """Further calls among all ranks, each for a single bias or norm."""
 
     @property
     def group_bytes_per_rank(self) -> float:
@@ -70,25 +80,9 @@ def count_traffic(
 ) -> Traffic:
     """Traffic of one optimizer step. Stage 3 gathers a compiled block as a whole, an eager one matrix by matrix."""
     elements, micro_steps = shape.num_parameters, layout.gradient_accumulation_steps
-    reduce_width = BYTES_PER_ELEMENT[layout.communication_dtype]
     if layout.zero_stage == 3:
-        gather_width = layout.parameter_width
-        gathered = _gathered_elements(shape, layout, checkpointing, compiled_blocks)
-        matrices = [tensor.elements for tensor in shape.tensors.all if tensor.kind != "vector"]
-        gathers = _gather_calls(shape, matrices, layout.stage3_prefetch_bucket_size, compiled_blocks)
-        scatters = min(-(-elements // max(1, layout.reduce_bucket_size)), len(matrices))
-        group = layout.zero_hpz_partition_size
-        # hpZ: a step's first forward pass gathers from all, and leaves the copies that the other passes gather from.
-        from_all = elements if group > 1 else micro_steps * gathered
-        passes_from_all = 1 if group > 1 else 2 * micro_steps
-        return Traffic(
-            gathered_bytes=from_all * gather_width,
-            reduced_bytes=micro_steps * elements * reduce_width,
-            collectives=passes_from_all * gathers + micro_steps * scatters,
-            group_gathered_bytes=(micro_steps * gathered - from_all) * gather_width,
-            group_collectives=(2 * micro_steps - passes_from_all) * gathers,
-            group_ranks=group,
-        )
+        return _count_stage3(shape, layout, checkpointing, compiled_blocks)
+    reduce_width = BYTES_PER_ELEMENT[layout.communication_dtype]
     scatters = layout.zero_stage > 0 and layout.reduce_scatter and not layout.use_multi_rank_bucket_allreduce
     reductions = micro_steps if layout.zero_stage == 2 else 1
     buckets = -(-elements // layout.reduce_bucket_size)
@@ -98,57 +92,40 @@ def count_traffic(
     return Traffic(gathered, reduced, 2 * reductions * buckets + gathers)
 
 
-def _gathered_elements(
+def _count_stage3(
     shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode, compiled_blocks: bool
-) -> float:
-    """Parameters that stage 3 gathers in a micro-step's two passes, each of which needs a tied embedding twice: for the
-    look-up and for the head. What the passes find still gathered they do not gather again.
-
-    DeepSpeed keeps what is used again within `stage3_max_reuse_distance` elements. From a block's forward pass to its
-    backward pass the blocks behind it pass by twice, three times when they are recomputed.
-    """
-    elements = shape.num_parameters
-    needed = 2 * (elements + (shape.tensors.table.elements if shape.tied else 0))
-    uses = 2 if checkpointing == "none" else 3
-    kept = max(layout.stage3_max_reuse_distance // uses, _seen_elements(shape, layout, compiled_blocks))
-    return elements + max(0.0, 1 - kept / elements) * (needed - elements)
-
-
-def _seen_elements(shape: GPTShape, layout: EngineLayout, compiled_blocks: bool) -> float:
-    """Parameters that are kept because DeepSpeed's prefetcher comes across them before they were used and released.
-
-    With every module that runs it goes on by `stage3_prefetch_bucket_size` elements, so that it is through with both
-    passes' first N before the modules are, if the bucket is larger than a module on average. It is then as far ahead
-    as `stage3_max_live_parameters` lets it. (DeepSpeed 0.19.8, PartitionedParameterCoordinator.fetch_sub_module;
-    tests/distributed/test_traffic.py counts it.)
-    """
-    model = shape.architecture
-    # A block, its attention and its MLP are modules too, and so is the model.
-    of_block = 1 if compiled_blocks else 3 + sum(1 for layer in model.block if layer.name)
-    modules = model.n_layer * of_block + len(model.before_blocks) + len(model.after_blocks) + 1
-    reached = layout.stage3_prefetch_bucket_size * modules
-    if reached <= shape.num_parameters:
-        return 0
-    return min(layout.stage3_max_live_parameters, shape.num_parameters * (1 - shape.num_parameters / reached))
+) -> Traffic:
+    """As llmscale.memory.states.stage3 follows DeepSpeed through a micro-step: what is still gathered, or comes with
+    a prefetch, is not gathered again. With hpZ a step's first forward pass gathers from all ranks, and leaves the
+    copies that the other passes gather from."""
+    tensors = _of_compiled_blocks(shape.architecture) if compiled_blocks else shape.tensors
+    micro_steps, group = layout.gradient_accumulation_steps, layout.zero_hpz_partition_size
+    # A compiled block that recomputes selectively does so within its graph.
+    recomputes = checkpointing == "full" or (checkpointing == "selective" and not compiled_blocks)
+    # One micro-step is like the other, and the memory's estimate has followed it.
+    forward, backward = count_gathers(tensors, replace(layout, gradient_accumulation_steps=1), recomputes)
+    everything = Gathers().plus(forward, micro_steps).plus(backward, micro_steps)
+    from_all = forward if group > 1 else everything
+    from_group = everything.plus(from_all, -1)
+    # After a step, each by itself (DeepSpeedZeroOptimizer_Stage3._post_step).
+    persistent = [tensor.elements for tensor in persistent_parameters(shape.tensors.all, layout).values()]
+    matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
+    scatters = min(-(-shape.num_parameters // max(1, layout.reduce_bucket_size)), matrices)
+    return Traffic(
+        gathered_bytes=(from_all.elements + sum(persistent)) * layout.parameter_width,
+        reduced_bytes=micro_steps * shape.num_parameters * BYTES_PER_ELEMENT[layout.communication_dtype],
+        collectives=from_all.calls + micro_steps * scatters,
+        small_collectives=len(persistent),
+        group_gathered_bytes=from_group.elements * layout.parameter_width,
+        group_collectives=from_group.calls,
+        group_ranks=group,
+    )
 
 
-def _gather_calls(shape: GPTShape, matrices: list[int], bucket_size: int, compiled_blocks: bool) -> int:
-    """Collectives in which stage 3 gathers all matrices once.
-
-    DeepSpeed's prefetcher takes one tensor after the other until it has `bucket_size` elements or more, and gathers
-    them in one call. It goes on once with every module that runs: a compiled block is one, of which another call
-    gathers what no prefetch had reached. (PartitionedParameterCoordinator.fetch_sub_module.)
-    """
-    units = shape.n_layer + 2
-    if not bucket_size:
-        return units if compiled_blocks else len(matrices)
-    calls = taken = 0
-    for elements in matrices:
-        taken += elements
-        if taken >= bucket_size:
-            calls, taken = calls + 1, 0
-    calls += taken > 0
-    return min(calls, 2 * units) if compiled_blocks else calls
+@lru_cache(maxsize=16)
+def _of_compiled_blocks(model: Architecture) -> ParameterTensors:
+    """DeepSpeed gathers a compiled block as one module."""
+    return ParameterTensors(replace(model, block=(together("", *model.block_as_made),), made_order=()))
 
 
 def ring_bytes_per_s(gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect: Interconnect) -> float:
@@ -185,6 +162,8 @@ def estimate_communication(
     copied_bytes = traffic.gathered_bytes + traffic.reduced_bytes + traffic.group_gathered_bytes
     wire_s = traffic.bytes_per_rank(ranks) / ring_bytes_per_s(gpu, gpus_per_node, num_nodes, interconnect)
     hops_s = traffic.collectives * _ring_latency_s(gpus_per_node, num_nodes, interconnect)
+    small = (_SMALL_NODE_HOP_S, _SMALL_NETWORK_HOP_S)
+    hops_s += traffic.small_collectives * _ring_latency_s(gpus_per_node, num_nodes, interconnect, small)
     if traffic.group_ranks > 1:
         # Groups are neighbouring ranks. One that does not lie within a node crosses the network like all others.
         is_within = gpus_per_node % traffic.group_ranks == 0
@@ -199,7 +178,12 @@ def estimate_communication(
     )
 
 
-def _ring_latency_s(gpus_per_node: int, num_nodes: int, interconnect: Interconnect) -> float:
-    """Of one gather or scatter: every rank's part goes once around."""
-    across_s = (num_nodes - 1) * (_NETWORK_HOP_S + interconnect.latency_s)
-    return (gpus_per_node - 1) * num_nodes * _NODE_HOP_S + across_s
+def _ring_latency_s(
+    gpus_per_node: int,
+    num_nodes: int,
+    interconnect: Interconnect,
+    hops_s: tuple[float, float] = (_NODE_HOP_S, _NETWORK_HOP_S),
+) -> float:
+    """Of one gather or scatter: every rank's part goes once around. `hops_s`: within a node, and across."""
+    within_s, across_s = hops_s
+    return (gpus_per_node - 1) * num_nodes * within_s + (num_nodes - 1) * (across_s + interconnect.latency_s)

@@ -1,8 +1,8 @@
 """Whether a run's blocks are compiled, by what, and why. No torch.
 
 What compiling costs is paid once per start, what it saves with every step. Neither was measured by us on a GPU:
-nanoGPT's train.py announces about a minute, and torchtitan published 5,762 tokens/s a GPU without and 6,667 with it for
-Llama 3 8B on H100s, 14 % less time for a step.
+nanoGPT's train.py announces about a minute, and what a step saves is the throughput model's, which counts what compiled
+blocks move less through memory (llmscale.planning.kernels) and, at stage 3, what they gather in other portions.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from typing import Literal
 
 from llmscale.config.deepspeed.sections import DsFile
 from llmscale.config.hardware import GPUS, find_gpu
+from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import CompileMode
-from llmscale.planning.compute_time import estimate_compute_s
+from llmscale.memory.zero_settings import build_layout
+from llmscale.planning.throughput import estimate_throughput
 
 #: `inductor` writes kernels. `aot_eager` traces the same graphs and runs them operator by operator: it saves no time,
 #: and works where inductor does not.
 CompileBackend = Literal["inductor", "aot_eager"]
 
 _COMPILE_S = 60.0
-_SAVED_FRAC = 0.14
-#: From here on it saves more than it costs.
-_WORTH_S = _COMPILE_S / _SAVED_FRAC
 
 
 @dataclass(frozen=True)
@@ -43,12 +42,20 @@ EAGER = Compilation(None, "--compile off")
 
 
 def decide_compilation(
-    mode: CompileMode, run: ResolvedRun, *, device_type: str, device_name: str, steps_left: int
+    mode: CompileMode,
+    run: ResolvedRun,
+    *,
+    device_type: str,
+    device_name: str,
+    steps_left: int,
+    gpus_per_node: int,
+    network: Interconnect | None,
 ) -> Compilation:
-    """`device_type` in torch's words, `device_name` in the driver's.
+    """`device_type` in torch's words, `device_name` in the driver's; `network` is that between the nodes, None where
+    nobody knows how fast it is.
 
-    `auto` compiles on GPUs when what is left of the run takes at least `_WORTH_S` of computing; of a GPU that is not in
-    the table this is judged as if it were the fastest one there.
+    `auto` compiles on GPUs when that saves more than it takes in what is left of the run; of a GPU that is not in the
+    table this is judged as if it were the one there that saves least.
     """
     if mode == "off":
         return EAGER
@@ -62,11 +69,18 @@ def decide_compilation(
     if _gathers_less_than_a_block(run):
         why = "--compile auto: a compiled block is gathered whole, and this ds_config keeps fewer parameters alive"
         return Compilation(None, why)
-    left_s = _compute_s(run, device_name) * steps_left
-    kind = "" if find_gpu(device_name) else " on the fastest GPU that is known"
-    words = f"--compile auto: at least {_duration(left_s)} of computing are left{kind}, and compiling pays from "
-    words += _duration(_WORTH_S)
-    return Compilation("inductor" if left_s >= _WORTH_S else None, words)
+    crosses_nodes = run.plan.ranks.world_size > gpus_per_node
+    if network is None and crosses_nodes and run.ds.zero_stage == 3:
+        why = "--compile auto: at stage 3 compiled blocks gather more, which on a slow network takes longer than they "
+        return Compilation(None, f"{why}save, and how fast the one between these nodes is cannot be told")
+    step_s = _saved_s(run, device_name, gpus_per_node, network or INTERCONNECTS[0])
+    where = f" with {network.description}" if network and crosses_nodes else ""
+    if step_s <= 0:
+        return Compilation(None, f"--compile auto: compiled blocks are estimated to save nothing{where}")
+    known = "" if find_gpu(device_name) else " on any GPU that is known"
+    words = f"--compile auto: it is estimated to save {_duration(step_s * steps_left)} of what is left{where}{known}"
+    words += f", and to take {_duration(_COMPILE_S)}"
+    return Compilation("inductor" if step_s * steps_left >= _COMPILE_S else None, words)
 
 
 def _gathers_less_than_a_block(run: ResolvedRun) -> bool:
@@ -77,15 +91,21 @@ def _gathers_less_than_a_block(run: ResolvedRun) -> bool:
     return zero.stage == 3 and kept < run.shape.num_parameters // run.shape.n_layer
 
 
-def _compute_s(run: ResolvedRun, device_name: str) -> float:
-    """Seconds of an optimizer step's forward and backward passes."""
+def _saved_s(run: ResolvedRun, device_name: str, gpus_per_node: int, network: Interconnect) -> float:
+    """Seconds by which compiled blocks shorten an optimizer step; negative where they lengthen it. 0 where the GPU's
+    rate in this precision is not known."""
     known = find_gpu(device_name)
-    micro_steps = [
-        estimate_compute_s(run.shape, run.plan.micro_batch_size, run.precision, run.checkpointing, gpu)
+    # The optimizer takes as long with either, whichever it is.
+    layout = build_layout(run.ds_config, run.plan.ranks)
+    steps = [
+        estimate_throughput(
+            *(run.shape, run.plan, layout, run.checkpointing, gpu), gpus_per_node=gpus_per_node, interconnect=network
+        )
         for gpu in ([known] if known else GPUS)
     ]
-    least = min((seconds for seconds in micro_steps if seconds is not None), default=0.0)
-    return least * run.plan.gradient_accumulation_steps
+    tokens = run.plan.tokens_per_step
+    saved = [tokens / step.tokens_per_second - tokens / step.compiled_tokens_per_second for step in steps if step]
+    return min(saved, default=0.0)
 
 
 def _duration(seconds: float) -> str:

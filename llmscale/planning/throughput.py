@@ -14,7 +14,7 @@ tokens; the median is 12 % without IBM's 16 runs and 13 % with one vote for ever
 communication and arithmetic overlap cannot be told from the rows, whose networks are fast: that it is the square root
 of the sum of squares was chosen among three forms with those runs in view (added, their median error is 15 %; hidden
 as long as possible, 11 %). Runs beyond the rows are marked (`llmscale.planning.calibration`): ZeRO-3 of 2021 at 175B
-and 530B parameters on 384 to 2,240 A100s was 1.6 to 3.2 times slower than this says.
+and 530B parameters on 384 to 2,240 A100s was 1.5 to 2.8 times slower than this says.
 
 The estimate is for runs that keep the GPU busy: it knows nothing of data loading, of launch overhead in micro-batches
 below 4,096 tokens, nor of what DeepSpeed does slower than FSDP, whose runs the rows are.

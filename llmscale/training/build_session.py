@@ -21,6 +21,7 @@ from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
 from llmscale.engine.loss_scaling import get_scaler_state
+from llmscale.engine.node_network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.announcer import REPEAT_S, Announcer
@@ -196,6 +197,8 @@ def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) 
             device_type=world.device.type,
             device_name=world.device_name,
             steps_left=steps_left,
+            gpus_per_node=max(world.ranks_per_node),
+            network=find_node_network(),
         ),
     )
 

@@ -20,7 +20,7 @@ from gpu_calibration import (
     fit_efficiency,
     make_patch,
     reserved_per_allocated,
-    saved_frac,
+    saved_element_bytes,
 )
 from gpu_cells import Cell
 from gpu_device import Device, why_it_does_not_fit
@@ -43,7 +43,7 @@ from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import model_flops_utilisation
 from llmscale.files.whole import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
-from llmscale.planning import compilation
+from llmscale.planning import compilation, kernels
 from llmscale.planning.compute_time import OWN_KERNELS, TokenWork, token_work
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.training.memory_report import estimate_run
@@ -203,9 +203,9 @@ class Bench:
         rate, is_ours = statistics.median(rates), cell.kind == "train"
         passes = [step.passes_s for step in counted if step.passes_s is not None]
         gpu = self.device.gpu
+        micro_tokens = resolved.plan.micro_batch_size * resolved.shape.seq_len
+        work = token_work(resolved.shape, micro_tokens, resolved.precision, resolved.checkpointing, OWN_KERNELS)
         if is_ours and gpu and not cell.compiled and cell.offload == "none":
-            micro_tokens = resolved.plan.micro_batch_size * resolved.shape.seq_len
-            work = token_work(resolved.shape, micro_tokens, resolved.precision, resolved.checkpointing, OWN_KERNELS)
             self.works.append((work, statistics.median(passes) / tokens))
         flops = resolved.shape.flops_per_token
         return {
@@ -216,6 +216,7 @@ class Bench:
             "tokens_per_second_range": [min(rates), max(rates)],
             "mfu": model_flops_utilisation(rate, flops, self.device.name, is_16bit=gpu is not None),
             "flops_per_token": flops,
+            "elements_per_token": work.block_bytes / OWN_KERNELS.element_bytes,
             "peak_bytes": steps[-1].peak_bytes,
             "estimate_bytes": plan.estimate.allocated_bytes
             if plan.estimate and is_ours and self.device.kind == "cuda"
@@ -230,18 +231,23 @@ class Bench:
         pairs, grid = compile_pairs(self.rows), [row for row in self.rows if row["kind"] == "grid"]
         if self.device.kind != "cuda":
             pairs, grid = [], []  # a CPU says nothing of a GPU's
-        memory, compiling = "llmscale/memory/estimate.py", "llmscale/planning/compilation.py"
-        steps = [(eager["tokens_per_second"], compiled["tokens_per_second"]) for eager, compiled in pairs]
+        memory, planning = "llmscale/memory/estimate.py", "llmscale/planning"
+        steps = [
+            (eager["elements_per_token"], 1 / eager["tokens_per_second"], 1 / compiled["tokens_per_second"])
+            for eager, compiled in pairs
+        ]
+        saved_bytes = saved_element_bytes(steps, self.device.gpu) if self.device.gpu else None
         firsts = [(eager["first_step_s"], compiled["first_step_s"]) for eager, compiled in pairs]
         return [
             Constant("CONTEXT_BYTES", memory, CONTEXT_BYTES, context_bytes(grid), source),
             Constant("RESERVED_PER_ALLOCATED", memory, RESERVED_PER_ALLOCATED, reserved_per_allocated(grid), source),
-            Constant("_COMPILE_S", compiling, compilation._COMPILE_S, compile_seconds(firsts), source),
             Constant(
-                "_SAVED_FRAC", compiling, compilation._SAVED_FRAC,
-                saved_frac([(1 / eager, 1 / compiled) for eager, compiled in steps]), source,
+                "_COMPILE_S", f"{planning}/compilation.py", compilation._COMPILE_S, compile_seconds(firsts), source
             ),
-        ]  # fmt: skip
+            Constant(
+                "_COMPILED_SAVES_BYTES", f"{planning}/kernels.py", kernels._COMPILED_SAVES_BYTES, saved_bytes, source
+            ),
+        ]
 
     def efficiency(self) -> dict[str, object]:
         """What of the peak kernels reached, beside what planning assumes of this GPU; its fit to 209 runs of others

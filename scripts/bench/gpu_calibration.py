@@ -67,11 +67,13 @@ def compile_seconds(pairs: Sequence[tuple[float, float]]) -> float | None:
     return found if found > 0 else None
 
 
-def saved_frac(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """The part of a step's time that compiled blocks save, from steps' seconds, eager and compiled; None where they
-    save nothing."""
-    found = statistics.median(1 - compiled / eager for eager, compiled in pairs) if pairs else 0.0
-    return found if found >= _LEAST_SAVED else None
+def saved_element_bytes(pairs: Sequence[tuple[float, float, float]], gpu: GPU) -> float | None:
+    """Bytes that compiled blocks move less through memory for every element that they make, from elements per token and
+    seconds per token, eager and compiled; None where they save nothing."""
+    if not pairs or statistics.median(1 - compiled / eager for _, eager, compiled in pairs) < _LEAST_SAVED:
+        return None
+    found = statistics.median((eager - compiled) / elements for elements, eager, compiled in pairs)
+    return found * memory_bytes_per_s(gpu)
 
 
 def fit_efficiency(runs: Sequence[tuple[TokenWork, float]], gpu: GPU) -> tuple[float, float] | None:

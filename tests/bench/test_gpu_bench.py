@@ -68,7 +68,7 @@ def test_a_run_on_a_gpu_says_everything(bench: Bench, tmp_path: Path) -> None:
     constants = {constant["name"]: constant["measured"] for constant in result["constants"]}
     assert constants["CONTEXT_BYTES"] == 600 * 2**20
     assert constants["RESERVED_PER_ALLOCATED"] == pytest.approx(1.2)
-    assert constants["_SAVED_FRAC"] == pytest.approx(0.2)
+    assert constants["_COMPILED_SAVES_BYTES"] > 0
     assert constants["_COMPILE_S"] == pytest.approx(40, rel=0.1)
     expected, found = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
     assert found is None or found["matmul"] == pytest.approx(expected.matmul, rel=1e-2)

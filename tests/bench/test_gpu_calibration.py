@@ -12,7 +12,7 @@ from gpu_calibration import (
     fit_efficiency,
     make_patch,
     reserved_per_allocated,
-    saved_frac,
+    saved_element_bytes,
 )
 
 from llmscale.config.hardware import get_gpu
@@ -22,6 +22,7 @@ from llmscale.planning.kernels import memory_bytes_per_s
 from tests.conftest import REPOSITORY
 
 MEMORY, COMPILING = "llmscale/memory/estimate.py", "llmscale/planning/compilation.py"
+KERNELS = "llmscale/planning/kernels.py"
 
 
 def test_context_is_the_largest_and_reserve_that_of_nine_in_ten() -> None:
@@ -36,18 +37,22 @@ def test_a_dry_run_and_a_failed_cell_calibrate_nothing() -> None:
     rows = [{"peak_bytes": 1000, "least_gpu_bytes": 1100}, {"problem": "out of memory"}]
     assert context_bytes(rows) is None
     assert reserved_per_allocated(rows) is None
-    assert compile_seconds([]) is saved_frac([]) is None
+    assert compile_seconds([]) is saved_element_bytes([], get_gpu("h100-80gb")) is None
 
 
 def test_what_compiling_costs_and_saves() -> None:
     assert compile_seconds([(5, 45), (2, 32), (1, 91)]) == 40
-    assert saved_frac([(1.0, 0.8), (2.0, 1.8), (1.0, 0.7)]) == pytest.approx(0.2)
+    gpu = get_gpu("h100-80gb")
+    s_per_byte = 1 / memory_bytes_per_s(gpu)
+    pairs = [(1e6, 1e-4, 1e-4 - 1e6 * saved * s_per_byte) for saved in (20, 27, 35)]
+    assert saved_element_bytes(pairs, gpu) == pytest.approx(27)
 
 
 def test_compiling_that_costs_or_saves_nothing_calibrates_nothing() -> None:
     assert compile_seconds([(5, 1.8), (5, 1.8)]) is compile_seconds([(5, 5)]) is None
-    assert saved_frac([(1.0, 1.2)]) is saved_frac([(1.0, 0.996)]) is None
-    assert saved_frac([(1.0, 0.995)]) == pytest.approx(0.005)
+    gpu = get_gpu("h100-80gb")
+    assert saved_element_bytes([(1e6, 1.0, 1.2)], gpu) is saved_element_bytes([(1e6, 1.0, 0.996)], gpu) is None
+    assert saved_element_bytes([(1e6, 1.0, 0.995)], gpu) == pytest.approx(0.005e-6 * memory_bytes_per_s(gpu))
 
 
 def test_the_fit_finds_the_efficiency_that_made_the_times() -> None:
@@ -66,7 +71,7 @@ def test_the_patch_applies_and_the_sources_then_say_what_was_measured(tmp_path: 
         Constant("CONTEXT_BYTES", MEMORY, 2**30, 517 * MIB, "a test"),
         Constant("RESERVED_PER_ALLOCATED", MEMORY, 1.1, 1.07, "a test"),
         Constant("_COMPILE_S", COMPILING, 60.0, 41.26, "a test"),
-        Constant("_SAVED_FRAC", COMPILING, 0.14, None, "a test"),
+        Constant("_COMPILED_SAVES_BYTES", KERNELS, 27, None, "a test"),
     ]
     patch = make_patch(REPOSITORY, constants)
     before = {}
@@ -79,7 +84,6 @@ def test_the_patch_applies_and_the_sources_then_say_what_was_measured(tmp_path: 
     assert "#: Measured: a test.\nCONTEXT_BYTES = 517 * 2**20\n" in memory
     assert "#: Measured: a test.\nRESERVED_PER_ALLOCATED = 1.07\n" in memory
     assert "_COMPILE_S = 41.3\n" in compiling
-    assert "_SAVED_FRAC = 0.14\n" in compiling
     assert memory.count("\n") <= before[MEMORY].count("\n")
     compile(memory, MEMORY, "exec")
 

@@ -1,5 +1,5 @@
-"""train.py that counts what its collectives carry: bytes of whole tensors in the step after the first two, as one line
-of JSON per rank. Small tensors, such as norms and agreements, are left out."""
+"""train.py that counts its collectives and what they carry: bytes of whole tensors in the step after the first two, as
+one line of JSON per rank. Small tensors, such as norms and agreements, are left out."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ WHOLE = {
     "reduce_scatter_tensor": (1, "input"),
 }
 carried: Counter[str] = Counter()
+calls: Counter[str] = Counter()
 
 
 def count(name: str, place: int, keyword: str) -> None:
@@ -33,6 +34,7 @@ def count(name: str, place: int, keyword: str) -> None:
         assert isinstance(whole, Tensor)
         if whole.numel() > SMALLEST:
             carried[name] += whole.nbytes
+            calls[name] += 1
         return collective(*args, **kwargs)
 
     setattr(dist, name, counted)
@@ -43,9 +45,10 @@ def count_steps() -> None:
 
     def counted(session: Session, step: int, batches: list[MicroBatch]) -> DoneStep:
         carried.clear()
+        calls.clear()
         done = train(session, step, batches)
         if step == 2:
-            print(json.dumps({"carried": carried}), flush=True)
+            print(json.dumps({"carried": carried, "calls": calls}), flush=True)
         return done
 
     Session.train = counted  # type: ignore[method-assign]

@@ -21,8 +21,8 @@ from llmscale.memory.step_peaks import PHASES
 from llmscale.planning.largest_micro_batch import Fit, Job, Machines, fit_at
 
 GIB = 2**30
-#: What the total peak of the closed form may differ from the dry run's.
-TOLERANCE = 0.03
+#: What the closed form may differ from the dry run: in a phase, and in the phase that is the peak.
+TOLERANCE, PEAK_TOLERANCE = 0.03, 0.01
 
 #: Where the peak lies differs: in the loss, in the blocks, in the optimizer step.
 SHAPES = {
@@ -97,7 +97,7 @@ def check_fit(found: Fit, shape: GPTShape) -> None:
     for phase, breakdown in counted.items():
         assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase
     peak = max(breakdown.total_bytes for breakdown in counted.values())
-    assert found.estimate.allocated_bytes == pytest.approx(peak, rel=TOLERANCE)
+    assert found.estimate.allocated_bytes == pytest.approx(peak, rel=PEAK_TOLERANCE)
 
 
 #: One of everything, each with the shape that it matters most for.
@@ -159,7 +159,10 @@ def test_every_family_s_whole_grid_is_that_of_the_dry_run(stage: int, precision:
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.usefixtures("libraries_are_frozen")
 def test_optimizer_offload_is_that_of_the_dry_run(stage: int) -> None:
-    check(config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"], "full")
+    """What DeepSpeed needs to send a gradient to the host is gone when the block's activations are at their most."""
+    pytest.importorskip("deepspeed")
+    ds, shape = config(stage, "bf16", offload_optimizer={"device": "cpu"}), SHAPES["many parameters"]
+    check_fit(fit(ds, shape, "full", world_size=1, size=64), shape)
 
 
 @pytest.mark.slow
@@ -225,6 +228,20 @@ def test_a_higher_stage_holds_less_in_the_forward_pass() -> None:
     assert forward == sorted(forward, reverse=True)
 
 
+def test_what_hpz_keeps_from_earlier_micro_steps_is_there_when_a_later_one_begins() -> None:
+    """The whole copy of what has been released, not only of what the blocks before have left."""
+    shape = SHAPES["many parameters"]
+    one, two = (
+        fit(config(3, "bf16", zero_hpz_partition_size=2), shape, "none", accumulation=steps).estimate
+        for steps in (1, 2)
+    )
+    copies = 2 * shape.num_parameters // 2
+    added = two.moments["loss forward"].parameters_bytes - one.moments["loss forward"].parameters_bytes
+    assert 0.2 * copies < added < copies
+    plain = [fit(config(3, "bf16"), shape, "none", accumulation=steps).estimate for steps in (1, 2)]
+    assert plain[0].moments == plain[1].moments
+
+
 def test_offload_moves_bytes_to_the_host() -> None:
     on_gpu = fit(config(2, "bf16"), SHAPE, "full").estimate
     offloaded = fit(config(2, "bf16", offload_optimizer={"device": "cpu"}), SHAPE, "full").estimate
@@ -237,7 +254,11 @@ def test_offload_moves_bytes_to_the_host() -> None:
 def test_checkpoints_on_the_host_are_counted_there() -> None:
     sections = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     on_gpu, on_host = (
-        fit(parse_ds_config({**sections, "activation_checkpointing": {"cpu_checkpointing": on}}, "t"), SHAPE, "full")
+        fit(
+            parse_ds_config({**sections, "activation_checkpointing": {"cpu_checkpointing": on}}, "t"),
+            *(SHAPE, "full"),
+            size=16,
+        )
         for on in (False, True)
     )
     assert on_host.estimate.host_bytes > 0 == on_gpu.estimate.host_bytes

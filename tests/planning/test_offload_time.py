@@ -36,6 +36,7 @@ def test_eight_gpus_copy_no_faster_than_their_hosts_memory(layout_of) -> None:
         "stage": 3,
         "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 0,
         "offload_param": {"device": "cpu"},
     }
     assert seconds(layout_of, zero, HostRates(80e9)) == pytest.approx(2 * 2 * NUM / 8 * 2 / (80e9 / 8))
@@ -59,6 +60,7 @@ def test_parameters_on_the_host_cross_as_often_as_they_are_gathered(layout_of) -
         "stage": 3,
         "stage3_max_reuse_distance": 0,
         "stage3_prefetch_bucket_size": 0,
+        "stage3_param_persistence_threshold": 0,
         "offload_param": {"device": "cpu"},
     }
     # Twice in each of two micro-steps, a rank's share of 16-bit parameters.

@@ -7,6 +7,7 @@ are left out, and `Moment.gradient_parameters` says which gradients exist by the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from llmscale.architecture.attention_kernels import ComputeCapability
@@ -65,12 +66,18 @@ class ActivationMemory:
     """The same from the final norm to the loss."""
     block_backward: tuple[Moment, ...]
     """Everything that one block holds during its backward pass: its input, saved and recomputed tensors, gradients of
-    activations. Only moments that no later one exceeds."""
+    activations, and of parameters until they are handed over. Only moments that no later one exceeds."""
+    block_handovers: tuple[Moment, ...]
+    """The same, in order, whenever a layer's gradients are handed over."""
     head_backward: tuple[Moment, ...]
-    """The same from the loss back to the final norm."""
+    """As `block_backward`, from the loss back to the final norm."""
+    head_handovers: tuple[Moment, ...]
+    """As `block_handovers`. Of a tied table none."""
     embedding_backward: tuple[Moment, ...]
     """The same at the end. The token table's gradients, from the head, from the look-up and but for autocast their sum
     in a third tensor, count as temporaries here."""
+    embedding_handovers: tuple[Moment, ...]
+    """As `block_handovers`, of the embeddings. Of a tied table none."""
     head_gradient_bytes: int
     """The token table's gradient from the output head, which waits for the look-up's until the end; the loss and its
     own gradient."""
@@ -152,6 +159,7 @@ def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: 
     waiting = _waiting(micro_step, last_block_begins, saved_block, input_bytes)
     logits_bytes = segments["head_forward"].net.logits_bytes
     before_head = embeddings.plus(block, layers)
+    block_base = last_block_begins.plus(waiting)
     return ActivationMemory(
         n_layer=layers,
         saved_per_block_bytes=allocated_bytes(1, 1) if offloaded else saved_block.activations_bytes,
@@ -165,9 +173,12 @@ def assemble_activations(micro_step: MicroStep, input_bytes: int, *, offloaded: 
         logits_forward_peak_bytes=_largest(
             tuple(starts["head_forward"].plus(moment).minus(before_head) for moment in segments["head_forward"].moments)
         ),
-        block_backward=_moments_beyond(micro_step, "block_backward", last_block_begins.plus(waiting)),
+        block_backward=_moments_beyond(micro_step, "block_backward", block_base),
+        block_handovers=_beyond(micro_step, "block_backward", segments["block_backward"].handovers, block_base),
         head_backward=_moments_beyond(micro_step, "head_backward", head_begins),
+        head_handovers=_beyond(micro_step, "head_backward", segments["head_backward"].handovers, head_begins),
         embedding_backward=_moments_beyond(micro_step, "embed_backward", Moment()),
+        embedding_handovers=_beyond(micro_step, "embed_backward", segments["embed_backward"].handovers, Moment()),
         head_gradient_bytes=waiting.total_bytes,
         inputs_kept_on_gpu=_INPUTS_KEPT_ON_GPU if offloaded else 0,
         input_bytes=input_bytes,
@@ -190,14 +201,20 @@ def _waiting(micro_step: MicroStep, last_block_begins: Moment, saved_block: Mome
 
 
 def _moments_beyond(micro_step: MicroStep, name: str, base: Moment) -> tuple[Moment, ...]:
-    """A segment's moments without `base`; parameters with gradients counted from the segment's beginning."""
+    """Those of a segment's moments that can be its fullest, without `base`."""
+    moments = (Moment(), *micro_step.segments[name].moments)
+    return moments_that_matter(_beyond(micro_step, name, moments, base))
+
+
+def _beyond(micro_step: MicroStep, name: str, moments: Iterable[Moment], base: Moment) -> tuple[Moment, ...]:
+    """Moments of a segment without `base`; parameters with gradients counted from the segment's beginning."""
     start, found = micro_step.starts[name], []
-    for moment in (Moment(), *micro_step.segments[name].moments):
+    for moment in moments:
         live = start.plus(moment).minus(base)
         found.append(
             Moment(live.activations_bytes, live.temporaries_bytes, live.casts_bytes, moment.gradient_parameters)
         )
-    return moments_that_matter(found)
+    return tuple(found)
 
 
 def _largest(moments: tuple[Moment, ...]) -> int:

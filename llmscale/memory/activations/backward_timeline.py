@@ -27,21 +27,24 @@ def follow_backward(
     The tied table's gradient from the head waits through the whole pass for the one from the look-up, which is added to
     it in place.
     """
-    course = []
+    course: list[BackwardMoment] = []
     done = 0
     table_bytes = tensor_bytes(tensors.table.elements, dtype)
     tally.take_peak()
+    handover = tally.now
     if tensors.tied:
         tally.hold("gradients", table_bytes)
-        course.append(BackwardMoment(done, tally.take_peak()))
-        done = tensors.table.elements
+        course.append(BackwardMoment(done, handover, tally.take_peak()))
+        done, handover = tensors.table.elements, tally.now
     for together in tensors.gradient_order[:-1]:
-        course.append(BackwardMoment(done, tally.take_peak()))
+        course.append(BackwardMoment(done, handover, tally.take_peak()))
         for tensor in together:
             done += tensor.elements
             tally.hold("gradients", tensor_bytes(tensor.elements, dtype))
         for tensor in together:
             hook(tensor)
+        handover = tally.take_peak()
+    course.append(BackwardMoment(done, handover, tally.take_peak()))
     if tensors.tied:
         tally.touch("gradients", table_bytes)
     else:
@@ -49,5 +52,6 @@ def follow_backward(
         done += tensors.table.elements
     hook(tensors.table)
     end()
-    course.append(BackwardMoment(done, tally.take_peak()))
+    handover = tally.take_peak()
+    course.append(BackwardMoment(done, handover, tally.now))
     return tuple(course)

@@ -35,7 +35,8 @@ ENDS_TABLE = "ends"
 #: How many of each formula are alive: `"activation 2*b*t*a*d" -> 3`. A formula is its kind, a coefficient (of bytes; of
 #: elements for a parameter's gradient) and symbols. Kinds: `activation` made by the forward pass, or again by a
 #: recomputation; `logits` the same from the first tensor over the vocabulary on; `temporary` gradients of activations
-#: and work space of kernels; `cast` weights in 16 bit that autocast made; `gradient` of a parameter.
+#: and work space of kernels; `cast` weights in 16 bit that autocast made; `gradient` of a parameter, from when autograd
+#: hands it over (until then it is a temporary).
 Counts = Mapping[str, int]
 
 
@@ -61,6 +62,8 @@ class RecordedSegment:
     """What it takes away once for every block of the model."""
     moments: tuple[Counts, ...]
     """Beyond what was alive when it began, at every moment that can be its fullest."""
+    handovers: tuple[Counts, ...]
+    """The same whenever a layer's gradients are handed over: what DeepSpeed then needs for them comes on top."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class Moment:
     casts_bytes: int = 0
     """Weights in 16 bit that autocast made of fp32 ones."""
     gradient_parameters: int = 0
-    """Parameters whose gradients have appeared since the segment began; their bytes are not in the sums above."""
+    """Parameters whose gradients were handed over since the segment began; their bytes are not in the sums above."""
     logits_bytes: int = 0
     """Of the activations, those of the loss."""
 
@@ -103,6 +106,7 @@ class Segment:
     net: Moment
     per_block: Moment
     moments: tuple[Moment, ...]
+    handovers: tuple[Moment, ...]
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,7 @@ def evaluate_segments(segments: Mapping[str, RecordedSegment], symbols: Mapping[
                 moment(segments[name].net),
                 moment(segments[name].per_block),
                 tuple(moment(counts) for counts in segments[name].moments),
+                tuple(moment(counts) for counts in segments[name].handovers),
             )
             for name in SEGMENTS
         },
@@ -203,8 +208,13 @@ class RecordedTable:
     def _segment(self, index: int) -> RecordedSegment:
         segments = self._stored["segments"]
         assert isinstance(segments, list)
-        net, per_block, *moments = json.loads(segments[index])
-        return RecordedSegment(self._counts(net), self._counts(per_block), tuple(map(self._counts, moments)))
+        net, per_block, moments, handovers = json.loads(segments[index])
+        return RecordedSegment(
+            self._counts(net),
+            self._counts(per_block),
+            tuple(map(self._counts, moments)),
+            tuple(map(self._counts, handovers)),
+        )
 
     def _counts(self, pairs: Sequence[int]) -> dict[str, int]:
         formulas = self._stored["formulas"]

@@ -15,6 +15,7 @@ from typing import Literal, get_args
 from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
 from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.loss_settings import softmax_tokens
 
 #: bf16 and fp16 run the same operators on tensors of the same sizes.
 PrecisionKind = Literal["fp32", "16bit", "autocast"]
@@ -189,6 +190,7 @@ def shape_symbols(shape: GPTShape, micro_batch_size: int, loss_chunk_tokens: int
         "t_to_8": _round_up(t, 8),  # rows of a mask
         # tokens of the loss's chunks but for the last one, and of that; of a single chunk b t
         **({} if tokens <= loss_chunk_tokens else _chunk_symbols(tokens, loss_chunk_tokens)),
+        "softmax": softmax_tokens(min(tokens, loss_chunk_tokens)),  # whose logits exist in fp32
     }
 
 

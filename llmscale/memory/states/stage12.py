@@ -14,7 +14,7 @@ from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.flat_groups import FlatGroup, build_flat_groups
-from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
+from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory, fuller
 from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
 
 
@@ -40,9 +40,7 @@ def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMe
         resident=_resident(tensors, walk.groups, layout),
         forward_course=(forward,) * (tensors.architecture.n_layer + 3),
         # Gradients larger than a bucket, when offloaded, leave the GPU earlier in the last micro-step.
-        backward_course=tuple(
-            max(moments, key=lambda moment: moment.extra.total_bytes) for moments in zip(*courses, strict=True)
-        ),
+        backward_course=tuple(fuller(moments) for moments in zip(*courses, strict=True)),
         step=walk.step(),
         host_bytes=_host(tensors, walk.groups, layout).num_bytes,
     )
@@ -112,6 +110,8 @@ class _Walk:
         self.own: dict[int, int] = {}
         """Bytes of gradients in storages of their own."""
         self.accumulated_bytes = 0
+        self.reduced_before: list[ParameterTensor] = []
+        """Of other ranks, with overlap_comm and without contiguous gradients: they go with the next reduction."""
 
     def begin(self, boundary: bool) -> None:
         """A micro-step begins."""
@@ -169,11 +169,13 @@ class _Walk:
         """reduce_ipg_grads."""
         if not self.bucket:
             return
-        if self.contiguous:
+        if not self.contiguous:
+            self._allreduce_gradients()
+        elif self.layout.reduce_scatter:
             self._make_compact()
-        if self.layout.reduce_scatter or not self.contiguous:
             self._average()
         else:
+            self._make_compact()
             self._allreduce_whole()
         for tensor in self.bucket:
             self._release(tensor)
@@ -186,6 +188,19 @@ class _Walk:
         self.tally.hold("buckets", cast)
         self._add_to_compact([piece for tensor in self.bucket for piece in self._pieces(tensor)])
         self.tally.drop("buckets", cast)
+
+    def _allreduce_gradients(self) -> None:
+        """buffered_reduce_fallback and _buffered_reduce_fallback_preserving_fp32: of gradients that lie where autograd
+        has put them, whole, and in a flat tensor together."""
+        self._release_reduced_before()
+        pieces = [piece for tensor in self.bucket for piece in self._pieces(tensor)]
+        self._allreduce_copy(self.bucket_elements, pieces, is_single=len(self.bucket) == 1)
+
+    def _release_reduced_before(self) -> None:
+        """_clear_previous_reduced_grads."""
+        for tensor in self.reduced_before:
+            self.tally.drop("gradients", self.own.pop(tensor.index, 0))
+        self.reduced_before = []
 
     def _pieces(self, tensor: ParameterTensor) -> list[tuple[int, int, bool]]:
         """(owner, elements, whether they are added to rank 0's fp32 sums)."""
@@ -201,11 +216,11 @@ class _Walk:
         slices: list[tuple[int, int, bool]] = []
         for tensor in self.bucket:
             for rank, length, is_summed in self._pieces(tensor):
-                if slices and self.contiguous and not is_summed and slices[-1][0] == rank and not slices[-1][2]:
+                if slices and not is_summed and slices[-1][0] == rank and not slices[-1][2]:
                     slices[-1] = (rank, slices[-1][1] + length, False)
                 else:
                     slices.append((rank, length, is_summed))
-        if self.layout.use_multi_rank_bucket_allreduce or not self.contiguous:
+        if self.layout.use_multi_rank_bucket_allreduce:
             self._allreduce(slices)
             return
         for owner in sorted({rank for rank, _, _ in slices}):
@@ -220,16 +235,21 @@ class _Walk:
             elements += piece[1]
             if elements <= self.layout.reduce_bucket_size and position < len(slices) - 1:
                 continue
-            flat = tensor_bytes(elements, self.reduced_dtype) if len(chunk) > 1 else 0
-            other = self.communication_dtype != self.reduced_dtype
-            cast = tensor_bytes(elements, self.communication_dtype) if other else 0
-            self.tally.hold("buckets", flat + cast)
-            if other:
-                self.tally.drop("buckets", flat)
-            self._make_compact()
-            self._add_to_compact(chunk)
-            self.tally.drop("buckets", cast if other else flat)
+            self._allreduce_copy(elements, chunk, is_single=len(chunk) == 1)
             chunk, elements = [], 0
+
+    def _allreduce_copy(self, elements: int, slices: list[tuple[int, int, bool]], *, is_single: bool) -> None:
+        """allreduce_bucket: of tensors together in a flat one, and in one of the type of the communication; then what
+        of it is added to the sums."""
+        flat = 0 if is_single else tensor_bytes(elements, self.reduced_dtype)
+        other = self.communication_dtype != self.reduced_dtype
+        cast = tensor_bytes(elements, self.communication_dtype) if other else 0
+        self.tally.hold("buckets", flat + cast)
+        if other:
+            self.tally.drop("buckets", flat)
+        self._make_compact()
+        self._add_to_compact(slices)
+        self.tally.drop("buckets", cast if other else flat)
 
     def _make_compact(self) -> None:
         """_build_compact_grad_partition_buffer: at the first gradient of a group of which this rank owns a part."""
@@ -258,6 +278,9 @@ class _Walk:
             elif not self.as_attribute:
                 return
         elif is_local or self.layout.zero_stage == 1:
+            return
+        elif self.layout.overlap_comm and not self.contiguous:
+            self.reduced_before.append(tensor)
             return
         self.tally.drop("gradients", self.own.pop(tensor.index, 0))
 
@@ -288,6 +311,7 @@ class _Walk:
                     for tensor in members:
                         self._reduce(tensor)
         self._flush()
+        self._release_reduced_before()
         if not self.compact and not self.offload:
             self._keep_for_the_step()
         if not self.as_attribute or not self._has_views():

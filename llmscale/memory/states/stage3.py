@@ -16,6 +16,7 @@ from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.muon import orthogonalising_bytes
 from llmscale.memory.states.stage3_parameters import (
+    Gathers,
     Stage3Parameters,
     persistent_parameters,
     second_copies,
@@ -40,12 +41,12 @@ _SMALLEST_SWAP_BYTES = 2**20
 
 def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> StateMemory:
     """`recomputes`: blocks run forward again in the backward pass, and so are gathered again."""
-    forward, backward = _follow(tensors, _as_the_gpu_sees_it(layout), recomputes)
+    followed = _follow(tensors, _as_the_gpu_sees_it(layout), recomputes)
     sub_groups = _build_sub_groups(tensors, layout)
     return StateMemory(
         resident=_resident(tensors, sub_groups, layout),
-        forward_course=forward,
-        backward_course=backward,
+        forward_course=followed.forward,
+        backward_course=followed.backward,
         step=_step(tensors, sub_groups, layout),
         host_bytes=_host_bytes(sub_groups, layout),
         nvme_bytes=_nvme_bytes(sub_groups, layout),
@@ -59,13 +60,29 @@ def _as_the_gpu_sees_it(layout: EngineLayout) -> EngineLayout:
     return replace(layout, offload_optimizer=optimizer, offload_param=parameters)
 
 
-@lru_cache(maxsize=16)
-def _follow(
-    tensors: ParameterTensors, layout: EngineLayout, recomputes: bool
-) -> tuple[tuple[Breakdown, ...], tuple[BackwardMoment, ...]]:
-    """The courses of the forward and of the backward pass, which the rows of one table share."""
+def count_gathers(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> tuple[Gathers, Gathers]:
+    """Of a micro-step's forward and backward pass. What stays gathered between steps is not among them."""
+    followed = _follow(tensors, _as_the_gpu_sees_it(layout), recomputes)
+    return followed.forward_gathers, followed.backward_gathers
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """A micro-step."""
+
+    forward: tuple[Breakdown, ...]
+    backward: tuple[BackwardMoment, ...]
+    forward_gathers: Gathers
+    backward_gathers: Gathers
+
+
+@lru_cache(maxsize=32)
+def _follow(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> _Followed:
+    """The rows of one table share it."""
     walk = _Walk(tensors, layout, recomputes)
-    return walk.forward(), walk.backward()
+    forward = walk.forward()
+    gathers = walk.parameters.gathers
+    return _Followed(forward, walk.backward(), gathers, walk.parameters.gathers.plus(gathers, -1))
 
 
 @lru_cache(maxsize=4)
@@ -255,6 +272,8 @@ class _Walk:
         """What those take in the type of the communication, where it is another; the bucket has it anyway."""
         self.done = 0
         """Parameters that have gradients."""
+        self.handover = self.tally.now
+        """Most that was live while the last gradients were handed over."""
 
     def forward(self) -> tuple[Breakdown, ...]:
         self.parameters.begin()
@@ -270,7 +289,7 @@ class _Walk:
         self._follow(passed.begin, course)
         place, totals, state = 0, None, None
         while place < len(passed.blocks):
-            begin, done = len(course), self.done
+            begin, done, gathers = len(course), self.done, self.parameters.gathers
             self._follow(passed.blocks[place], course)
             place += 1
             (before, totals), (last, state) = (totals, self._totals()), (state, None)
@@ -282,16 +301,20 @@ class _Walk:
                 for number in range(1, count + 1):
                     course += [replace(m, parameters_done=m.parameters_done + number * elements) for m in one]
                 self.parameters.skip(passed, place, count)
+                of_block = self.parameters.gathers.plus(gathers, -1)
+                self.parameters.gathers = self.parameters.gathers.plus(of_block, count)
                 self.done += count * elements
                 place += count
         self._follow(passed.end, course)
-        course.append(BackwardMoment(self.done, self.tally.take_peak()))
+        course.append(BackwardMoment(self.done, self.handover, self.tally.take_peak()))
+        self.handover = self.tally.now
         return course
 
     def _totals(self) -> Hashable:
         """With `Stage3Parameters.state`, all that decides what is alive from here on; quickly compared."""
         bucket = tuple(tensor.elements for tensor in self.bucket)
-        return self.parameters.available, self.parameters.ahead, self.tally.state, bucket, self.own_bytes
+        alive = self.tally.state, self.handover.total_bytes, self.own_bytes
+        return self.parameters.available, self.parameters.ahead, alive, bucket
 
     def _follow(self, events: Iterable[Event], course: list[BackwardMoment]) -> None:
         for action, module in events:
@@ -302,9 +325,10 @@ class _Walk:
             elif action == "reduced":
                 self._flush()
             else:
-                course.append(BackwardMoment(self.done, self.tally.take_peak()))
+                course.append(BackwardMoment(self.done, self.handover, self.tally.take_peak()))
                 if action == "gradients":
                     self.done += self._gradients(self.trace.parameters[module], is_first=not self.done)
+                self.handover = self.tally.take_peak()
 
     def _gradients(self, together: tuple[ParameterTensor, ...], is_first: bool) -> int:
         """Those of one layer appear; parameters that are done by them. The tied table's from the head only waits, and

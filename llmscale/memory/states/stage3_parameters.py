@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import NamedTuple
 
 from llmscale.architecture.parameter_list import ParameterTensor
 from llmscale.memory.category_peak import Tally
@@ -27,6 +28,18 @@ class _Gather:
     done: bool = False
 
 
+class Gathers(NamedTuple):
+    """All-gathers of parameters."""
+
+    calls: int = 0
+    elements: int = 0
+    """Of whole tensors, padded so that every rank has as many."""
+
+    def plus(self, other: Gathers, times: int = 1) -> Gathers:
+        """The sum with `times` the other."""
+        return Gathers(self.calls + times * other.calls, self.elements + times * other.elements)
+
+
 class Stage3Parameters:
     """Fetches and releases; what is gathered is held in `tally`, parameters that always stay excepted."""
 
@@ -40,6 +53,8 @@ class Stage3Parameters:
         """Gathered parameters and the bytes of a storage of their own."""
         self._flying: dict[int, _Gather] = {}
         self._users: dict[int, set[int]] = {}
+        self.gathers = Gathers()
+        """So far."""
         self._uncopied = second_copies(used, layout)
         """Parameters that have no second copy yet, and its bytes."""
         if layout.gradient_accumulation_steps > 1:
@@ -127,6 +142,7 @@ class Stage3Parameters:
             return
         shards = [shard_elements(tensor, ranks) for tensor in tensors]
         staged = sum(tensor_bytes(shard, dtype) for shard in shards) if from_host else 0
+        self.gathers = self.gathers.plus(Gathers(1, sum(shards) * ranks))
         flat = tensor_bytes(sum(shards) * ranks, dtype)
         self._tally.hold("parameters", flat)
         self._tally.touch("temporaries", staged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,8 +17,22 @@ class BackwardMoment:
 
     parameters_done: int
     """Parameters whose gradients exist when it begins; the tied table counts as soon as the head has its gradient."""
-    extra: Breakdown
-    """Most that is live beyond the resident memory until the next gradient appears."""
+    handover: Breakdown
+    """Most that is live beyond the resident memory while DeepSpeed is handed the gradients that it begins with."""
+    rest: Breakdown
+    """The same from then on until the next gradient appears."""
+
+    @property
+    def extra(self) -> Breakdown:
+        """The same in all of it."""
+        return max(self.handover, self.rest, key=lambda extra: extra.total_bytes)
+
+
+def fuller(moments: Sequence[BackwardMoment]) -> BackwardMoment:
+    """The same stretch of several micro-steps, each part where most is live."""
+    handover = max((moment.handover for moment in moments), key=lambda extra: extra.total_bytes)
+    rest = max((moment.rest for moment in moments), key=lambda extra: extra.total_bytes)
+    return BackwardMoment(moments[0].parameters_done, handover, rest)
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,11 @@ class StateMemory:
     def backward_bytes(self) -> list[int]:
         """What each of those moments adds."""
         return [moment.extra.total_bytes for moment in self.backward_course]
+
+    @cached_property
+    def backward_rest_bytes(self) -> list[int]:
+        """What each of them adds once its gradients were handed over."""
+        return [moment.rest.total_bytes for moment in self.backward_course]
 
 
 @dataclass

@@ -101,7 +101,7 @@ def one_rank() -> Iterator[None]:
 
 def trace(case: Case) -> tuple[int, int, int]:
     """Bytes saved at the end of the forward pass, and the peaks of the forward and of the backward pass, without
-    parameters and their gradients; of the token table's gradients, which are summed, all are counted."""
+    parameters and the gradients that they have; of the token table's, which are summed, all are counted."""
     checkpoint = build_block_checkpoint(case.mode, {})
     kernels = cuda_kernels(case.capability)
     with FakeTensorMode(), kernels, MemoryTracker(workspace=kernel_workspace, keep_events=True) as tracker:
@@ -111,10 +111,11 @@ def trace(case: Case) -> tuple[int, int, int]:
                 parameter.data = parameter.data.to(DTYPES[case.precision])
         gc.collect()
         parameters_bytes = tracker.live.total_bytes
+        handed_over: dict[int, int] = {}
         for parameter in model.parameters():
             if parameter is not model.wte.weight or not case.shape.tied:
                 parameter.register_post_accumulate_grad_hook(
-                    lambda parameter: tracker.assign([parameter.grad], Category.GRADIENTS)
+                    lambda parameter: handed_over.update({tracker.number_of(parameter.grad): len(tracker.events)})
                 )
         with linear_layers_of(case.zero_stage), tracker.phase("forward", Category.ACTIVATIONS):
             tokens = torch.zeros(case.micro_batch_size, case.shape.seq_len + 1, dtype=torch.long)
@@ -123,7 +124,7 @@ def trace(case: Case) -> tuple[int, int, int]:
             saved = tracker.live.total_bytes - parameters_bytes
         with linear_layers_of(case.zero_stage), tracker.phase("backward", Category.TEMPORARIES):
             loss.backward()
-        peaks = peaks_without_states(tracker)
+        peaks = peaks_without_states(tracker, handed_over)
         del loss, model, parameter
     gc.collect()
     return saved, peaks["forward"], peaks["backward"]
@@ -138,12 +139,17 @@ def linear_layers_of(zero_stage: int) -> AbstractContextManager:
     return mock.patch.object(F, "linear", zero3_linear_wrap)
 
 
-def peaks_without_states(tracker: MemoryTracker) -> dict[str, int]:
-    """By phase. A gradient is left out from its first moment, not only once its parameter has it."""
+def peaks_without_states(tracker: MemoryTracker, handed_over: dict[int, int]) -> dict[str, int]:
+    """By phase. A gradient counts until its parameter has it: `handed_over` says behind how many events."""
+    num_bytes = {event.storage: event.num_bytes for event in tracker.events if event.num_bytes > 0}
+    given: dict[int, int] = {}
+    for storage, position in handed_over.items():
+        given[position] = given.get(position, 0) + num_bytes[storage]
     peaks: dict[str, int] = {}
     total = 0
-    for event in tracker.events:
-        if tracker.category_of[event.storage] not in (Category.PARAMETERS, Category.GRADIENTS):
+    for position, event in enumerate(tracker.events):
+        total -= given.get(position, 0)
+        if tracker.category_of[event.storage] is not Category.PARAMETERS:
             total += event.num_bytes
             peaks[event.phase] = max(peaks.get(event.phase, 0), total)
     return peaks
@@ -307,12 +313,16 @@ def test_cpu_checkpointing_leaves_two_inputs_on_the_gpu(n_layer: int) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_block_ends_with_all_its_gradients(mode: CheckpointingMode, precision: Precision) -> None:
+def test_a_block_hands_over_all_its_gradients(mode: CheckpointingMode, precision: Precision) -> None:
     case = Case(LONG, 2, precision, mode)
-    moments = case.estimate().block_backward
-    assert moments[-1].gradient_parameters == case.shape.block_parameters
-    done = [moment.gradient_parameters for moment in moments]
-    assert done == sorted(done)
+    estimate = case.estimate()
+    moments = estimate.block_backward
+    assert estimate.block_handovers[-1].gradient_parameters == case.shape.block_parameters
+    for found in (moments, estimate.block_handovers):
+        done = [moment.gradient_parameters for moment in found]
+        assert done == sorted(done)
+    # One handover of each layer's gradients: four matrices and two norms.
+    assert len(set(done)) == len(done) == 6
     sizes = [moment.total_bytes for moment in moments]
     assert sizes == sorted(sizes, reverse=True)
 

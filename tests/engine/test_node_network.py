@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from llmscale.engine.network_interface import VARIABLES
+from llmscale.engine.node_network import find_node_network
+
+
+@pytest.fixture
+def sys_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As the kernel has it on a host with four adapters, one of them not plugged in, and an interface of 25 Gbit/s."""
+    for variable in (*VARIABLES, "NCCL_IB_DISABLE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    for name, state in (
+        ("mlx5_0", "4: ACTIVE"),
+        ("mlx5_1", "4: ACTIVE"),
+        ("mlx5_2", "4: ACTIVE"),
+        ("mlx5_3", "1: DOWN"),
+    ):
+        port = tmp_path / "infiniband" / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    (tmp_path / "net" / "eth0").mkdir(parents=True)
+    (tmp_path / "net" / "eth0" / "speed").write_text("25000\n")
+    return tmp_path
+
+
+def test_adapters_that_are_up_add_up(sys_class: Path) -> None:
+    network = find_node_network(sys_class)
+    assert network is not None
+    assert network.bytes_per_s_per_node(8) == pytest.approx(3 * 25e9)
+    assert network.description == "600 Gbit/s per node"
+
+
+def test_without_them_it_is_the_interface_of_the_sockets(sys_class: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    network = find_node_network(sys_class)
+    assert network is not None
+    assert network.bytes_per_s_per_node(8) == pytest.approx(25e9 / 8)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "^docker,lo")
+    assert find_node_network(sys_class) == network, "a pattern names no interface"
+
+
+@pytest.mark.parametrize("speed", ["-1", "", "unknown!"])
+def test_what_the_kernel_does_not_know_is_not_guessed(
+    sys_class: Path, monkeypatch: pytest.MonkeyPatch, speed: str
+) -> None:
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    (sys_class / "net" / "eth0" / "speed").write_text(speed)
+    assert find_node_network(sys_class) is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "../../etc")
+    assert find_node_network(sys_class) is None
+    assert find_node_network(sys_class / "nowhere") is None
