@@ -466,7 +466,7 @@ PUBLISHED = [
         r"--init-from hf:hub/none is no file or folder here, not in the Hugging Face cache.*HF_HUB_OFFLINE",
     ),
     ("train --init-from hf:", r"--init-from hf:: must not be empty"),
-    ("train --init-from hf:LONG", r"--init-from hf:x+.*: must not hold names of more than 255 bytes"),
+    ("train --init-from hf:LONG", r"init_from = 'hf:x+': must not hold names of more than 255 bytes"),
     ("train --init-from hf:./none", r"--init-from hf:./none does not exist. Give a config.json, its folder, or a name"),
     ("train --init-from hf:empty", r"--init-from hf:empty is not JSON"),
     ("HF_HUB_OFFLINE=1 train --init-from hf:fifo", r"--init-from hf:fifo is no file or folder"),
