@@ -172,7 +172,8 @@ def tokenise(
     chosen = _choose(tokenizer, encoder, first, progress)
     num_text_bytes = num_tokens = 0
     all_batches: Iterator[Batch] = itertools.chain([first], batches)
-    with closing(work_in_order(all_batches, BatchTokeniser(tokenizer, chosen, dtype), num_workers)) as tokenised:
+    work = BatchTokeniser(tokenizer, chosen, dtype)
+    with closing(work_in_order(all_batches, work, num_workers, weigh=lambda batch: batch.weight)) as tokenised:
         for batch in tokenised:
             distributor.add(batch)
             num_text_bytes += sum(batch.num_text_bytes)
