@@ -20,8 +20,7 @@ def check_text(text: str) -> str:
     """A name that is not blank. Raises ValueError: the end of a sentence that begins with what it is."""
     if not text.strip():
         raise ValueError("must not be empty")
-    # Bytes of another encoding come as lone surrogates; as names of files they are legal. JSON and YAML may hold
-    # others.
+    # Bytes of another encoding come as lone surrogates; as names of files they are legal. JSON and YAML hold others.
     try:
         encoded = text.encode(errors="surrogateescape")
     except UnicodeEncodeError:

@@ -35,6 +35,13 @@ class Batch:
     rejected: list[Rejected] = field(default_factory=list)
     mark: Mark = Mark()
     """Behind the last of them."""
+    size: int = 0
+    """Characters, tokens, and bytes of what was rejected."""
+
+    @property
+    def weight(self) -> int:
+        """For how many usual batches it counts: one that is a document of many MB, for many."""
+        return max(1, self.size // BATCH_CHARACTERS)
 
 
 def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Iterator[Batch]:
@@ -59,7 +66,9 @@ def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Iterator[Bat
             num_empty += 1
         if size >= BATCH_CHARACTERS or num_records == _MOST_RECORDS:
             batch.mark = Mark(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped)
+            batch.size = size
             yield batch
             batch, size, num_records = Batch(), 0, 0
     batch.mark = Mark(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped, is_end=True)
+    batch.size = size
     yield batch

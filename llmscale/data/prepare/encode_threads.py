@@ -18,13 +18,17 @@ _R = TypeVar("_R")
 READ_AHEAD = 3
 
 
-def work_in_order(batches: Iterable[_T], work: Callable[[_T], _R], num_workers: int) -> Generator[_R, None, None]:
+def work_in_order(
+    batches: Iterable[_T], work: Callable[[_T], _R], num_workers: int, *, weigh: Callable[[_T], int] = lambda _: 1
+) -> Generator[_R, None, None]:
     """work(batch) for every batch, in the order given: the same for any number of workers.
 
+    `weigh` says for how many usual ones a batch counts in memory: while a very large one is under way, few others are.
     `batches` is consumed by a thread of its own. What it or `work` raises is raised here, in its place.
     """
-    places = threading.Semaphore((num_workers + 1) * READ_AHEAD)
-    results: queue.Queue[Future[_R] | None] = queue.Queue()
+    num_places = (num_workers + 1) * READ_AHEAD
+    places = threading.Semaphore(num_places)
+    results: queue.Queue[tuple[Future[_R], int] | None] = queue.Queue()
     is_over = threading.Event()
     pool = ThreadPoolExecutor(num_workers, thread_name_prefix="encode")
 
@@ -32,22 +36,27 @@ def work_in_order(batches: Iterable[_T], work: Callable[[_T], _R], num_workers: 
         failed: Future[_R] = Future()
         try:
             for batch in batches:
-                places.acquire()
+                weight = min(weigh(batch), num_places)
+                for _ in range(weight):
+                    places.acquire()
                 if is_over.is_set():
                     return
-                results.put(pool.submit(work, batch))
+                results.put((pool.submit(work, batch), weight))
             results.put(None)
         except BaseException as error:
             failed.set_exception(error)
-            results.put(failed)
+            results.put((failed, 0))
 
     reader = threading.Thread(target=read, name="read", daemon=True)
     reader.start()
     try:
-        while (result := results.get()) is not None:
+        while (entry := results.get()) is not None:
+            result, weight = entry
+            del entry
             yield result.result()
-            places.release()
+            del result
+            places.release(weight)
     finally:
         is_over.set()
-        places.release()
+        places.release(num_places)
         pool.shutdown(wait=False, cancel_futures=True)

@@ -171,8 +171,8 @@ def tokenise(
         return
     num_text_bytes = num_tokens = 0
     all_batches: Iterator[Batch] = itertools.chain([first], batches)
-    tokeniser = BatchTokeniser(tokenizer, _choose(tokenizer, encoder, first, progress), dtype)
-    with closing(work_in_order(all_batches, tokeniser, num_workers)) as tokenised:
+    work = BatchTokeniser(tokenizer, _choose(tokenizer, encoder, first, progress), dtype)
+    with closing(work_in_order(all_batches, work, num_workers, weigh=lambda batch: batch.weight)) as tokenised:
         for batch in tokenised:
             distributor.add(batch)
             num_text_bytes += sum(batch.num_text_bytes)
