@@ -130,7 +130,8 @@ def _pass_all(
         return batch, texts, look(texts)
 
     mark = Mark()
-    with closing(work_in_order(gather(source, None, mark), work, num_workers)) as looked_at:
+    batches = gather(source, None, mark)
+    with closing(work_in_order(batches, work, num_workers, weigh=lambda batch: batch.weight)) as looked_at:
         for batch, texts, looked in looked_at:
             is_first = mark == Mark()
             comparison.begin_batch(looked.exact_keys, looked.sketches)

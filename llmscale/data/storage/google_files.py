@@ -43,7 +43,7 @@ class GoogleFiles(AbstractFileSystem):
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
         pages = self._client.list_blobs(bucket, prefix=prefix, delimiter="/", retry=None)
-        blobs: list[Any] = self._ask(list, pages)
+        blobs: list[Any] = self._ask(lambda: list(pages))
         infos = [_describe(blob, bucket) for blob in blobs if blob.name != prefix]
         infos += [{"name": f"{bucket}/{name.rstrip('/')}", "size": 0, "type": "directory"} for name in pages.prefixes]
         return infos if detail else [info["name"] for info in infos]
@@ -52,7 +52,7 @@ class GoogleFiles(AbstractFileSystem):
         """Everything below in one listing."""
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
-        blobs: list[Any] = self._ask(list, self._client.list_blobs(bucket, prefix=prefix, retry=None))
+        blobs: list[Any] = self._ask(lambda: list(self._client.list_blobs(bucket, prefix=prefix, retry=None)))
         found = {f"{bucket}/{blob.name}": _describe(blob, bucket) for blob in blobs if not blob.name.endswith("/")}
         return found if options.get("detail") else sorted(found)
 
@@ -70,13 +70,13 @@ class GoogleFiles(AbstractFileSystem):
         bucket, _, name = self._strip_protocol(path).partition("/")
         self._ask(partial(self._client.bucket(bucket).blob(name).delete, retry=None))
 
-    def _ask(self, action: Callable[..., _T], *arguments: object) -> _T:
+    def _ask(self, action: Callable[[], _T]) -> _T:
         """The client's own retries are off: whoever asks tries again, and says so. Raises FileNotFoundError for what is
         not there, else whatever the client raises."""
         from google.cloud.exceptions import NotFound
 
         try:
-            return action(*arguments)
+            return action()
         except NotFound as error:
             raise FileNotFoundError(str(error)) from error
 
