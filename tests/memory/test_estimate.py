@@ -218,7 +218,8 @@ def test_what_hpz_keeps_from_earlier_micro_steps_is_there_when_a_later_one_begin
     """The whole copy of what has been released, not only of what the blocks before have left."""
     shape = SHAPES["many parameters"]
     one, two = (
-        fit(config(3, "bf16", zero_hpz_partition_size=2), shape, "none", accumulation=steps).estimate for steps in (1, 2)
+        fit(config(3, "bf16", zero_hpz_partition_size=2), shape, "none", accumulation=steps).estimate
+        for steps in (1, 2)
     )
     copies = 2 * shape.num_parameters // 2
     added = two.moments["loss forward"].parameters_bytes - one.moments["loss forward"].parameters_bytes
