@@ -54,9 +54,14 @@ class _Course:
         place = bisect_left(self._done, done)
         return place if place < len(self._done) and self._done[place] == done else max(0, place - 1)
 
-    def place_in_block(self, blocks_done: int, gradient_parameters: int) -> int:
-        """The same after the head, the final norm, so many blocks and so many parameters of the next one."""
-        return self.place(self.head_gradients + blocks_done * self._block_parameters + gradient_parameters)
+    def place_of_handover(self, done: int) -> int:
+        """The stretch that begins with the gradients that have just been handed over: of a layer's, autocast hands
+        over the weight's before the bias's."""
+        return min(bisect_left(self._done, done), self.last_place)
+
+    def before_block(self, blocks_done: int) -> int:
+        """Parameters that have gradients after the head, the final norm and so many blocks."""
+        return self.head_gradients + blocks_done * self._block_parameters
 
     def fullest(self, before: int, last: int) -> int:
         """The stretch with most behind `before` up to `last`, handovers left out."""
@@ -116,7 +121,7 @@ def _loss_backward(course: _Course, activations: ActivationMemory) -> Breakdown:
         place = course.place(course.table_gradients + moment.gradient_parameters) if moment.gradient_parameters else 0
         found.append(_in_head(course.rest(place), moment, activations))
     for moment in activations.head_handovers:
-        place = course.place(course.table_gradients + moment.gradient_parameters)
+        place = course.place_of_handover(course.table_gradients + moment.gradient_parameters)
         found.append(_in_head(course.extra(place), moment, activations))
     return before + max(found, key=lambda extra: extra.total_bytes)
 
@@ -138,18 +143,18 @@ def _blocks_backward(model: Architecture, course: _Course, activations: Activati
     meets what is alive when they are handed over. Between two other moments that matter no more is held than at the
     later one, so that one stands for the states of all that lies between."""
     best_bytes, best = -1, _InBlock(Breakdown(), 0, activations.block_backward[0])
-    before_place = course.place_in_block(0, 0) - 1
+    before_place = course.place(course.head_gradients) - 1
     for block in reversed(range(model.n_layer)):
-        before, done = activations.before_block_bytes(block), model.n_layer - 1 - block
+        before, done = activations.before_block_bytes(block), course.before_block(model.n_layer - 1 - block)
         for moment in activations.block_backward:
-            last_place = course.place_in_block(done, moment.gradient_parameters)
+            last_place = course.place(done + moment.gradient_parameters)
             place = course.fullest(before_place, last_place)
             before_place = last_place
             total = course.rest_bytes(place) + before + moment.total_bytes
             if total > best_bytes:
                 best_bytes, best = total, _InBlock(course.rest(place), block, moment)
         for moment in activations.block_handovers:
-            place = course.place_in_block(done, moment.gradient_parameters)
+            place = course.place_of_handover(done + moment.gradient_parameters)
             total = course.extra_bytes(place) + before + moment.total_bytes
             if total > best_bytes:
                 best_bytes, best = total, _InBlock(course.extra(place), block, moment)
@@ -176,14 +181,16 @@ def _end_of_backward(model: Architecture, course: _Course, activations: Activati
     closed forms, the one from the look-up in the activations' until it is complete."""
     found = [course.extra(course.last_place) + Breakdown(activations_bytes=activations.saved_embedding_bytes)]
     # With both gradients of the table it is as above.
-    left = model.num_parameters - course.head_gradients - model.n_layer * model.block_parameters
-    moments = [(m, course.rest) for m in activations.embedding_backward if m.gradient_parameters < left]
-    moments += [(m, course.extra) for m in activations.embedding_handovers]
-    for moment, states_at in moments:
-        place = course.place_in_block(model.n_layer, moment.gradient_parameters)
-        if place == course.last_place:
-            continue
-        states = states_at(place)
+    before = course.before_block(model.n_layer)
+    moments = [
+        (moment, course.rest(course.place(before + moment.gradient_parameters)))
+        for moment in activations.embedding_backward
+        if before + moment.gradient_parameters < model.num_parameters
+    ]
+    for moment in activations.embedding_handovers:
+        place = course.place_of_handover(before + moment.gradient_parameters)
+        moments += [(moment, course.extra(place))] if place != course.last_place else []
+    for moment, states in moments:
         table = min(activations.head_gradient_bytes, states.gradients_bytes, moment.temporaries_bytes)
         found.append(
             states

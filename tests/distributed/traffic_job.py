@@ -1,5 +1,5 @@
 """train.py that counts its collectives and what they carry: bytes of whole tensors in the step after the first two, as
-one line of JSON per rank. Small tensors, such as norms and agreements, are left out."""
+one line of JSON per rank. The bytes of small tensors, such as norms and agreements, are left out."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def count(name: str, place: int, keyword: str) -> None:
     def counted(*args: object, **kwargs: object) -> object:
         whole = args[place] if len(args) > place else kwargs[keyword]
         assert isinstance(whole, Tensor)
+        calls[name] += 1
         if whole.numel() > SMALLEST:
             carried[name] += whole.nbytes
-            calls[name] += 1
         return collective(*args, **kwargs)
 
     setattr(dist, name, counted)
