@@ -38,6 +38,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        allow_inf_nan=False,
         validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
