@@ -179,8 +179,9 @@ def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale them in place so that their global norm is at most `max_norm`, as ZeRO does; 0: leave them. Returns the norm
-    before that, a scalar. Every rank has the same gradients, so none asks the others.
+    """Scale them in place so that their global norm is at most `max_norm`, as ZeRO does; 0: leave them.
+
+    Returns the norm before that, a scalar. Every rank has the same gradients, so none asks the others.
 
     torch's fp32 norm of a whole tensor is off by up to 7e-5 on a CPU, whose sum has few accumulators. Row by row, with
     the rows' norms summed in fp64, it takes no longer and is within 1e-7, as are the norms of stages 1 to 3.

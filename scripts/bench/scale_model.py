@@ -154,7 +154,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     points = [point for name in NETWORKS for gpus in GPUS for point in estimate(args, get_interconnect(name), gpus)]
     if not points:
-        sys.exit(f"{args.model} fits at no stage on up to {GPUS[-1]:,} GPUs of {args.gpu}. Name a larger one with --gpu.")
+        sys.exit(
+            f"{args.model} fits at no stage on up to {GPUS[-1]:,} GPUs of {args.gpu}. Name a larger one with --gpu."
+        )
     print_table(points, args)
     settings = {name: getattr(args, name) for name in ("model", "gpu", "sequences_per_gpu")}
     save_result(args.json, {"settings": settings, "points": [asdict(point) for point in points]})
