@@ -183,3 +183,31 @@ def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_
     assert all(point["beyond"] for point in points if point["gpus"] > 512)
     assert files[1].read_bytes().startswith(b"\x89PNG")
     assert "4,096" in answer.stdout and "Nothing is measured" in answer.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("scale_model", ["--model", "gpt2-125m"], "Did you mean 'gpt3-125m'?"),
+        ("scale_model", ["--gpu", "nosuch"], "GPU 'nosuch' is not in the table"),
+        ("scale_model", ["--sequences-per-gpu", "99999999999999999999"], "and at most"),
+        ("scale_model", ["--plot", "picture.nosuch"], "must be .png, .svg, .pdf, not 'picture.nosuch'"),
+        ("scale_model", ["--model", "llama3-70b", "--gpu", "t4"], "llama3-70b fits at no stage on up to 4,096 GPUs"),
+        ("muon", ["--share", "nan"], "and at most 1, not 'nan'"),
+        ("muon", ["--batch-tokens", "1000"], "must be a multiple of the windows' 256 tokens, not '1000'"),
+        ("modern_blocks", ["--learning-rates", "1e-3", "inf"], "not 'inf'"),
+        ("compile", ["--modes", "all"], "invalid choice: 'all'"),
+        ("ladder", ["--json", "no/such/folder.json"], "the folder no/such does not exist"),
+        ("gpu", ["--minutes", "nan"], "must be above 0"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(
+    name: str, arguments: list[str], said: str, tmp_path: Path
+) -> None:
+    result = tmp_path / "result.json"
+    given = arguments if name == "gpu" or "--json" in arguments else [*arguments, "--json", str(result)]
+    answer = run_script(name, *given, timeout_s=60)
+    assert answer.returncode in (1, 2)
+    assert said in " ".join(answer.stderr.split())
+    assert "Traceback" not in answer.stderr
+    assert not result.exists()

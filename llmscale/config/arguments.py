@@ -93,7 +93,7 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(key, RunConfig.model_fields)
             raise ConfigError(f"unknown key '{key}'.{hint} `train.py --help` lists all keys.") from None
-        raise ConfigError(f"{key} = {first['input']!r}: {_problem(first)}.") from None
+        raise ConfigError(f"{key} = {first['input']!r}: {_problem(first)}") from None
     for key, twin in EXCLUSIVE_KEYS:
         if getattr(config, key) is not None and getattr(config, twin) is not None:
             raise ConfigError(f"{key} and {twin} say the same thing in other units. Give one of them.")
@@ -107,13 +107,13 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
 
 
 def _problem(detail: ErrorDetails) -> str:
-    """What pydantic says, and the suggestion where only some words are legal."""
+    """What pydantic says as a sentence, and the suggestion where only some words are legal."""
     if detail["type"] == "value_error":
-        return str(detail["ctx"]["error"])
-    hint = ""
-    if detail["type"] == "literal_error" and isinstance(detail["input"], str):
-        hint = did_you_mean(detail["input"], re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-    return f"{detail['msg'].lower()}{f'.{hint}' if hint else ''}".rstrip("?") + ("?" if hint else "")
+        return f"{detail['ctx']['error']}."
+    value, hint = detail["input"], ""
+    if detail["type"] == "literal_error" and isinstance(value, str):
+        hint = did_you_mean(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return f"{detail['msg'].lower()}.{hint}"
 
 
 def _kind(key: str) -> str:

@@ -43,6 +43,7 @@ class RunConfig(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
+        allow_inf_nan=False,
         validate_default=True,
         protected_namespaces=(),
     )

@@ -163,27 +163,34 @@ def set_learning_rate(engine: DeepSpeedEngine, optimizer: OptimizerSpec, lr: flo
 
 
 def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:
-    """Without ZeRO in fp32 DeepSpeed clips but forgets the norm; keep it where every other stage keeps it."""
-    if isinstance(engine.optimizer, torch.optim.Optimizer):
+    """Without ZeRO in fp32 DeepSpeed clips but forgets the norm, and takes none where nothing is clipped; keep it where
+    every other stage keeps it."""
+    if not isinstance(engine.optimizer, torch.optim.Optimizer):
+        return
+    step, max_norm = engine._take_model_step, engine.gradient_clipping()
 
-        def clip() -> None:
-            gradients = [param.grad for param in engine.module.parameters() if param.grad is not None]
-            engine._global_grad_norm = clip_gradients(gradients, engine.gradient_clipping())
+    def take_model_step(lr_kwargs: dict[str, object] | None) -> None:
+        gradients = [param.grad for param in engine.module.parameters() if param.grad is not None]
+        engine._global_grad_norm = clip_gradients(gradients, max_norm)
+        step(lr_kwargs)
 
-        engine.clip_fp32_gradients = clip
+    engine._take_model_step = take_model_step
+    engine.clip_fp32_gradients = lambda: None  # it is done by then
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale them in place so that their global norm is at most `max_norm`, as ZeRO does; the norm before that, a
-    scalar. Every rank has the same gradients, so none asks the others.
+    """Scale them in place so that their global norm is at most `max_norm`, as ZeRO does; 0: leave them.
+
+    Returns the norm before that, a scalar. Every rank has the same gradients, so none asks the others.
 
     torch's fp32 norm of a whole tensor is off by up to 7e-5 on a CPU, whose sum has few accumulators. Row by row, with
     the rows' norms summed in fp64, it takes no longer and is within 1e-7, as are the norms of stages 1 to 3.
     """
     rows = [torch.linalg.vector_norm(gradient, dim=-1).view(-1) for gradient in gradients]
     norm = torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).float()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(list(gradients), scale)
+    if max_norm:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(list(gradients), scale)
     return norm
 
 

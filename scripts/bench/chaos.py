@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
+from flag_types import output_file, whole_number, whole_or_zero
 from machine import save_result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -74,10 +75,10 @@ class Fault:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", type=whole_number, default=50)
+    parser.add_argument("--seed", type=whole_or_zero, default=0)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference of the last losses")
-    parser.add_argument("--json", type=Path, help="also write the faults and the findings to this file")
+    parser.add_argument("--json", type=output_file, help="also write the faults and the findings to this file")
     args = parser.parse_args()
     draw = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as scratch:

@@ -31,6 +31,7 @@ import time
 import traceback
 from pathlib import Path
 
+from flag_types import output_file, whole_number
 from machine import describe_circumstances, describe_machine, save_result
 from paced_ranks import REPOSITORY, Job, Orders, free_port
 
@@ -77,12 +78,12 @@ def parse_arguments() -> argparse.Namespace:
 
     parser.add_argument("--stages", type=numbers, default=[2, 3], help="ZeRO stages (default: 2,3)")
     parser.add_argument("--worlds", type=numbers, default=[2, 1, 4], help="the first one saves (default: 2,1,4)")
-    parser.add_argument("--layers", type=int, default=8, help="default: 8")
-    parser.add_argument("--width", type=int, default=640, help="heads are 64 wide (default: 640)")
+    parser.add_argument("--layers", type=whole_number, default=8, help="default: 8")
+    parser.add_argument("--width", type=whole_number, default=640, help="heads are 64 wide (default: 640)")
     parser.add_argument("--precision", default="bf16", choices=["fp32", "bf16"], help="default: bf16")
-    parser.add_argument("--rounds", type=int, default=3, help="default: 3")
+    parser.add_argument("--rounds", type=whole_number, default=3, help="default: 3")
     parser.add_argument("--scratch", type=Path, help="where the checkpoints are written; default: the temporary folder")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--json", type=output_file, help="also write the result to this file")
     parser.add_argument("--rank-job", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--convert", nargs=2, help=argparse.SUPPRESS)

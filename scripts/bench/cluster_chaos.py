@@ -31,6 +31,7 @@ sys.path.insert(0, str(REPOSITORY))
 from llmscale.cluster.doctor.build_ops import NVME_OPS  # noqa: E402
 from scripts.bench.cluster_faults import STRIKES  # noqa: E402
 from scripts.bench.cluster_run import GOOD, STEPS, Chaos, Fault, train_arguments  # noqa: E402
+from scripts.bench.flag_types import output_file  # noqa: E402
 from scripts.bench.machine import describe_machine, save_result  # noqa: E402
 from scripts.playground.hosts import why_impossible  # noqa: E402
 
@@ -44,7 +45,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=1e-4, help="relative difference of any loss")
     parser.add_argument("--kind", choices=KINDS, action="append", help="only these kinds")
-    parser.add_argument("--json", type=Path, help="also write the table to this file")
+    parser.add_argument("--json", type=output_file, help="also write the table to this file")
     args = parser.parse_args()
     reason = why_impossible()
     if reason:

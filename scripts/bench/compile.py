@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 
 from engine_overhead import add_run_arguments, prepare_text, slowest
+from flag_types import whole_number
 from machine import describe_circumstances, describe_machine, save_result
 from paced_ranks import REPOSITORY, Job, Orders
 
@@ -56,10 +57,14 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_arguments(parser)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "autocast"], help="default: fp32")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each run (default: 8)")
+    parser.add_argument("--rounds", type=whole_number, default=8, help="turns of each run (default: 8)")
     parser.add_argument("--stages", type=int, nargs="+", default=[0, 1, 2, 3], choices=range(4), help="default: all")
     parser.add_argument(
-        "--modes", nargs="+", default=["none", "selective", "full"], help="default: none selective full"
+        "--modes",
+        nargs="+",
+        choices=["none", "selective", "full"],
+        default=["none", "selective", "full"],
+        help="default: none selective full",
     )
     parser.add_argument("--rank-job", nargs=3, metavar=("STAGE", "MODE", "WAY"), help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from data_prepare import documents
+from flag_types import output_file, whole_number, whole_or_zero
 from machine import describe_circumstances, describe_machine, save_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,11 +156,11 @@ def kept_by(name: str, out: Path) -> set[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text-mb", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--text-mb", type=whole_number, default=20)
+    parser.add_argument("--rounds", type=whole_number, default=2)
+    parser.add_argument("--workers", type=whole_or_zero, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--datatrove-python", type=Path, help="Python of an environment with datatrove and spacy")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--compete", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compete:

@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from flag_types import output_file, whole_number, whole_or_zero
 from machine import describe_circumstances, describe_machine, save_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -274,13 +275,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokenizer", type=Path, required=True, help="GPT-2's ranks, gpt2.tiktoken")
     parser.add_argument("--text", nargs="+", default=ROOTS, metavar="FOLDER", help="default: Python's sources and docs")
-    parser.add_argument("--text-mb", type=int, default=100)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--text-mb", type=whole_number, default=100)
+    parser.add_argument("--rounds", type=whole_number, default=3)
+    parser.add_argument("--workers", type=whole_or_zero, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--datatrove-python", type=Path, help="Python of an environment with datatrove and tokenizers")
     parser.add_argument("--before", type=Path, help="checkout of an older llmscale")
     parser.add_argument("--skip", nargs="*", default=[], choices=CONTESTANTS)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     parser.add_argument("--compete", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.compete:

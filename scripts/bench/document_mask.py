@@ -11,9 +11,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from flag_types import output_file, whole_number
 from machine import describe_circumstances, describe_machine, save_result
 
 from llmscale.config.presets import get_preset
@@ -25,11 +25,15 @@ END = 0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="tiny-10m", metavar="PRESET")
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=[256, 512, 1024, 2048], metavar="T")
-    parser.add_argument("--tokens", type=int, default=4096, metavar="N", help="of one micro-batch (default: 4096)")
-    parser.add_argument("--document-tokens", type=int, default=200, metavar="N", help="mean length (default: 200)")
-    parser.add_argument("--turns", type=int, default=5, metavar="N", help="of each model (default: 5)")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--seq-lens", type=whole_number, nargs="+", default=[256, 512, 1024, 2048], metavar="T")
+    parser.add_argument(
+        "--tokens", type=whole_number, default=4096, metavar="N", help="of one micro-batch (default: 4096)"
+    )
+    parser.add_argument(
+        "--document-tokens", type=whole_number, default=200, metavar="N", help="mean length (default: 200)"
+    )
+    parser.add_argument("--turns", type=whole_number, default=5, metavar="N", help="of each model (default: 5)")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args()
     machine = describe_machine()
     rows = []

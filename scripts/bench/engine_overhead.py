@@ -34,6 +34,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from flag_types import output_file, preset_name, whole_number, whole_or_zero
 from machine import describe_circumstances, describe_machine, gpu_names, save_result
 from paced_ranks import REPOSITORY, Job, Orders
 
@@ -92,15 +93,15 @@ def main() -> int:
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """What is trained, on what, by how many; where the result goes."""
-    parser.add_argument("--model", default="tiny-10m", help="preset (default: tiny-10m)")
-    parser.add_argument("--layers", type=int, default=4, help="blocks, instead of the preset's (default: 4)")
-    parser.add_argument("--seq-len", type=int, default=256, help="of the text that is prepared (default: 256)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences per step over all ranks (default: 8)")
-    parser.add_argument("--world-size", type=int, default=1, help="ranks of each run (default: 1)")
-    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank (default: 1)")
-    parser.add_argument("--steps", type=int, default=1, help="steps per turn (default: 1)")
+    parser.add_argument("--model", type=preset_name, default="tiny-10m", help="preset (default: tiny-10m)")
+    parser.add_argument("--layers", type=whole_number, default=4, help="blocks, instead of the preset's (default: 4)")
+    parser.add_argument("--seq-len", type=whole_number, default=256, help="of the text that is prepared (default: 256)")
+    parser.add_argument("--batch", type=whole_number, default=8, help="sequences per step over all ranks (default: 8)")
+    parser.add_argument("--world-size", type=whole_number, default=1, help="ranks of each run (default: 1)")
+    parser.add_argument("--threads", type=whole_number, default=1, help="OMP_NUM_THREADS of each rank (default: 1)")
+    parser.add_argument("--steps", type=whole_number, default=1, help="steps per turn (default: 1)")
     parser.add_argument("--data", type=Path, help="a prepared set of --seq-len, instead of the standard library's text")
-    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    parser.add_argument("--json", type=output_file, help="also write the result to this file")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
 
 
@@ -108,9 +109,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_run_arguments(parser)
     parser.add_argument("--precision", default="fp32", choices=["fp32", "autocast"], help="default: fp32")
-    parser.add_argument("--sets", type=int, default=3, help="sets of fresh processes (default: 3)")
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each contestant per set (default: 8)")
-    parser.add_argument("--starts", type=int, default=3, help="times the start is taken (default: 3)")
+    parser.add_argument("--sets", type=whole_number, default=3, help="sets of fresh processes (default: 3)")
+    parser.add_argument("--rounds", type=whole_number, default=8, help="turns of each contestant per set (default: 8)")
+    parser.add_argument("--starts", type=whole_or_zero, default=3, help="times the start is taken (default: 3)")
     parser.add_argument("--only", nargs="*", choices=list(CONTESTANTS), default=list(CONTESTANTS))
     parser.add_argument("--rank-job", choices=list(CONTESTANTS), help=argparse.SUPPRESS)
     parser.add_argument("--windows", type=Path, help=argparse.SUPPRESS)

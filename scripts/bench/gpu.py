@@ -18,6 +18,7 @@ gives constants that the estimates assume the values that were measured; to be r
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import tempfile
@@ -44,6 +45,9 @@ def main() -> int:
     device = find_device(args.device)
     cells = list_gpu_cells() if device.kind == "cuda" else list_cpu_cells()
     cells = [cell for cell in cells if not args.only or any(words in cell.name for words in args.only)]
+    if not cells:
+        print(f"--only {' '.join(args.only)}: no cell of {args.device} has these words in its name", file=sys.stderr)
+        return 2
     print(f"{device.name}: {len(cells)} cells, {args.minutes:g} minutes, {args.spent_s:.0f} s of them gone", flush=True)
     status = 0
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as scratch:
@@ -78,13 +82,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--write-readme", action="store_true", help="put the table between its markers in README.md")
     parser.add_argument("--spent-s", type=float, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    args.measure_s = args.measure_s or (15 if args.device == "cuda" else 1)
+    if args.measure_s is None:
+        args.measure_s = 15 if args.device == "cuda" else 1
     if args.out is None and args.device == "cuda":
         args.out = REPOSITORY / "scripts" / "bench" / "results"
     if args.out and not args.out.is_dir():
         parser.error(f"--out {args.out} is no folder")
-    if args.minutes <= 0 or args.measure_s <= 0:
-        parser.error("--minutes and --measure-s must be above 0")
+    if not (0 < args.minutes < math.inf and 0 < args.measure_s < math.inf):
+        parser.error("--minutes and --measure-s must be above 0, and finite")
     if args.nanogpt and not (args.nanogpt / "train.py").is_file():
         parser.error(f"--nanogpt {args.nanogpt} has no train.py; git clone https://github.com/karpathy/nanoGPT")
     if args.write_readme and args.device == "cpu":

@@ -35,6 +35,7 @@ from pathlib import Path
 
 from children import why_it_failed
 from engine_overhead import prepare_text, slowest
+from flag_types import output_file, picture_file, whole_number, whole_or_zero
 from ladder_rungs import MODELS, VOCAB_SIZE, flags, is_parallel, list_rungs, switches, why_not
 from ladder_table import Row, closing_lines, compare_memory, heading, judge, row_line
 from machine import describe_circumstances, describe_machine, gpu_names, save_result
@@ -75,38 +76,35 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     is_gpu = bool(gpu_names())
     parser.add_argument("--model", choices=[*MODELS, "both"], default="seed", help="default: seed")
-    parser.add_argument("--batch", type=int, help="sequences per step and rank (default: the model's on a GPU, of its "
-                        f"first rung's {', '.join(f'{m.batch} for {n}' for n, m in MODELS.items())}; on a CPU "
+    parser.add_argument("--batch", type=whole_number,
+                        help="sequences per step and rank (default: the model's on a GPU, "
+                        f"of its first rung's {', '.join(f'{m.batch} for {n}' for n, m in MODELS.items())}; on a CPU "
                         f"{', '.join(f'{m.cpu_batch}' for m in MODELS.values())})")  # fmt: skip
     steps = 10 if is_gpu else 1
-    parser.add_argument("--steps", type=int, default=steps, help="steps per turn (default: 10 on a GPU, 1 on a CPU)")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each rung (default: 5); 0: dry runs alone")
+    parser.add_argument("--steps", type=whole_number, default=steps,
+                        help="steps per turn (default: 10 on a GPU, 1 on a CPU)")  # fmt: skip
+    parser.add_argument(
+        "--rounds", type=whole_or_zero, default=5, help="turns of each rung (default: 5); 0: dry runs alone"
+    )
     parser.add_argument("--precision", choices=["auto", "bf16", "fp32"], default="auto",
                         help="fp32 leaves the rung of bf16 out; auto does where the processor has no instructions for "
                         "it (default: auto)")  # fmt: skip
-    parser.add_argument("--world-size", type=int, default=len(gpu_names()) or 2,
+    parser.add_argument("--world-size", type=whole_number, default=len(gpu_names()) or 2,
                         help="ranks from the rung of several ranks on (default: every GPU; 2 on a CPU)")  # fmt: skip
-    parser.add_argument("--gpus", type=int, default=8, help="the same in the dry run (default: 8)")
-    parser.add_argument("--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank (default: 1)")
+    parser.add_argument("--gpus", type=whole_number, default=8, help="the same in the dry run (default: 8)")
+    parser.add_argument("--threads", type=whole_number, default=1, help="OMP_NUM_THREADS of each rank (default: 1)")
     numbers = range(len(RUNGS))
     parser.add_argument("--only", type=int, nargs="+", choices=numbers, default=list(numbers), metavar="N",
                         help="these rungs alone, by number from 0; the first one is always run")  # fmt: skip
-    parser.add_argument("--json", type=Path, help="also write the result to this file, after every rung")
-    parser.add_argument("--text", type=Path, help="also write the table to this file")
-    parser.add_argument("--plot", type=Path, help="also draw it, as PNG or SVG (extra: plot)")
+    parser.add_argument("--json", type=output_file, help="also write the result to this file, after every rung")
+    parser.add_argument("--text", type=output_file, help="also write the table to this file")
+    parser.add_argument("--plot", type=picture_file, help="also draw it, as PNG or SVG (extra: plot)")
     parser.add_argument("--rank-job", nargs=2, metavar=("N", "WHAT"), help=argparse.SUPPRESS)
     for name in ("--data", "--windows", "--folder"):
         parser.add_argument(name, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    for name in ("steps", "rounds", "world_size", "gpus", "threads", "batch"):
-        least = 0 if name == "rounds" else 1
-        if getattr(args, name) is not None and getattr(args, name) < least:
-            parser.error(f"--{name.replace('_', '-')} must be at least {least}, not {getattr(args, name)}")
     if args.precision == "auto":
         args.precision = "bf16" if is_gpu or has_bf16_instructions() else "fp32"
-    for path in (args.json, args.text, args.plot):
-        if path and not path.absolute().parent.is_dir():
-            parser.error(f"{path}: there is no folder {path.parent}")
     return args
 
 

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+from flag_types import output_file, whole_number, whole_or_zero
 from machine import describe_circumstances, describe_machine, save_result
 from paced_ranks import REPOSITORY, Job, Orders
 
@@ -66,18 +67,20 @@ def main() -> int:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--megabytes", type=int, default=256, help="of tokens, two bytes each (default: 256)")
-    parser.add_argument("--seq-len", type=int, default=1024, help="tokens (default: 1024)")
-    parser.add_argument("--batch", type=int, default=12, help="windows of a micro-batch (default: 12, nanoGPT's)")
-    parser.add_argument("--rounds", type=int, default=7, help="default: 7")
-    parser.add_argument("--batches", type=int, default=300, help="of a round (default: 300)")
-    parser.add_argument("--resume-samples", type=int, default=10_000_000, help="default: 10,000,000")
+    parser.add_argument("--megabytes", type=whole_number, default=256, help="of tokens, two bytes each (default: 256)")
+    parser.add_argument("--seq-len", type=whole_number, default=1024, help="tokens (default: 1024)")
+    parser.add_argument(
+        "--batch", type=whole_number, default=12, help="windows of a micro-batch (default: 12, nanoGPT's)"
+    )
+    parser.add_argument("--rounds", type=whole_number, default=7, help="default: 7")
+    parser.add_argument("--batches", type=whole_number, default=300, help="of a round (default: 300)")
+    parser.add_argument("--resume-samples", type=whole_or_zero, default=10_000_000, help="default: 10,000,000")
     parser.add_argument("--scratch", metavar="DIR", help="where the data are made; default: the system's")
     parser.add_argument("--only", nargs="+", choices=CONTESTANTS, metavar="NAME", help=f"of: {', '.join(CONTESTANTS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
     for name in ("--contestant", "--folder"):
         parser.add_argument(name, help=argparse.SUPPRESS)
-    parser.add_argument("--workers", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=whole_or_zero, default=0, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

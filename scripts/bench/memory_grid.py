@@ -26,6 +26,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from children import why_it_failed
+from flag_types import output_file
 from machine import describe_machine, gpu_names, save_result
 from memory_cells import Cell, list_cells
 
@@ -61,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     names = [cell.name for cell in list_cells()]
     parser.add_argument("--measure", choices=("gpu", "dry-run"), default="gpu" if gpu_names() else "dry-run")
     parser.add_argument("--only", nargs="+", metavar="CELL", help=f"these cells alone, of: {', '.join(names)}")
-    parser.add_argument("--json", type=Path, help="write the result to this file")
+    parser.add_argument("--json", type=output_file, help="write the result to this file")
     parser.add_argument("--timeout-s", type=float, default=900, help="seconds for one cell (%(default)s)")
     args = parser.parse_args()
     if args.measure == "gpu" and not gpu_names():

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from flag_types import output_file, positive, whole_number, whole_or_zero
 from machine import describe_circumstances, describe_machine, save_result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -100,16 +101,38 @@ def lead(losses: Losses, first_seed: int, seed: int) -> float | None:
     return gpt2 - modern
 
 
+def add_tuning_arguments(parser: argparse.ArgumentParser, *, rates: list[float], val_samples: int) -> None:
+    """What both of two rivals are trained on, with which learning rates and seeds; where the figures go."""
+    parser.add_argument("--seeds", type=whole_or_zero, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
+    parser.add_argument("--tokens", type=whole_number, default=400_000, help="of a whole run (default: 400,000)")
+    parser.add_argument(
+        "--batch-tokens", type=whole_windows, default=2048, help=f"of a step: windows of {SEQ_LEN} (default: 2,048)"
+    )
+    parser.add_argument("--learning-rates", type=positive, nargs="+", default=rates, metavar="LR")
+    parser.add_argument(
+        "--precision",
+        choices=["fp32", "bf16", "autocast"],
+        default="autocast",
+        help="default: autocast; fp32 takes twice the time",
+    )
+    parser.add_argument("--vocabulary", type=whole_number, default=4096, help="tokens (default: 4,096)")
+    parser.add_argument(
+        "--val-samples", type=whole_number, default=val_samples, help="sequences (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
+
+
+def whole_windows(text: str) -> int:
+    """Tokens of whole windows."""
+    tokens = whole_number(text)
+    if tokens % SEQ_LEN:
+        raise argparse.ArgumentTypeError(f"must be a multiple of the windows' {SEQ_LEN} tokens, not '{text}'")
+    return tokens
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--tokens", type=int, default=400_000, help="of every run (default: 400,000)")
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="of an optimizer step (default: 2,048)")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3], metavar="LR")
-    parser.add_argument("--precision", default="autocast", help="default: autocast; fp32 takes twice the time")
-    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens (default: 4,096)")
-    parser.add_argument("--val-samples", type=int, default=256, help="sequences (default: 256)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_tuning_arguments(parser, rates=[1e-3, 3e-3], val_samples=256)
     args = parser.parse_args()
     machine = describe_machine()
     settings = [name for name in vars(args) if name != "json"]

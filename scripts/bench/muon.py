@@ -17,8 +17,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from flag_types import fraction, preset_name, whole_number
 from machine import describe_circumstances, describe_machine, save_result
-from modern_blocks import REPOSITORY, llmscale, prepare, read_validations
+from modern_blocks import REPOSITORY, add_tuning_arguments, llmscale, prepare, read_validations
 
 MODEL = "tiny-10m"
 ADAMW, MUON, SHORT = "adamw", "muon", "muon, fewer steps"
@@ -30,7 +31,7 @@ Curves = dict[str, dict[str, dict[str, dict[str, float]]]]
 def train(args: argparse.Namespace, data: Path, name: str, rate: float, seed: int) -> dict[str, float]:
     """One run; its validation losses by step."""
     whole = -(-args.tokens // args.batch_tokens)
-    steps = round(args.share * whole) if name == SHORT else whole
+    steps = max(1, round(args.share * whole)) if name == SHORT else whole
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         llmscale(
@@ -93,17 +94,10 @@ def print_shares(found: dict[str, dict[str, float | None]], share: float) -> Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3], help="default: 1 2 3")
-    parser.add_argument("--tokens", type=int, default=400_000, help="of AdamW's runs (default: 400,000)")
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="of an optimizer step (default: 2,048)")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 1e-3, 2e-3, 4e-3], metavar="LR")
-    parser.add_argument("--share", type=float, default=0.75, help="of AdamW's steps, for Muon (default: 0.75)")
-    parser.add_argument("--model", default=MODEL, help=f"default: {MODEL}")
-    parser.add_argument("--precision", default="autocast", help="default: autocast; fp32 takes twice the time")
-    parser.add_argument("--vocabulary", type=int, default=4096, help="tokens (default: 4,096)")
-    parser.add_argument("--validations", type=int, default=20, help="of a run (default: 20)")
-    parser.add_argument("--val-samples", type=int, default=128, help="sequences (default: 128)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    add_tuning_arguments(parser, rates=[5e-4, 1e-3, 2e-3, 4e-3], val_samples=128)
+    parser.add_argument("--share", type=fraction, default=0.75, help="of AdamW's steps, for Muon (default: 0.75)")
+    parser.add_argument("--model", type=preset_name, default=MODEL, help=f"default: {MODEL}")
+    parser.add_argument("--validations", type=whole_number, default=20, help="of a run (default: 20)")
     args = parser.parse_args()
     machine = describe_machine()
     settings = [name for name in vars(args) if name != "json"]

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from flag_types import output_file
 from machine import describe_machine, save_result
 
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
@@ -233,7 +234,7 @@ def print_batches(title: str, rows: dict[str, dict[str, dict[str, float]]]) -> N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
     parser.add_argument("--skip", nargs="*", default=[], choices=["losses", "prepare"], help="leave these out")
     parser.add_argument("--sets", nargs="*", choices=list(sets()), help="only these sets (default: all)")
     args = parser.parse_args()

@@ -27,6 +27,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from flag_types import output_file, whole_number
 from machine import save_result
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -54,10 +55,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--worlds", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2, 4])
     parser.add_argument("--block", default="gpt2", choices=["gpt2", "llama"], help="kind of layers (default: gpt2)")
     parser.add_argument("--precision", default="fp32", choices=["fp32", "bf16", "fp16", "autocast"])
-    parser.add_argument("--steps", type=int, default=20, help="steps after the resume (default: 20)")
+    parser.add_argument("--steps", type=whole_number, default=20, help="steps after the resume (default: 20)")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--tolerance", type=float, default=1e-5, help="largest relative difference (default: 1e-5)")
-    parser.add_argument("--json", type=Path, help="also write the cells to this file")
+    parser.add_argument("--json", type=output_file, help="also write the cells to this file")
     parser.add_argument("--rank-job", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()

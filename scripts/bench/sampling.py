@@ -11,9 +11,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
+from flag_types import output_file, whole_number
 from machine import describe_circumstances, describe_machine, save_result
 
 from llmscale.architecture.shape import GPTShape
@@ -70,11 +70,11 @@ def measure(model: GPT, args: argparse.Namespace) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt-len", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=192)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures there too")
+    parser.add_argument("--threads", type=whole_number, default=1)
+    parser.add_argument("--rounds", type=whole_number, default=3)
+    parser.add_argument("--prompt-len", type=whole_number, default=64)
+    parser.add_argument("--tokens", type=whole_number, default=192)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     machine, results = describe_machine(), {}

@@ -12,12 +12,15 @@ published runs like it reached of the estimate. `--plot` needs matplotlib (`pip 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from flag_types import gpu_name, output_file, picture_file, preset_name
 from machine import save_result
 
+from llmscale.config import flag_type, limits
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.presets import get_preset
@@ -29,6 +32,7 @@ from llmscale.report.save_figure import save_figure
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GPUS_PER_NODE = 8
 NETWORKS = ("ib-400g", "ib-100g", "roce-100g", "ethernet-25g")
+sequences = flag_type.whole(1, limits.MAX_BATCH // GPUS[-1])
 #: Okabe and Ito's.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
 
@@ -51,11 +55,11 @@ class Point:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--gpu", default="h100-80gb")
-    parser.add_argument("--sequences-per-gpu", type=int, default=4, help="in a step (default 4)")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="a picture; its suffix says the format")
+    parser.add_argument("--model", type=preset_name, default="llama3-8b")
+    parser.add_argument("--gpu", type=gpu_name, default="h100-80gb")
+    parser.add_argument("--sequences-per-gpu", type=sequences, default=4, help="in a step (default 4)")
+    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--plot", type=picture_file, help="a picture; its suffix says the format")
     return parser.parse_args(argv)
 
 
@@ -149,6 +153,10 @@ def plot(path: Path, points: list[Point], args: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     points = [point for name in NETWORKS for gpus in GPUS for point in estimate(args, get_interconnect(name), gpus)]
+    if not points:
+        sys.exit(
+            f"{args.model} fits at no stage on up to {GPUS[-1]:,} GPUs of {args.gpu}. Name a larger one with --gpu."
+        )
     print_table(points, args)
     settings = {name: getattr(args, name) for name in ("model", "gpu", "sequences_per_gpu")}
     save_result(args.json, {"settings": settings, "points": [asdict(point) for point in points]})

@@ -92,6 +92,7 @@ def test_several_allowed_changes() -> None:
     ("argv", "said"),
     [
         (["--global-batchsize", "8"], "unknown argument '--global-batchsize'. Did you mean '--global-batch-size'?"),
+        (["--z-loss", "nan"], "z_loss = 'nan': input should be a finite number."),
         (["--totally-else"], "unknown argument '--totally-else'. `train.py --help` lists all."),
         (["--steps", "many"], "steps = 'many': input should be a valid integer"),
         (["--steps", "0"], "steps = '0': input should be greater than or equal to 1"),

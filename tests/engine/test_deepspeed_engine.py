@@ -56,6 +56,8 @@ def test_the_norm_of_large_gradients_is_exact_and_what_is_above_the_limit_is_sca
     kept = [gradient.clone() for gradient in gradients]
     assert float(clip_gradients(gradients, 1e9)) == pytest.approx(float(exact), rel=1e-7)
     assert all(torch.equal(old, new) for old, new in zip(kept, gradients, strict=True))
+    clip_gradients(gradients, 0)
+    assert all(torch.equal(old, new) for old, new in zip(kept, gradients, strict=True))
     clip_gradients(gradients, 2.0)
     assert float(torch.cat([gradient.double().view(-1) for gradient in gradients]).norm()) == pytest.approx(2, rel=1e-6)
 
@@ -63,6 +65,16 @@ def test_the_norm_of_large_gradients_is_exact_and_what_is_above_the_limit_is_sca
 def test_a_norm_that_was_not_computed_is_none() -> None:
     assert gradient_norm(SimpleNamespace(get_global_grad_norm=lambda: None)) is None
     assert gradient_norm(SimpleNamespace(get_global_grad_norm=lambda: torch.tensor(1.5))) == 1.5
+
+
+def test_the_norm_is_kept_where_nothing_is_clipped_at_stage_0_too(
+    ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    flags = ("--ds", "ds_configs/zero0.json", "--precision", "fp32", "--gradient-clipping", "0", "--steps", "1")
+    job = ranks(train_command(*flags), 1)
+    assert "norm 2." in "".join(job.wait())
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["grad_norm"] > 2 for record in records if record["kind"] == "train"] == [True]
 
 
 @pytest.mark.skipif(torch.float16 in get_accelerator().supported_dtypes(), reason="this device has fp16")
