@@ -16,7 +16,7 @@ def add_machine_flags(
 ) -> None:
     """`num_gpus` and `num_nodes` are the defaults; `num_nodes_default` is what the help says of the second."""
     group.add_argument(
-        "--gpu", type=flag_type.name, metavar="NAME", help="a GPU of the table (`llmscale estimate --gpu list`)"
+        "--gpu", type=_name_or_list, metavar="NAME", help="a GPU of the table (`llmscale estimate --gpu list`)"
     )
     group.add_argument(
         "--gpu-memory-gib",
@@ -43,8 +43,13 @@ def add_machine_flags(
     )
     group.add_argument(
         "--interconnect",
-        type=flag_type.name,
+        type=_name_or_list,
         default=DEFAULT_INTERCONNECT,
         metavar="NAME",
         help=f"between nodes (default: {DEFAULT_INTERCONNECT}); `estimate --interconnect list` compares all",
     )
+
+
+def _name_or_list(text: str) -> str:
+    """As every name, in any case."""
+    return LIST if text.lower() == LIST else flag_type.name(text)

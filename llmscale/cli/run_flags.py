@@ -6,11 +6,12 @@ import argparse
 
 from llmscale.config import flag_type, limits
 from llmscale.config.loss_settings import CHUNK_TOKENS
+from llmscale.config.optimizers import ADAMW, MODELLED_NAMES
 
 
 def add_run_flags(group: argparse._ArgumentGroup) -> None:
     """What decides memory and is no matter of the ds_config."""
-    group.add_argument("--optimizer", metavar="NAME", help="adamw or muon (default: adamw)")
+    group.add_argument("--optimizer", choices=MODELLED_NAMES, help=f"default: {ADAMW.name}")
     group.add_argument(
         "--loss-chunk-tokens",
         type=flag_type.whole(1, limits.MAX_BATCH_TOKENS),

@@ -109,9 +109,10 @@ class FlagParser(argparse.ArgumentParser):
         file.write(_HEADING.sub(lambda match: paint(match.group(), "bold", file), message))
 
     def error(self, message: str) -> NoReturn:
-        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        choice = re.search(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
-            legal = [word.strip(" '\"") for word in choice.group(2).split(",")]
-            hint = did_you_mean(choice.group(1), legal)
-            raise ConfigError(f"'{choice.group(1)}' is not known.{hint} Legal: {', '.join(legal)}.")
+            name, given, words = choice.groups()
+            legal = [word.strip(" '\"") for word in words.split(",")]
+            flag = f"{name.rpartition('/')[2]} " if name.startswith("-") else ""
+            raise ConfigError(f"{flag}'{given}' is not known.{did_you_mean(given, legal)} Legal: {', '.join(legal)}.")
         raise ConfigError(f"{message}. `{self.prog} --help` lists all flags.")

@@ -138,8 +138,11 @@ MUON = OptimizerSpec(
 )
 #: With AdamW's states as a bound: its sums over rows and columns are smaller, and not modelled.
 ADAFACTOR = OptimizerSpec("adafactor", ADAMW.groups, steps_shards=False)
+_ALL = (ADAMW, MUON, ADAFACTOR)
+#: Those of which `estimate` and `plan` know the memory.
+MODELLED_NAMES = tuple(spec.name for spec in _ALL if spec.steps_shards)
 
 
 def get_optimizer(name: OptimizerName) -> OptimizerSpec:
     """What a run's `optimizer` key names."""
-    return {spec.name: spec for spec in (ADAMW, MUON, ADAFACTOR)}[name]
+    return {spec.name: spec for spec in _ALL}[name]

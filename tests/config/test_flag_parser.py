@@ -29,7 +29,7 @@ def test_a_correct_line_is_parsed(parser: FlagParser) -> None:
         (["prepare", "x", "--seqlen=5"], "unknown argument '--seqlen'. Did you mean '--seq-len'? `tool prepare"),
         (["prepare", "x", "y"], "unknown argument 'y'. `tool prepare --help` lists all."),
         (["prepar", "x"], "'prepar' is not known. Did you mean 'prepare'? Legal: prepare, inspect."),
-        (["prepare", "x", "--mode", "fats"], "'fats' is not known. Did you mean 'fast'? Legal: fast, slow."),
+        (["prepare", "x", "--mode", "fats"], "--mode 'fats' is not known. Did you mean 'fast'? Legal: fast, slow."),
         (["prepare", "x", "--seq-len", "five"], "invalid int value: 'five'. `tool prepare --help` lists all flags."),
         (["prepare", "x", "--seq", "5"], "unknown argument '--seq'."),
         (["prepare"], "the following arguments are required: path."),

@@ -14,7 +14,7 @@ from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.interconnect import get_interconnect
-from llmscale.config.optimizers import OptimizerSpec, get_optimizer
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import resolve_batch
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
@@ -84,17 +84,9 @@ def _read_job(args: argparse.Namespace, config: RunConfig, machines: Machines) -
         plan.global_batch_size,
         machines,
         config.micro_batch_size,
-        read_optimizer(config),
+        get_optimizer(config.optimizer),
         config.loss_chunk_tokens,
     )
-
-
-def read_optimizer(config: RunConfig) -> OptimizerSpec:
-    """Raises ConfigError for one that cannot be estimated."""
-    spec = get_optimizer(config.optimizer)
-    if not spec.steps_shards:
-        raise ConfigError(f"--optimizer {spec.name}: its states are not modelled. Legal: adamw, muon.")
-    return spec
 
 
 def _read_ds_file(path: Path, config: RunConfig, gpu: GPU) -> tuple[DsConfig, CheckpointingMode]:

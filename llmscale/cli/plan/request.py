@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.cli.estimate.request import read_gpu, read_optimizer
+from llmscale.cli.estimate.request import read_gpu
 from llmscale.cli.shape_flags import given_model, resolve_model
 from llmscale.config.arguments import build_run_config
 from llmscale.config.hf_model import default_preset
 from llmscale.config.interconnect import get_interconnect
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.planning.flops import PF_DAY_FLOPS
@@ -48,7 +49,7 @@ def read_request(args: argparse.Namespace) -> PlanRequest:
         chosen=chosen,
         given=given,
         given_of_run={key: getattr(config, key) for key in run_keys},
-        optimizer=read_optimizer(config),
+        optimizer=get_optimizer(config.optimizer),
         loss_chunk_tokens=config.loss_chunk_tokens,
         law=_LAWS[args.law],
         vocab_size=_vocab_size(args),
