@@ -188,9 +188,24 @@ def _write_set(
         work.begin_anew()  # the same command could only find the same
         raise
     splits = _finish(writers, work.set_folder)
+    manifest = _write_manifest(work.set_folder, tokenizer, options, dtype, source.name, request, mark, splits)
+    return Prepared(manifest, reused=False, note=note, num_rejected=mark.num_rejected, num_cut=mark.num_cut)
+
+
+def _write_manifest(
+    folder: Path,
+    tokenizer: Tokenizer,
+    options: PrepareOptions,
+    dtype: TokenDtype,
+    source: str,
+    request: PrepareRequest,
+    mark: Mark,
+    splits: dict[str, SplitManifest],
+) -> Manifest:
+    """And the tokenizer's files. `mark` is behind the last record."""
     manifest = Manifest(
         tokenizer=tokenizer.spec,
-        tokenizer_files=_save_tokenizer(tokenizer, work.set_folder),
+        tokenizer_files=_save_tokenizer(tokenizer, folder),
         tokenizer_sha256=tokenizer.sha256,
         vocab_size=tokenizer.vocab_size,
         eot_token=tokenizer.eot_token,
@@ -198,14 +213,14 @@ def _write_set(
         dtype=dtype,
         hash_algorithm=HASH_ALGORITHM,
         compression=options.compression,
-        source=source.name,
+        source=source,
         request=request,
         skipped_documents=mark.num_skipped + mark.num_rejected,
         empty_documents=mark.num_empty,
         splits=splits,
     )
-    (work.set_folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-    return Prepared(manifest, reused=False, note=note, num_rejected=mark.num_rejected, num_cut=mark.num_cut)
+    (folder / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
 
 
 def _open_writer(
