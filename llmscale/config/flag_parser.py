@@ -20,6 +20,8 @@ _HEADING = re.compile(r"^usage:|^[a-z][^\n]*:$", re.MULTILINE)
 #: Of a usage, what belongs together: a flag with its values.
 _USAGE_PART = re.compile(r"\[[^][]*(?:\[[^][]*\][^][]*)*\](?=\s|$)|--?[a-z][\w-]* [A-Z]\S*")
 _USAGE_INDENT = " " * 4
+#: As argparse: narrower than this, help is as it is.
+_LEAST_WIDTH = 11
 NamespaceT = TypeVar("NamespaceT")
 
 
@@ -36,17 +38,18 @@ class FittingHelp(argparse.HelpFormatter):
     ) -> str:
         text = super()._format_usage(usage, actions, groups, prefix)
         # Without a prefix it is what the names of subcommands begin with.
-        if prefix == "" or max(map(len, text.splitlines())) <= self._width:
+        width = max(self._width, _LEAST_WIDTH)
+        if prefix == "" or max(map(len, text.splitlines())) <= width:
             return text
         import textwrap  # as argparse does: only help needs it
 
         def keep_together(part: re.Match[str]) -> str:
-            fits = len(_USAGE_INDENT + part.group()) <= self._width
+            fits = len(_USAGE_INDENT + part.group()) <= width
             return part.group().replace(" ", "\0") if fits else part.group()
 
         whole = _USAGE_PART.sub(keep_together, " ".join(text.split()))
         lines = textwrap.wrap(
-            whole, self._width, subsequent_indent=_USAGE_INDENT, break_long_words=False, break_on_hyphens=False
+            whole, width, subsequent_indent=_USAGE_INDENT, break_long_words=False, break_on_hyphens=False
         )
         return "\n".join(lines).replace("\0", " ") + "\n\n"
 

@@ -7,9 +7,11 @@ user meant.
 from __future__ import annotations
 
 import errno
+import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +34,8 @@ _DEVICE = r"(-?\d+|(GPU|MIG)-[\w/-]+)"
 _DEVICES = re.compile(rf"\s*({_DEVICE}(\s*,\s*{_DEVICE})*|NoDevFiles|none|void)?\s*", re.IGNORECASE)
 #: Beyond what a slow name server takes with its retries.
 _RESOLVE_S = 30.0
+#: So long the other copies leave to the one that says what is wrong.
+_FIRST_SPEAKS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -104,8 +108,8 @@ def check_started_alone(variables: Mapping[str, str]) -> None:
 
 def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
     """For a `command` that starts ranks itself: under a launcher each of its copies would start a run of its own, all
-    in the same folder and on the same GPUs. Raises ConfigError, and SystemExit with the same status in all but the
-    first copy: one line says it all."""
+    in the same folder and on the same GPUs. Raises ConfigError, and SystemExit with the same status in the other copies
+    where they write to one place: one line says it all."""
     if said := _find_plain_launcher(variables):
         name, launcher, place = said
         fix = "`srun --ntasks=1`" if launcher == "srun" else f"{launcher} left out"
@@ -116,21 +120,29 @@ def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
     elif "LOCAL_RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
         name, place = ("LOCAL_RANK", "LOCAL_RANK") if "LOCAL_RANK" in variables else ("WORLD_SIZE", "RANK")
         what = f"{name} is set: a launcher started this, and `{command}` starts ranks itself."
-        remedy = f"Give the launcher llmscale/train.py, or call `{command}` without one."
+        remedy = (
+            f"Give the launcher llmscale/train.py, or call `{command}` without one; where none is at work, `unset "
+            "WORLD_SIZE RANK LOCAL_RANK` first."
+        )
     else:
         return
-    if variables.get(place, "0") != "0":
+    # Copies on other hosts (RANK) may have a log of their own.
+    if place != "RANK" and variables.get(place, "0") != "0":
+        # A launcher may end all copies with the first that ends.
+        time.sleep(_FIRST_SPEAKS_S)
         raise SystemExit(2)
     raise ConfigError(f"{what} {remedy}")
 
 
 def _find_plain_launcher(variables: Mapping[str, str]) -> tuple[str, str, str] | None:
     """The variable in which one says that it has started several processes, its name, and the variable that numbers
-    them. A job script is one process, and so is a shell that srun has opened, whatever the job has room for."""
-    if "SLURM_PTY_PORT" in variables:
-        return None
-    told = ((name, *launcher) for name, launcher in _PLAIN_LAUNCHERS.items() if variables.get(name, "1") != "1")
-    return next(told, None)
+    them. A job script is one process, and so is a shell that `srun --pty` has opened, whatever the job has room for:
+    what is started in it is not the task itself."""
+    is_in_shell = "SLURM_PTY_PORT" in variables and variables.get("SLURM_TASK_PID") != str(os.getpid())
+    for name, (launcher, place) in _PLAIN_LAUNCHERS.items():
+        if variables.get(name, "1") != "1" and not (launcher == "srun" and is_in_shell):
+            return name, launcher, place
+    return None
 
 
 def _check_libraries(variables: Mapping[str, str]) -> None:

@@ -85,5 +85,6 @@ def write_output_file(flag: str, path: Path, content: str | bytes) -> None:
 
     try:
         write_output(path, content)
-    except OSError as error:
-        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror or error}. Name another file.") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{flag} {path} cannot be written: {why}. Name another file.") from None

@@ -30,9 +30,24 @@ def find_node_network(sys_class: Path = Path("/sys/class")) -> Interconnect | No
 
 def _port_rates(adapters: Path) -> Iterator[float]:
     """Bytes per second of each port that is up: `rate` holds `400 Gb/sec (4X NDR)`, `state` `4: ACTIVE`."""
+    wanted = os.environ.get("NCCL_IB_HCA", "")
     for port in adapters.glob("*/ports/*"):
-        if "ACTIVE" in _read(port / "state"):
+        if _is_wanted(port.parts[-3], port.name, wanted) and "ACTIVE" in _read(port / "state"):
             yield _number(_read(port / "rate").partition(" Gb/sec")[0]) * 1e9 / 8
+
+
+def _is_wanted(adapter: str, port: str, wanted: str) -> bool:
+    """Whether NCCL_IB_HCA lets NCCL use a port: a list of beginnings of names, perhaps with `:PORT`; `=` before it asks
+    for whole names, `^` for all others."""
+    named = wanted.lstrip("^=")
+    if not named:
+        return True
+    entries = [entry.strip().partition(":")[::2] for entry in named.split(",")]
+    is_exact = "=" in wanted[:2]
+    is_named = any(
+        (adapter == name if is_exact else adapter.startswith(name)) and number in ("", port) for name, number in entries
+    )
+    return is_named != wanted.startswith("^")
 
 
 def _interface_rate(interfaces: Path) -> float:

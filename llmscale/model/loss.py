@@ -89,7 +89,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         tokens, chunk_tokens = len(x), job.settings.chunk_tokens
         losses = torch.empty(tokens, dtype=torch.float32, device=x.device)
         z = torch.empty_like(losses) if job.settings.z_loss else None
-        at_once = softmax_tokens(min(tokens, chunk_tokens))
+        # Liger's kernel has no need of it.
+        at_once = 0 if job.settings.kernel == "liger" else softmax_tokens(min(tokens, chunk_tokens))
         log_probs = torch.empty(at_once, len(weight), dtype=torch.float32, device=x.device)
         weight_cast = weight.to(job.dtype)
         gradients = _Gradients(x, weight_cast, chunk_tokens) if job.wants_gradients else None

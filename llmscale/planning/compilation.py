@@ -72,8 +72,11 @@ def decide_compilation(
     crosses_nodes = run.plan.ranks.world_size > gpus_per_node
     if network is None and crosses_nodes and run.ds.zero_stage == 3:
         why = "--compile auto: at stage 3 compiled blocks gather more, which on a slow network takes longer than they "
-        return Compilation(None, f"{why}save, and how fast the one between these nodes is cannot be told")
+        why = f"{why}save, and how fast the one between these nodes is cannot be told; on a fast one give --compile on"
+        return Compilation(None, why)
     step_s = _saved_s(run, device_name, gpus_per_node, network or INTERCONNECTS[0])
+    if step_s is None:
+        return Compilation(None, "--compile auto: what it saves is not known of any GPU in this precision")
     where = f" with {network.description}" if network and crosses_nodes else ""
     if step_s <= 0:
         return Compilation(None, f"--compile auto: compiled blocks are estimated to save nothing{where}")
@@ -91,8 +94,8 @@ def _gathers_less_than_a_block(run: ResolvedRun) -> bool:
     return zero.stage == 3 and kept < run.shape.num_parameters // run.shape.n_layer
 
 
-def _saved_s(run: ResolvedRun, device_name: str, gpus_per_node: int, network: Interconnect) -> float:
-    """Seconds by which compiled blocks shorten an optimizer step; negative where they lengthen it. 0 where the GPU's
+def _saved_s(run: ResolvedRun, device_name: str, gpus_per_node: int, network: Interconnect) -> float | None:
+    """Seconds by which compiled blocks shorten an optimizer step; negative where they lengthen it. None where the GPU's
     rate in this precision is not known."""
     known = find_gpu(device_name)
     # The optimizer takes as long with either, whichever it is.
@@ -105,7 +108,7 @@ def _saved_s(run: ResolvedRun, device_name: str, gpus_per_node: int, network: In
     ]
     tokens = run.plan.tokens_per_step
     saved = [tokens / step.tokens_per_second - tokens / step.compiled_tokens_per_second for step in steps if step]
-    return min(saved, default=0.0)
+    return min(saved, default=None)
 
 
 def _duration(seconds: float) -> str:

@@ -1,7 +1,8 @@
 """How a start of a run ended when an error ended it, for whoever lists runs. No torch.
 
-A run folder has `failure.json` from the error of the first rank that fails until training begins again there. Of a run
-that was killed it says nothing.
+A run folder has `failure.json` from the error of the first rank that fails in training until training begins again
+there. A rank that was killed writes nothing; what its peers write is that they have lost it. Errors of the start-up are
+not kept: they stand where the command was given.
 """
 
 from __future__ import annotations

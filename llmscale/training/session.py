@@ -48,7 +48,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None and not self.stop.ends_early:
+        if error is not None and not self.stop.ends_early and self.live.claim.find_loss() is None:
             record_failure(self.live.run.config.run, error, step=self.step, rank=self.live.world.rank)
         self.live.feed.close()
         for action in self.actions:

@@ -11,7 +11,7 @@ from llmscale.engine.node_network import find_node_network
 @pytest.fixture
 def sys_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """As the kernel has it on a host with four adapters, one of them not plugged in, and an interface of 25 Gbit/s."""
-    for variable in (*VARIABLES, "NCCL_IB_DISABLE"):
+    for variable in (*VARIABLES, "NCCL_IB_DISABLE", "NCCL_IB_HCA"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     for name, state in (
@@ -34,6 +34,26 @@ def test_adapters_that_are_up_add_up(sys_class: Path) -> None:
     assert network is not None
     assert network.bytes_per_s_per_node(8) == pytest.approx(3 * 25e9)
     assert network.description == "600 Gbit/s per node"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "adapters"),
+    [
+        ("mlx5", 3),
+        ("mlx5_0,mlx5_1:1", 2),
+        ("=mlx5_0", 1),
+        ("^mlx5_0", 2),
+        ("^=mlx5_0,mlx5_1", 1),
+        ("mlx5_0:2,mlx5_1", 1),
+    ],
+)
+def test_only_those_count_that_nccl_may_use(
+    sys_class: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, adapters: int
+) -> None:
+    monkeypatch.setenv("NCCL_IB_HCA", wanted)
+    network = find_node_network(sys_class)
+    assert network is not None
+    assert network.bytes_per_s_per_node(8) == pytest.approx(adapters * 25e9)
 
 
 def test_without_them_it_is_the_interface_of_the_sockets(sys_class: Path, monkeypatch: pytest.MonkeyPatch) -> None:
