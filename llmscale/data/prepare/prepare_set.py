@@ -154,7 +154,6 @@ def _write_set(
     dtype: TokenDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     state = load_resume_state(work)
     quarantine.go_on(*(state.quarantine if state else (0, 0)))
-    work.set_folder.mkdir(exist_ok=True)
     writers = {
         split: _open_writer(split, work, destination, tokenizer, options, dtype, state) for split in ("train", "val")
     }

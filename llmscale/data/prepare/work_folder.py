@@ -44,16 +44,17 @@ class WorkFolder:
             self.replaced_other = (path / _REQUEST_NAME).exists()
             self.clear()
             write_durably(path / _REQUEST_NAME, json.dumps({"version": _VERSION, **request}))
-        elif not (path / _STATE_NAME).exists():
+        elif not self.has_state() or not self.set_folder.is_dir():
+            # A set that is not here is in its place: the process was killed before it could remove the rest.
             self.begin_anew()
 
     @property
     def set_folder(self) -> Path:
-        """What becomes the set."""
+        """What becomes the set, there from the beginning until it is moved into its place."""
         return self.path / "set"
 
     def clear(self, keep: str = "") -> None:
-        """Remove all but one."""
+        """Remove all but one, and begin with an empty set."""
         for path in self.path.iterdir():
             if path.name in (_LOCK_NAME, keep):
                 continue
@@ -61,6 +62,7 @@ class WorkFolder:
                 shutil.rmtree(path)
             else:
                 path.unlink()
+        self.set_folder.mkdir()
 
     def begin_anew(self) -> None:
         """Forget what is done of the same request."""

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from llmscale.data.prepare import batches, tokenise, work_folder
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.quarantine import rejected_path
 from llmscale.data.prepare.sources.open_source import open_source
@@ -149,3 +151,27 @@ def test_work_that_was_never_kept_is_removed(tmp_path: Path) -> None:
         (work.path / "train.windows").write_bytes(b"half")
         raise RuntimeError
     assert os.listdir(tmp_path) == []
+
+
+def test_killed_behind_the_set_it_is_made_again_and_not_out_of_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The set is in its place and the work folder is still there: what the state speaks of is no longer in it."""
+    monkeypatch.setattr(tokenise, "CHECKPOINT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 20_000)
+    source = str(_write_corpus(tmp_path / "corpus", 60))
+    options = PrepareOptions(seq_len=64, val_fraction=0.1)
+
+    def make() -> None:
+        prepare(open_source(source), tmp_path / "set", load_tokenizer("bytes"), options, overwrite=True, max_rejected=9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work_folder, "shutil", mock.Mock(rmtree=mock.Mock(side_effect=KeyboardInterrupt)))
+        with pytest.raises(KeyboardInterrupt):
+            make()
+    undisturbed = _files(tmp_path / "set")
+    assert work_folder.work_folder_of(tmp_path / "set").joinpath("state.npz").exists()
+    assert any(name.endswith(".mds") for name in undisturbed)
+    make()
+    assert _files(tmp_path / "set") == undisturbed
+    assert not work_folder.work_folder_of(tmp_path / "set").exists()
