@@ -1,189 +1,97 @@
-"""A server that answers what huggingface_hub asks of the Hub about one data set: files, folders, commits, LFS.
-
-The Hub's newer transfer of large files (Xet) is not here; its client goes without where a server does not offer it.
-"""
+"""The Hugging Face Hub on this machine, with one model: as much of it as a download asks for."""
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, unquote, urlsplit
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
-#: Of a request's method and path, whether it is to fail.
-Failing = Callable[[str, str], bool]
-NAME = "team/sets"
-TOKEN = "hf_testing"
+#: What own/model is at.
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+@dataclass
 class Hub:
-    """What a test sees of the server."""
+    """What it has and was asked for, and the cache of those who ask."""
 
-    def __init__(self) -> None:
-        self.url = ""
-        self.contents: dict[str, bytes] = {".gitattributes": b""}
-        self.fails: Failing = lambda method, path: False
-        self.is_public = False
-        self.lock = threading.Lock()
-        self.large: dict[str, bytes] = {}
-        """What was uploaded as LFS, by its sha256, and perhaps no commit has named yet."""
+    files: Path
+    home: Path
+    endpoint: str
+    asked: list[str]
 
-    def files(self, prefix: str = "") -> dict[str, bytes]:
-        """Everything below a prefix, by the name behind it, but for what every data set has."""
-        found = {name: data for name, data in self.contents.items() if name != ".gitattributes"}
-        return {name.removeprefix(prefix): data for name, data in found.items() if name.startswith(prefix)}
+    @property
+    def environment(self) -> dict[str, str]:
+        """Of those who ask."""
+        home = str(self.home)
+        return {"HF_ENDPOINT": self.endpoint, "HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "no_proxy": "*"}
 
-    def put(self, name: str, contents: bytes) -> None:
-        with self.lock:
-            self.contents[name] = contents
+    @property
+    def cache(self) -> Path:
+        return self.home / "hub" / "models--own--model"
 
-    def describe(self, name: str) -> dict[str, object]:
-        data = self.contents[name]
-        found: dict[str, object] = {
-            "type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest(),
-        }  # fmt: skip
-        if name.endswith(".mds"):
-            found["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
-        return found
+    @property
+    def snapshot(self) -> Path:
+        return self.cache / "snapshots" / COMMIT
 
-    def list(self, folder: str, *, recursive: bool) -> list[dict[str, object]]:
-        prefix = f"{folder}/" if folder else ""
-        found: dict[str, dict[str, object]] = {}
-        for name in sorted(self.contents):
-            if not name.startswith(prefix):
-                continue
-            parts = name.removeprefix(prefix).split("/")
-            for depth in range(1, len(parts) if recursive else min(2, len(parts))):
-                path = prefix + "/".join(parts[:depth])
-                found[path] = {"type": "directory", "path": path, "oid": "0" * 40}
-            if recursive or len(parts) == 1:
-                found[name] = self.describe(name)
-        return list(found.values())
-
-    def commit(self, lines: list[bytes]) -> None:
-        with self.lock:
-            for line in lines:
-                entry = json.loads(line)
-                value = entry["value"]
-                if entry["key"] == "file":
-                    self.contents[value["path"]] = base64.b64decode(value["content"])
-                elif entry["key"] == "lfsFile":
-                    self.contents[value["path"]] = self.large[value["oid"]]
-                elif entry["key"] == "deletedFile":
-                    del self.contents[value["path"]]
+    @property
+    def cached(self) -> set[str]:
+        return {path.name for path in self.snapshot.iterdir()}
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    hub: Hub
+class _Handler(SimpleHTTPRequestHandler):
+    def __init__(self, *args: object, asked: list[str], **settings: object) -> None:
+        self._asked = asked
+        super().__init__(*args, **settings)  # type: ignore[arg-type]
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def _answer_all(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        parts = urlsplit(self.path)
-        path = unquote(parts.path)
-        if self.hub.fails(self.command, path):
-            self._send(500, b"{}")
-        elif self.command == "PUT" and path.startswith("/large/"):
-            self.hub.large[path.removeprefix("/large/")] = body
-            self._send(200, b"")
-        elif not self.hub.is_public and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            # As the Hub says of what may not be seen.
-            self._send(401, b'{"error": "Invalid username or password."}', {"X-Error-Message": "Invalid credentials"})
-        else:
-            self._answer(path, parse_qs(parts.query), body)
-
-    do_GET = do_HEAD = do_POST = do_PUT = _answer_all  # http.server's names
-
-    def _answer(self, path: str, query: dict[str, list[str]], body: bytes) -> None:
-        api, hub = f"/api/datasets/{NAME}", self.hub
-        if path in (api, f"{api}/revision/main"):
-            self._send_json({"id": NAME, "sha": "0" * 40, "private": True, "tags": [], "siblings": []})
-        elif path.startswith(f"{api}/tree/main"):
-            folder = path.removeprefix(f"{api}/tree/main").strip("/")
-            found = hub.list(folder, recursive=query.get("recursive") == ["True"])
-            self._send_json(found) if found or not folder else self._send_missing()
-        elif path == f"{api}/paths-info/main":
-            self._send_json(self._find_paths(parse_qs(body.decode()).get("paths", [])))
-        elif path == f"{api}/preupload/main":
-            names = [file["path"] for file in json.loads(body)["files"]]
-            modes = [{"path": name, "uploadMode": "lfs" if name.endswith(".mds") else "regular", "shouldIgnore": False}
-                     for name in names]  # fmt: skip
-            self._send_json({"files": modes})
-        elif path == f"/datasets/{NAME}.git/info/lfs/objects/batch":
-            objects = [
-                {**one, "actions": {"upload": {"href": f"{hub.url}/large/{one['oid']}"}}}
-                for one in json.loads(body)["objects"]
-            ]
-            self._send_json({"transfer": "basic", "objects": objects})
-        elif path == f"{api}/commit/main":
-            hub.commit(body.splitlines())
-            self._send_json(
-                {"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/commit", "hookOutput": ""}
-            )
-        elif path.startswith(f"/datasets/{NAME}/resolve/"):
-            self._send_file(path.split("/", 5 + NAME.count("/"))[-1])
-        else:
-            self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-
-    def _find_paths(self, names: list[str]) -> list[dict[str, object]]:
-        found = []
-        for name in names:
-            if name in self.hub.contents:
-                found.append(self.hub.describe(name))
-            elif any(other.startswith(f"{name}/") for other in self.hub.contents):
-                found.append({"type": "directory", "path": name, "oid": "0" * 40})
-        return found
-
-    def _send_file(self, name: str) -> None:
-        if name not in self.hub.contents:
-            self._send_missing()
+    def do_GET(self) -> None:
+        self._asked.append(self.path)
+        if not self.path.startswith("/api/models/own/model"):
+            super().do_GET()
             return
-        data, status = self.hub.contents[name], 200
-        headers = {"X-Repo-Commit": "0" * 40, "ETag": f'"{hashlib.sha1(data).hexdigest()}"', "Accept-Ranges": "bytes"}
-        if wanted := self.headers.get("Range"):
-            first, last = (int(place) if place else None for place in wanted.removeprefix("bytes=").split("-"))
-            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
-            data, status = data[first : None if last is None else last + 1], 206
-        self._send(status, data, headers)
-
-    def _send_missing(self) -> None:
-        self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
-
-    def _send_json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(body))}.items():
-            self.send_header(name, value)
+        files = [{"rfilename": path.name} for path in Path(self.directory).iterdir()]
+        answer = json.dumps({"id": "own/model", "sha": COMMIT, "siblings": files}).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        self.wfile.write(answer)
 
+    def translate_path(self, path: str) -> str:
+        return str(Path(self.directory) / path.rpartition("/")[2])
 
-class _Server(ThreadingHTTPServer):
-    def handle_error(self, *_: object) -> None:
-        """A client may hang up."""
+    def end_headers(self) -> None:
+        """With the sha256 of a large file, and a hash as git has it of a small one."""
+        path = Path(self.translate_path(self.path))
+        if path.is_file():
+            contents = path.read_bytes()
+            if path.suffix in (".safetensors", ".bin"):
+                self.send_header("X-Linked-ETag", f'"{hashlib.sha256(contents).hexdigest()}"')
+                self.send_header("X-Linked-Size", str(len(contents)))
+            else:
+                self.send_header("ETag", f'"{hashlib.sha1(contents).hexdigest()}"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        super().end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
 
 
 @contextmanager
-def serve_hub() -> Iterator[Hub]:
-    """A server with an empty data set."""
-    hub = Hub()
-    server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+def serve_model(files: Path, home: Path) -> Iterator[Hub]:
+    """own/model with these files, at one commit. `home`: of huggingface_hub, for those who ask."""
+    asked: list[str] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(files), asked=asked))
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
-        yield hub
+        yield Hub(files, home, f"http://127.0.0.1:{server.server_port}", asked)
     finally:
         server.shutdown()
-        server.server_close()
         thread.join()
+        server.server_close()

@@ -188,7 +188,7 @@ def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("scale_model", ["--model", "gpt2-125m"], "Did you mean 'gpt3-125m'?"),
+        ("scale_model", ["--model", "gpt2-125m"], "Did you mean 'gpt2-124m'?"),
         ("scale_model", ["--gpu", "nosuch"], "GPU 'nosuch' is not in the table"),
         ("scale_model", ["--sequences-per-gpu", "99999999999999999999"], "and at most"),
         ("scale_model", ["--plot", "picture.nosuch"], "must be .png, .svg, .pdf, not 'picture.nosuch'"),

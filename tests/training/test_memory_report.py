@@ -125,7 +125,7 @@ def test_the_explanation_has_the_breakdown_and_the_smallest_change(prepared: Cal
     first, second, third = str(caught.value).splitlines()
     assert first == "rank 0 ran out of memory: CUDA out of memory. Tried to allocate 2.00 GiB. more"
     assert second.startswith("  memory: estimated peak ")
-    assert "activations 8." in second
+    assert "activations 9." in second
     assert third.startswith("  the smallest change that fits: --micro-batch-size 512 instead of 1024 (")
 
 

@@ -1,6 +1,6 @@
 """gs://, az:// and hf://, each against a server on loopback: what is tested of S3 in its own files.
 
-Google's is gcp-storage-emulator, Azure's is Azurite (`npm install -g azurite`), the Hub's is tests/hub_server.py.
+Google's is gcp-storage-emulator, Azure's is Azurite (`npm install -g azurite`), the Hub's is tests/hub_store.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmscale.errors import DataError
 from tests.azure_store import AzureStore, find_azurite, serve_azure
 from tests.conftest import Ranks, build_train_command, read_losses
 from tests.google_store import GoogleStore, serve_google
-from tests.hub_server import NAME, TOKEN, Hub, serve_hub
+from tests.hub_store import NAME, TOKEN, Hub, serve_hub
 
 OPTIONS = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=8192)
 Failing = Callable[[str, str], bool]
