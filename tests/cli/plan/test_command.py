@@ -225,7 +225,7 @@ def test_offload_says_how_much_host_memory_it_needs(capsys: pytest.CaptureFixtur
         ("--flops 1e21 --mfu 0.4", "--mfu needs --gpu NAME"),
         ("--flops 1e21 --inference-mfu 0.4 --gpu t4", "--inference-mfu needs --inference-tokens."),
         ("--loss 1.5", "a loss of 1.5 nats per token cannot be reached"),
-        ("--flops 1e21 --law kaplan", "'kaplan' is not known. Legal: besiroglu, hoffmann."),
+        ("--flops 1e21 --law kaplan", "--law 'kaplan' is not known. Legal: besiroglu, hoffmann."),
         (
             "--flops 1e21 --gpu a100-80gb --num-gpus 6 --num-nodes 1 --global-batch-size 512",
             "global_batch_size 512 cann",
