@@ -105,7 +105,10 @@ def srun(words: list[str]) -> None:
         os.execvp(words[3], words[3:])  # behind -l -n 1
     logs = Path(words[4]).parent
     place = int(os.environ["SLURM_ARRAY_TASK_ID"]) + ARRAY_SIZE * int(os.environ["RUN_OFFSET"])
-    task = json.loads((logs / "ranks_to_run.json").read_text())[place]
+    tasks = json.loads((logs / "ranks_to_run.json").read_text())
+    if place >= len(tasks):
+        return
+    task = tasks[place]
     exec((JOBS / "tasks").read_text(), {"stage": logs.name, "task": task, "files": logs.parents[1], "time": time})
     (logs / "completions").mkdir(exist_ok=True)
     (logs / "completions" / f"{task:05}").touch()
