@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +39,7 @@ class StageBlock(PipelineStep):
             if not isinstance(error, LlmscaleError):
                 record["what"] = f"{type(error).__name__}: {record['what']}"
             self._files.errors.mkdir(exist_ok=True)
-            write_durably(self._files.errors / f"{self.name}-{rank:05}.json", json.dumps(record))
+            write_durably(self._files.error(self.name, rank), json.dumps(record))
             raise
 
 
@@ -49,25 +48,31 @@ def count_done(executors: Sequence[PipelineExecutor]) -> int:
     return sum(executor.world_size - len(executor.get_incomplete_ranks()) for executor in executors)
 
 
+def check_none_failed(executors: Sequence[PipelineExecutor], files: WorkFiles) -> None:
+    """Raises what a task that is not completed has left: DataError for a fault of the input, else MachineError."""
+    for executor in executors:
+        [block] = executor.pipeline
+        for task in executor.get_incomplete_ranks():
+            try:
+                record = json.loads(files.error(block.name, task).read_bytes())
+            except FileNotFoundError:
+                continue
+            if record["kind"] == "data":
+                raise DataError(record["what"])
+            raise MachineError(
+                f"Task {task} of the stage {block.name} failed: {record['what']}. Logs: {files.logs}. The same command "
+                "goes on from what is done."
+            )
+
+
 def check_complete(executors: Sequence[PipelineExecutor], files: WorkFiles) -> None:
     """Raises DataError for a fault of the input, MachineError when a task failed or died otherwise."""
+    check_none_failed(executors, files)
     for executor in executors:
-        missing = executor.get_incomplete_ranks()
-        if not missing:
-            continue
-        [block] = executor.pipeline
-        path = min(files.errors.glob("*.json"), default=None)
-        if path is None:
+        if missing := executor.get_incomplete_ranks():
+            [block] = executor.pipeline
             raise MachineError(
                 f"{len(missing)} of {executor.world_size} tasks of the stage {block.name} ended without a word, the "
                 f"first of them task {missing[0]}: most likely of too little memory (memory_gb in --executor-options) "
                 f"or time. Logs: {files.logs}. The same command goes on from what is done."
             )
-        record = json.loads(path.read_bytes())
-        if record["kind"] == "data":
-            raise DataError(record["what"])
-        number = re.sub(r".*-0*(?=\d)", "", path.stem)
-        raise MachineError(
-            f"Task {number} of the stage {block.name} failed: {record['what']}. Logs: {files.logs}. The same command "
-            "goes on from what is done."
-        )

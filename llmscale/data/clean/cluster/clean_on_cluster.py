@@ -69,7 +69,6 @@ def _clean(
     progress: Progress,
 ) -> Cleaned:
     options, files, num_tasks = job.options, WorkFiles(work.path), len(sources)
-    shutil.rmtree(files.errors, ignore_errors=True)
     if job.ngrams is not None:
         files.save_ngrams(job.ngrams)
     progress.say(_describe_plan(job, cluster, sources))

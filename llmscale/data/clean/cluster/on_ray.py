@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import ray
+from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
+from ray.exceptions import RayError, RayTaskError
 
 import llmscale
 from llmscale.data.clean.cluster.blocks import StageBlock, check_complete, count_done
@@ -21,6 +24,8 @@ from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress
 
 _SHOW_S, _ANSWER_S = 0.5, 10.0
+#: Of a task whose process or machine is gone.
+_MOST_TRIES = 3
 
 
 class OnRay:
@@ -61,7 +66,7 @@ class OnRay:
     def run(self, stages: Sequence[Stage], files: WorkFiles, progress: Progress) -> None:
         """Raises DataError, MachineError when a task fails."""
         executors = [
-            RayPipelineExecutor(
+            _Executor(
                 [StageBlock(stage, files)],
                 tasks=stage.num_tasks,
                 workers=self._at_once or -1,
@@ -70,6 +75,7 @@ class OnRay:
             )
             for stage in stages
         ]
+        files.forget_failed()
         with _shown(executors, progress):
             for executor in executors:
                 executor.run()
@@ -78,6 +84,39 @@ class OnRay:
     def close(self) -> None:
         """Leave the cluster; it goes on."""
         ray.shutdown()
+
+
+class _Executor(RayPipelineExecutor):
+    """datatrove's own has a task run in a child of Ray's process, and waits for ever when the kernel kills that."""
+
+    def run(self) -> None:
+        """All tasks that are not completed; those that fail stay so."""
+        this = ray.put(self)
+        options = {"num_cpus": self.cpus_per_task, "memory": int(self.mem_per_cpu_gb) << 30}
+        # A process for each, which takes its memory with it.
+        run_task = ray.remote(max_retries=0, max_calls=1, **options)(_run_task)
+        waiting = deque(self.get_incomplete_ranks())
+        num_tries: Counter[int] = Counter()
+        running: dict[ray.ObjectRef, int] = {}
+        while waiting or running:
+            while waiting and len(running) < self.workers:
+                task = waiting.popleft()
+                num_tries[task] += 1
+                running[run_task.remote(this, task)] = task
+            for ended in ray.wait(list(running))[0]:
+                task = running.pop(ended)
+                try:
+                    ray.get(ended)
+                except RayTaskError:
+                    pass  # the block has kept what it says
+                except RayError:  # its process or its machine is gone
+                    if num_tries[task] < _MOST_TRIES:
+                        waiting.append(task)
+
+
+def _run_task(executor: _Executor, task: int) -> None:
+    # The one of RayPipelineExecutor logs to the machine's own disk, and copies that at the end of a task that has one.
+    PipelineExecutor._run_for_rank(executor, task)
 
 
 def _check_answers(address: str) -> None:

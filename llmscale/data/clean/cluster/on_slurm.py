@@ -17,7 +17,7 @@ from pathlib import Path
 from datatrove.executor.slurm import SlurmPipelineExecutor
 
 import llmscale
-from llmscale.data.clean.cluster.blocks import StageBlock, check_complete, count_done
+from llmscale.data.clean.cluster.blocks import StageBlock, check_complete, check_none_failed, count_done
 from llmscale.data.clean.cluster.settings import SlurmSettings
 from llmscale.data.clean.cluster.stages import Stage
 from llmscale.data.clean.cluster.work_files import WorkFiles
@@ -71,24 +71,34 @@ class OnSlurm:
         executors = [self._executor(stage, files) for stage in stages]
         for before, executor in itertools.pairwise(executors):
             executor.depends = before
+        total = sum(executor.world_size for executor in executors)
         if self._is_queued():
             progress.say(f"Jobs of an earlier command are in Slurm's queue; waiting for them: {self._job_name}.")
-        else:
-            try:
-                executors[-1].run()
-            except subprocess.CalledProcessError as error:
-                raise MachineError(
-                    f"sbatch refused a job (exit status {error.returncode}); what it said stands above."
-                ) from None
-            progress.say(
-                f"Sent to Slurm, partition {self._partition}: {self._job_name}. The jobs go on without this command; "
-                "given again, it waits for them."
-            )
-        self._wait(executors, progress)
+            self._wait(executors, progress)
+            check_none_failed(executors, files)
+        # Of the jobs that were waited for some may be missing: that command ended before it had sent all.
+        if count_done(executors) < total:
+            self._send(executors[-1], files, progress)
+            self._wait(executors, progress)
         check_complete(executors, files)
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _send(self, last: SlurmPipelineExecutor, files: WorkFiles, progress: Progress) -> None:
+        """Jobs for what is not done of the last stage, and of those that it depends on. Raises MachineError."""
+        files.forget_failed()
+        try:
+            last.run()
+        except subprocess.CalledProcessError as error:
+            raise MachineError(
+                f"sbatch refused a job (exit status {error.returncode}); what it said stands above. Jobs that it took "
+                "go on; the same command sends the others."
+            ) from None
+        progress.say(
+            f"Sent to Slurm, partition {self._partition}: {self._job_name}. The jobs go on without this command; "
+            "given again, it waits for them."
+        )
 
     def _executor(self, stage: Stage, files: WorkFiles) -> SlurmPipelineExecutor:
         settings = self._settings
@@ -134,6 +144,20 @@ class OnSlurm:
 
 
 class _Executor(SlurmPipelineExecutor):
+    """A stage, as one array or, where Slurm takes no array that long, several one after the other."""
+
+    def launch_job(self) -> None:
+        """datatrove lets the next stage depend on the last array alone. Raises CalledProcessError."""
+        self._job_ids: list[str] = []
+        self.job_id_retriever = self._keep_id
+        super().launch_job()
+        if self._job_ids:
+            self.job_id = ":".join(self._job_ids)
+
+    def _keep_id(self, said: str) -> str:
+        self._job_ids.append(said.split()[self.job_id_position])
+        return self._job_ids[-1]
+
     def launch_merge_stats(self) -> None:
         """Not in a job of its own, which would outlive its folder."""
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.clean.evaluation_text import EvaluationNgrams, save_hashes
+from llmscale.data.clean.evaluation_text import EvaluationNgrams
 from llmscale.data.clean.findings import ExactKey, Removed, SketchRow
 from llmscale.data.prepare.atomic_folder import sync_tree
 from llmscale.files.whole import write_durably
@@ -60,6 +60,9 @@ class WorkFiles:
     def errors(self) -> Path:
         return self.folder / "errors"
 
+    def error(self, stage: str, task: int) -> Path:
+        return self.errors / f"{stage}-{task:05}.json"
+
     @property
     def logs(self) -> Path:
         """datatrove's, and what it knows of finished tasks."""
@@ -69,9 +72,18 @@ class WorkFiles:
     def ngram_hashes(self) -> Path:
         return self.folder / "evaluation.npy"
 
+    def forget_failed(self) -> None:
+        """Why tasks failed, and what they left unfinished: for when none runs."""
+        shutil.rmtree(self.errors, ignore_errors=True)
+        for folders in (self.looked(0).parent, self.part(0).parent):
+            for partial in folders.glob(".*"):
+                shutil.rmtree(partial, ignore_errors=True)
+
     def save_ngrams(self, ngrams: EvaluationNgrams) -> None:
-        """Raises OSError."""
-        save_hashes(ngrams, self.ngram_hashes)
+        """Once: tasks of an earlier command may have the files mapped into memory. Raises OSError."""
+        if (self.folder / _LABELS_NAME).exists():  # the last of them
+            return
+        save_array(self.ngram_hashes, ngrams.hashes)
         save_array(self.folder / _ITEMS_NAME, ngrams.items)
         write_durably(self.folder / _LABELS_NAME, json.dumps([list(ngrams.labels), ngrams.num_short]))
 

@@ -1,7 +1,8 @@
 """Slurm on one machine, as far as a job array needs it: sbatch, squeue, sinfo, scontrol and srun, by this file's name.
 
 $FAKE_SLURM holds a folder for each job. sbatch starts a process for it, which waits for the jobs that it depends on and
-runs the script once for each task, as Slurm's own programs do.
+runs the script once for each task, as Slurm's own programs do. sbatch refuses the job whose number is in `refused`
+there, once; where there are `tasks`, srun runs them in the place of datatrove's: one of these, each a line of Python.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import time
 from pathlib import Path
 
 JOBS = Path(os.environ.get("FAKE_SLURM", "."))
-LIVE = ("PENDING", "RUNNING")
+#: The longest that `tasks` may be sent in.
+ARRAY_SIZE = 2
+LIVE = {"PENDING", "RUNNING"}
 
 
 def sbatch(words: list[str]) -> None:
@@ -24,6 +27,10 @@ def sbatch(words: list[str]) -> None:
     flags |= dict(re.findall(r"--([a-z-]+)=(\S+)", " ".join(words[:-1])))
     assert flags["partition"] in ("cpu", "large"), "invalid partition specified"
     number = next(number for number in range(1, 10_000) if _make(JOBS / str(number)))
+    if (JOBS / "refused").exists() and (JOBS / "refused").read_text() == str(number):
+        (JOBS / str(number)).rmdir()
+        (JOBS / "refused").unlink()
+        sys.exit("job violates accounting policy")
     folder = JOBS / str(number)
     (folder / "script").write_text(script)
     (folder / "flags").write_text(json.dumps(flags))
@@ -52,10 +59,10 @@ def run(words: list[str]) -> None:
     number = words[0]
     folder = JOBS / number
     flags = json.loads((folder / "flags").read_text())
-    for kind, other in re.findall(r"(afterok|afterany):(\d+)", flags.get("dependency", "")):
-        while (state := _state(other)) in LIVE:
+    for kind, others in re.findall(r"(afterok|afterany):([\d:]+)", flags.get("dependency", "")):
+        while LIVE & (states := {_state(other) for other in others.split(":")}):
             time.sleep(0.05)
-        if kind == "afterok" and state != "COMPLETED":
+        if kind == "afterok" and states != {"COMPLETED"}:
             assert flags["kill-on-invalid-dep"] == "yes"
             (folder / "state").write_text("CANCELLED")
             return
@@ -78,7 +85,7 @@ def _state(number: str) -> str:
 
 def squeue(words: list[str]) -> None:
     [name] = [word.partition("=")[2] for word in words if word.startswith("--name=")]
-    for folder in JOBS.iterdir():
+    for folder in JOBS.glob("[0-9]*"):
         if _state(folder.name) in LIVE and json.loads((folder / "flags").read_text())["job-name"] == name:
             print(folder.name)
 
@@ -94,7 +101,17 @@ def scontrol(words: list[str]) -> None:
 
 
 def srun(words: list[str]) -> None:
-    os.execvp(words[3], words[3:])  # behind -l -n 1
+    if not (JOBS / "tasks").exists():
+        os.execvp(words[3], words[3:])  # behind -l -n 1
+    logs = Path(words[4]).parent
+    place = int(os.environ["SLURM_ARRAY_TASK_ID"]) + ARRAY_SIZE * int(os.environ["RUN_OFFSET"])
+    tasks = json.loads((logs / "ranks_to_run.json").read_text())
+    if place >= len(tasks):
+        return
+    task = tasks[place]
+    exec((JOBS / "tasks").read_text(), {"stage": logs.name, "task": task, "files": logs.parents[1], "time": time})
+    (logs / "completions").mkdir(exist_ok=True)
+    (logs / "completions" / f"{task:05}").touch()
 
 
 if __name__ == "__main__":

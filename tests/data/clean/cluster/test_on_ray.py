@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,12 @@ from pathlib import Path
 import pytest
 
 from llmscale.data.clean.clean_set import clean
+from llmscale.data.clean.cluster.settings import RaySettings
+from llmscale.data.clean.cluster.stages import Stage
+from llmscale.data.clean.cluster.work_files import WorkFiles
 from llmscale.data.prepare.sources.open_source import open_source
+from llmscale.errors import MachineError
+from llmscale.terminal.progress import show_progress
 from tests.conftest import HANG_S
 from tests.data.clean.cluster.conftest import Crawl, check_same
 
@@ -100,3 +106,37 @@ def test_killed_and_given_again_it_goes_on(ray_address: str, crawl_files: Crawl,
     assert "Cleaned in" in output, output
     check_same(local, out)
     assert not list(tmp_path.glob(".out*"))
+
+
+def _dies(task: int) -> int:
+    """As the kernel ends a task of too much memory; all but task 0 the first time only."""
+    tried = Path(f"tried-{task}")
+    if task == 0 or not tried.exists():
+        tried.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return task
+
+
+def _run_stages(address: str, folder: Path) -> None:
+    """In a process of its own, which a hang does not outlive."""
+    from llmscale.data.clean.cluster.on_ray import OnRay
+
+    os.chdir(folder)
+    ray = OnRay(RaySettings(address, memory_gb=1), None)
+    try:
+        with show_progress("") as progress:
+            ray.run([Stage("1-dies", 3, _dies), Stage("2-after", 1, _dies)], WorkFiles(folder), progress)
+    except MachineError as error:
+        print(error)
+    finally:
+        ray.close()
+
+
+@pytest.mark.slow
+def test_a_task_that_the_kernel_kills_ends_the_command(ray_address: str, tmp_path: Path) -> None:
+    call = f"import {__name__} as test, pathlib; test._run_stages({ray_address!r}, pathlib.Path({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", call], env=ENVIRONMENT, timeout=HANG_S, capture_output=True, text=True)
+    assert "1 of 3 tasks of the stage 1-dies ended without a word, the first of them task 0" in done.stdout, done.stderr
+    # One that died once was tried again, and the next stage never begun.
+    assert sorted(path.name for path in tmp_path.glob("logs/*/completions/*")) == ["00001", "00002"]
+    assert sorted(path.name for path in tmp_path.glob("tried-*")) == ["tried-0", "tried-1", "tried-2"]

@@ -83,7 +83,8 @@ def test_flags_that_do_not_fit_together(words: tuple[str, ...], message: str, tm
 def test_a_missing_package_is_one_error(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("blocks", "on_ray"):
         monkeypatch.delitem(sys.modules, f"llmscale.data.clean.cluster.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, package, None)
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     (tmp_path / "text.txt").write_text("Some words.")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"pip install 'llmscale\[data,clean,clean-cluster\]'"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +36,14 @@ class _Here:
         self.done: list[tuple[str, int]] = []
         self.dies_at: tuple[str, int] | None = None
         self.is_busy = False
+        self.begins: Callable[[WorkFiles], None] = lambda files: None
 
     def check_free(self) -> None:
         if self.is_busy:
             raise DataError("busy")
 
     def run(self, stages: Sequence[Stage], files: WorkFiles, progress: Progress) -> None:
+        self.begins(files)
         for stage in stages:
             for task in random.Random(0).sample(range(stage.num_tasks), stage.num_tasks):
                 if (stage.name, task) in self.done:
@@ -144,6 +146,26 @@ def test_what_died_goes_on_and_until_then_nothing_is_there(
     _clean(crawl_files.folder, tmp_path / "tasks", options, 5)
     _clean(crawl_files.folder, tmp_path / "local", options)
     check_same(tmp_path / "local", tmp_path / "tasks")
+
+
+def test_what_tasks_of_an_earlier_command_use_and_say_stays(crawl_files: Crawl, here: _Here, tmp_path: Path) -> None:
+    here.dies_at = ("1-look", 1)
+    with pytest.raises(MachineError, match="died"):
+        _clean(crawl_files.folder, tmp_path / "tasks", crawl_files.options, 2)
+    here.dies_at = None
+    work = tmp_path / ".tasks.partial-clean"
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in work.glob("evaluation*")}
+    (work / "errors").mkdir()
+    (work / "errors" / "1-look-00001.json").write_text("{}")
+    seen = []
+
+    def begins(files: WorkFiles) -> None:
+        seen.append(files.error("1-look", 1).exists())
+        assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in work.glob("evaluation*")} == before
+
+    here.begins = begins
+    _clean(crawl_files.folder, tmp_path / "tasks", crawl_files.options, 2)
+    assert len(before) == 3 and seen == [True]
 
 
 def test_records_that_are_none_are_counted_over_all_tasks(here: _Here, crawl_files: Crawl, tmp_path: Path) -> None:
