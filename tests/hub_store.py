@@ -31,6 +31,13 @@ class Hub:
         self.lock = threading.Lock()
         self.large: dict[str, bytes] = {}
         """What was uploaded as LFS, by its sha256, and perhaps no commit has named yet."""
+        self.during_commit: Callable[[], object] = lambda: None
+        self.has_overlapped = threading.Event()
+        """A commit came while another one was under way, and was refused."""
+        self.is_contended = False
+        """Whether somebody else's commit is under way whenever one comes for the first time."""
+        self._committing = threading.Lock()
+        self._refused: set[bytes] = set()
 
     def files(self, prefix: str = "") -> dict[str, bytes]:
         """Everything below a prefix, by the name behind it, but for what every data set has."""
@@ -64,7 +71,22 @@ class Hub:
                 found[name] = self.describe(name)
         return list(found.values())
 
-    def commit(self, lines: list[bytes]) -> None:
+    def commit(self, body: bytes) -> bool:
+        """False: one is under way."""
+        if self.is_contended and body not in self._refused:
+            self._refused.add(body)
+            return False
+        if not self._committing.acquire(blocking=False):
+            self.has_overlapped.set()
+            return False
+        try:
+            self.during_commit()
+            self._change(body.splitlines())
+        finally:
+            self._committing.release()
+        return True
+
+    def _change(self, lines: list[bytes]) -> None:
         with self.lock:
             for line in lines:
                 entry = json.loads(line)
@@ -123,10 +145,12 @@ class _Handler(BaseHTTPRequestHandler):
             ]
             self._send_json({"transfer": "basic", "objects": objects})
         elif path == f"{api}/commit/main":
-            hub.commit(body.splitlines())
-            self._send_json(
-                {"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/commit", "hookOutput": ""}
-            )
+            if hub.commit(body):
+                self._send_json(
+                    {"success": True, "commitOid": "0" * 40, "commitUrl": f"{hub.url}/commit", "hookOutput": ""}
+                )
+            else:
+                self._send(412, b'{"error": "A commit has happened since. Please refresh and try again."}')
         elif path.startswith(f"/datasets/{NAME}/resolve/"):
             self._send_file(path.split("/", 5 + NAME.count("/"))[-1])
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
@@ -44,7 +44,7 @@ class Batch:
         return max(1, self.size // BATCH_CHARACTERS)
 
 
-def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Iterator[Batch]:
+def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Generator[Batch]:
     """The documents of a source behind `mark`, those without text left out and counted; without `rules` only text."""
     if mark.is_end:
         return

@@ -24,7 +24,8 @@ def work_in_order(
     """work(batch) for every batch, in the order given: the same for any number of workers.
 
     `weigh` says for how many usual ones a batch counts in memory: while a very large one is under way, few others are.
-    `batches` is consumed by a thread of its own. What it or `work` raises is raised here, in its place.
+    `batches` is consumed by a thread of its own, which closes a generator when nothing more is wanted. What it or
+    `work` raises is raised here, in its place.
     """
     num_places = (num_workers + 1) * READ_AHEAD
     places = threading.Semaphore(num_places)
@@ -46,6 +47,10 @@ def work_in_order(
         except BaseException as error:
             failed.set_exception(error)
             results.put((failed, 0))
+        finally:
+            # Whoever waits for a result may hold it: it would keep its files open.
+            if isinstance(batches, Generator):
+                batches.close()
 
     reader = threading.Thread(target=read, name="read", daemon=True)
     reader.start()

@@ -5,7 +5,8 @@ one. Shards go up while others are written, and leave this disk as soon as they 
 
 A set that replaces another one (`overwrite`) goes into a folder beside its files, `set-0123456789ab`. When all of it is
 there, one object is written in one move, `manifest.json`, which names that folder; then the other files are removed. So
-whoever opens the set finds the old one or the new one, whatever kills this process.
+whoever opens the set finds the old one or the new one, whatever kills this process. Whether anybody still writes such a
+folder cannot be known: one that was given up stays until the next `overwrite` ends, and whoever finds the set is told.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,6 +41,7 @@ from llmscale.data.storage.schemes import check_out_url, scheme_of
 from llmscale.data.storage.transport import open_uploader
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.terminal import print_visible
 
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
 UNFINISHED_NAME = "unfinished.json"
@@ -124,7 +127,18 @@ class RemoteSet(Destination):
         self._place = place
         if not is_cleared_up:
             self._clear_up()
+        self._tell_of_unfinished()
         return manifest
+
+    def _tell_of_unfinished(self) -> None:
+        for name in self._store.names_in(self.url):
+            if re.fullmatch(GENERATION, name) and self._place != f"{self.url}/{name}":
+                print_visible(
+                    f"{self.url}/{name} is of a --overwrite that has not ended. If none is under way, give that "
+                    "command again, which goes on, or remove what lies there.",
+                    file=sys.stderr,
+                    flush=True,
+                )
 
     def _go_beside(self, request: PrepareRequest, replaced: bytes) -> None:
         """Into a folder whose name says what is prepared in place of which manifest: the same command finds it again,
@@ -215,7 +229,7 @@ class RemoteSet(Destination):
 
     def _check(self, path: Path, url: str) -> None:
         """Raises ShortAnswer, DataError."""
-        stored, size_bytes = self._store.describe(url), path.stat().st_size
+        stored, size_bytes = self._store.describe(url, stop=self._stop), path.stat().st_size
         if stored.size_bytes != size_bytes:
             raise faults.ShortAnswer(f"{stored.size_bytes:,} bytes came there instead of {size_bytes:,}")
         # An ETag that is none of ours is another store's, or of an encrypted object: the bytes themselves say.
@@ -226,7 +240,7 @@ class RemoteSet(Destination):
         place = 0
         with path.open("rb") as file:
             while part := file.read(_PART_BYTES):
-                if self._store.read(url, place, place + len(part)) != part:
+                if self._store.read(url, place, place + len(part), stop=self._stop) != part:
                     return False
                 place += len(part)
         return True

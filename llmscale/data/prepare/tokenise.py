@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import pairwise
@@ -170,8 +169,8 @@ def tokenise(
     if first is None:
         return
     num_text_bytes = num_tokens = 0
-    all_batches: Iterator[Batch] = itertools.chain([first], batches)
     work = BatchTokeniser(tokenizer, _choose(tokenizer, encoder, first, progress), dtype)
+    all_batches = _chain(first, batches)
     with closing(work_in_order(all_batches, work, num_workers, weigh=lambda batch: batch.weight)) as tokenised:
         for batch in tokenised:
             distributor.add(batch)
@@ -180,6 +179,13 @@ def tokenise(
             progress.show(
                 num_text_bytes, batch.mark.read_bytes, source.total_bytes, f"{num_tokens / 1e6:,.1f} M tokens"
             )
+
+
+def _chain(first: Batch, rest: Generator[Batch]) -> Generator[Batch]:
+    """Closes what it takes the rest from, wherever it is closed itself."""
+    with closing(rest):
+        yield first
+        yield from rest
 
 
 def _choose(tokenizer: Tokenizer, wanted: EncoderName, first: Batch, progress: Progress) -> Encoder:

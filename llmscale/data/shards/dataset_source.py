@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_generation, parse_manifest
@@ -71,18 +71,18 @@ def _find_remote(data: str, scratch: Path) -> tuple[Manifest, str]:
     return parse_manifest(contents, f"{remote}/{MANIFEST_NAME}"), remote
 
 
-def explain_replaced(location: SetLocation) -> DataError | None:
-    """What to say of a file that is not there, where the set is not the one that was opened; None where it is, or
-    nobody knows."""
+def find_moved(location: SetLocation) -> SetLocation | None:
+    """Where a set lies of which a file is not there: an equal one has taken its place in another folder. None where it
+    lies where it did, or nobody knows. Raises DataError when the set there is another one."""
     if location.remote is None:
         return None
     try:
         now, remote = _find_remote(location.name, location.folder)
     except DataError:
         return None
-    if remote == location.remote and now.fingerprint == location.manifest.fingerprint:
-        return None
-    return DataError(
+    if now.fingerprint == location.manifest.fingerprint:
+        return replace(location, remote=remote) if remote != location.remote else None
+    raise DataError(
         f"{location.name} was replaced while it was read: it is the set {now.fingerprint[:12]} now, and this is "
         f"{location.manifest.fingerprint[:12]}, which is no longer there. Begin again with the new one, or restore the "
         "old one."
@@ -108,22 +108,24 @@ def _fetch(name: str, folder: Path, remote: str) -> None:
 
 def _download(remote: str, relative: str, scratch: Path) -> bytes:
     """The contents of a small remote file, by Streaming's transport; `relative` is a name that was checked."""
-    folder = ""
+    source = f"{remote}/{relative}"
+    what = f"Cannot fetch {source}"
     try:
         check_source(remote, relative)
-        scratch.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(prefix=".download-", dir=scratch)
-        target = os.path.join(folder, "file")
-        source = f"{remote}/{relative}"
-        faults.with_retries(
-            lambda: open_downloader(remote).download(source, target, _TIMEOUT_S), f"Cannot fetch {source}", url=remote
-        )
-        return read_regular(Path(target), MAX_BYTES)
+        with _make_folder(scratch) as folder:
+            target = Path(folder) / "file"
+            faults.with_retries(
+                lambda: open_downloader(remote).download(source, str(target), _TIMEOUT_S), what, url=remote
+            )
+            return read_regular(target, MAX_BYTES)
     except OSError as error:
-        raise faults.fault(error, f"Cannot fetch {remote}/{relative}", url=remote) from error
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
+        raise faults.fault(error, what, url=remote) from error
+
+
+def _make_folder(scratch: Path) -> tempfile.TemporaryDirectory[str]:
+    with _written(scratch):
+        scratch.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(prefix=".download-", dir=scratch, ignore_cleanup_errors=True)
 
 
 def check_source(remote: str, relative: str) -> None:
@@ -135,8 +137,15 @@ def check_source(remote: str, relative: str) -> None:
 
 def _write(path: Path, contents: bytes) -> None:
     """In one move, so that other ranks on this host see the whole file or none."""
-    try:
+    with _written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, contents)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    """What is done to the cache. Raises DataError for an OSError."""
+    try:
+        yield
     except OSError as error:
         raise DataError(f"Cannot write the data cache {path}: {error.strerror}. Choose another --data-cache.") from None

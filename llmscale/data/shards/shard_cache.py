@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Protocol
 
 from llmscale.data.shards.compressed import DamagedError, open_zstd
-from llmscale.data.shards.dataset_source import SetLocation, check_source, explain_replaced
+from llmscale.data.shards.dataset_source import SetLocation, check_source, find_moved
 from llmscale.data.shards.manifest import ShardInfo
 from llmscale.data.shards.set_rules import check_no_links
 from llmscale.data.shards.verify_shards import hash_file
@@ -96,7 +96,7 @@ class ShardFetcher:
         if free_bytes < needed_bytes:
             raise OSError(errno.ENOSPC, f"{free_bytes:,} bytes free, {needed_bytes:,} needed")
         faults.with_retries(
-            lambda: self._bring(shard, file),
+            lambda: self._bring_from_where_it_lies(shard, file),
             f"Cannot fetch {self._describe(shard)}",
             url=self._location.name,
             explain=lambda error: self._explain(error, shard),
@@ -104,6 +104,18 @@ class ShardFetcher:
         if not _has_size(self._folder / shard.name, shard.bytes):
             self._remove(file)
             raise DataError(f"Shard {shard.name} of {self._location.name} has another size than its index says.")
+
+    def _bring_from_where_it_lies(self, shard: ShardInfo, file: ShardFile) -> None:
+        """Also when an equal set has taken this one's place. Raises whatever the transport raises, DataError."""
+        try:
+            self._bring(shard, file)
+        except Exception as error:
+            is_known = isinstance(error, DataError) or _is_full(error) or _is_forbidden(error) or faults.may_pass(error)
+            moved = None if is_known else find_moved(self._location)
+            if moved is None:
+                raise
+            self._location, self._downloader = moved, None
+            self._bring(shard, file)
 
     def _bring(self, shard: ShardInfo, file: ShardFile) -> None:
         """Download and unpack it, a second time when it came here damaged. Raises whatever the transport raises."""
@@ -186,15 +198,13 @@ class ShardFetcher:
         if isinstance(error, DataError):
             return error
         where = self._describe(shard)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if _is_full(error):
             return DataError(
                 f"The disk of the data cache {self._folder} is full: {where} needs {shard.bytes:,} bytes "
-                f"({error.strerror}). Free space, choose another --data-cache, or set --cache-limit-gib."
+                f"({_reason(error)}). Free space, choose another --data-cache, or set --cache-limit-gib."
             )
-        if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS):
-            return DataError(f"Cannot write {where} to {self._folder}: {error.strerror}. Choose another --data-cache.")
-        if not faults.may_pass(error) and (replaced := explain_replaced(self._location)):
-            return replaced
+        if _is_forbidden(error):
+            return DataError(f"Cannot write {where} to {self._folder}: {_reason(error)}. Choose another --data-cache.")
         if str(error) == _CHECKSUM:
             return DataError(f"The checksum of {where} is wrong at its source, twice. Prepare or copy it again.")
         return faults.fault(error, f"Cannot fetch {where}", url=self._location.name)
@@ -207,6 +217,18 @@ def _filelock() -> ModuleType:
     import filelock
 
     return filelock
+
+
+def _is_full(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _is_forbidden(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EROFS)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _mark_used(path: Path) -> None:

@@ -59,7 +59,7 @@ def with_retries(
         except DataError:
             raise
         except Exception as error:  # each client raises its own kinds
-            if not may_pass(error) or stop.is_set():
+            if not may_pass(error, url) or stop.is_set():
                 raise explain(error) from error
             print_visible(
                 f"{what}: {summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of {len(RETRY_PAUSES_S)}).",
@@ -87,17 +87,21 @@ def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataErr
     return DataError(f"{said} {remedy}".rstrip())
 
 
-def may_pass(error: BaseException) -> bool:
+def may_pass(error: BaseException, url: str = "") -> bool:
     """Whether it is a fault of the connection, or of the store for the moment."""
     status = _status(error)
     if status is not None:
-        return status in (408, 429) or status >= 500
+        # The Hub refuses a commit while another one is under way.
+        is_overtaken = status in (409, 412) and url.startswith("hf://")
+        return status in (408, 429) or status >= 500 or is_overtaken
     names = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
     return bool(names & _PASSING) and not names & _CREDENTIALS
 
 
 def lacks_credentials(error: BaseException) -> bool:
-    names = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
+    # A client's own PermissionError names no file: one that does is of this machine.
+    causes = [cause for cause in _chain(error) if getattr(cause, "filename", None) is None]
+    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     return _status(error) in (401, 403) or bool(names & _CREDENTIALS)
 
 

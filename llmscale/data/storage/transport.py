@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import threading
 from pathlib import Path
 from typing import Protocol
 
@@ -81,7 +82,7 @@ class _StreamingUploads:
 
 
 class _HubUploads:
-    """To a data set of the Hub, each file a commit."""
+    """To a data set of the Hub, each file a commit; it takes one at a time."""
 
     def __init__(self, url: str) -> None:
         from huggingface_hub import HfApi
@@ -90,16 +91,17 @@ class _HubUploads:
         self._name = "/".join(path_of(url).split("/")[1:3])
         self._api = HfApi(token=os.environ.get("HF_TOKEN"))
         self._api.repo_info(self._name, repo_type="dataset")
+        self._is_committing = threading.Lock()
 
     def upload(self, path: Path, url: str) -> None:
+        from huggingface_hub import CommitOperationAdd
+
         name = path_of(url).split("/", 3)[3]
-        self._api.upload_file(
-            path_or_fileobj=path,
-            path_in_repo=name,
-            repo_id=self._name,
-            repo_type="dataset",
-            commit_message=f"Add {name}",
-        )
+        added = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
+        # What is long goes up beside others, before the commit that names it.
+        self._api.preupload_lfs_files(self._name, [added], repo_type="dataset")
+        with self._is_committing:
+            self._api.create_commit(self._name, [added], repo_type="dataset", commit_message=f"Add {name}")
 
 
 def _show_no_bars() -> None:

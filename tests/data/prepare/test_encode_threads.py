@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from llmscale.data.prepare.encode_threads import READ_AHEAD, work_in_order
+from tests.conftest import HANG_S
 
 
 @pytest.mark.parametrize(("weight", "most"), [(1, 2 * READ_AHEAD), (2, READ_AHEAD), (100, 1)])
@@ -39,3 +41,19 @@ def test_what_reading_and_working_raise_is_raised_in_its_place() -> None:
         next(results)
     with pytest.raises(ZeroDivisionError):
         next(work_in_order([0], lambda number: 10 // number, 2))
+
+
+def test_what_is_read_from_is_closed_when_nothing_more_is_wanted() -> None:
+    is_closed = threading.Event()
+
+    def batches() -> Iterator[int]:
+        try:
+            yield from range(1000)
+        finally:
+            is_closed.set()
+
+    held = batches()
+    results = work_in_order(held, str, 1)
+    assert next(results) == "0"
+    results.close()
+    assert is_closed.wait(HANG_S)

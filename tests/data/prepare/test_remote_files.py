@@ -133,6 +133,8 @@ def test_a_file_that_is_let_go_of_asks_no_more(
     file.close()
     for thread in fetching:
         thread.join(HANG_S)
+    # Of another file, which nobody closes: a process does not wait for it either.
+    assert all(thread.daemon for thread in fetching)
     assert fetching and not any(thread.is_alive() for thread in fetching)
 
 

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
@@ -316,6 +318,57 @@ def test_a_copy_of_all_that_is_there_names_the_folder_of_the_set(
     assert _read(str(inner)) == _read(str(tmp_path / "new"))
 
 
+def test_whoever_reads_an_equal_set_goes_on(corpus: Path, object_store: ObjectStore, tmp_path: Path) -> None:
+    _prepare(corpus, tmp_path / "work", OLD)
+    shards = TokenShards(open_set(URL, tmp_path / "cache"), "train")
+    shards.read(np.array([0]))
+    _prepare(corpus, tmp_path / "work", OLD, overwrite=True)
+    found = shards.read(np.arange(len(shards)))
+    assert found.tolist() == _read(URL, tmp_path / "other cache")
+
+
+def test_a_replacement_that_was_given_up_is_named(
+    corpus: Path,
+    object_store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _prepare(corpus, tmp_path / "work", OLD)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        _kill_at(2, patch)
+        _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
+    (left,) = {name.partition("/")[0] for name in object_store.files("sets/a/") if name.startswith("set-")}
+    capsys.readouterr()
+    assert _prepare(corpus, tmp_path / "work", OLD).reused
+    assert f"{URL}/{left} is of a --overwrite" in capsys.readouterr().err
+    _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
+    assert _prepare(corpus, tmp_path / "work", NEW).reused
+    assert "--overwrite" not in capsys.readouterr().err
+
+
+def test_the_end_waits_for_no_pause(object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor for one of a look at what came there."""
+    out = RemoteSet(URL, work_dir=tmp_path / "work")
+    (tmp_path / "shard.00000.mds").write_bytes(b"x")
+    out._folder = tmp_path
+    is_asked = threading.Event()
+
+    def fails(method: str, path: str) -> bool:
+        if method != "PUT":
+            is_asked.set()
+        return method != "PUT"
+
+    object_store.fails = fails
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (2.0 * HANG_S,))
+    out.keep_shard(tmp_path / "shard.00000.mds")
+    assert is_asked.wait(HANG_S)
+    closing = threading.Thread(target=out.close, daemon=True)
+    closing.start()
+    closing.join(HANG_S)
+    assert not closing.is_alive()
+
+
 @pytest.mark.parametrize("folder", ["../other", "train", 7, None])
 def test_a_manifest_names_no_other_folder(folder: object, object_store: ObjectStore, tmp_path: Path) -> None:
     object_store.put(f"sets/a/{MANIFEST_NAME}", json.dumps({"format_version": 2, "generation": folder}).encode())
@@ -397,18 +450,21 @@ def test_killed_at_any_moment_it_goes_on(
 def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
     corpus: Path, object_store: ObjectStore, tmp_path: Path
 ) -> None:
-    _prepare(corpus, tmp_path / "work", OLD)
-    for name, options in (("old", OLD), ("new", OPTIONS)):
+    # Of other windows than what the script prepares.
+    there = NEW
+    _prepare(corpus, tmp_path / "work", there)
+    for name, options in (("old", there), ("new", OPTIONS)):
         _local(corpus, tmp_path / name, options)
     old, new = (_read(str(tmp_path / name)) for name in ("old", "new"))
+    assert old != new
     (tmp_path / "run.py").write_text(KILLED)
     command = [sys.executable, str(tmp_path / "run.py"), str(corpus), URL, str(tmp_path / "work"), "overwrite"]
     rng, seen = random.Random(0), []
     while new not in seen:
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(rng.uniform(0.2, 1.5))
+        # A start writes up to five objects again before it goes on.
+        _wait_for_changes(process, object_store, rng.randrange(1, 10))
+        time.sleep(rng.uniform(0, 0.1))
         process.send_signal(signal.SIGKILL)
         process.communicate()
         seen.append(_read(URL, tmp_path / "cache"))
@@ -417,6 +473,16 @@ def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
     found = object_store.files("sets/a/")
     assert found.pop(MANIFEST_NAME)
     assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")
+
+
+def _wait_for_changes(process: subprocess.Popen[bytes], store: ObjectStore, num_changes: int) -> None:
+    """Or for the end of the process."""
+    deadline_s, num_before = time.monotonic() + HANG_S, len(store.requests)
+    while process.poll() is None and time.monotonic() < deadline_s:
+        if sum(method in ("PUT", "DELETE") for method, _ in store.requests[num_before:]) >= num_changes:
+            return
+        time.sleep(0.005)
+    assert process.poll() == 0
 
 
 def _wait_for_upload(process: subprocess.Popen[bytes], store: ObjectStore) -> None:

@@ -169,6 +169,39 @@ def test_text_columns_of_mds(tmp_path: Path) -> None:
         open_source(str(tmp_path / "mds"), text_field="body")
 
 
+def _write_texts(folder: Path, **columns: str) -> Path:
+    writer = streaming_module("format.mds").MDSWriter(columns=dict.fromkeys(columns, "str"), out=str(folder))
+    for _ in range(40):
+        writer.write(columns)
+    writer.finish()
+    return folder
+
+
+def test_another_column_is_another_input(tmp_path: Path) -> None:
+    made, out = _write_texts(tmp_path / "mds", text="one text", other="another text"), tmp_path / "out"
+    options, tokenizer = PrepareOptions(seq_len=8), load_tokenizer("bytes")
+    prepare(open_source(str(made), text_field="text"), out, tokenizer, options)
+    with pytest.raises(DataError, match="--overwrite"):
+        prepare(open_source(str(made), text_field="other"), out, tokenizer, options)
+    index = json.loads((made / "index.json").read_text())
+    index["shards"][0]["samples"] -= 1
+    before = open_source(str(made)).fingerprint()
+    (made / "index.json").write_text(json.dumps(index))
+    assert open_source(str(made)).fingerprint() != before
+
+
+def test_shards_of_tokens_behind_those_of_text_are_refused(tmp_path: Path) -> None:
+    tokens, texts = _write_mds(tmp_path, "bytes", np.int64), _write_texts(tmp_path / "texts", text="a text")
+    index = json.loads((texts / "index.json").read_text())
+    (entry,) = index["shards"]
+    (tokens / "text.mds").write_bytes((texts / entry["raw_data"]["basename"]).read_bytes())
+    entry["raw_data"]["basename"] = "text.mds"
+    index["shards"] += json.loads((tokens / "index.json").read_text())["shards"]
+    (tokens / "index.json").write_text(json.dumps(index))
+    with pytest.raises(DataError, match="shard 0 has text in the column text, shard 1 tokens in the column tokens"):
+        open_source(str(tokens))
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

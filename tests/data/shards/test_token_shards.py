@@ -236,6 +236,12 @@ def test_what_a_crash_left_in_the_cache_is_fetched_again(
     assert np.array_equal(_all(location), expected)
 
 
+def test_a_cache_that_cannot_be_written_is_named(shared_set: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(DataError, match="Choose another --data-cache"):
+        open_set(str(shared_set), tmp_path / "file" / "cache")
+
+
 def test_cache_limit(shared_set: Path, tmp_path: Path) -> None:
     location = open_set(str(shared_set), tmp_path / "cache")
     limited = TokenShards(location, "train", cache_limit_bytes=10_000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 
 import pytest
@@ -46,6 +47,18 @@ def _wrapped(cause: Exception) -> Exception:
 )
 def test_what_may_pass(error: Exception, passes: bool) -> None:
     assert faults.may_pass(error) == passes
+
+
+def test_a_commit_of_the_hub_may_have_been_overtaken() -> None:
+    for status in (409, 412):
+        assert faults.may_pass(_answered(status), "hf://datasets/a/b")
+        assert not faults.may_pass(_answered(status), URL)
+
+
+def test_a_file_of_this_machine_needs_no_credentials() -> None:
+    local = PermissionError(errno.EACCES, "Permission denied", "/shard")
+    assert not faults.lacks_credentials(_wrapped(local))
+    assert faults.lacks_credentials(PermissionError("Access Denied"))
 
 
 def test_it_is_tried_again_with_a_line_each_time(

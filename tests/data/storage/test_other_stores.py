@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.storage import faults
+from llmscale.data.storage.transport import open_uploader
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
 from tests.azure_store import AzureStore, find_azurite, serve_azure
@@ -192,6 +194,28 @@ def test_what_fails_once_is_tried_again(
     assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
     assert not left
     assert "Trying again" in capsys.readouterr().err
+
+
+def test_the_hub_is_asked_for_one_commit_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["a.mds", "b.mds"]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    with serve_hub() as hub, ThreadPoolExecutor(2) as pool:
+        _lead_to(hub, monkeypatch)
+        # The other one, if it does not wait, comes while this one does.
+        hub.during_commit = lambda: hub.has_overlapped.wait(0.2)
+        url = f"hf://datasets/{NAME}"
+        uploader = open_uploader(url)
+        for sent in [pool.submit(uploader.upload, tmp_path / name, f"{url}/{name}") for name in names]:
+            sent.result()
+        assert hub.files() == {name: name.encode() for name in names}
+
+
+@pytest.mark.parametrize("store", ["hub"], indirect=True)
+def test_somebody_elses_commit_is_waited_for(corpus: Path, store: _OnTheHub, tmp_path: Path) -> None:
+    store.hub.is_contended = True
+    _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
+    assert store.files() == _local(corpus, tmp_path / "set")
 
 
 def test_one_set_replaces_another(corpus: Path, store: Store, tmp_path: Path) -> None:

@@ -89,9 +89,15 @@ class _Shard:
     samples: int
     column: int
     """Of those in a sample, which one is read."""
+    column_name: str
     sizes: tuple[int | None, ...]
     """Bytes of each column; None where every sample says."""
     encoding: str
+
+    @property
+    def is_text(self) -> bool:
+        """And not tokens."""
+        return self.encoding == "str"
 
 
 class MdsSource(Source):
@@ -106,7 +112,7 @@ class MdsSource(Source):
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         shard, sample, offset = (*start, 0)[:3] if start else (0, 0, 0)
-        if self._shards and self._shards[0].encoding != "str":
+        if not self._shards[0].is_text:
             rules = need_rules(rules, self.name)
             yield from documents_in(self._tokens(shard, sample), offset, rules, self.name)
             return
@@ -118,11 +124,13 @@ class MdsSource(Source):
                 yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", data, place)
 
     def fingerprint(self) -> str:
-        """Of every shard's name, size and time of modification, or whatever changes with it in a store."""
+        """Of every shard's name, size and time of modification, or whatever changes with it in a store, and of what is
+        read of it."""
         digest = hashlib.sha256()
         for shard in self._shards:
-            name = PurePath(shard.name).name
-            digest.update(json.dumps([name, shard.file.size_bytes, shard.file.stamp]).encode())
+            file = [PurePath(shard.name).name, shard.file.size_bytes, shard.file.stamp]
+            read = [shard.column_name, shard.column, shard.encoding, shard.sizes, shard.samples]
+            digest.update(json.dumps([*file, *read]).encode())
         return digest.hexdigest()
 
     def _tokens(self, shard: int, sample: int) -> Iterator[tuple[Place, TokenArray]]:
@@ -149,11 +157,24 @@ class MdsSource(Source):
 
 
 def _load_index(folder: MdsFolder, text_field: str) -> list[_Shard]:
-    """Raises DataError for an index that says anything unexpected."""
+    """At least one. Raises DataError for an index that says anything unexpected."""
     entries, where = folder.read_index().get("shards"), f"{folder.name}/{INDEX_NAME}"
     if not isinstance(entries, list) or not entries:
         raise DataError(f"{where} lists no shards.")
-    return [_parse(entry, folder, text_field, f"{where}, shard {number}") for number, entry in enumerate(entries)]
+    shards = [_parse(entry, folder, text_field, f"{where}, shard {number}") for number, entry in enumerate(entries)]
+    first = shards[0]
+    for number, shard in enumerate(shards):
+        # The bytes of tokens may well be read as text.
+        if (shard.column_name, shard.is_text) != (first.column_name, first.is_text):
+            raise DataError(
+                f"{where}: shard 0 has {_describe_column(first)}, shard {number} {_describe_column(shard)}. Give each "
+                "kind a folder and an index of its own."
+            )
+    return shards
+
+
+def _describe_column(shard: _Shard) -> str:
+    return f"{'text' if shard.is_text else 'tokens'} in the column {shard.column_name}"
 
 
 def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Shard:
@@ -190,7 +211,7 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
         found, is_compressed = folder.find(str(zip_name)), True
     if found is None:
         raise DataError(f"{where}: there is no {zip_name or basename} beside it.")
-    return _Shard(f"{folder.name}/{basename}", found, is_compressed, num_bytes, samples, column,
+    return _Shard(f"{folder.name}/{basename}", found, is_compressed, num_bytes, samples, column, wanted,
                   tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import io
+import queue
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import PurePath, PurePosixPath
 from typing import BinaryIO
 
@@ -58,7 +59,8 @@ class _Parts(io.RawIOBase):
         self._stop = threading.Event()
         self._place = 0
         self._begin, self._part = 0, b""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="fetch")
+        self._wanted: queue.SimpleQueue[tuple[int, Future[bytes]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._ahead: tuple[int, Future[bytes]] | None = None
 
     def readable(self) -> bool:
@@ -91,8 +93,26 @@ class _Parts(io.RawIOBase):
         part = ahead[1].result() if ahead is not None and ahead[0] == begin else self._ask(begin)
         end = begin + len(part)
         if is_next and end < self._size_bytes:
-            self._ahead = end, self._pool.submit(self._ask, end)
+            self._ahead = end, self._ask_ahead(end)
         return part
+
+    def _ask_ahead(self, begin: int) -> Future[bytes]:
+        if self._thread is None:
+            # Not of a pool, whose threads a process waits for at its end, here in the pauses between tries.
+            self._thread = threading.Thread(target=self._answer, name="fetch", daemon=True)
+            self._thread.start()
+        part: Future[bytes] = Future()
+        self._wanted.put((begin, part))
+        return part
+
+    def _answer(self) -> None:
+        while (wanted := self._wanted.get()) is not None:
+            begin, part = wanted
+            try:
+                part.set_result(self._ask(begin))
+            except BaseException as error:
+                part.set_exception(error)
+            del wanted, part  # before the next one comes
 
     def _ask(self, begin: int) -> bytes:
         url, end = self._found.url, min(begin + _PART_BYTES, self._size_bytes)
@@ -103,7 +123,7 @@ class _Parts(io.RawIOBase):
 
     def close(self) -> None:
         self._stop.set()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._wanted.put(None)
         self._part = b""
         super().close()
 
