@@ -342,9 +342,6 @@ def test_a_replacement_that_was_given_up_is_named(
     capsys.readouterr()
     assert _prepare(corpus, tmp_path / "work", OLD).reused
     assert f"{URL}/{left} is of a --overwrite" in capsys.readouterr().err
-    _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
-    assert _prepare(corpus, tmp_path / "work", NEW).reused
-    assert "--overwrite" not in capsys.readouterr().err
 
 
 def test_the_end_waits_for_no_pause(object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
