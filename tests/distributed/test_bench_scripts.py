@@ -30,7 +30,8 @@ def test_a_fault_of_each_kind() -> None:
     assert "no finished one was ever damaged" in output
 
 
-@pytest.mark.parametrize("block", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("block", ["gpt2", "llama"])
 def test_a_part_of_the_resume_matrix(block: str) -> None:
     """At one world size: test_resume.py goes from each to another."""
     flags = ("--configs", "zero1,zero3_offload", "--worlds", "2", "--steps", "5")

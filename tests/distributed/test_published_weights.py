@@ -104,6 +104,7 @@ def test_what_is_exported_begins_a_run_that_exports_the_same_bytes(
         assert file.read_bytes() == (second / file.name).read_bytes(), file.name
 
 
+@pytest.mark.slow
 def test_weights_that_are_no_numbers_leave_no_run(
     train: Callable[..., str], models: dict[str, Path], tmp_path: Path
 ) -> None:

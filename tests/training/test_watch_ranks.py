@@ -17,7 +17,7 @@ JOB = str(Path(__file__).with_name("fault_job.py"))
     [
         pytest.param("slow-forward", 0, "arithmetic", marks=pytest.mark.slow),
         ("slow-data", 2, "data wait"),
-        ("slow-head", 3, "arithmetic"),
+        pytest.param("slow-head", 3, "arithmetic", marks=pytest.mark.slow),
     ],
 )
 def test_a_slow_rank_is_named_with_its_host_and_phase(

@@ -237,6 +237,7 @@ def _kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Store, "remove", remove_or_die)
 
 
+@pytest.mark.slow
 def test_a_set_is_replaced_in_one_moment(
     corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

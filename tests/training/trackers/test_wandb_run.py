@@ -13,6 +13,7 @@ from llmscale.errors import ConfigError
 from llmscale.training.trackers.wandb_run import start_wandb
 
 
+@pytest.mark.slow
 def test_offline_runs_leave_their_files_in_the_run_folder_and_continue_under_one_id(
     ranks: Callable, train_command: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
