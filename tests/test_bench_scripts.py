@@ -77,13 +77,8 @@ def test_engine_overhead_needs_the_plain_loop_to_compare_with() -> None:
     assert "--only must keep 'plain loop'" in answer.stderr
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        ["gpt2-124m-z0-bf16-mb4"],
-        pytest.param(["gpt2-124m-z0-bf16-mb4", "gpt2-124m-z3-bf16-mb16-full"], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("cells", [["gpt2-124m-z0-bf16-mb4"], ["gpt2-124m-z0-bf16-mb4", "gpt2-124m-z3-bf16-mb16-full"]])
 def test_memory_grid_compares_every_estimator_with_the_same_peak(cells: list[str], tmp_path: Path) -> None:
     answer = run_script(
         *("memory_grid", "--measure", "dry-run", "--json", str(tmp_path / "result.json"), "--only", *cells)
