@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 from tests.conftest import free_port
+from tests.loopback import serving
 from tests.relay import Relay, relay_to
 
 BUCKET = "bucket"
@@ -88,14 +88,10 @@ def serve_google(folder: Path) -> Iterator[GoogleStore]:
 
     port = free_port()
     emulator = create_server("127.0.0.1", port, in_memory=True)
-    tokens = ThreadingHTTPServer(("127.0.0.1", 0), _Tokens)
-    threading.Thread(target=tokens.serve_forever, daemon=True).start()
-    _write_key_file(folder / "key.json", f"http://127.0.0.1:{tokens.server_port}/token")
     emulator.start()
     try:
-        with relay_to(port) as relay:
+        with serving(_Tokens) as tokens, relay_to(port) as relay:
+            _write_key_file(folder / "key.json", f"{tokens}/token")
             yield GoogleStore(relay, folder / "key.json")
     finally:
         emulator.stop()
-        tokens.shutdown()
-        tokens.server_close()

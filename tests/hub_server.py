@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
+
+from tests.loopback import serving
 
 #: What own/model is at.
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -86,12 +87,5 @@ class _Handler(SimpleHTTPRequestHandler):
 def serve_model(files: Path, home: Path) -> Iterator[Hub]:
     """own/model with these files, at one commit. `home`: of huggingface_hub, for those who ask."""
     asked: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Handler, directory=str(files), asked=asked))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        yield Hub(files, home, f"http://127.0.0.1:{server.server_port}", asked)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with serving(partial(_Handler, directory=str(files), asked=asked)) as url:
+        yield Hub(files, home, url, asked)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import http.client
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+from tests.loopback import serving
 
 #: Of a request's method and path, whether it is to fail.
 Failing = Callable[[str, str], bool]
@@ -69,23 +70,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-class _Server(ThreadingHTTPServer):
-    def handle_error(self, *_: object) -> None:
-        """A client may hang up."""
-
-
 @contextmanager
 def relay_to(port: int) -> Iterator[Relay]:
     """To a server on this machine."""
     relay = Relay()
-    handler = type("Handler", (_Handler,), {"relay": relay, "port": port})
-    server = _Server(("127.0.0.1", 0), handler)
-    relay.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
+    with serving(type("Handler", (_Handler,), {"relay": relay, "port": port})) as relay.url:
         yield relay
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -3,7 +3,6 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,6 +12,7 @@ import pytest
 
 from llmscale.errors import DataError
 from llmscale.untrusted.hub import HubFiles, is_hub_name, read_hub_files, read_token
+from tests.loopback import serving
 
 COMMIT, OLDER = "a" * 40, "b" * 40
 TOKEN = "hf_secret"
@@ -69,20 +69,15 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[tuple[str, str | None]]]:
     """What a Hub on this machine was asked, with the token it was given."""
     found: list[tuple[str, str | None]] = []
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"asked": found}))
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.delenv("HF_TOKEN_PATH", raising=False)
     monkeypatch.setenv("no_proxy", "*")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    yield found
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving(type("Hub", (_Hub,), {"asked": found})) as url:
+        monkeypatch.setenv("HF_ENDPOINT", url)
+        yield found
 
 
 def _read(name: str) -> HubFiles:

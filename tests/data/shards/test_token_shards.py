@@ -4,10 +4,9 @@ import multiprocessing
 import os
 import shutil
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.shards.verify_shards import find_damage
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.errors import DataError
+from tests.loopback import serving
 
 
 @pytest.fixture
@@ -324,15 +324,12 @@ def bucket(shared_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """The set behind a real HTTP server, as s3://bucket/set."""
     shutil.copytree(shared_set, tmp_path / "root" / "bucket" / "set")
     handler = partial(_Bucket, directory=str(tmp_path / "root"))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "none")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "none")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    yield "s3://bucket/set"
-    server.shutdown()
-    server.server_close()
+    with serving(handler) as url:
+        monkeypatch.setenv("S3_ENDPOINT_URL", url)
+        yield "s3://bucket/set"
 
 
 def test_s3(bucket: str, shared_set: Path, tmp_path: Path) -> None:
