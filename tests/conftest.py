@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -15,9 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+
+from tests import warm_start
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TRAIN = REPOSITORY / "llmscale" / "train.py"
@@ -25,6 +29,8 @@ TRAIN = REPOSITORY / "llmscale" / "train.py"
 # Nothing here is compiled. DeepSpeed decorates its Muon with torch.compile all the same, and importing what that needs
 # takes more than a quarter of a rank's start.
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+# Every rank of a distributed test is a process of its own.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("llmscale", deadline=None)
@@ -94,17 +100,25 @@ def last_wins(words: Sequence[str]) -> list[str]:
     return [word for group in kept for word in group]
 
 
-def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequence[int] | None = None) -> Ranks:
-    """Start `command` once per rank, with the environment that DeepSpeed's launcher sets."""
+_jobs = itertools.count()
+
+
+def start_ranks(
+    command: Sequence[str], world_size: int, ranks_per_node: Sequence[int] | None = None, *, is_cold: bool = False
+) -> Ranks:
+    """Start `command` once per rank, with the environment that DeepSpeed's launcher sets. `is_cold` for what a start of
+    Python itself is tested with: a rank is forked from a process that has imported everything otherwise."""
     command = last_wins(command) if command[:1] == [str(TRAIN)] else list(command)
     layout = list(ranks_per_node or [world_size])
     port = free_port()
     processes = []
+    job = next(_jobs)
     for node, size in enumerate(layout):
         for local_rank in range(size):
+            rank = sum(layout[:node]) + local_rank
             environment = {
                 **os.environ,
-                "RANK": str(sum(layout[:node]) + local_rank),
+                "RANK": str(rank),
                 "LOCAL_RANK": str(local_rank),
                 "WORLD_SIZE": str(world_size),
                 "LOCAL_SIZE": str(size),
@@ -114,8 +128,9 @@ def start_ranks(command: Sequence[str], world_size: int, ranks_per_node: Sequenc
                 "PYTHONPATH": str(REPOSITORY),
                 "PYTHONUNBUFFERED": "1",
             }
+            start = subprocess.Popen if is_cold else partial(warm_start.Process, turn=job + rank)
             processes.append(
-                subprocess.Popen(
+                start(
                     [sys.executable, *command],
                     env=environment,
                     cwd=REPOSITORY,
@@ -171,13 +186,20 @@ def shared_memory_segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.mp-")}
 
 
+@pytest.fixture(scope="session", autouse=True)
+def warm_servers_end() -> Iterator[None]:
+    """The processes that others are forked from end with the tests."""
+    yield
+    warm_start.end_servers()
+
+
 @pytest.fixture
 def ranks() -> Iterator[Callable[..., Ranks]]:
     """`ranks(command, world_size)` starts a job; whatever still runs when the test ends is killed."""
     started: list[Ranks] = []
 
-    def start(command: Sequence[str], world_size: int, ranks_per_node: Sequence[int] | None = None) -> Ranks:
-        started.append(start_ranks(command, world_size, ranks_per_node))
+    def start(*arguments: Any, **options: Any) -> Ranks:
+        started.append(start_ranks(*arguments, **options))
         return started[-1]
 
     yield start
@@ -210,7 +232,7 @@ def tiny_set(tmp_path_factory: pytest.TempPathFactory) -> Path:
     draw = random.Random(0)
     lines = [json.dumps({"text": " ".join(draw.choice(words) for _ in range(80))}) for _ in range(200)]
     (folder / "text.jsonl").write_text("\n".join(lines))
-    subprocess.run(
+    warm_start.run(
         [
             *(sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", str(folder / "text.jsonl")),
             *("--out", str(folder / "set"), "--tokenizer", "bytes", "--seq-len", "32", "--val-fraction", "0.1"),

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_start
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 BENCH = REPOSITORY / "scripts" / "bench"
 SCRIPTS = (
@@ -38,7 +40,7 @@ SCRIPTS = (
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm_start.run(
         [sys.executable, str(BENCH / f"{name}.py"), *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},

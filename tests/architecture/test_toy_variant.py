@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from llmscale.architecture.layers import attention, elementwise, embedding, head
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.dry_run.fake_world import fake_world
 from llmscale.memory.activations.recorded import evaluate_segments
+from tests import warm_start
 from tests.memory.activations.toy_decoder import (
     LARGE,
     SMALL,
@@ -138,7 +138,7 @@ def test_states_are_what_the_engine_allocates(stage: int, states: dict[str, dict
 def states() -> dict[str, dict[str, dict[str, int]]]:
     """In a process of its own: a dry run patches DeepSpeed."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, str(STATES_JOB)], capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]

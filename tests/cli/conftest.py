@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm_start
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -17,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def trained_run(tiny_set: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with the checkpoints of steps 2 and 3, by one rank. Do not change it."""
     run = tmp_path_factory.mktemp("trained") / "run"
-    subprocess.run(
+    warm_start.run(
         [
             *(sys.executable, "llmscale/train.py", "--data", str(tiny_set), "--run", str(run), "--model", "tiny-1m"),
             *("--n-layer", "1", "--n-head", "2", "--n-embd", "32", "--global-batch-size", "4", "--steps", "3"),
@@ -41,7 +43,7 @@ def llmscale(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             (tmp_path / "blocked" / "torch").mkdir(parents=True, exist_ok=True)
             (tmp_path / "blocked" / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')\n")
             path.insert(0, str(tmp_path / "blocked"))
-        return subprocess.run(
+        return warm_start.run(
             [sys.executable, "-m", "llmscale.cli.main", *words],
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
             cwd=tmp_path,

@@ -15,6 +15,7 @@ from llmscale.cluster.launch.attempt_log import Attempt, read_attempts
 from llmscale.data.sample_log import load_recorded
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
+from tests import warm_start
 from tests.cluster.conftest import SHELL
 from tests.conftest import REPOSITORY, TINY_MODEL, read_losses
 
@@ -33,7 +34,7 @@ def train_arguments(data: Path, run: Path, *flags: str, ds_config: str = "zero2"
 def train_alone(data: Path, run: Path, *flags: str) -> Path:
     """The same run on one host, by one process that nobody touches; its run folder."""
     command = [sys.executable, "llmscale/train.py", *train_arguments(data, run, *flags)]
-    done = subprocess.run(command, cwd=REPOSITORY, env={**os.environ, **SHELL}, capture_output=True, text=True)
+    done = warm_start.run(command, cwd=REPOSITORY, env={**os.environ, **SHELL}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return run
 

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +21,7 @@ from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
 from llmscale.data.tokenizers.tiktoken_tokenizer import load_ranks_file
 from llmscale.errors import DataError
+from tests import warm_start
 
 MIB = 1 << 20
 
@@ -174,7 +174,7 @@ def test_names_with_control_characters_are_shown_as_text(tmp_path: Path) -> None
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a\x1b]0;owned\x07\nerror: fine.txt").write_bytes(b"\xff")
     command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--tokenizer", "bytes"]
-    done = subprocess.run(
+    done = warm_start.run(
         [*command, "--input", str(tmp_path / "in"), "--out", str(tmp_path / "out")], capture_output=True, text=True
     )
     assert done.returncode == 2

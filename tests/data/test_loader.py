@@ -33,6 +33,7 @@ from llmscale.data.shards.dataset_source import SetLocation, open_set
 from llmscale.data.shards.manifest import ShardInfo
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError, DataError, MachineError
+from tests import warm_start
 from tests.conftest import HANG_S, shared_memory_segments
 
 GLOBAL_BATCH = 24
@@ -271,7 +272,7 @@ def test_a_killed_process_leaves_nothing_behind(location: SetLocation, tmp_path:
     command = [sys.executable, "-c", LEAVE_OPEN, str(location.folder), "wait", str(micro_batch_size)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, env=environment, start_new_session=True, **pipes) as process:
+    with warm_start.Process(command, env=environment, start_new_session=True, **pipes) as process:
         assert process.stdout is not None and process.stdout.readline() == b"read\n"
         time.sleep(0.5)  # the workers fill their pipe
         process.kill()

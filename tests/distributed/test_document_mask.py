@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +24,7 @@ from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.model.gpt import GPT
 from llmscale.training.run_inputs import PreparedRun, prepare_run
+from tests import warm_start
 from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
 from tests.distributed.test_resume import forget_after
 
@@ -53,7 +53,7 @@ def short_documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *("--workers", "1"),
     ]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    subprocess.run(command, check=True, cwd=REPOSITORY, env=environment, capture_output=True)
+    warm_start.run(command, check=True, cwd=REPOSITORY, env=environment, capture_output=True)
     return folder / "set"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from itertools import accumulate
@@ -15,6 +14,7 @@ import pytest
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.sample_log import load_recorded
 from llmscale.training.step_samples import find_step_samples
+from tests import warm_start
 from tests.conftest import REPOSITORY
 
 STEPS, BATCH = 8, 8
@@ -26,7 +26,7 @@ def mix(tiny_set: Path, tmp_path: Path) -> Path:
     text = tmp_path / "digits.jsonl"
     text.write_text("\n".join(json.dumps({"text": f"{number} " * 60}) for number in range(120)))
     command = ["-m", "llmscale", "data", "prepare", "--input", str(text), "--out", str(tmp_path / "digits")]
-    subprocess.run(
+    warm_start.run(
         [
             sys.executable,
             *command,

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, s
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.sample_log import load_recorded
 from llmscale.data.shards.manifest import load_manifest as load_set
+from tests import warm_start
 from tests.conftest import REPOSITORY, build_train_command, read_losses, start_ranks
 
 Train = Callable[..., str]
@@ -218,7 +218,7 @@ def test_weights_of_another_tokenizer_are_refused(train: Train, trained: Path, t
     other = tmp_path / "other"
     command = [sys.executable, "-m", "llmscale.cli.main", "data", "prepare", "--input", json.__path__[0]]
     command += ["--out", str(other), "--tokenizer", "bytes", "--seq-len", "16", "--workers", "1"]
-    subprocess.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    warm_start.run(command, check=True, cwd=REPOSITORY, env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
     flags = ("--init-from", str(trained), "--data", str(other), "--run", str(tmp_path / "second"))
     output = train("zero1", 1, *flags, expect=2)
     assert "was prepared for seq_len 16, the model has seq_len 32" in output

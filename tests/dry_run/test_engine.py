@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm_start
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -45,7 +46,7 @@ def numbers(result):
 def in_a_process(code: str, **variables: str) -> object:
     """What the code's last line prints, as JSON."""
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, "-c", PRELUDE + code], capture_output=True, text=True, env=environment, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from llmscale.evaluate.scoring import score_rows
 from llmscale.evaluate.task_files import load_task_files
 from llmscale.evaluate.task_scores import encode_task
 from llmscale.model.gpt import GPT
+from tests import warm_start
 from tests.checkpoint.written import write_tensors
 from tests.conftest import REPOSITORY
 from tests.evaluate.made_up_items import write_items, write_lm_eval_tasks
@@ -91,7 +91,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def answers(models: dict[str, tuple[GPT, Tokenizer]], items: Path) -> dict[str, Any]:
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
     names = write_lm_eval_tasks(items / "tasks", items)
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, str(REPOSITORY / "tests/evaluate/lm_eval_job.py"), *models, "--", *names],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         cwd=items,

@@ -14,6 +14,7 @@ from llmscale.errors import ConfigError
 from llmscale.training import run_claim
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_folder import create_run_folder, save_run_description
+from tests import warm_start
 from tests.conftest import REPOSITORY
 
 CLAIM_ELSEWHERE = """
@@ -43,7 +44,7 @@ def claim(run: Path) -> Iterator[RunFolderClaim]:
 def claim_elsewhere(run: Path) -> subprocess.Popen[str]:
     """Another process that claims a folder, until its stdin is closed."""
     command = [sys.executable, "-c", CLAIM_ELSEWHERE, str(run)]
-    return subprocess.Popen(
+    return warm_start.Process(
         command, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 

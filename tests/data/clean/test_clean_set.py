@@ -25,6 +25,7 @@ from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
+from tests import warm_start
 from tests.conftest import HANG_S
 from tests.data.clean.conftest import MakeProse, Write, files_of, kept_of, removed_of
 
@@ -215,7 +216,7 @@ def test_killed_it_begins_anew(crawl: tuple[Path, CleanOptions], tmp_path: Path)
     script.write_text(KILLED)
     command = [sys.executable, str(script), str(path), str(options.decontaminate[0])]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
-    with subprocess.Popen([*command, str(tmp_path / "out")], stdout=subprocess.PIPE, env=environment) as process:
+    with warm_start.Process([*command, str(tmp_path / "out")], stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         for _ in range(4):
             assert process.stdout.readline() == b"batch\n"
@@ -227,7 +228,7 @@ def test_killed_it_begins_anew(crawl: tuple[Path, CleanOptions], tmp_path: Path)
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
     for name in ("out", "whole"):
-        subprocess.run([*command, str(tmp_path / name)], env=environment, check=True, timeout=HANG_S)
+        warm_start.run([*command, str(tmp_path / name)], env=environment, check=True, timeout=HANG_S)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole") and not list(tmp_path.glob(".out*"))
 
 

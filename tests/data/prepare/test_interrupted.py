@@ -22,6 +22,7 @@ from llmscale.data.prepare.work_folder import open_work_folder
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
+from tests import warm_start
 from tests.conftest import HANG_S
 
 #: What is kept every 30 s is kept all the time here, and shards take long enough to be killed between.
@@ -92,12 +93,12 @@ def test_it_goes_on_and_ends_as_if_nothing_had_happened(
         return [sys.executable, str(tmp_path / "run.py"), str(corpus), str(folder), str(workers), compression, shuffle]
 
     begin_s = time.monotonic()
-    subprocess.run(command(whole, 2), check=True)
+    warm_start.run(command(whole, 2), check=True)
     took_s = time.monotonic() - begin_s
     rng = random.Random(compression)
     said = ""
     for number in range(num_kills):
-        process = subprocess.Popen(command(out, 1 + number % 3), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = warm_start.Process(command(out, 1 + number % 3), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         if number:
@@ -107,7 +108,7 @@ def test_it_goes_on_and_ends_as_if_nothing_had_happened(
         process.send_signal(signal.SIGKILL)
         said += process.stderr.read().decode()
         process.wait()
-    done = subprocess.run(command(out, 3), check=True, capture_output=True, text=True)
+    done = warm_start.run(command(out, 3), check=True, capture_output=True, text=True)
     said += done.stderr
     assert "Going on behind" in said
     assert _files(whole) == _files(out)
@@ -121,7 +122,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
     (tmp_path / "run.py").write_text(PREPARE)
     out = tmp_path / "sets" / "set"
     command = [sys.executable, str(tmp_path / "run.py"), str(corpus), str(out), "2", "", "shuffle"]
-    process = subprocess.Popen(command)
+    process = warm_start.Process(command)
     _wait_for_state(process, out)
     process.send_signal(signal.SIGSTOP)
     options = PrepareOptions(seq_len=64, val_fraction=0.02, shard_bytes=262_144)
@@ -133,7 +134,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
     with pytest.raises(DataError, match="an interrupted prepare left"):
         load_manifest(out)
     (corpus / "b.jsonl").unlink()
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    done = warm_start.run(command, check=True, capture_output=True, text=True)
     assert "with other settings or input left" in done.stderr
     assert load_manifest(out).splits["train"].num_documents < 1501
     assert sorted(path.name for path in out.parent.iterdir()) == ["set", "set.rejected.jsonl"]

@@ -6,7 +6,6 @@ import gzip
 import io
 import json
 import os
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Rejected
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
+from tests import warm_start
 
 SMALL = PrepareOptions(seq_len=8, val_fraction=0)
 
@@ -164,7 +164,7 @@ def test_a_pipe(kind: str, tmp_path: Path) -> None:
     code += "s = open_source('-'); print(list(s.documents()) == list(s.documents()), *s.documents(), s.fingerprint())"
     command = [sys.executable, "-c", code]
     said = [
-        subprocess.run(command, input=contents, capture_output=True, check=True, env={**os.environ, "TMPDIR": tmp_path})
+        warm_start.run(command, input=contents, capture_output=True, check=True, env={**os.environ, "TMPDIR": tmp_path})
         for _ in range(2)
     ]
     assert said[0].stdout == said[1].stdout

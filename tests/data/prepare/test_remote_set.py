@@ -28,6 +28,7 @@ from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
+from tests import warm_start
 from tests.conftest import HANG_S, Ranks, build_train_command, read_losses
 from tests.object_store import BUCKET, ObjectStore
 
@@ -426,7 +427,7 @@ def test_killed_at_any_moment_it_goes_on(
     command = [sys.executable, str(tmp_path / "run.py"), "s3://bucket/in/*.jsonl", URL, str(tmp_path / "work")]
     rng = random.Random(num_kills)
     for number in range(num_kills):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process = warm_start.Process(command, stdout=subprocess.PIPE)
         if number == 0:
             _wait_for_upload(process, object_store)
         else:
@@ -435,7 +436,7 @@ def test_killed_at_any_moment_it_goes_on(
             time.sleep(rng.uniform(0.2, 1.5))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-    subprocess.run(command, check=True)
+    warm_start.run(command, check=True)
     found = object_store.files("sets/a/")
     expected = _local(corpus, tmp_path / "set")
     ours, theirs = (json.loads(files.pop(MANIFEST_NAME)) for files in (found, expected))
@@ -459,7 +460,7 @@ def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
     command = [sys.executable, str(tmp_path / "run.py"), str(corpus), URL, str(tmp_path / "work"), "overwrite"]
     rng, seen = random.Random(0), []
     while new not in seen:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        process = warm_start.Process(command, stdout=subprocess.PIPE)
         # A start writes up to five objects again before it goes on.
         _wait_for_changes(process, object_store, rng.randrange(1, 10))
         time.sleep(rng.uniform(0, 0.1))
@@ -467,7 +468,7 @@ def test_killed_at_any_moment_there_is_the_old_set_or_the_new_one(
         process.communicate()
         seen.append(_read(URL, tmp_path / "cache"))
     assert all(found == old for found in seen[:-1]) and len(seen) > 1
-    subprocess.run(command, check=True)
+    warm_start.run(command, check=True)
     found = object_store.files("sets/a/")
     assert found.pop(MANIFEST_NAME)
     assert {name.partition("/")[2]: data for name, data in found.items()} == _files(tmp_path / "new")

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
+
+from tests import warm_start
 
 MODULES = ["format", "format.mds", "stream", "storage.download", "partition", "shuffle", "hashing"]
 
 
 def _run(code: str, **environment: str) -> str:
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, env={**_environment(), **environment})
+    done = warm_start.run(command, capture_output=True, text=True, env={**_environment(), **environment})
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.zero_settings import EngineLayout, build_layout
+from tests import warm_start
 
 SCRIPT = Path(__file__).with_name("dry_run_cells.py")
 NUM_PARAMETERS = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8).num_parameters
@@ -160,7 +160,7 @@ def run_cells(cells: list[dict]) -> list[dict]:
 
 
 def _run_in_a_process(cells: list[dict]) -> list[dict]:
-    done = subprocess.run(
+    done = warm_start.run(
         [sys.executable, str(SCRIPT)],
         input=json.dumps(cells),
         capture_output=True,
