@@ -84,12 +84,14 @@ def layer_of(module: str) -> int:
     return LAYERS.index(module.split(".")[0])
 
 
-@pytest.mark.parametrize("name", modules())
-def test_imports_run_downwards(name: str) -> None:
-    for imported in imports_of(modules()[name]):
-        inner = imported.removeprefix("llmscale.")
-        if inner != imported and inner.split(".")[0] in LAYERS:
-            assert layer_of(inner) <= layer_of(name), f"llmscale.{name} imports {imported}, which lies above it"
+def test_imports_run_downwards() -> None:
+    offences = []
+    for name, path in modules().items():
+        for imported in imports_of(path):
+            inner = imported.removeprefix("llmscale.")
+            if inner != imported and inner.split(".")[0] in LAYERS and layer_of(inner) > layer_of(name):
+                offences.append(f"llmscale.{name} imports {imported}")
+    assert not offences, "each of these imports a module above itself"
 
 
 def test_no_module_imports_one_that_imports_it() -> None:
@@ -137,18 +139,23 @@ for name in {names!r}:
     run_python(code, bare_environment)
 
 
-@pytest.mark.parametrize("command", ["", *SUBCOMMANDS])
-def test_help_answers_without_torch(command: str, bare_environment: dict[str, str]) -> None:
+def test_help_answers_without_torch(bare_environment: dict[str, str]) -> None:
+    """Of all commands in one process, since starting it is what takes long; the first that imports torch is named."""
+    commands = ["", *SUBCOMMANDS]
     code = f"""
 import sys
 from llmscale.cli.main import main
-try:
-    main({[*command.split(), "--help"]!r})
-except SystemExit as end:
-    assert end.code == 0
-assert "torch" not in sys.modules
+for command in {commands!r}:
+    try:
+        main([*command.split(), "--help"])
+        raise AssertionError(command)
+    except SystemExit as end:
+        assert end.code == 0, command
+    assert "torch" not in sys.modules, command
+    print("-- end --")
 """
-    assert run_python(code, bare_environment).startswith("usage: llmscale")
+    helps = run_python(code, bare_environment).split("-- end --\n")[:-1]
+    assert [text.split(" [")[0] for text in helps] == [f"usage: llmscale {name}".rstrip() for name in commands]
 
 
 def test_help_of_train_answers_without_torch(bare_environment: dict[str, str]) -> None:

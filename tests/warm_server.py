@@ -39,7 +39,10 @@ LATE_IMPORTS = (
     *("deepspeed.runtime.fp16.fused_optimizer", "pydantic_settings", "setuptools", "distutils.sysconfig"),
 )
 #: Need packages that few processes need, or are what is started.
-NOT_IMPORTED = ("llmscale.__main__", "llmscale.evaluate.lm_eval", "llmscale.data.clean.cluster")
+NOT_IMPORTED = (
+    *("llmscale.__main__", "llmscale.data.clean.cluster"),
+    *("llmscale.evaluate.lm_eval_model", "llmscale.evaluate.lm_eval_tasks"),
+)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,8 +60,8 @@ def import_everything() -> None:
     gc.freeze()
 
 
-def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Fork and report until the socket ends, then None. In a forked process: its request and its standard streams."""
+def serve(control: socket.socket, set_by_imports: dict[str, str]) -> dict[str, Any] | None:
+    """Fork and report until the socket ends, then None. In a forked process: its request."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     running: dict[int, tuple[int, socket.socket]] = {}
@@ -88,7 +91,7 @@ def serve(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
                 selector.close()
                 control.close()
                 request = json.loads(message)
-                become(request, streams, server)
+                become(request, streams, server, set_by_imports)
                 report(connection, os.getpid())
                 connection.close()
                 return request
@@ -104,7 +107,7 @@ def report(connection: socket.socket, number: int) -> None:
         connection.send(struct.pack("i", number))
 
 
-def become(request: dict[str, Any], streams: list[int], server: int) -> None:
+def become(request: dict[str, Any], streams: list[int], server: int, set_by_imports: dict[str, str]) -> None:
     """Give this process what a start of its own would have given it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
@@ -116,13 +119,13 @@ def become(request: dict[str, Any], streams: list[int], server: int) -> None:
     os.umask(request["umask"])
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(request["environment"])
+    os.environ.update({**set_by_imports, **request["environment"]})
     time.tzset()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
         os.close(descriptor)
     open_standard_streams(bool(os.environ.get("PYTHONUNBUFFERED")))
-    forget(server)
+    forget()
 
 
 def open_standard_streams(is_unbuffered: bool) -> None:
@@ -146,7 +149,7 @@ def open_standard_streams(is_unbuffered: bool) -> None:
                 handler.stream = new  # type: ignore[union-attr]
 
 
-def forget(server: int) -> None:
+def forget() -> None:
     """What modules noted of the process that imported them."""
     import multiprocessing.process
     import tempfile
@@ -193,9 +196,11 @@ def begin() -> tuple[list[str], list[str]] | None:
     added = os.environ["PYTHONPATH"].split(os.pathsep)
     library_path = [folder for folder in sys.path[1:] if folder not in added]
     sys.path[0] = added[0]
+    before = dict(os.environ)
     import_everything()
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
-    return (request["words"], library_path) if request else None  # type: ignore[call-overload]
+    set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
+    request = serve(socket.socket(fileno=int(sys.argv[1])), set_by_imports)
+    return (request["words"], library_path) if request else None
 
 
 def run_to_the_end(words: list[str], library_path: list[str]) -> NoReturn:

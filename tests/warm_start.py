@@ -35,14 +35,17 @@ READ_AT_IMPORT = (
     *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "NCCL", "TRITON"),
     *("DS_", "DEEPSPEED", "LOGLEVEL", "KINETO", "PYDANTIC"),
 )
-#: What a process that is forked can have as it likes.
-SET_AFTER_IMPORT = ("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_USE_AGENT_STORE")
+#: What a process that is forked can have as it likes. The last is set by DeepSpeed itself.
+SET_AFTER_IMPORT = (
+    *("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_EXTENSIONS_DIR"),
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+)
 #: What DeepSpeed finds by itself where there is no GPU.
 DS_ACCELERATOR = None if Path("/dev/nvidiactl").exists() else "cpu"
 #: Arguments of Popen's that a forked process does without.
 _NOT_SUPPORTED = ("preexec_fn", "pass_fds", "shell", "executable", "startupinfo", "creationflags")
 _STREAMS = ("p2cread", "c2pwrite", "errwrite")
-#: Of the servers, whatever a test has set when it first needs one.
+#: Of the servers, whatever a test has set when it first needs one. With COLD_TESTS=1 every start is a real one.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 #: Two, so that ranks have different hash seeds and one that trusts the order of a set meets another one that differs.
 NUM_SERVERS = 2
@@ -112,14 +115,20 @@ class Process(subprocess.Popen[Any]):
     """A process that is forked from a warm one. `turn` chooses whose hash seed it has."""
 
     def __init__(self, args: Sequence[str | os.PathLike[str]], *, turn: int | None = None, **options: Any) -> None:
-        self._turn = next(_turns) if turn is None else turn
+        self.turn = next(_turns) if turn is None else turn
         self._connection: socket.socket | None = None
         super().__init__(args, **options)
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether it was forked, and not started."""
+        return self._connection is not None
 
     def _execute_child(self, *values: Any) -> None:
         given = inspect.signature(super()._execute_child).bind(*values).arguments  # type: ignore[misc]
         words = [os.fsdecode(word) for word in given["args"]]
-        environment = dict(os.environ if given["env"] is None else given["env"])
+        variables = os.environ if given["env"] is None else given["env"]
+        environment = {os.fsdecode(name): os.fsdecode(value) for name, value in variables.items()}
         umask = os.umask(0)
         os.umask(umask)
         request = {
@@ -130,7 +139,8 @@ class Process(subprocess.Popen[Any]):
             "umask": umask,
         }
         if (
-            words[0] != sys.executable
+            "COLD_TESTS" in ENVIRONMENT
+            or words[0] != sys.executable
             or (words[1].startswith("-") and words[1] not in ("-m", "-c"))
             or any(given[name] for name in _NOT_SUPPORTED)
             or len(json.dumps(request)) > MAX_BYTES
@@ -141,7 +151,7 @@ class Process(subprocess.Popen[Any]):
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         streams = [number if given[name] == -1 else given[name] for number, name in enumerate(_STREAMS)]
         try:
-            self._connection, self.pid = server(self._turn % NUM_SERVERS).start(request, streams)
+            self._connection, self.pid = server(self.turn % NUM_SERVERS).start(request, streams)
             self._child_created = True
         finally:
             self._close_pipe_fds(*(given[name] for name in pipes))  # type: ignore[attr-defined]

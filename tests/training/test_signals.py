@@ -58,8 +58,8 @@ class WatchedJob:
 def start(ranks: Callable, train_command: Callable) -> Iterator[Callable[..., WatchedJob]]:
     started: list[WatchedJob] = []
 
-    def begin(*flags: str) -> WatchedJob:
-        started.append(WatchedJob(ranks(train_command("--steps", "1000000", *flags), 2)))
+    def begin(*flags: str, is_cold: bool = False) -> WatchedJob:
+        started.append(WatchedJob(ranks(train_command("--steps", "1000000", *flags), 2, is_cold=is_cold)))
         return started[-1]
 
     yield begin
@@ -138,7 +138,7 @@ def test_ctrl_c_that_reaches_every_process_and_its_data_workers(start: Callable,
 
 def test_during_start_up_nothing_is_trained_and_nothing_saved(start: Callable, tmp_path: Path) -> None:
     """Whether it comes to a step boundary in time or not: within seconds, both ranks, without an error."""
-    job = start()
+    job = start(is_cold=True)
     wait_until(lambda: handles(job.pid(1), signal.SIGUSR1), "no handlers")
     os.kill(job.pid(1), signal.SIGTERM)
     assert job.finish() == [0, 0], job.lines
