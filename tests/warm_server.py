@@ -60,7 +60,7 @@ def import_everything() -> None:
     gc.freeze()
 
 
-def serve(control: socket.socket, set_by_imports: dict[str, str]) -> dict[str, Any] | None:
+def serve(control: socket.socket) -> dict[str, Any] | None:
     """Fork and report until the socket ends, then None. In a forked process: its request."""
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
@@ -91,7 +91,7 @@ def serve(control: socket.socket, set_by_imports: dict[str, str]) -> dict[str, A
                 selector.close()
                 control.close()
                 request = json.loads(message)
-                become(request, streams, server, set_by_imports)
+                become(request, streams, server)
                 report(connection, os.getpid())
                 connection.close()
                 return request
@@ -107,7 +107,7 @@ def report(connection: socket.socket, number: int) -> None:
         connection.send(struct.pack("i", number))
 
 
-def become(request: dict[str, Any], streams: list[int], server: int, set_by_imports: dict[str, str]) -> None:
+def become(request: dict[str, Any], streams: list[int], server: int) -> None:
     """Give this process what a start of its own would have given it."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
@@ -119,7 +119,7 @@ def become(request: dict[str, Any], streams: list[int], server: int, set_by_impo
     os.umask(request["umask"])
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update({**set_by_imports, **request["environment"]})
+    os.environ.update(request["environment"])
     time.tzset()
     for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
@@ -196,10 +196,8 @@ def begin() -> tuple[list[str], list[str]] | None:
     added = os.environ["PYTHONPATH"].split(os.pathsep)
     library_path = [folder for folder in sys.path[1:] if folder not in added]
     sys.path[0] = added[0]
-    before = dict(os.environ)
     import_everything()
-    set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
-    request = serve(socket.socket(fileno=int(sys.argv[1])), set_by_imports)
+    request = serve(socket.socket(fileno=int(sys.argv[1])))
     return (request["words"], library_path) if request else None
 
 
