@@ -8,7 +8,8 @@ ensure_environment
 
 ./scripts/check.sh
 echo "== pytest"
-# Every rank of a distributed test is a process of its own, so one thread each is plenty.
+# Every rank of a distributed test is a process of its own, so one thread each is plenty. Most are forked from a process
+# that has imported everything; with COLD_TESTS=1 each imports for itself, which takes several times as long.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 # Two at a time: most tests wait for processes of their own. A file's tests stay together, for what they share. In the
 # order of their names: files of few tests are the long ones here, and would all come last. Without new workers for lost

@@ -32,13 +32,13 @@ SERVER = Path(__file__).with_name("warm_server.py")
 
 #: Beginnings of variables that the interpreter or libraries read once, when they start.
 READ_AT_IMPORT = (
-    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "NCCL", "TRITON"),
+    *("PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "CUDA", "TRITON"),
     *("DS_", "DEEPSPEED", "LOGLEVEL", "KINETO", "PYDANTIC"),
 )
-#: What a process that is forked can have as it likes. The last is set by DeepSpeed itself.
+#: What a process that is forked can have as it likes. DeepSpeed and train.py set the last three within this process.
 SET_AFTER_IMPORT = (
     *("PYTHONPATH", "PYTHONUNBUFFERED", "TORCHELASTIC_USE_AGENT_STORE", "TORCH_EXTENSIONS_DIR"),
-    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    *("PYTORCH_NVML_BASED_CUDA_CHECK", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
 )
 #: What DeepSpeed finds by itself where there is no GPU.
 DS_ACCELERATOR = None if Path("/dev/nvidiactl").exists() else "cpu"
