@@ -135,7 +135,7 @@ def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) ->
     import hashlib
     import tempfile
 
-    folders = [run_folder / "logs"] if run_folder is not None else []
+    folders = [] if run_folder is None or (run_folder / "logs").is_symlink() else [run_folder / "logs"]
     # One name for all ranks that one launcher started here and that say the same.
     digest = hashlib.blake2b(what.encode(errors="replace"), digest_size=4).hexdigest()
     start = os.getppid() if rank else os.getpid()

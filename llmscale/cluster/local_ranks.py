@@ -18,7 +18,6 @@ from llmscale.training.display.bottom_rows import GIVE_BACK
 from llmscale.training.heartbeat import STACKS_SIGNAL
 from llmscale.training.launcher_chain import LAUNCHER_VARIABLE
 from llmscale.training.stop_request import STOP_SIGNALS
-from llmscale.untrusted.interpreter import script_command
 
 #: After one rank has failed, how long the others may take to say what they know of it.
 _LAST_WORDS_S = 5.0
@@ -155,7 +154,7 @@ class LocalRanks:
 
 def rank_command(script: Path, arguments: Sequence[str]) -> list[str]:
     """Return the command of every rank; unbuffered, so that lines of several ranks come in order."""
-    return script_command(str(script), *arguments)
+    return [sys.executable, "-u", str(script), *arguments]
 
 
 def _mend_terminal() -> None:

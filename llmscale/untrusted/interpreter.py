@@ -32,9 +32,9 @@ def protect_children() -> None:
     if sys.version_info < (3, 11):
         from multiprocessing import util  # here alone: no other version needs it
 
-        # Python 3.10's multiprocessing puts its own `-c CODE` after these.
-        flags = [*subprocess._args_from_interpreter_flags(), "-c", _RUN_CODE]
-        util._args_from_interpreter_flags = lambda: flags
+        # Its own `-c CODE` stands after these.
+        flags = [*subprocess._args_from_interpreter_flags(), "-c", _RUN_CODE]  # type: ignore[attr-defined]
+        util._args_from_interpreter_flags = lambda: flags  # type: ignore[attr-defined]
 
 
 def drop_empty(search_path: str) -> str:
@@ -50,8 +50,3 @@ def module_command(module: str, *arguments: str, flags: Sequence[str] = ()) -> l
 def code_command(code: str) -> list[str]:
     """Return the command line of `python -c code` without the working folder on its search path."""
     return [sys.executable, "-c", f"{_PROTECT}\n{code}"]
-
-
-def script_command(script: str, *arguments: str) -> list[str]:
-    """Return the command line of an unbuffered script, whose own folder is first on its search path."""
-    return [sys.executable, "-u", script, *arguments]
