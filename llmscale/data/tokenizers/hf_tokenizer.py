@@ -254,7 +254,8 @@ def _check_model(record: dict[str, object], tokens: dict[int, str], where: str) 
         )
     lengths, is_unigram = list(map(len, tokens.values())), model.get("type") == "Unigram"
     longest = _MOST_WORD_CHARACTERS if is_unigram else _MOST_TOKEN_CHARACTERS
-    added = sum(len(str(entry.get("content"))) ** 2 for entry in record.get("added_tokens") or [])  # type: ignore[attr-defined]
+    listed = record.get("added_tokens")
+    added = sum(len(str(entry.get("content"))) ** 2 for entry in listed) if isinstance(listed, list) else 0
     bounded = [
         ("the longest token's length", max(lengths, default=0), longest),
         ("the sum of the added tokens' squared lengths", added, _MOST_ADDED_SQUARES),
