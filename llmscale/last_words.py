@@ -15,6 +15,7 @@ from pathlib import Path
 
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.terminal.colour import paint
+from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import make_visible_line
 
 #: With this variable set, the traceback goes to stderr too.
@@ -30,6 +31,7 @@ def guarded(program: Callable[[], int]) -> int:
     1 for what the machine did, or nobody foresaw; 2 for the user's mistakes; 130 for Ctrl-C; SystemExit passes.
     """
     prepare_streams()
+    protect_children()
     try:
         status = program()
         return status if output_arrives() else status or 1
@@ -133,7 +135,7 @@ def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) ->
     import hashlib
     import tempfile
 
-    folders = [run_folder / "logs"] if run_folder is not None else []
+    folders = [] if run_folder is None or (run_folder / "logs").is_symlink() else [run_folder / "logs"]
     # One name for all ranks that one launcher started here and that say the same.
     digest = hashlib.blake2b(what.encode(errors="replace"), digest_size=4).hexdigest()
     start = os.getppid() if rank else os.getpid()

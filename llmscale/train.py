@@ -15,7 +15,8 @@ from pathlib import Path
 if __name__ == "__main__":
     # The launcher runs this file as a script, which puts its folder first on sys.path, where `llmscale/data` and its
     # neighbours could shadow libraries. The folder above is what makes `import llmscale` work, installed or not.
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+    # With PYTHONSAFEPATH its folder is not there.
+    sys.path[: not getattr(sys.flags, "safe_path", False)] = [str(Path(__file__).resolve().parent.parent)]
 
 from llmscale.training.stop_request import StopRequest
 
@@ -34,6 +35,7 @@ from llmscale.terminal.announcer import Announcer
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
 from llmscale.training.run_inputs import PreparedRun, prepare_run, quiet_s
+from llmscale.untrusted.interpreter import protect_children
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     without one, signals act as before."""
     began = time.perf_counter()
     prepare_streams()
+    protect_children()
     stop, heartbeat, announcer = stop or StopRequest(), Heartbeat(None, 0), Announcer(is_silent=True)
     here: LauncherVariables | None = None
     run_folder: Path | None = None

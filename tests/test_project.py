@@ -21,7 +21,7 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "other_names", "errors", "files", "untrusted", "terminal", "last_words"),
+    *("__init__", "other_names", "errors", "untrusted", "files", "terminal", "last_words"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
     "__main__",
@@ -308,3 +308,57 @@ def test_constraints_pin_everything_and_no_local_version() -> None:
     for line in lines:
         assert re.fullmatch(r'[\w.-]+==[\w.]+(; python_version (<|>=) "3\.11")?', line), line
     assert "torch==2.13.0" in lines
+
+
+#: May import multiprocessing, whose children llmscale.untrusted.interpreter protects.
+STARTS_PROCESSES = ("data.loader", "data.clean.worker_processes", "untrusted.interpreter")
+
+
+@pytest.mark.parametrize("name", modules())
+def test_python_is_started_in_one_place(name: str) -> None:
+    tree = ast.parse(modules()[name].read_text())
+    # The ranks of a machine run a script, whose own folder is first on the search path.
+    if name not in ("untrusted.interpreter", "cluster.local_ranks"):
+        for command in ast.walk(tree):
+            if isinstance(command, (ast.List, ast.Tuple)):
+                words = {ast.unparse(word) for word in command.elts}
+                assert not words & {"sys.executable", "'python'", "'python3'"}, (
+                    f"{name}:{command.lineno} starts Python; use llmscale.untrusted.interpreter"
+                )
+    imported = {full.split(".")[0] for full in imports_of(modules()[name])}
+    assert name in STARTS_PROCESSES or not imported & {"multiprocessing", "multiprocess", "runpy"}
+
+
+#: Modules that write into run folders, and calls in them that write elsewhere: to a private folder, or a new one.
+WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint", "data.sample_log")
+WRITES_ELSEWHERE = {
+    "training.run_folder": 1,  # the descriptor of open_own
+    "training.heartbeat": 3,  # the watch folder, which the agent made for itself
+    "cluster.launch.node_ranks": 1,  # the pipe in it
+    "cluster.launch.tls": 1,  # a file in memory
+    "checkpoint.json_storage": 1,  # the folder of a checkpoint that is being made
+    "checkpoint.safetensors_files": 2,  # the folder of an export that is being made
+    "checkpoint.hub_download": 1,  # the Hub's cache
+}
+
+
+def _writes(tree: ast.AST) -> Iterator[ast.Call]:
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        called = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+        modes = [word.value for word in call.args if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+        flags = " ".join(ast.unparse(word) for word in call.args[1:])
+        is_safe = any(isinstance(word, ast.Call) and ast.unparse(word.func) == "open_own" for word in call.args)
+        if called in ("write_text", "write_bytes", "touch", "NamedTemporaryFile", "mkstemp"):
+            yield call
+        for_writing = any(re.fullmatch("[rwaxbt+]*[wax+][rwaxbt+]*", mode) for mode in modes)
+        for_writing = for_writing or re.search("O_(WRONLY|RDWR|CREAT|APPEND)", flags) is not None
+        if called in ("open", "fdopen") and for_writing and not is_safe:
+            yield call
+
+
+@pytest.mark.parametrize("name", [name for name in modules() if name.startswith(WRITES_RUN_FOLDERS)])
+def test_what_a_run_folder_holds_is_written_in_one_way(name: str) -> None:
+    found = list(_writes(ast.parse(modules()[name].read_text())))
+    assert len(found) == WRITES_ELSEWHERE.get(name, 0), (
+        f"{name} writes at lines {[call.lineno for call in found]}; use open_own, AppendFile or write_durably"
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.history import Checkpoint, FoundCheckpoints, find_checkpoints, report_passed_over
 from llmscale.checkpoint.locate import find_checkpoint, read_state
-from llmscale.checkpoint.manifest import find_damage, load_manifest
+from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest
 from llmscale.checkpoint.retention import delete_checkpoint, prunable
 from llmscale.config import flag_type
 from llmscale.errors import CheckpointError
@@ -125,6 +125,8 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _prune(args: argparse.Namespace) -> int:
+    if checkpoints_folder(args.run).is_symlink():
+        raise CheckpointError(f"{checkpoints_folder(args.run)} is a symbolic link. Name the run that it leads to.")
     found = _find(args.run)
     folders = prunable(found)
     for folder in folders:

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
 from llmscale.untrusted.terminal import print_visible
 
@@ -21,6 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     """Add `which` to `llmscale data`."""
     parser = commands.add_parser("which", help="the samples of a step's global batch: set, shard, index, text")
     parser.add_argument("run", type=flag_type.path, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
+    subject_flags.add_own_data(parser)
     parser.add_argument(
         "--step",
         type=flag_type.whole(1, limits.MAX_STEPS),
@@ -44,7 +46,7 @@ def _which(args: argparse.Namespace) -> int:
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.training.step_samples import find_step_samples
 
-    found = find_step_samples(args.run, args.step)
+    found = find_step_samples(args.run, args.step, args.data)
     fetch_tokenizer(found.sets.first)
     tokenizer = load_set_tokenizer(found.sets.first.folder, found.sets.manifest)
     if args.json:

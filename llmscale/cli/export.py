@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.add_argument(
         "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
     )
+    subject_flags.add_own_data(parser)
     parser.add_argument(
         "--to",
         type=flag_type.path,
@@ -70,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
         from llmscale.report.model_card import CardFacts, build_model_card
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
-        trained = open_trained_checkpoint(checkpoint, verified.add)
+        trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
     model = ExportedModel(trained.shape, family_of(trained.shape), args.dtype, args.shard_size)
     facts = CardFacts(
         model_type=model.family.model_type,

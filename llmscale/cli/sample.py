@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
 from llmscale.errors import ConfigError
 
@@ -31,6 +32,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.add_argument(
         "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
     )
+    subject_flags.add_own_data(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="one more text to continue; may be repeated"
@@ -115,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     with announced("loading the weights", after_s=SOON_S, on_terminal_only=True):
-        trained = load_trained_model(folder)
+        trained = load_trained_model(folder, args.data)
     tokens_of = [encode_prompt(trained.tokenizer, prompt) for prompt in prompts]
     for number, tokens in enumerate(tokens_of, start=1):
         check_prompt(trained.model.shape, tokens, f"prompt {number}" if len(prompts) > 1 else "the prompt")

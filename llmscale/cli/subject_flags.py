@@ -23,6 +23,16 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_own_data(parser: argparse.ArgumentParser) -> None:
+    """--data, for a run whose set is at an address."""
+    parser.add_argument(
+        "--data",
+        type=flag_type.path_or_url,
+        metavar="URL",
+        help="the run's data set, where that is at an address: one that only the checkpoint names is not asked",
+    )
+
+
 def add_loss(parser: argparse.ArgumentParser) -> None:
     """--data, --val-samples and --batch-size."""
     parser.add_argument(

@@ -31,6 +31,7 @@ from llmscale.files.patient_output import make_output_patient
 from llmscale.terminal.announcer import announced
 from llmscale.training.run_inputs import prepare_run, quiet_s
 from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.untrusted.interpreter import code_command
 
 #: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.
 _OWN_FLAGS = ("--nproc-per-node", "--num-gpus")
@@ -148,7 +149,7 @@ def _count_gpus_with_torch() -> int:
     if not os.path.exists("/dev/kfd"):
         return 0
     code = "import torch; print(torch.cuda.device_count())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = subprocess.run(code_command(code), capture_output=True, text=True)
     return int(done.stdout) if done.stdout.strip().isdecimal() else 0
 
 

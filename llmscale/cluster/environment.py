@@ -14,6 +14,7 @@ from pathlib import Path
 
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES
+from llmscale.untrusted.interpreter import drop_empty
 from llmscale.untrusted.paths import read_regular
 
 #: Beginnings of names, by what reads them.
@@ -64,8 +65,8 @@ def gather_environment(
 
 
 def search_path(given: str | None) -> str:
-    """PYTHONPATH with this llmscale before what it already names."""
-    return os.pathsep.join(filter(None, [str(PACKAGE.parent), given]))
+    """Return PYTHONPATH with this llmscale before what it already names."""
+    return drop_empty(os.pathsep.join([str(PACKAGE.parent), given or ""]))
 
 
 def deepspeed_env_files() -> list[Path]:

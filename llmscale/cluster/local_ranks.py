@@ -153,7 +153,7 @@ class LocalRanks:
 
 
 def rank_command(script: Path, arguments: Sequence[str]) -> list[str]:
-    """What every rank runs; unbuffered, so that lines of several ranks come in order."""
+    """Return the command of every rank; unbuffered, so that lines of several ranks come in order."""
     return [sys.executable, "-u", str(script), *arguments]
 
 

@@ -8,13 +8,13 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from llmscale.cluster.environment import search_path
+from llmscale.untrusted.interpreter import module_command
 
 #: Never ask for a password or about a host key, give up on a host that does not answer, and notice within 15 s when one
 #: goes silent (ssh itself would wait for hours).
@@ -88,10 +88,12 @@ def _is_own_address(family: socket.AddressFamily, address: str | int) -> bool:
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """`python -m module` with this Python and this llmscale, which every host has at the same path; a remote shell
-    knows none of the variables of this one."""
+    """Return the command of `python -m module` with this Python and this llmscale, at the same path on every host.
+
+    A remote shell knows none of the variables of this one.
+    """
     path = search_path(os.environ.get("PYTHONPATH"))
-    return ["env", f"PYTHONPATH={path}", sys.executable, "-m", module, *arguments]
+    return ["env", f"PYTHONPATH={path}", *module_command(module, *arguments)]
 
 
 def _run(command: Sequence[str], timeout_s: float, stdin: str | None) -> Finished:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from llmscale.data.order.hash64 import mix64
 from llmscale.errors import ConfigError, DataError
 from llmscale.files.append import AppendFile
-from llmscale.untrusted.paths import open_regular
+from llmscale.untrusted.paths import open_own, open_regular
 
 FOLDER = "samples"
 #: Magic of files without a first missing step in their head; still read.
@@ -78,7 +78,7 @@ class SampleRecorder:
         path = folder / f"rank-{rank:05d}.bin"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with open(path, "xb", buffering=0) as file:
+            with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as file:
                 head = _FILE_HEAD.pack(_MAGIC, start_step, world_size, _NONE_MISSING)
                 if file.write(head) != len(head):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -29,13 +29,14 @@ class TrainedModel:
     tokenizer: Tokenizer
 
 
-def load_trained_model(folder: Path) -> TrainedModel:
+def load_trained_model(folder: Path, given: str | None = None) -> TrainedModel:
     """Load the fp32 master weights of a checkpoint onto this machine's GPU, or its CPU.
 
-    The shape comes from the configuration in the checkpoint, the tokenizer from the data set that it names. Raises
-    CheckpointError for a damaged checkpoint, DataError when the set is gone or is another one now.
+    The shape comes from the configuration in the checkpoint, the tokenizer from the data set that it names; `given`
+    as for `open_trained_checkpoint`. Raises CheckpointError for a damaged checkpoint, DataError when the set is gone or
+    is another one now.
     """
-    trained = open_trained_checkpoint(folder)
+    trained = open_trained_checkpoint(folder, given=given)
     model = load_checkpoint_model(trained)
     return TrainedModel(model, load_set_tokenizer(trained.location.folder, trained.location.manifest))
 

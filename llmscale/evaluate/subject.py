@@ -66,7 +66,7 @@ def open_subject(folder: Path, data: str | None, progress: Callable[[int], objec
     that were verified. Raises ConfigError, CheckpointError, DataError."""
     if is_hf_folder(folder):
         return _open_hf_folder(folder, data)
-    trained = open_trained_checkpoint(folder, progress)
+    trained = open_trained_checkpoint(folder, progress, given=data)
 
     def load_model() -> GPT:
         from llmscale.evaluate.load_model import load_checkpoint_model
@@ -74,7 +74,7 @@ def open_subject(folder: Path, data: str | None, progress: Callable[[int], objec
         return load_checkpoint_model(trained)
 
     sets = trained.sets
-    if data is not None:
+    if data is not None and data != sets.name:
         sets = open_training_sets(data)
         manifest = trained.location.manifest
         check_set_matches(

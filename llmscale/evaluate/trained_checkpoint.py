@@ -13,7 +13,7 @@ from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.config.arguments import build_run_config
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import RunConfig
-from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
+from llmscale.data.mix.training_sets import TrainingSets, open_recorded_sets
 from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer
 from llmscale.errors import CheckpointError, DataError
 
@@ -37,9 +37,11 @@ class TrainedCheckpoint:
 
 
 def open_trained_checkpoint(
-    folder: Path, progress: Callable[[int], object] = lambda num_bytes: None
+    folder: Path, progress: Callable[[int], object] = lambda num_bytes: None, *, given: str | None = None
 ) -> TrainedCheckpoint:
     """Verify a checkpoint and read what it says of itself. `progress` gets numbers of bytes that were verified.
+
+    `given` is the user's --data: an address in the checkpoint is asked only where it is the same.
 
     The shape comes from the configuration in the checkpoint, the tokenizer from the data set that it names. Raises
     CheckpointError for a damaged checkpoint, DataError when the set is gone or is another one now.
@@ -49,7 +51,7 @@ def open_trained_checkpoint(
         raise CheckpointError(damage)
     state = parse_run_state(read_state(folder))
     config = build_run_config(dict(state.config))
-    sets = open_training_sets(config.data, config.data_cache)
+    sets = open_recorded_sets(config.data, config.data_cache, given)
     if sets.fingerprint != state.identity.get("data"):
         raise DataError(
             f"the data set in {config.data} is not the one that {folder} was trained on, so its tokenizer may differ. "

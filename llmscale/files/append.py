@@ -12,6 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.untrusted.paths import open_own
+
 #: Records that wait in memory for the disk; what comes beyond them is lost.
 MOST_HELD_BYTES = 16 << 20
 #: Pause between two tries while the disk refuses.
@@ -107,7 +109,7 @@ class AppendFile:
     def overwrite(self, offset: int, content: bytes) -> bool:
         """Change bytes that are in the file already, which needs no room; whether it was possible."""
         try:
-            descriptor = os.open(self._path, os.O_WRONLY)
+            descriptor = open_own(self._path, os.O_WRONLY)
             try:
                 return os.pwrite(descriptor, content, offset) == len(content)
             finally:
@@ -162,7 +164,7 @@ class AppendFile:
     def _open(self) -> None:
         self._close_descriptor()
         self._check()
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
         size = os.fstat(self._descriptor).st_size
         if 0 <= self._end <= size:
             # What stands beyond is part of a record whose writing failed.

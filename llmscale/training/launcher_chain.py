@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.untrusted.interpreter import RUN_MODULE
+
 #: Set by `llmscale train` for its ranks: its own process id. They need not look for it, and know when it was gone
 #: before they could.
 LAUNCHER_VARIABLE = "LLMSCALE_LAUNCHER"
@@ -87,7 +89,7 @@ def launcher_name(arguments: Sequence[str]) -> str | None:
         elif word == "-m":
             return _MODULES.get(next(words, ""))
         elif word == "-c":
-            return None
+            return _MODULES.get(next(words, "")) if next(words, "") == RUN_MODULE else None
         elif not word.startswith("-"):
             return _script_name(word)
     return None

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import stat
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from llmscale import __version__
 from llmscale.errors import ConfigError
 from llmscale.files.append import AppendFile, warn_on_stderr
 from llmscale.files.whole import write_durably
+from llmscale.untrusted.paths import open_own
 
 CONFIG_NAME = "config.json"
 DS_CONFIG_NAME = "ds_config.json"
@@ -27,6 +29,12 @@ METRICS_NAME = "metrics.jsonl"
 #: Raised whenever older code could misread metrics.jsonl; every start writes it there.
 METRICS_VERSION = 1
 LOCK_NAME = ".lock"
+#: What a run writes to in its folder.
+OWN_FILES = (
+    *(CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, LOCK_NAME),
+    *(".launch.lock", "attempts.jsonl", "failure.json"),
+)
+OWN_FOLDERS = ("checkpoints", "logs", "profile", "samples", "tensorboard", "tokenizer", "wandb", ".agents")
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
 #: What a new run folder must have room for: the description of the run.
@@ -38,6 +46,7 @@ def create_run_folder(run: Path) -> list[Path]:
 
     Raises ConfigError; then there is nothing that was not there before.
     """
+    _check_own(run)
     made: list[Path] = []
     probe = run / f".writable-{os.getpid()}"
     try:
@@ -46,7 +55,9 @@ def create_run_folder(run: Path) -> list[Path]:
                 folder.mkdir(exist_ok=True)
                 made.append(folder)
         # A run that goes on is not refused for want of space: it may be there when the next checkpoint is due.
-        probe.write_bytes(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
+        probe.unlink(missing_ok=True)
+        with open(open_own(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+            file.write(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
         probe.unlink()
     except OSError as error:
         with suppress(OSError):
@@ -57,6 +68,22 @@ def create_run_folder(run: Path) -> list[Path]:
             "permission."
         ) from None
     return made
+
+
+def _check_own(run: Path) -> None:
+    """Raise ConfigError where a link or another kind of file stands in the place of what a run writes.
+
+    A run folder that somebody else has packed could lead the writing anywhere. The folder itself may be a link.
+    """
+    for names, is_right, kind in ((OWN_FILES, stat.S_ISREG, "file"), (OWN_FOLDERS, stat.S_ISDIR, "folder")):
+        for path in (run / name for name in names):
+            with suppress(OSError):
+                if not is_right(path.lstat().st_mode):
+                    what = "a symbolic link" if path.is_symlink() else f"not a {kind}"
+                    raise ConfigError(
+                        f"--run {run}: {path.name} is {what}, and training would write to it. Put a {kind} in its "
+                        "place, or name another --run folder."
+                    )
 
 
 def remove_folders(made: list[Path]) -> None:
@@ -117,8 +144,8 @@ def _is_same_file(file: TextIO, path: Path) -> bool:
 
 
 def _open_for_owner(path: Path) -> int:
-    """Who can read a file can lock it: other users must not."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    """Open a lock file that only its owner may read: who can read a file can lock it."""
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with suppress(PermissionError):
         os.fchmod(descriptor, 0o600)
     return descriptor

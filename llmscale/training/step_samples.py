@@ -13,7 +13,7 @@ from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.config import limits
 from llmscale.config.arguments import build_run_config
-from llmscale.data.mix.training_sets import MixedShards, TrainingSets, open_training_sets
+from llmscale.data.mix.training_sets import MixedShards, TrainingSets, open_recorded_sets
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.training.run_data import cache_limit_bytes, stream_of_checkpoint
 from llmscale.training.run_folder import METRICS_NAME
@@ -45,16 +45,16 @@ class StepSamples:
     samples: list[StepSample]
 
 
-def find_step_samples(run: Path, step: int) -> StepSamples:
-    """The samples of a step, counted from 1 as it is printed, of a run folder's current history or of a checkpoint's.
+def find_step_samples(run: Path, step: int, given: str | None = None) -> StepSamples:
+    """Return the samples of a step, counted from 1, of a run folder's current history or of a checkpoint's.
 
-    Raises CheckpointError without a whole checkpoint, ConfigError for a step that is not done, DataError where the data
-    are not what they were.
+    `given` is the user's --data, as for `open_recorded_sets`. Raises CheckpointError without a whole checkpoint,
+    ConfigError for a step that is not done, DataError where the data are not what they were.
     """
     folder = find_checkpoint(run)
     state = parse_run_state(read_state(folder))
     config = build_run_config(dict(state.config))
-    sets = open_training_sets(config.data, config.data_cache)
+    sets = open_recorded_sets(config.data, config.data_cache, given)
     if sets.fingerprint != state.identity.get("data"):
         raise DataError(f"{config.data} is not what {folder} was trained on. Put the old data back.")
     begin, end = _positions(run, state, step)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
 
@@ -63,19 +64,33 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
     """
     # Before it is opened: opening a device can have effects.
     check_regular(path, follow_links=follow_links)
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow_links else os.O_NOFOLLOW)
+    return os.fdopen(_open(path, os.O_RDONLY | (0 if follow_links else os.O_NOFOLLOW), 0), "rb")
+
+
+def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+    """Open a file of a run for writing; return its descriptor. `flags` and `mode` as for os.open.
+
+    Whoever packed the folder chose what stands under the name: a link leads elsewhere, a pipe blocks. Raises OSError,
+    RefusedFile for anything else than a regular file.
+    """
+    with suppress(FileNotFoundError):
+        check_regular(path, follow_links=False)
+    return _open(path, flags | os.O_NOFOLLOW, mode)
+
+
+def _open(path: Path, flags: int, mode: int) -> int:
     try:
-        descriptor = os.open(path, flags)
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY, mode)
     except OSError as error:
-        if error.errno == errno.ELOOP and not follow_links:
+        if error.errno == errno.ELOOP and flags & os.O_NOFOLLOW:
             raise RefusedFile(errno.ELOOP, "is a symbolic link, not a regular file", str(path)) from None
         raise
     try:
         _refuse_other_kinds(path, os.fstat(descriptor))
-        return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
         raise
+    return descriptor
 
 
 def read_regular(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:

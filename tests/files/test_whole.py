@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.files.append import AppendFile
 from llmscale.files.whole import write_durably, write_output
+from llmscale.untrusted.paths import open_own
 
 
 @pytest.fixture
@@ -93,3 +95,24 @@ def test_a_new_file_has_the_usual_permissions(tmp_path: Path) -> None:
 def test_parts_stand_one_behind_the_other(tmp_path: Path) -> None:
     write_durably(tmp_path / "whole", b"ab", "cä", memoryview(b"d"), b"")
     assert (tmp_path / "whole").read_text(encoding="utf-8") == "abcäd"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder", "pipe", "device"])
+def test_nothing_but_a_regular_file_is_opened_for_writing(tmp_path: Path, kind: str) -> None:
+    mine, path = tmp_path / "mine", tmp_path / "metrics.jsonl"
+    mine.write_text("last line without its end")
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"link": mine, "dangling link": tmp_path / "nothing", "device": Path("/dev/null")}[kind])
+    with pytest.raises(OSError, match="not a regular file"):
+        open_own(path, os.O_RDWR | os.O_CREAT)
+    warnings: list[str] = []
+    file = AppendFile(path, warn=warnings.append)
+    file.append(b"{}\n", 1)
+    file.close()
+    assert "not a regular file" in warnings[0]
+    assert mine.read_text() == "last line without its end"
+    assert not (tmp_path / "nothing").exists()

@@ -10,9 +10,16 @@ from typing import TextIO
 import pytest
 
 from llmscale import __version__
+from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
+from llmscale.cluster.launch.agent import CLAIMS_NAME
+from llmscale.cluster.launch.attempt_log import ATTEMPTS_NAME, LOGS_NAME
+from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
+from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError
 from llmscale.training import run_folder
+from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import create_run_folder, lock_run_folder, save_run_description
+from llmscale.training.trackers.tensorboard_files import FOLDER as TENSORBOARD_NAME
 
 RESOLVED = {"plan": {"world_size": 2}}
 
@@ -91,3 +98,42 @@ def test_a_lock_that_its_owner_removes_meanwhile_is_not_taken_for_one(
     assert len(opened) == 2
     assert os.fstat(file.fileno()).st_nlink == 1
     file.close()
+
+
+def test_every_name_that_a_run_writes_to_is_guarded() -> None:
+    assert {FAILURE_NAME, ATTEMPTS_NAME, LAUNCH_LOCK_NAME} < set(run_folder.OWN_FILES)
+    folders = {CHECKPOINTS_NAME, LOGS_NAME, CLAIMS_NAME, SAMPLES_NAME, TENSORBOARD_NAME}
+    assert folders < set(run_folder.OWN_FOLDERS)
+
+
+@pytest.mark.parametrize("name", [*run_folder.OWN_FILES, *run_folder.OWN_FOLDERS])
+def test_a_link_in_the_place_of_what_a_run_writes_is_refused(tmp_path: Path, name: str) -> None:
+    run, mine = tmp_path / "run", tmp_path / "mine"
+    run.mkdir()
+    mine.write_text("mine")
+    (run / name).symlink_to(mine)
+    with pytest.raises(ConfigError, match=rf"--run .*run: {name} is a symbolic link"):
+        create_run_folder(run)
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    with pytest.raises(ConfigError, match=f"{name} is not a fi|{name} is not a fo"):
+        create_run_folder(run)
+    assert os.listdir(run) == [name]
+    assert mine.read_text() == "mine"
+
+
+def test_a_run_folder_may_itself_be_a_link_and_hold_links_that_no_run_writes_to(tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk" / "notes").symlink_to(tmp_path / "elsewhere")
+    create_run_folder(tmp_path / "run")
+    save_run_description(tmp_path / "run", {}, RESOLVED, {}, is_new=True)
+    assert (tmp_path / "disk" / "starts.jsonl").is_file()
+
+
+def test_the_probe_of_the_disk_does_not_follow_a_link(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / f".writable-{os.getpid()}").symlink_to(tmp_path / "mine")
+    create_run_folder(tmp_path / "run")
+    assert (tmp_path / "mine").read_text() == "mine"

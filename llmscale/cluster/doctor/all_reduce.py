@@ -18,6 +18,7 @@ from datetime import timedelta
 
 from llmscale.cluster.doctor.process_limit import process_limit
 from llmscale.engine.network_interface import set_network_interface
+from llmscale.untrusted.interpreter import module_command
 
 #: Before the JSON of the result.
 RESULT_MARK = "llmscale-all-reduce "
@@ -65,7 +66,7 @@ def _start_ranks(args: argparse.Namespace, argv: list[str]) -> int:
     """This host's ranks as children, whose alarm ends them even when this process was killed."""
     children = [
         subprocess.Popen(
-            [sys.executable, "-m", "llmscale.cluster.doctor.all_reduce", *argv],
+            module_command("llmscale.cluster.doctor.all_reduce", *argv),
             env={**os.environ, "LLMSCALE_ALL_REDUCE_RANK": str(args.first_rank + local)},
         )
         for local in range(args.ranks)

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from llmscale.cluster.environment import deepspeed_env_files, gather_environment
 from llmscale.cluster.remote import FAN_OUT, Finished, run_on_hosts
+from llmscale.untrusted.interpreter import module_command
 
 #: Goes to the folder that its first argument names, sets what comes through stdin, and becomes the rest.
 _PREPARE = 'cd "$0" && eval "$(cat)" && exec "$@"'
@@ -27,8 +27,8 @@ class Asker:
     def module(
         self, hosts: Sequence[str], module: str, arguments: Sequence[str], timeout_s: float
     ) -> dict[str, Finished]:
-        """`python -m module arguments` on every host. Raises ConfigError for a .deepspeed_env that cannot be read."""
-        command = ["sh", "-c", _PREPARE, os.getcwd(), sys.executable, "-m", module, *arguments]
+        """Run a module on every host. Raises ConfigError for a .deepspeed_env that cannot be read."""
+        command = ["sh", "-c", _PREPARE, os.getcwd(), *module_command(module, *arguments)]
         return self.run(hosts, command, timeout_s=timeout_s, stdin=_exports())
 
     def modules(self, module: str, arguments: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, Finished]:

@@ -18,6 +18,7 @@ from llmscale.cluster.doctor.host_facts import CodeFacts, ImportFacts
 from llmscale.cluster.environment import PACKAGE
 from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import LIBRARIES
+from llmscale.untrusted.interpreter import code_command
 
 #: Run in a process of its own: an import can hang, crash, or take GPU memory.
 _IMPORT_CODE = """
@@ -86,7 +87,7 @@ def gather_imports(timeout_s: float) -> ImportFacts:
     began = time.monotonic()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _IMPORT_CODE], capture_output=True, text=True, timeout=timeout_s, errors="replace"
+            code_command(_IMPORT_CODE), capture_output=True, text=True, timeout=timeout_s, errors="replace"
         )
     except subprocess.TimeoutExpired:
         return ImportFacts(f"not done within {timeout_s:.0f} s", False, 0, timeout_s)

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
 from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
+from llmscale.untrusted.interpreter import module_command
 
 #: What may start a host's ranks: DeepSpeed's per-host launcher, or torchrun.
 STARTERS = ("deepspeed", "torchrun")
@@ -153,12 +153,12 @@ class NodeRanks:
 
 
 def starter_command(start: Start) -> list[str]:
-    """What to run on host number `start.node_rank`."""
+    """Return the command of host number `start.node_rank`."""
     program = [start.script, *start.arguments]
     if start.starter == "torchrun":
         # Without -- torchrun would take --run for one of its own flags, abbreviated.
         return [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={len(start.hosts)}"),
+            *module_command("torch.distributed.run", f"--nnodes={len(start.hosts)}"),
             *(f"--node-rank={start.node_rank}", f"--nproc-per-node={start.ranks_per_host}", "--max-restarts=0"),
             *(f"--master-addr={start.master_addr}", f"--master-port={start.master_port}", "--"),
             *program,
@@ -168,7 +168,7 @@ def starter_command(start: Start) -> list[str]:
     world = {host: list(range(start.ranks_per_host)) for host in start.hosts}
     encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
     return [
-        *(sys.executable, "-u", "-m", "deepspeed.launcher.launch", f"--world_info={encoded}"),
+        *module_command("deepspeed.launcher.launch", f"--world_info={encoded}", flags=["-u"]),
         *(f"--node_rank={start.node_rank}", f"--master_addr={start.master_addr}"),
         *(f"--master_port={start.master_port}", "--log_level=warning", *program),
     ]

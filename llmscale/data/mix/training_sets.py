@@ -87,6 +87,21 @@ def open_training_sets(data: str, cache: Path | None = None) -> TrainingSets:
     return TrainingSets(data, located, recipe)
 
 
+def open_recorded_sets(data: str, cache: Path | None, given: str | None) -> TrainingSets:
+    """Open the sets that a checkpoint names.
+
+    Whoever wrote it chose the address, so nothing is asked of one unless the user names it, too: `given`, his --data.
+    Raises DataError, as `open_training_sets`.
+    """
+    for address in [data] if not is_mix(data) else read_recipe(Path(data)).data:
+        if "://" in address.removeprefix("file://") and given not in (data, address):
+            raise DataError(
+                f"the checkpoint says that it was trained on {data if address == data else f'{address}, of {data}'}: "
+                f"nothing is asked of an address that you did not give. If you trust it, add --data {data}"
+            )
+    return open_training_sets(data, cache)
+
+
 def _open(data: str, where: str, cache: Path | None) -> SetLocation:
     location = open_set(data, cache)
     if "train" not in location.manifest.splits or not location.manifest.splits["train"].num_samples:

@@ -7,18 +7,15 @@ hard to split and for the first documents of the input.
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, without_panics
 from llmscale.data.tokenizers.tiktoken_tokenizer import RANKS_NAME, TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, cut_text
 from llmscale.errors import DataError
@@ -128,7 +125,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
         why_not = "it encodes byte-level BPE only"
     else:
         try:
-            with _without_panics():
+            with without_panics():
                 native, is_nfc = _load(tokenizer)
                 encoder = GigatokenEncoder(tokenizer, native, is_nfc=is_nfc)
                 why_not = _find_difference(encoder, reference, [*_HARD_TEXTS, *_first_characters(first_texts)])
@@ -150,20 +147,6 @@ def _first_characters(texts: Sequence[str]) -> Iterator[str]:
         if left > 0:
             yield text[:left]
             left -= len(text)
-
-
-@contextmanager
-def _without_panics() -> Iterator[None]:
-    """Rust writes where and why it panics to stderr itself; it is told in a sentence."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 class _Unfit(Exception):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import os
+import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +29,17 @@ from llmscale.untrusted.documents import Rules, parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
+
+#: A WordPiece model takes time by the square of a word, a Unigram model by its longest token; that takes 340 bytes for
+#: each character, too. Finding added tokens takes time by the squares of their lengths.
+_MOST_TOKEN_CHARACTERS, _MOST_WORD_CHARACTERS, _MOST_TRIE_CHARACTERS = 1 << 15, 1000, 4 << 20
+_MOST_ADDED_SQUARES = 1 << 27
+#: Published rules make at most 36 characters of one (ALBERT's); nine hostile ones can fill any memory.
+_MOST_RULES, _MOST_GROWTH = 64, 64
+#: Runs of every visible letter of ASCII, and of blanks.
+_PROBE = "".join(f"{chr(code) * 40} " for code in range(32, 127)) + "\n" * 40 + "0a" * 40
+#: Where rules hold rules.
+_INNER = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 @dataclass(frozen=True)
@@ -58,10 +72,13 @@ class HuggingFaceTokenizer(Tokenizer):
         record = parse_json(files.tokenizer_json, Rules(DataError), where)
         tokens = tokens_by_id(record, where)
         _check_runs_nothing(files)
-        _check_model(record, where)
+        _check_model(record, tokens, where)
         plain = record if parse_special else with_special_markers(record, files.chat_template())
         self._fast = _build(files.tokenizer_json if plain is record else json.dumps(plain).encode(), where)
         self._fast.encode_special_tokens = not parse_special
+        # A pattern that takes exponential time on a run of letters fails here, before anything is written.
+        with _told(f"{where} cannot encode a text"), without_panics(), suppress(Exception):
+            self._fast.encode(_PROBE, add_special_tokens=False)
         self.files, self.spec, self._parse_special = files, files.name, parse_special
         self.vocab_size = max(tokens, default=0) + 1
         if ends is None or not ends.from_old_set:
@@ -144,7 +161,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _decide_ends(self, tokens: dict[int, str], asked_eot: str) -> Ends:
         eot = find_end_of_text(self.files, tokens, asked_eot)
-        with _told(f"{self.spec}/{JSON_NAME} cannot encode a text"):
+        with _told(f"{self.spec}/{JSON_NAME} cannot encode a text"), without_panics():
             encoding = self._fast.encode("a", add_special_tokens=True)
         # The mask is 0 where the text's own tokens are; the template's are before them.
         mask = encoding.special_tokens_mask
@@ -184,7 +201,7 @@ def load_old_set(path: Path) -> HuggingFaceTokenizer:
 def _build(contents: bytes, where: str) -> FastTokenizer:
     from tokenizers import Tokenizer as FastTokenizer
 
-    with _told(f"{where} is not a tokenizer that `tokenizers` can read"):
+    with _told(f"{where} is not a tokenizer that `tokenizers` can read"), without_panics():
         fast = FastTokenizer.from_buffer(contents)
         fast.no_truncation()
         fast.no_padding()
@@ -203,6 +220,20 @@ def _told(what: str) -> Iterator[None]:
         raise DataError(f"{what}: {' '.join(str(error).split())[:200]}.") from None
 
 
+@contextmanager
+def without_panics() -> Iterator[None]:
+    """Keep Rust from writing to stderr where and why it panics: the exception says it in a sentence."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def _check_runs_nothing(files: ModelFiles) -> None:
     named = files.record(CONFIG_NAME).get("auto_map")
     if named:
@@ -212,14 +243,75 @@ def _check_runs_nothing(files: ModelFiles) -> None:
         )
 
 
-def _check_model(record: dict[str, object], where: str) -> None:
-    """What `tokenizers` would do and no data set can bear."""
+def _check_model(record: dict[str, object], tokens: dict[int, str], where: str) -> None:
+    """Raise DataError for what no data set can bear, and for what takes memory or time without bounds."""
     model = record.get("model")
-    if isinstance(model, dict) and model.get("dropout"):
+    model = model if isinstance(model, dict) else {}
+    if model.get("dropout"):
         raise DataError(
             f"{where}: model.dropout is {str(model['dropout'])[:40]}, so a text has other tokens each time. Make it "
             "null in a copy of the folder."
         )
+    lengths, is_unigram = list(map(len, tokens.values())), model.get("type") == "Unigram"
+    longest = _MOST_WORD_CHARACTERS if is_unigram else _MOST_TOKEN_CHARACTERS
+    listed = record.get("added_tokens")
+    added = sum(len(str(entry.get("content"))) ** 2 for entry in listed) if isinstance(listed, list) else 0
+    bounded = [
+        ("the longest token's length", max(lengths, default=0), longest),
+        ("the sum of the added tokens' squared lengths", added, _MOST_ADDED_SQUARES),
+        ("max_input_chars_per_word", model.get("max_input_chars_per_word"), _MOST_WORD_CHARACTERS),
+        ("the length of all tokens", sum(lengths) if is_unigram else 0, _MOST_TRIE_CHARACTERS),
+    ]
+    with _told(f"{where} is not a tokenizer that `tokenizers` can read"):
+        for parts in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
+            rules, said = [rule for part in parts for rule in _rules(record.get(part))], " with ".join(parts)
+            bounded.append((f"the number of rules of {said}", len(rules), _MOST_RULES))
+            growth = _growth(rules[:_MOST_RULES])
+            bounded.append((f"the number of characters that {said} makes of one", growth, _MOST_GROWTH))
+    for what, value, most in bounded:
+        if isinstance(value, (int, float)) and value > most:
+            raise DataError(
+                f"{where}: {what} is {value:,.0f}. Legal: at most {most:,}; published tokenizers stay far below."
+            )
+
+
+def _rules(section: object) -> Iterator[dict]:
+    """Yield every rule of a section, in order, those within a Sequence too."""
+    waiting = [section]
+    while waiting:
+        rule = waiting.pop()
+        if isinstance(rule, dict):
+            yield rule
+            waiting += [part for key in _INNER if isinstance(rule.get(key), list) for part in reversed(rule[key])]
+
+
+def _growth(rules: Sequence[dict]) -> float:
+    """Return how many characters all rules can make of one. Raises KeyError and its like for damaged rules."""
+    growth, is_plain = 1.0, True
+    for rule in rules:
+        kind = str(rule.get("type"))
+        growth *= max(1.0, _rule_growth(rule, kind, is_plain))
+        # Unicode's forms lengthen a text once, unless another rule makes again what they take apart.
+        is_plain = is_plain and kind.startswith(("NF", "Sequence"))
+    return growth
+
+
+def _rule_growth(rule: dict, kind: str, is_plain: bool) -> float:
+    if kind == "Replace":
+        literal = rule["pattern"].get("String")
+        return len(rule["content"]) / max(1, len(literal)) if literal else 1 + len(rule["content"])
+    if kind == "Prepend":
+        return 1 + len(rule["prepend"])
+    if kind == "Precompiled":
+        table = base64.b64decode(rule["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :].split(b"\0")
+        return max(len(text.decode(errors="replace")) for text in texts)
+    if kind == "TemplateProcessing":
+        sizes = {name: len(special["ids"]) for name, special in rule["special_tokens"].items()}
+        return sum(sizes[piece["SpecialToken"]["id"]] if "SpecialToken" in piece else 1 for piece in rule["single"])
+    if kind.startswith("NF"):
+        return 1 if is_plain else 18
+    return {"ByteLevel": 4, "BertNormalizer": 3}.get(kind, 1)
 
 
 def _check_same_tokens(built: dict[int, str], stated: dict[int, str], where: str) -> None:

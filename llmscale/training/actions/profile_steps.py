@@ -107,6 +107,7 @@ class ProfileSteps(StepAction):
         trace = folder / f"steps-{self._before + 1}-to-{self._last}.trace.json"
         folder.mkdir(exist_ok=True)
         partial = trace.with_name(f".{trace.name}.partial")
+        partial.unlink(missing_ok=True)  # or what stands there leads elsewhere
         try:
             profiler.export_chrome_trace(str(partial))
             shares, predicted = read_shares(partial), self._predict()

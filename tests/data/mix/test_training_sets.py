@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.mix.training_sets import MixedShards, open_training_sets
+from llmscale.data.mix.training_sets import MixedShards, open_recorded_sets, open_training_sets
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError, DataError
 
@@ -52,3 +52,33 @@ def test_a_set_that_is_not_there_is_named(mix: Path, tmp_path: Path) -> None:
     mix.write_text(text.replace(text.split("small: ")[1].split("\n")[0], str(tmp_path / "gone"), 1))
     with pytest.raises((DataError, ConfigError), match="gone"):
         open_training_sets(str(mix))
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://theirs/set", "hf://datasets/their/set", "http://127.0.0.1:1/set", "file://s3://a"]
+)
+def test_no_address_is_asked_that_only_a_checkpoint_names(
+    mix: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def refuse(url: str, *_: object) -> object:
+        asked.append(url)
+        raise DataError(f"no answer from {url}")
+
+    monkeypatch.setattr("llmscale.data.shards.dataset_source.open_downloader", refuse)
+    mix.write_text(f"sets:\n  theirs: {address}\n  b: b\nweights: {{theirs: 1, b: 1}}\n")
+    for data in (address, str(mix)):
+        for given in (None, "elsewhere", "s3://mine/set"):
+            with pytest.raises(DataError, match=f"(?s){address}.*--data {data}"):
+                open_recorded_sets(data, None, given)
+    assert asked == []
+    if not address.startswith("file:"):
+        with pytest.raises(DataError, match="no answer"):
+            open_recorded_sets(address, mix.parent, address)
+        assert asked
+
+
+def test_a_folder_that_a_checkpoint_names_is_read(make_set: Callable[..., Path]) -> None:
+    folder = make_set(8)
+    assert open_recorded_sets(str(folder), None, None).fingerprint == open_training_sets(str(folder)).fingerprint

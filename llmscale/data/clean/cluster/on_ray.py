@@ -14,6 +14,7 @@ import ray
 from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from ray.exceptions import RayError, RayTaskError
+from ray.job_config import JobConfig
 
 import llmscale
 from llmscale.data.clean.cluster.blocks import StageBlock, check_complete, count_done
@@ -42,6 +43,7 @@ class OnRay:
                 address=address,
                 log_to_driver=False,
                 logging_level="error",
+                job_config=_JobConfig(),
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}},
             )
         except (OSError, ValueError, RuntimeError) as error:
@@ -84,6 +86,12 @@ class OnRay:
     def close(self) -> None:
         """Leave the cluster; it goes on."""
         ray.shutdown()
+
+
+class _JobConfig(JobConfig):
+    def _runtime_env_has_working_dir(self) -> bool:
+        """Return True: without a folder of its own, Ray lets workers import from the one that the driver stands in."""
+        return True
 
 
 class _Executor(RayPipelineExecutor):

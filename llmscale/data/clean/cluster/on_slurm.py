@@ -163,10 +163,11 @@ class _Executor(SlurmPipelineExecutor):
 
 
 def _environment(setup: str) -> str:
-    """Shell commands: a job has this Python and this llmscale, which lie on the shared disk."""
+    """Return shell commands that give a job this Python and this llmscale, from the shared disk."""
     folders = {"PATH": Path(sys.executable).parent, "PYTHONPATH": Path(llmscale.__file__).parents[1]}
-    exports = [f'export {name}={shlex.quote(str(folder))}:"${name}"' for name, folder in folders.items()]
-    return "\n".join([*filter(None, [setup.strip()]), *exports])
+    # Without the colon where there is nothing after it: an empty entry is the folder that the job stands in.
+    exports = [f'export {name}={shlex.quote(str(folder))}"${{{name}:+:${name}}}"' for name, folder in folders.items()]
+    return "\n".join([*filter(None, [setup.strip()]), *exports, "export PYTHONSAFEPATH=1"])
 
 
 def _choose_partition(settings: SlurmSettings) -> tuple[str, str]:
