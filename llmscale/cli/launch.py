@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from llmscale.cluster.environment import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.launch.attempt import Limits
+from llmscale.cluster.launch.attempts import RetryPolicy
+from llmscale.cluster.launch.hosts import LAUNCHERS, agent_command_by, slurm_hosts
 from llmscale.cluster.launch.node_ranks import STARTERS
-from llmscale.cluster.launch.reach import LAUNCHERS, choose_reach
-from llmscale.cluster.launch.retry import RetryPolicy
-from llmscale.cluster.launch.slurm_hosts import slurm_hosts
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.local_ranks import count_gpus
 from llmscale.config import flag_type, limits
@@ -116,7 +115,7 @@ def _launch(args: argparse.Namespace) -> int:
     launcher = args.launcher or ("slurm" if not args.hostfile and "SLURM_JOB_NODELIST" in os.environ else "ssh")
     options = LaunchOptions(
         hosts=_hosts(args, launcher),
-        reach=choose_reach(launcher),
+        agent_command=agent_command_by(launcher),
         script=str(PACKAGE / "train.py"),
         arguments=args.arguments,
         environment=gather_environment(os.environ, extra=args.env, env_files=deepspeed_env_files()),

@@ -18,7 +18,7 @@ import numpy as np
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
-from llmscale.cluster.launch.attempt_log import read_attempts
+from llmscale.cluster.launch.attempts import read_attempts
 from llmscale.data.sample_log import load_recorded
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line
@@ -100,7 +100,7 @@ class Chaos:
             host=f"node-{draw.randrange(num_hosts)}",
             num_hosts=num_hosts,
             ds_config=draw.choice(["zero1", "zero2", "zero3"]),
-            launcher=draw.choice(["ssh", "ssh", "pdsh"]),
+            launcher=draw.choice(["ssh", "ssh", "ssh"]),
             starter=draw.choice(["deepspeed", "deepspeed", "torchrun"]),
         )
         self.struck, self.ended_before = 0.0, 0

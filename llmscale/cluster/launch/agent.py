@@ -1,17 +1,14 @@
-"""The supervisor's hand on one host: `python -m llmscale.cluster.launch.agent`, speaking over stdin and stdout.
+"""The supervisor's agent on one host: `python -m llmscale.cluster.launch.agent`, which talks over stdin and stdout.
 
-It starts this host's ranks, reports them, and ends them when it is told, when the connection closes, when it hears
-nothing for a lease, or when it dies itself. Nothing that it started outlives it.
+It starts this host's ranks, reports them, and ends them on request, when the connection closes, after a lease of
+silence, or when it dies itself. Nothing that it started outlives it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import os
-import secrets
-import select
 import selectors
 import shutil
 import signal
@@ -19,16 +16,15 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
 from llmscale.cluster.extension_locks import remove_stale_locks
 from llmscale.cluster.free_port import find_port
-from llmscale.cluster.launch.channel import Channel
-from llmscale.cluster.launch.listener import ANNOUNCEMENT, digest_of
-from llmscale.cluster.launch.messages import (
-    Beat,
+from llmscale.cluster.launch.node_ranks import NodeRanks
+from llmscale.cluster.launch.process_tree import adopt_orphans
+from llmscale.cluster.launch.protocol import (
+    Channel,
     DumpStacks,
     FindPort,
     Hello,
@@ -39,25 +35,21 @@ from llmscale.cluster.launch.messages import (
     Signal,
     Signalled,
     Start,
+    StatusReport,
     Stop,
     Stopped,
 )
-from llmscale.cluster.launch.node_ranks import NodeRanks
-from llmscale.cluster.launch.process_tree import adopt_orphans
-from llmscale.cluster.launch.tls import call
 from llmscale.engine.network_interface import source_address
 from llmscale.errors import ConfigError
 from llmscale.training.run_folder import lock_run_folder
 from llmscale.training.stop_request import STOP_SIGNALS
 
 _TICK_S = 0.2
-_BEAT_S = 1.0
+_REPORT_S = 1.0
 #: How long a predecessor that was cut off may take to end its ranks.
 _PREDECESSOR_S = 30.0
-#: A connection that says nothing at all is none of ours.
+#: How long the supervisor may take to send its first message.
 _HELLO_S = 60.0
-#: How long an agent goes on calling a supervisor that hangs up, as it does on strangers when there are many of them.
-_CALL_S = 30.0
 #: In the run folder: who claims it, by host.
 CLAIMS_NAME = ".agents"
 
@@ -70,13 +62,13 @@ class Agent:
         self._environment: dict[str, str] = {}
         self._lease_s = _HELLO_S
         self._last_heard = time.monotonic()
-        self._last_beat = 0.0
+        self._last_report = 0.0
         self._last_news: object = None
         self._ranks: NodeRanks | None = None
         self._claim: TextIO | None = None
         self._watch_prefix = ""
         self._end: str | None = None
-        """Why to end; None while there is no reason."""
+        """The reason to end, once there is one."""
         self._signals: list[str] = []
 
     def serve(self) -> None:
@@ -170,21 +162,24 @@ class Agent:
             for output in self._ranks.read_output():
                 self._channel.send(output)
             self._ranks.deliver_deferred()
-        beat = self._beat()
-        news = (beat.launcher_code, [(sign.rank, sign.phase, sign.exit_code, sign.alive) for sign in beat.ranks])
-        if time.monotonic() - self._last_beat > _BEAT_S or news != self._last_news:
-            self._last_beat, self._last_news = time.monotonic(), news
+        beat = self._status_report()
+        news = (
+            beat.launcher_code,
+            [(status.rank, status.phase, status.exit_code, status.alive) for status in beat.ranks],
+        )
+        if time.monotonic() - self._last_report > _REPORT_S or news != self._last_news:
+            self._last_report, self._last_news = time.monotonic(), news
             if self._ranks:
                 self._ranks.note_locks()
             self._channel.send(beat)
         self._channel.flush()
 
-    def _beat(self) -> Beat:
+    def _status_report(self) -> StatusReport:
         if self._ranks is None:
-            return Beat([], None)
+            return StatusReport([], None)
         # The code first: a rank's last heartbeat is written before its launcher ends.
         code = self._ranks.launcher_code
-        return Beat(self._ranks.signs(), code)
+        return StatusReport(self._ranks.statuses(), code)
 
     def _finish(self, reason: str) -> None:
         code = None
@@ -193,7 +188,7 @@ class Agent:
             for output in self._ranks.read_output(is_last=True):
                 self._channel.send(output)
             # The heartbeats outlive their ranks: the last one says how far each has come.
-            self._channel.send(Beat(self._ranks.signs(), code))
+            self._channel.send(StatusReport(self._ranks.statuses(), code))
             self._ranks.close()
         self._channel.send(Stopped(reason, code))
         deadline = time.monotonic() + 2.0
@@ -206,8 +201,8 @@ def claim_run(run: Path) -> TextIO | None:
     """Claim a run on this host, for as long as the returned file is open; None when another agent keeps it. Raises
     OSError.
 
-    A lock goes with its process, whatever ends that. It lies in the run folder, where no other user can be first. An
-    agent that lost its supervisor may still be ending its ranks: that is waited for.
+    The lock is released with its process, whatever ends that. It is in the run folder, where no other user can take
+    it first. Waits for a predecessor that lost its supervisor and still ends its ranks.
     """
     folder = run / CLAIMS_NAME
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -222,9 +217,11 @@ def claim_run(run: Path) -> TextIO | None:
 
 
 def claim_name() -> str:
-    """The same for all processes that share this host's network, until it boots: by its name alone, two hosts of one
-    name would exclude each other. A host that was switched off leaves no claim behind that its file system's server
-    would still have to give up."""
+    """Return a name that all processes in this host's network namespace share until it boots.
+
+    The host name alone is not enough: two hosts of the same name would exclude each other. With the boot id, a claim
+    that a powered-off host left on a file server excludes nobody.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     network = os.readlink("/proc/self/ns/net")
     return f"{socket.gethostname()}-{hashlib.sha256(f'{boot} {network}'.encode()).hexdigest()[:16]}.lock"
@@ -241,50 +238,10 @@ def connection_ends() -> tuple[str | None, str | None]:
     return None, None
 
 
-def connect(address: str, port: int, fingerprint: str) -> Channel:
-    """To a supervisor that could not give us its stdin and stdout: listener.py says how. Raises OSError."""
-    secret = secrets.token_hex(32)
-    print(f"{ANNOUNCEMENT}{digest_of(secret)}", flush=True)
-    deadline = time.monotonic() + _CALL_S
-    while True:
-        try:
-            return _connect_once(address, port, fingerprint, secret)
-        except OSError as error:
-            if isinstance(error, PermissionError) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
-def _connect_once(address: str, port: int, fingerprint: str, secret: str) -> Channel:
-    with socket.create_connection((address, port), timeout=10.0) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        session = call(connection, fingerprint, timeout_s=10.0)
-        connection.sendall(session.encrypt(f"{secret}\n".encode()))
-        # Until it answers, or hangs up.
-        ready = select.select([connection], [], [], _CALL_S)[0]
-        if not ready or not connection.recv(1, socket.MSG_PEEK):
-            raise ConnectionError("the supervisor does not answer")
-        # Never closed: the process ends with the connection.
-        descriptor = connection.detach()
-    return Channel(descriptor, descriptor, session)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Serve one supervisor."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--connect", nargs=2, metavar=("ADDRESS", "PORT"), help="of the supervisor (default: stdin)")
-    parser.add_argument("--supervisor", default="", metavar="SHA256", help="the fingerprint of its certificate")
-    args = parser.parse_args(argv)
     adopt_orphans()
-    if args.connect:
-        address, port = args.connect
-        try:
-            channel = connect(address, int(port), args.supervisor)
-        except OSError as error:
-            print(f"the supervisor at {address} port {port} cannot be reached from here: {error}", file=sys.stderr)
-            return 1
-    else:
-        channel = Channel(os.dup(0), os.dup(1))
+    channel = Channel(os.dup(0), os.dup(1))
     # The ranks must not write into the conversation: what they inherit as stdout is this process's stderr.
     os.dup2(2, 1)
     Agent(channel).serve()

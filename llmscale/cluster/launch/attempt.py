@@ -3,21 +3,182 @@
 from __future__ import annotations
 
 import ipaddress
+import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.cluster.launch.hang_detection import Progress
-from llmscale.cluster.launch.host_connection import HostConnection
-from llmscale.cluster.launch.host_pool import HostPool
-from llmscale.cluster.launch.layout import Layout
-from llmscale.cluster.launch.messages import DumpStacks, FindPort, Port, Signal, Signalled, Stacks, Start
-from llmscale.cluster.launch.outcome import HostStatus, Outcome, judge
+from llmscale.cluster.hostfile import Host
+from llmscale.cluster.launch.hosts import HostConnection, HostPool
+from llmscale.cluster.launch.protocol import DumpStacks, FindPort, Port, RankStatus, Signal, Signalled, Stacks, Start
 from llmscale.files.whole import write_durably
 
-#: After the first sign of a fault, how long the others may take to say theirs: one of them may explain it.
+
+@dataclass(frozen=True)
+class Layout:
+    """An equal number of ranks on every host.
+
+    DeepSpeed's launcher numbers the local ranks of unequal hosts wrongly: by the global rank modulo the host's slots.
+    """
+
+    hosts: tuple[str, ...]
+    """In rank order; the first is where the ranks meet."""
+    ranks_per_host: int
+
+    @property
+    def world_size(self) -> int:
+        return len(self.hosts) * self.ranks_per_host
+
+    def describe(self) -> str:
+        """For one line of a log."""
+        return f"{self.world_size} ranks, {self.ranks_per_host} on each of {', '.join(self.hosts)}"
+
+
+def choose_layout(hosts: Sequence[Host], is_legal: Callable[[int], bool], min_hosts: int = 1) -> Layout | None:
+    """Return the layout of the largest legal world size, on as few hosts as it needs.
+
+    None when no legal world size fits on at least `min_hosts`.
+    """
+    ways = {
+        (count, slots)
+        for slots in range(1, max((host.slots for host in hosts), default=0) + 1)
+        for count in range(min_hosts, len(_with_slots(hosts, slots)) + 1)
+    }
+    verdicts: dict[int, bool] = {}
+    for count, slots in sorted(ways, key=lambda way: (-way[0] * way[1], way[0])):
+        world_size = count * slots
+        if world_size not in verdicts:
+            verdicts[world_size] = is_legal(world_size)
+        if verdicts[world_size]:
+            return Layout(tuple(host.name for host in _with_slots(hosts, slots)[:count]), slots)
+    return None
+
+
+def _with_slots(hosts: Sequence[Host], slots: int) -> list[Host]:
+    return [host for host in hosts if host.slots >= slots]
+
+
+@dataclass
+class Progress:
+    """Follows the ranks of one attempt. Times are on the caller's monotonic clock."""
+
+    began_s: float
+    ranks: Iterable[int]
+    start_timeout_s: float
+    """To a rank's first finished step, from its beginning or the last status that its start gets on."""
+    hang_timeout_s: float
+    """Between two heartbeats of a rank that trains."""
+    first_step: int | None = None
+    last_step: int | None = None
+    training_since_s: float | None = None
+    """When the first step was finished."""
+    _seen: dict[int, tuple[RankStatus, float]] = field(default_factory=dict)
+
+    def note(self, statuses: Iterable[RankStatus], now_s: float) -> None:
+        """Take in the newest heartbeats."""
+        for status in statuses:
+            before = self._seen.get(status.rank)
+            if before is None or before[0].count != status.count:
+                self._seen[status.rank] = (status, now_s)
+            if status.first_step is not None and status.step is not None:
+                self.first_step = status.first_step
+                self.last_step = max(self.last_step or 0, status.step)
+                self.training_since_s = now_s if self.training_since_s is None else self.training_since_s
+
+    def hanging(self, now_s: float) -> list[int]:
+        """Ranks that have been silent for too long."""
+        silent = []
+        for rank in self.ranks:
+            status, since_s = self._seen.get(rank, (None, self.began_s))
+            if status is not None and status.exit_code is not None:
+                continue
+            starting = status is None or status.phase == "starting"
+            # A start has few statuses of its own: of downloads, and of weights that are read.
+            if now_s - since_s > (self.start_timeout_s if starting else self.hang_timeout_s):
+                silent.append(rank)
+        return silent
+
+
+#: train.py's status for what the user must mend: trying again would end the same way.
+USER_ERROR_STATUS = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended, or is about to."""
+
+    end: str
+    """One of `attempt_log.Attempt.end`."""
+    reason: str
+    host: str | None = None
+    """To blame, when it is one."""
+    rank: int | None = None
+    """To blame, when it is one."""
+
+
+@dataclass(frozen=True)
+class HostStatus:
+    """A host's state, as its agent last reported it."""
+
+    name: str
+    ranks: Sequence[int]
+    """Ranks that should run there."""
+    statuses: Mapping[int, RankStatus]
+    launcher_code: int | None
+    lost: str | None
+    """Why it is lost; None while it answers."""
+    victims: frozenset[int] = frozenset()
+    """Ranks whose last words are that a peer has gone."""
+
+
+def classify(hosts: Sequence[HostStatus]) -> Outcome | None:
+    """None while everything runs. Of several faults the one that explains the others: a lost host breaks the ranks of
+    all others, a killed rank the connections of its peers, and a rank that says why before it ends knows best."""
+    for host in hosts:
+        if host.lost is not None:
+            return Outcome("host lost", f"{host.name}: {host.lost}", host=host.name)
+    told = [(host, status) for host in hosts for status in host.statuses.values()]
+    for host, status in told:
+        if status.exit_code == USER_ERROR_STATUS:
+            return Outcome("user error", f"rank {status.rank} on {host.name} refused", host.name, status.rank)
+    for host, status in told:
+        if status.exit_code is None and not status.alive:
+            return Outcome("failed", _describe_death(host, status), host.name, status.rank)
+    # A rank whose connection broke ends at the same time as the one that broke it.
+    for host, status in sorted(told, key=lambda item: item[1].rank in item[0].victims):
+        if status.exit_code:
+            reason = f"rank {status.rank} on {host.name} ended with status {status.exit_code}"
+            return Outcome("failed", reason, host.name, status.rank)
+    for host in hosts:
+        silent = [rank for rank in host.ranks if rank not in host.statuses]
+        if host.launcher_code is not None and silent:
+            reason = f"the launcher on {host.name} {describe_code(host.launcher_code)} before its ranks had begun"
+            return Outcome("failed", reason, host.name)
+    if all(rank in host.statuses and host.statuses[rank].exit_code == 0 for host in hosts for rank in host.ranks):
+        stopped = any(status.phase == "stopped" for _, status in told)
+        return Outcome("stopped" if stopped else "finished", "every rank ended with status 0")
+    return None
+
+
+def describe_code(code: int) -> str:
+    """`was killed by SIGKILL` or `ended with status 1`."""
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _describe_death(host: HostStatus, status: RankStatus) -> str:
+    """A rank that is gone without its last status: only the launcher, its parent, can know more."""
+    what = "vanished" if host.launcher_code in (None, 0) else describe_code(host.launcher_code or 0)
+    return f"rank {status.rank} on {host.name} (process {status.pid}) {what}"
+
+
+#: After the first status of a fault, how long the others may take to say theirs: one of them may explain it.
 _SETTLE_S = 2.0
 #: An agent answers at once when it is asked for a port or stacks.
 _ANSWER_S = 10.0
@@ -60,7 +221,7 @@ class AttemptRun:
     show: Callable[[str], None]
     signals_sent: int = 0
     progress: Progress | None = None
-    """Of the ranks; None before they are started."""
+    """Progress of the ranks; None before they are started."""
     _pending: Outcome | None = None
     _pending_since_s: float = 0.0
     _stacks: dict[tuple[str, int], Stacks] = field(default_factory=dict)
@@ -72,7 +233,7 @@ class AttemptRun:
         master.send(FindPort(master_port))
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and not master.closed:
-            for node, message in self.pool.pump():
+            for node, message in self.pool.poll():
                 if node is master and isinstance(message, Port) and 0 < message.port < 65536:
                     if message.was_taken:
                         self.show(f"port {master_port} is taken on {master.name}; using {message.port}")
@@ -80,7 +241,7 @@ class AttemptRun:
         return None
 
     def _address_of(self, master: HostConnection) -> str:
-        """The first host as the others see it: never what its name stands for here, which may be 127.0.1.1."""
+        """Return the first host's address as the others see it. Its name may resolve to 127.0.1.1 here."""
         if len(self.layout.hosts) == 1:
             return "127.0.0.1"
         assert master.ready is not None
@@ -94,12 +255,12 @@ class AttemptRun:
         try:
             return socket.gethostbyname(master.name)
         except OSError:
-            # ssh knows it under this name; the ranks will say that they do not.
+            # Only ssh knows this name; the ranks will report that they do not.
             return master.name
 
     def start(self, rendezvous: tuple[str, int], starter: str, script: str, arguments: list[str], logs: str) -> None:
         """Start the ranks on every host."""
-        self.pool.tell(
+        self.pool.broadcast(
             {
                 name: Start(
                     starter=starter,
@@ -132,7 +293,7 @@ class AttemptRun:
                 return outcome
 
     def _listen(self) -> None:
-        for node, message in self.pool.pump():
+        for node, message in self.pool.poll():
             if isinstance(message, Stacks):
                 self._stacks[node.name, message.rank] = message
             elif isinstance(message, Signalled):
@@ -142,18 +303,18 @@ class AttemptRun:
     def _note_progress(self) -> None:
         for node in self.pool.nodes.values():
             if self.progress:
-                self.progress.note(node.signs.values(), time.monotonic())
+                self.progress.note(node.statuses.values(), time.monotonic())
 
     def _pass_on_signals(self) -> None:
         for name in self.stop_signals[self.signals_sent :]:
             self.show(f"{name}: asking the ranks to save and stop")
             # SIGUSR1 whatever came: a second SIGINT would end them at once.
-            self.pool.tell(Signal("SIGUSR1"))
+            self.pool.broadcast(Signal("SIGUSR1"))
         self.signals_sent = len(self.stop_signals)
 
     def _judge(self) -> Outcome | None:
         now = time.monotonic()
-        outcome = judge([self._status(node) for node in self.pool.nodes.values()])
+        outcome = classify([self._status(node) for node in self.pool.nodes.values()])
         if outcome is None:
             hanging = self.progress.hanging(now) if self.progress else []
             return self._explain_hang(hanging) if hanging and self._pending is None else None
@@ -174,7 +335,7 @@ class AttemptRun:
             lost = node.why_lost()
         ranks = range(number * size, (number + 1) * size)
         victims = frozenset(rank for rank in ranks if self._blames_a_peer(node.name, rank))
-        return HostStatus(node.name, ranks, node.signs, node.launcher_code, lost, victims)
+        return HostStatus(node.name, ranks, node.statuses, node.launcher_code, lost, victims)
 
     def _blames_a_peer(self, name: str, rank: int) -> bool:
         lines = self.pool.last_lines.get((name, rank), ())
@@ -183,7 +344,7 @@ class AttemptRun:
     def _explain_hang(self, hanging: list[int]) -> Outcome:
         """Ask every rank what it is doing, before they are ended."""
         self.show(f"no heartbeat of rank {', '.join(map(str, hanging))} in time; asking every rank for its stacks")
-        self.pool.tell(DumpStacks())
+        self.pool.broadcast(DumpStacks())
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and len(self._stacks) < self.layout.world_size:
             self._listen()
@@ -222,7 +383,7 @@ class AttemptRun:
 
 
 def _is_address(word: str | None) -> bool:
-    """What a host says of itself reaches the command lines of all others."""
+    """Return whether a host's report is an address: it reaches the command lines of all others."""
     try:
         return word is not None and bool(ipaddress.ip_address(word))
     except ValueError:

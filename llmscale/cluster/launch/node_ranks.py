@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from llmscale.cluster.extension_locks import HeldLocks
-from llmscale.cluster.launch.messages import Output, RankSigns, Stacks, Start
 from llmscale.cluster.launch.process_tree import become_launcher, kill_descendants, process_state
+from llmscale.cluster.launch.protocol import Output, RankStatus, Stacks, Start
 from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
 from llmscale.untrusted.interpreter import module_command
 
-#: What may start a host's ranks: DeepSpeed's per-host launcher, or torchrun.
+#: Launchers of one host's ranks: DeepSpeed's per-host launcher, or torchrun.
 STARTERS = ("deepspeed", "torchrun")
 #: How long the launcher may take to notice that its ranks are dead and say why.
 _LAUNCHER_WORD_S = 2.5
@@ -29,7 +29,7 @@ _STACKS_WAIT_S = 2.0
 
 
 class NodeRanks:
-    """What runs on this host for one attempt."""
+    """The launcher and the ranks of this host in one attempt."""
 
     def __init__(self, start: Start, environment: Mapping[str, str], folder: Path) -> None:
         """Start the launcher; the watch folder `folder` is removed by `close`. Raises OSError when it cannot be
@@ -80,51 +80,51 @@ class NodeRanks:
         """Lines since the last call, of a flood the newest; with `is_last` unfinished ones too."""
         return self._output.read(is_last)
 
-    def signs(self) -> list[RankSigns]:
+    def statuses(self) -> list[RankStatus]:
         """The newest heartbeat of every rank that has given one."""
         found = []
         for rank in self.ranks:
             with contextlib.suppress(OSError, ValueError, KeyError):
-                sign = json.loads(heartbeat_path(self._folder, rank).read_text())
-                state = process_state(sign["pid"])
-                found.append(RankSigns(rank=rank, alive=state not in ("", "Z"), state=state, **sign))
+                status = json.loads(heartbeat_path(self._folder, rank).read_text())
+                state = process_state(status["pid"])
+                found.append(RankStatus(rank=rank, alive=state not in ("", "Z"), state=state, **status))
         return found
 
     def note_locks(self) -> None:
         """Remember which locks the ranks hold while they start, when extensions are built."""
-        self._locks.note(sign.pid for sign in self.signs() if sign.phase == "starting")
+        self._locks.note(status.pid for status in self.statuses() if status.phase == "starting")
 
     def send_signal(self, number: signal.Signals) -> None:
         """To the ranks, not to the launcher, which would end them. A rank that has not begun gets it when it has."""
-        signs = {sign.rank: sign for sign in self.signs()}
-        for sign in signs.values():
-            if sign.alive:
+        statuses = {status.rank: status for status in self.statuses()}
+        for status in statuses.values():
+            if status.alive:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(sign.pid, number)
-        if len(signs) < len(self.ranks):
+                    os.kill(status.pid, number)
+        if len(statuses) < len(self.ranks):
             self._deferred.append(number)
 
     def deliver_deferred(self) -> None:
         """Send again what came before every rank could take it; a second time does no harm."""
-        if self._deferred and len(self.signs()) == len(self.ranks):
+        if self._deferred and len(self.statuses()) == len(self.ranks):
             waiting, self._deferred = self._deferred, []
             for number in waiting:
                 self.send_signal(number)
 
     def dump_stacks(self) -> list[Stacks]:
         """What every rank is doing. A rank that is stopped (state T) or dead cannot answer."""
-        signs = self.signs()
-        for sign in signs:
-            if sign.alive:
+        statuses = self.statuses()
+        for status in statuses:
+            if status.alive:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(sign.pid, STACKS_SIGNAL)
+                    os.kill(status.pid, STACKS_SIGNAL)
         time.sleep(_STACKS_WAIT_S)
         stacks = []
-        for sign in signs:
+        for status in statuses:
             text = ""
             with contextlib.suppress(OSError):
-                text = stacks_path(self._folder, sign.rank).read_text(errors="replace")
-            stacks.append(Stacks(sign.rank, sign.state, text))
+                text = stacks_path(self._folder, status.rank).read_text(errors="replace")
+            stacks.append(Stacks(status.rank, status.state, text))
         return stacks
 
     def end(self) -> int | None:

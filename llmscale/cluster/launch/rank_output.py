@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.cluster.launch.messages import Output
+from llmscale.cluster.launch.protocol import Output
 from llmscale.files.append import AppendFile
 
 #: A log that has grown so large becomes LOG.1, in place of the one before: twice this is on disk at most.
@@ -132,7 +132,7 @@ class RankOutput:
                 self._take_in(key.data)
 
     def _take_in(self, stream: _Stream) -> bool:
-        """What is in the pipe now; False when there is nothing."""
+        """Read the bytes that are in the pipe now. Return False when it is empty."""
         try:
             data = os.read(stream.descriptor, _READ_BYTES)
         except BlockingIOError:

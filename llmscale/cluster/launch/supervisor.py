@@ -11,16 +11,20 @@ from pathlib import Path
 
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.attempt import AttemptRun, Limits
-from llmscale.cluster.launch.attempt_log import Attempt, attempt_logs, next_number, read_attempts, write_attempt
-from llmscale.cluster.launch.host_pool import HostPool
-from llmscale.cluster.launch.layout import Layout, choose_layout
-from llmscale.cluster.launch.listener import Listener
-from llmscale.cluster.launch.messages import Hello
-from llmscale.cluster.launch.outcome import Outcome
-from llmscale.cluster.launch.reach import Reach
-from llmscale.cluster.launch.restart_arguments import restart_arguments, saved_checkpoints
-from llmscale.cluster.launch.retry import RetryPolicy, decide
+from llmscale.cluster.launch.attempt import AttemptRun, Layout, Limits, Outcome, choose_layout
+from llmscale.cluster.launch.attempts import (
+    Attempt,
+    RetryPolicy,
+    attempt_logs,
+    decide,
+    next_number,
+    read_attempts,
+    restart_arguments,
+    saved_checkpoints,
+    write_attempt,
+)
+from llmscale.cluster.launch.hosts import HostPool
+from llmscale.cluster.launch.protocol import Hello
 from llmscale.config.arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.run_claim import RunFolderClaim
@@ -33,11 +37,11 @@ _REGATHER_S = 5.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What `llmscale launch` was told."""
+    """The resolved arguments of `llmscale launch`."""
 
     hosts: Sequence[Host]
-    reach: Callable[[Host, Listener], Reach]
-    """The way to a host, and where it can call back."""
+    agent_command: Callable[[Host], list[str]]
+    """From a host to the command that starts its agent."""
     script: str
     """train.py's path, on every host."""
     arguments: Sequence[str]
@@ -64,7 +68,7 @@ class Supervisor:
         self._config = parse_run_config(options.arguments)
         self._run = self._config.run.absolute()
         self._attempts: list[Attempt] = []
-        """Of this launch."""
+        """Attempts of this launch, oldest first."""
 
     def run(self) -> int:
         """The exit status: 0 when the run is finished, or was asked to stop and has saved; 2 for what the user must
@@ -118,7 +122,9 @@ class Supervisor:
         """The attempt of a supervisor that was killed has no end yet."""
         for attempt in read_attempts(self._run):
             if attempt.end is None:
-                lost = replace(attempt, end="supervisor lost", reason="its `llmscale launch` ended without a word")
+                lost = replace(
+                    attempt, end="supervisor lost", reason="its `llmscale launch` ended without an error message"
+                )
                 write_attempt(self._run, lost)
                 self._show(f"attempt {attempt.number} lost its supervisor; continuing")
 
@@ -192,7 +198,7 @@ class Supervisor:
                 run=str(self._run),
                 lease_s=self._options.limits.lease_s,
             )
-            pool = HostPool(self._options.hosts, self._options.reach, hello, self._show)
+            pool = HostPool(self._options.hosts, self._options.agent_command, hello, self._show)
             pool.gather(self._options.connect_timeout_s, lambda: bool(self._stop_signals))
             for name, why in pool.left_out.items():
                 self._show(f"WARNING: {name} is left out: {why}")
@@ -228,7 +234,7 @@ class Supervisor:
         return attempt
 
     def _after(self, attempt: Attempt) -> int | None:
-        """The exit status, or None to go on."""
+        """Return the exit status, or None to try again."""
         self._attempts.append(attempt)
         if attempt.end in ("finished", "stopped"):
             word = "the run is finished" if attempt.end == "finished" else "asked to stop; the ranks have saved"
@@ -251,8 +257,10 @@ class Supervisor:
         return None
 
     def _trained_before(self, attempt: Attempt) -> bool:
-        """Whether what train.py refused this time, before a step was done, it has accepted earlier in this launch: then
-        the disk is full, say, and the user's configuration is right."""
+        """Return whether an earlier attempt trained with the configuration that train.py has just refused.
+
+        Then the configuration is right, and something else is wrong, such as a full disk.
+        """
         return attempt.first_step is None and any(earlier.first_step for earlier in self._attempts[:-1])
 
     def _stopped_between(self) -> int:
@@ -269,7 +277,7 @@ class Supervisor:
             time.sleep(0.1)
 
     def _evidence(self, pool: HostPool, outcome: Outcome) -> list[str]:
-        """What the one to blame printed last, unless all of it is on the screen anyway."""
+        """Return the last lines of the rank or launcher to blame, unless the screen shows them already."""
         if outcome.host is None or outcome.end in ("host lost", "hung"):
             return []
         lines = pool.last_lines.get((outcome.host, outcome.rank)) or pool.last_lines.get((outcome.host, None)) or ()

@@ -10,7 +10,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -117,17 +116,14 @@ def listening_addresses(pid: int) -> list[str]:
     return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "pdsh"])
-def test_keys_reach_the_ranks_and_nobody_else(
-    make_lab: Callable[..., Lab], spies: Callable[[Lab], Spies], launcher: str
-) -> None:
+def test_keys_reach_the_ranks_and_nobody_else(make_lab: Callable[..., Lab], spies: Callable[[Lab], Spies]) -> None:
     lab = make_lab(2)
     spy = spies(lab)
     said = f"said-{secrets.token_hex(16)}"
     say_in_the_clear(lab.hosts[0], lab.hosts[1].address, said)
     launch = lab.launch(
         lab.train_arguments("--steps", "60", "--save-every", "20"),
-        flags=["--launcher", launcher, "--env", "MY_OWN_SECRET"],
+        flags=["--env", "MY_OWN_SECRET"],
         environment=KEYS,
     )
     lab.until_step(5)
@@ -170,64 +166,3 @@ def test_keys_reach_what_doctor_asks_and_nobody_else(
     for name, key in KEYS.items():
         for place in (seen, sniffed, done.stdout.encode(), done.stderr.encode()):
             assert key.encode() not in place, name
-
-
-#: A user of a host who reads there where its agent calls, and then tries everything that can be tried from outside.
-ATTACK = """
-import encodings.idna, os, resource, socket, ssl
-resource.setrlimit(resource.RLIMIT_NOFILE, (4000, 4000))
-os.setgroups([]); os.setgid(65534); os.setuid(65534)
-where = None
-while not where:
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            words = open(f"/proc/{pid}/cmdline").read().split("\\0")
-            at = words.index("--connect")
-            where, fingerprint = (words[at + 1], int(words[at + 2])), words[words.index("--supervisor") + 1]
-        except (OSError, ValueError, IndexError):
-            pass
-context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-held, tried, told = [], 0, b""
-print("found", flush=True)
-while True:
-    try:
-        for said in (*[b""] * 500, b"x" * 9000, b"GET / HTTP/1.1\\r\\n\\r\\n", None):
-            caller = socket.create_connection(where, 1)
-            tried += 1
-            if said is None:
-                caller.settimeout(1)
-                caller = context.wrap_socket(caller)
-                caller.sendall(fingerprint.encode() + b"\\n")
-                told += caller.recv(100)
-            else:
-                caller.sendall(said)
-            held.append(caller)
-            del held[:-1100]
-    except OSError as error:
-        if isinstance(error, ConnectionRefusedError):
-            break
-print(tried, told, flush=True)
-"""
-
-
-def test_a_user_of_a_host_who_knows_where_agents_call_gains_nothing(make_lab: Callable[..., Lab]) -> None:
-    lab = make_lab(3)
-    # Takes connections and says nothing: it is waited for, so that those at the door have their time.
-    for pid in lab.hosts[2].pids_running("sshd"):
-        os.kill(pid, signal.SIGSTOP)
-    attack = lab.hosts[1].popen([sys.executable, "-I", "-S", "-c", ATTACK], stdout=subprocess.PIPE)
-    launch = lab.launch(
-        lab.train_arguments("--steps", "30"),
-        flags=["--launcher", "pdsh", "--connect-timeout-s", "15"],
-        environment=KEYS,
-    )
-    assert lab.wait(launch) == 0
-    said = attack.communicate(timeout=30)[0].split("\n")
-    assert said[0] == "found"
-    tried, told = said[1].split(" ", 1)
-    assert int(tried) > 1000
-    assert told == "b''"
-    (attempt,) = lab.attempts()
-    assert (attempt.end, attempt.hosts) == ("finished", {"node-0": 1, "node-1": 1})
-    assert "node-2" in attempt.left_out

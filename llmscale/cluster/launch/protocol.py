@@ -1,8 +1,9 @@
-"""What a supervisor and its agents say to each other: one JSON object per line."""
+"""Messages between a supervisor and its agents: one JSON object per line, over descriptors that never block."""
 
 from __future__ import annotations
 
 import json
+import os
 import types
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, is_dataclass
@@ -35,7 +36,7 @@ class Hello(Message):
     run: str
     """The run folder: one agent per run and host at a time."""
     lease_s: float
-    """An agent that hears nothing for so long ends its ranks."""
+    """Seconds of silence after which an agent ends its ranks."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Start(Message):
 
     @property
     def ranks(self) -> range:
-        """Of this host."""
+        """Ranks of this host."""
         return range(self.node_rank * self.ranks_per_host, (self.node_rank + 1) * self.ranks_per_host)
 
 
@@ -98,11 +99,11 @@ class Ready(Message):
 
     pid: int
     client_address: str | None
-    """Where the ssh connection came from: the supervisor's machine as this host sees it."""
+    """Source of the ssh connection: the supervisor's machine as this host sees it."""
     own_address: str | None
-    """Where it arrived: this host as the supervisor's machine sees it."""
+    """Destination of that connection: this host as the supervisor's machine sees it."""
     notes: list[str]
-    """What was put right on the way."""
+    """Notices to show, such as stale locks that were removed."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Output(Message):
 
 
 @dataclass(frozen=True)
-class RankSigns:
+class RankStatus:
     """The newest heartbeat of one rank, and whether its process is there."""
 
     rank: int
@@ -150,10 +151,10 @@ class RankSigns:
 
 
 @dataclass(frozen=True)
-class Beat(Message):
+class StatusReport(Message):
     """The agent lives; how its ranks are."""
 
-    ranks: list[RankSigns]
+    ranks: list[RankStatus]
     launcher_code: int | None
     """Exit status of DeepSpeed's launcher, negative for a signal; None while it runs or before it does."""
 
@@ -186,7 +187,7 @@ _KINDS: Mapping[str, type[Message]] = {
     kind.__name__: kind
     for kind in (
         *(Hello, FindPort, Start, Signal, DumpStacks, Stop, Ping),
-        *(Ready, Refused, Port, Output, Beat, Stacks, Signalled, Stopped),
+        *(Ready, Refused, Port, Output, StatusReport, Stacks, Signalled, Stopped),
     )
 }
 
@@ -228,3 +229,116 @@ def _build(kind: Any, values: Any) -> object:
 def _fields(kind: type) -> dict[str, Any]:
     """Types by the names of a message's fields."""
     return get_type_hints(kind)
+
+
+#: Output lines are dropped while this much is waiting to be sent: the log files have them, and a peer that does not
+#: read must not fill the memory.
+MOST_WAITING_BYTES = 4 << 20
+#: A message that is longer than this ends the conversation.
+MOST_MESSAGE_BYTES = 16 << 20
+#: Longer lines are cut into pieces, so that an endless line does not fill the memory. In JSON one byte may become six:
+#: a piece still fits into a message.
+MOST_LINE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
+#: Read at a time from one descriptor, so that one that always has more does not keep the others waiting.
+_MOST_AT_ONCE_BYTES = 4 << 20
+
+
+class LineReader:
+    """Lines from a non-blocking descriptor."""
+
+    def __init__(self, descriptor: int, most_bytes: int = MOST_LINE_BYTES) -> None:
+        """Cut a line of more than `most_bytes` into pieces."""
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self.closed = False
+        """The other side has closed its end."""
+        self.has_cut = False
+        """A line was too long."""
+        self._most_bytes = most_bytes
+        self._rest = b""
+
+    def read(self) -> list[str]:
+        """Whole lines that have come; at the end of the stream also an unfinished one."""
+        chunks: list[bytes] = []
+        while not self.closed and len(chunks) * _READ_BYTES < _MOST_AT_ONCE_BYTES:
+            try:
+                chunk = os.read(self.descriptor, _READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError:
+                chunk = b""
+            if not chunk:
+                self.closed = True
+                break
+            chunks.append(chunk)
+            if len(chunk) < _READ_BYTES:
+                break
+        *whole, self._rest = (self._rest + b"".join(chunks)).split(b"\n")
+        if self.closed and self._rest:
+            whole.append(self._rest)
+            self._rest = b""
+        return [line.decode(errors="replace").rstrip("\r") for line in self._cut(whole)]
+
+    def _cut(self, lines: list[bytes]) -> list[bytes]:
+        """Lines, and the unfinished one as soon as it is too long, in pieces."""
+        if len(self._rest) > self._most_bytes:
+            lines.append(self._rest)
+            self._rest = b""
+        if all(len(line) <= self._most_bytes for line in lines):
+            return lines
+        self.has_cut = True
+        size = self._most_bytes
+        return [line[start : start + size] for line in lines for start in range(0, max(len(line), 1), size)]
+
+
+class Channel:
+    """Messages to and from one peer."""
+
+    def __init__(self, read_descriptor: int, write_descriptor: int) -> None:
+        self.reader = LineReader(read_descriptor, MOST_MESSAGE_BYTES)
+        os.set_blocking(write_descriptor, False)
+        self._write_descriptor = write_descriptor
+        self._waiting = b""
+
+    @property
+    def closed(self) -> bool:
+        """The peer is gone, or the connection to it, or what it says makes no sense."""
+        return self.reader.closed or self.reader.has_cut
+
+    @property
+    def has_waiting(self) -> bool:
+        """Something is still to be sent to a peer that is there."""
+        return bool(self._waiting) and not self.closed
+
+    def send(self, message: Message) -> None:
+        """Queue a message and write what can be written now."""
+        if isinstance(message, Output) and len(self._waiting) > MOST_WAITING_BYTES:
+            return
+        self._waiting += message.encode().encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting, as far as the peer takes it."""
+        while self._waiting and not self.closed:
+            try:
+                written = os.write(self._write_descriptor, self._waiting)
+            except BlockingIOError:
+                return
+            except OSError:
+                # The peer's last words may still be there to be read: only reading finds the end.
+                self._waiting = b""
+                return
+            self._waiting = self._waiting[written:]
+
+    def receive(self) -> tuple[list[Message], list[str]]:
+        """Return the messages that have come, and all other lines."""
+        messages, others = [], []
+        lines = [] if self.closed else self.reader.read()
+        for line in [] if self.reader.has_cut else lines:
+            message = decode(line)
+            if message is not None:
+                messages.append(message)
+            elif line:
+                others.append(line)
+        return messages, others

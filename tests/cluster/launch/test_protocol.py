@@ -8,18 +8,21 @@ import time
 
 import pytest
 
-from llmscale.cluster.launch.channel import MOST_MESSAGE_BYTES, MOST_WAITING_BYTES, Channel, LineReader
-from llmscale.cluster.launch.messages import (
+from llmscale.cluster.launch.protocol import (
     MARK,
-    Beat,
+    MOST_MESSAGE_BYTES,
+    MOST_WAITING_BYTES,
+    Channel,
     FindPort,
     Hello,
+    LineReader,
     Message,
     Output,
     Ping,
-    RankSigns,
+    RankStatus,
     Stacks,
     Start,
+    StatusReport,
     Stopped,
     decode,
 )
@@ -28,7 +31,7 @@ EVERY_KIND = [
     Hello("/c w d", {"A": "ü $(x)\n"}, "/run", 5.0),
     FindPort(None),
     Start("deepspeed", ["a", "b"], 1, 2, "10.0.0.1", 1, "train.py", ["--x", "a b"], "/logs"),
-    Beat([RankSigns(3, 4, 5, "training", 6, 7, None, True, "S")], None),
+    StatusReport([RankStatus(3, 4, 5, "training", 6, 7, None, True, "S")], None),
     Output(None, "line"),
     Stacks(1, "T", "a\nb"),
     Stopped("why", -9),
@@ -57,9 +60,12 @@ def test_what_is_said_is_what_is_heard(message: Message, pair: tuple[Channel, Ch
         *('{"kind": "Signal", "name": null}', '{"kind": "Port", "port": "1", "was_taken": false}'),
         *('{"kind": "Port", "port": true, "was_taken": false}', '{"kind": "Port", "port": 1, "was_taken": 0}'),
         *('{"kind": "Port", "port": 1.5, "was_taken": false}', '{"kind": "Output", "rank": "0", "text": "x"}'),
-        *('{"kind": "Output", "rank": 0, "text": ["x"]}', '{"kind": "Beat", "ranks": {}, "launcher_code": null}'),
-        *('{"kind": "Beat", "ranks": [[]], "launcher_code": null}', '{"kind": "Stacks", "rank": {}}'),
-        '{"kind": "Beat", "ranks": [{"rank": 0, "pid": "x"}], "launcher_code": null}',
+        *(
+            '{"kind": "Output", "rank": 0, "text": ["x"]}',
+            '{"kind": "StatusReport", "ranks": {}, "launcher_code": null}',
+        ),
+        *('{"kind": "StatusReport", "ranks": [[]], "launcher_code": null}', '{"kind": "Stacks", "rank": {}}'),
+        '{"kind": "StatusReport", "ranks": [{"rank": 0, "pid": "x"}], "launcher_code": null}',
         '{"kind": "Ready", "pid": 1, "client_address": null, "own_address": {}, "notes": []}',
         '{"kind": "Ready", "pid": 1, "client_address": null, "own_address": null, "notes": [1]}',
         '{"kind": "Output", "rank": ' + "9" * 5000 + ', "text": "x"}',
