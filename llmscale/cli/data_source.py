@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type
+from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
@@ -17,8 +18,11 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
     from llmscale.data.prepare.sources.source import Source
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--input and how it is read."""
+def add_arguments(parser: FlagParser) -> None:
+    """Add --input and how it is read."""
+    parser.needs = [
+        Need("hf_split", "an --input hf:NAME", lambda args: any(spec.startswith("hf:") for spec in args.input))
+    ]
     parser.add_argument(
         "--input",
         type=flag_type.path_or_url,

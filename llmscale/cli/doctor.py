@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import Need
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.table import output_width
@@ -67,6 +68,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.add_argument(
         "flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, as they will be given to it (after --)"
     )
+    parser.needs = [Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test)]
+    parser.passes_on = "train.py"
     parser.set_defaults(handler=_run)
 
 

@@ -98,12 +98,12 @@ def check_started_alone(variables: Mapping[str, str]) -> None:
             f"{name} is {variables[name]}, but RANK is not set: {launcher} alone tells its processes nothing of each "
             "other. Use scripts/slurm/train.sbatch, `llmscale launch`, deepspeed or torchrun; docs/cluster.md has each."
         )
-    count = variables.get("WORLD_SIZE", "1")
-    if count != "1":
-        raise ConfigError(
-            f"WORLD_SIZE is '{count}', but RANK is not set: a launcher sets both. Start with deepspeed, torchrun or "
-            "`llmscale launch`, or `unset WORLD_SIZE` for a single process."
-        )
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        if name in variables and (name, variables[name]) != ("WORLD_SIZE", "1"):
+            raise ConfigError(
+                f"{name} is '{variables[name]}', but RANK is not set: a launcher sets both. Start with deepspeed, "
+                f"torchrun or `llmscale launch`, or `unset {name}` for a single process."
+            )
 
 
 def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
