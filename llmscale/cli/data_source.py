@@ -67,10 +67,12 @@ def add_max_rejected(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source_of(args: argparse.Namespace) -> Source:
-    """What --input names, apart from --out. Raises DataError."""
+    """Open what --input names, apart from --out. Raises DataError."""
+    from llmscale.data.prepare.sources.hugging_face import check_data_sets
     from llmscale.data.prepare.sources.open_source import check_apart, open_source
 
     check_apart(args.input, args.out)
+    check_data_sets(args.input)
     source = open_source(
         *args.input,
         text_field=args.text_field,

@@ -36,6 +36,8 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]
 _TIMEOUT_S = 10.0
 #: The Hub's answer about a model lists all its files.
 _INFO_BYTES = 4 << 20
+#: Its answer about a data set may list tens of thousands.
+_DATA_SET_BYTES = 64 << 20
 #: Those of the Hub have 37 letters; other servers may give longer ones.
 _TOKEN = re.compile(r"[!-~]{1,2000}")
 _TOKEN_FILE_BYTES = 4096
@@ -165,8 +167,11 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
     except urllib.error.HTTPError as fault:
         if fault.code == 404:
             return None
-        hint = "; a model with conditions needs its reader's login or HF_TOKEN" if fault.code in (401, 403) else ""
+        # Asked without a token, the Hub says 401 of names that do not exist, too.
+        hint = "; the name is wrong, or needs its reader's login or HF_TOKEN" if fault.code in (401, 403) else ""
         raise _Refused(f"the Hub answers {fault.code} {fault.reason} for {place}{hint}") from None
+    except urllib.error.URLError as fault:
+        raise OSError(f"no connection to {hub_endpoint()}: {_reason(fault)}") from None
     except http.client.HTTPException as fault:
         raise OSError(f"the Hub's answer for {place} breaks off or is none: {type(fault).__name__}") from None
     if is_cut_off:
@@ -175,6 +180,35 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
     if len(contents) > max_bytes:
         raise ValueError(f"{place} is larger than the {max_bytes:,} bytes that it may have")
     return contents
+
+
+def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
+    """Ask the Hub once whether it has a data set that may be read; its library would retry for minutes.
+
+    `source` names it in messages. Raises `error` for a name that the Hub does not know, for one that needs permission,
+    and without a connection. Where the user forbids the network, nothing is asked.
+    """
+    if is_offline() or _is_set("HF_DATASETS_OFFLINE"):
+        return
+    if "@" in name or not is_hub_name(name):
+        raise error(f"{source}: '{name}' is no folder here and no name of the Hub. Legal: ORGANISATION/NAME or NAME.")
+    page = f"{hub_endpoint()}/datasets/{name}"
+    try:
+        answer = fetch_from_hub(f"api/datasets/{name}?expand[]=gated", _DATA_SET_BYTES)
+        if re.search(rb'"gated":\s*"', answer or b"") and read_token() is None:
+            raise error(
+                f"{source} needs permission. Accept its conditions at {page}, and log in with `huggingface-cli login` "
+                "or HF_TOKEN."
+            )
+    except (_Refused, ValueError) as fault:
+        raise error(f"{source} cannot be read: {fault}.") from None
+    except OSError as fault:
+        raise error(
+            f"{source} cannot be read: {_reason(fault)}. Without a network, give files of this machine, or set "
+            "HF_HUB_OFFLINE=1 to read the Hugging Face cache."
+        ) from None
+    if answer is None:
+        raise error(f"{source}: the Hub has no data set {name}. Look for its name, with ORGANISATION/, at {page}.")
 
 
 def _opener() -> urllib.request.OpenerDirector:
