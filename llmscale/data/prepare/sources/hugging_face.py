@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from llmscale.config.shipped import install_command
 from llmscale.data.prepare.sources.source import (
     Document,
     Place,
@@ -61,7 +62,7 @@ class HuggingFaceSource(Source):
             except DataError:
                 raise
             except ImportError:
-                raise DataError("hf: needs the `datasets` library: pip install 'llmscale[data]'.") from None
+                raise DataError(f"hf: needs the `datasets` library: `{install_command('data')}`.") from None
             except Exception as error:  # the hub client raises many kinds: network, missing names, scripts, ...
                 summary = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 where = f"Cannot read {self.name}, split {self._split}"
