@@ -60,6 +60,12 @@ def is_hub_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
+def forgotten_prefix(text: str) -> str:
+    """Return the question whether `hf:` was forgotten before a name such as Qwen/Qwen3-0.6B, else an empty string."""
+    looks_like_a_path = re.search(r"\.[a-z]\w*$|^(runs|data)/", text) or os.path.lexists(text.partition("/")[0])
+    return f" Did you mean 'hf:{text}'?" if "/" in text and is_hub_name(text) and not looks_like_a_path else ""
+
+
 class _Refused(OSError):
     """The Hub has answered, and not with the file."""
 

@@ -34,9 +34,9 @@ def test_what_lies_there_goes_first_also_when_it_leads_nowhere() -> None:
 
 
 def test_a_folder_of_that_name_hides_nothing() -> None:
-    for shipped, name in ((DS_CONFIGS, "zero2"), (HOSTFILES, "8xa100")):
+    for files, name in ((DS_CONFIGS, "zero2"), (HOSTFILES, "8xa100")):
         Path(name).mkdir()
-        assert shipped.find(Path(name)).parent == shipped.folder
+        assert files.find(Path(name)).parent == files.folder
 
 
 def test_hostfiles_have_names_too() -> None:

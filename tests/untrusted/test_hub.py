@@ -306,3 +306,19 @@ def test_a_data_set_that_cannot_be_read_is_known_after_one_request(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub.check_data_set("org/set", "hf:org/set", DataError)
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "is_forgotten"),
+    [
+        *(("Qwen/Qwen3-0.6B", True), ("HuggingFaceFW/fineweb-edu", True), ("meta-llama/Llama-3.1-8B", True)),
+        *(("gpt2", False), ("runs/first", False), ("crawl/text.jsonl", False), ("here/model", False)),
+        *(("../x/y", False), ("hf:a/b", False)),
+    ],
+)
+def test_a_name_of_the_hub_without_its_prefix_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_forgotten: bool
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert hub.forgotten_prefix(text) == (f" Did you mean 'hf:{text}'?" if is_forgotten else "")
