@@ -198,7 +198,7 @@ def _report(folder: str, manifest: Manifest, found: Iterator[tuple[int, str]]) -
             if damage:
                 num_damaged += 1
                 progress.say(make_visible(damage))
-    print_visible(f"{folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
+    _print_fitting(f"{folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
     if num_damaged:
         print_visible(
             "To mend it, copy the shards that are named from where the set is whole, or prepare it again from "

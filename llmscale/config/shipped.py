@@ -77,5 +77,5 @@ def install_command(extras: str) -> str:
 
     pattern = rf"(([\w.-]+)[^;]*);.*extra == [\"']({extras.replace(',', '|')})[\"']"
     found = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]
-    missing = [match for match in found if next(metadata.distributions(name=match[2]), None) is None]
+    missing = [match for match in found if not [*metadata.distributions(name=match[2])]]
     return f"pip install {shlex.join(dict.fromkeys(match[1].strip() for match in missing or found))}"

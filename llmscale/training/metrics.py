@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from llmscale.config.human_numbers import with_singulars
 from llmscale.evaluate.task_scores import show_value
 from llmscale.files.append import AppendFile
 from llmscale.training.display.display import Display, PlainLines
@@ -65,8 +66,9 @@ class MetricsLog:
         of_sets = {"loss_by_set": by_set} if by_set else {}
         values = {"loss": loss, **({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})}
         self._write({"kind": "validation", "step": step, **values, "num_samples": num_samples, **of_sets})
+        over = with_singulars(f"over {num_samples} sequences")
         print(
-            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} over {num_samples} sequences"
+            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} {over}"
             + "".join(f" | {name} {value:.4f}" for name, value in by_set.items()),
             flush=True,
         )
@@ -78,9 +80,8 @@ class MetricsLog:
         record = {"kind": "evaluation", "step": step, "task": task, "values": dict(values), "num_items": num_items}
         self._write(record)
         shown = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
-        print(
-            f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} over {num_items} items", flush=True
-        )
+        over = with_singulars(f"over {num_items} items")
+        print(f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} {over}", flush=True)
         self._track(f"evaluation/{task}", values, step)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:

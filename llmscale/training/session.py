@@ -19,6 +19,7 @@ from llmscale.engine.step_seed import seed_step
 from llmscale.engine.train_step import train_step
 from llmscale.errors import DataError
 from llmscale.training.actions.action import DoneStep, StepAction
+from llmscale.training.actions.log_steps import LogSteps
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.failure import record_failure
 from llmscale.training.live_run import LiveRun
@@ -123,6 +124,12 @@ class Session:
         for action in (*self.actions, self.checkpoints):
             if action.due(done.step):
                 action.act(done)
+
+    def log_last(self) -> None:
+        """Log the last step before a stop, so that what is printed next is about the same step. Collective."""
+        losses = self.live.recent.losses
+        for log in [action for action in self.actions if isinstance(action, LogSteps) and losses]:
+            log.act(DoneStep(self.step, [], losses[-1], False))
 
     def save(self) -> None:
         """A checkpoint between two steps; nothing when this step is saved already."""

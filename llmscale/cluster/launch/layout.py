@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from llmscale.cluster.hostfile import Host
+from llmscale.config.human_numbers import with_singulars
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,9 @@ class Layout:
         return len(self.hosts) * self.ranks_per_host
 
     def describe(self) -> str:
-        """For one line of a log."""
-        return f"{self.world_size} ranks, {self.ranks_per_host} on each of {', '.join(self.hosts)}"
+        """Return the layout in words."""
+        where = f"{self.ranks_per_host} on each of {', '.join(self.hosts)}"
+        return with_singulars(f"{self.world_size} ranks, {where}")
 
 
 def choose_layout(hosts: Sequence[Host], is_legal: Callable[[int], bool], min_hosts: int = 1) -> Layout | None:
