@@ -16,9 +16,6 @@ REPEAT_S = 4.0
 #: What may be over at once, and then needs no word: by then one is due.
 SOON_S = 1.5
 _STDERR = 2
-_CUT = " ..."
-#: Width of a terminal that does not know its own.
-_COLUMNS = 80
 
 
 class Announcer:
@@ -87,8 +84,7 @@ def _say(line: str) -> None:
 
         with suppress(OSError, ValueError):
             # A line that the terminal breaks cannot be taken back.
-            room = os.get_terminal_size(_STDERR).columns or _COLUMNS
-            line = textwrap.shorten(line, max(room - 1, len(_CUT)), placeholder=_CUT)
+            line = textwrap.shorten(line, max(20, os.get_terminal_size(_STDERR).columns) - 1, placeholder=" ...")
         _write(f"\r\x1b[2K{line}")
     else:
         _write(f"{line}\n")

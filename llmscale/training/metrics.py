@@ -35,7 +35,7 @@ class MetricsLog:
         """Without a `display` a step is a line. `check` raises OSError while the run folder is not this run's; what is
         logged then waits in memory."""
         self._total_steps, self._trackers = total_steps, trackers
-        self._display = display or PlainLines(total_steps)
+        self.display = display or PlainLines(total_steps)
         # Unbuffered: a record is on its way to the disk when the step is over, whatever happens next.
         self._file = AppendFile(run_folder / METRICS_NAME, check=check)
         self._step = 0
@@ -43,14 +43,14 @@ class MetricsLog:
     def begin(self, step: int, **values: object) -> None:
         """Training begins after `step`, or its run folder had to be made again there; `values` say of which history."""
         self.log_event("start", step=step, metrics_version=METRICS_VERSION, **values)
-        self._display.begin(step)
+        self.display.begin(step)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
         # Most runs have one set, and no such key.
         record = {key: value for key, value in asdict(metrics).items() if key != "loss_by_set" or value is not None}
         self._write({"kind": "train", **record})
-        self._display.show_step(metrics)
+        self.display.show_step(metrics)
         self._track("train", asdict(metrics), metrics.step)
 
     def log_validation(
@@ -72,7 +72,7 @@ class MetricsLog:
             + "".join(f" | {name} {value:.4f}" for name, value in by_set.items()),
             flush=True,
         )
-        self._display.show_validation(step, loss)
+        self.display.show_validation(step, loss)
         self._track("validation", {**values, **by_set}, step)
 
     def log_evaluation(self, step: int, task: str, values: Mapping[str, float], num_items: int) -> None:
@@ -100,7 +100,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Make everything durable, close it, and warn of what is missing."""
-        self._display.close()
+        self.display.close()
         self._file.close()
         for tracker in self._trackers:
             tracker.finish()

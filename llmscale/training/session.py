@@ -138,6 +138,8 @@ class Session:
     def finish(self) -> None:
         """Save what is not saved yet, and wait until it is on disk. Raises CheckpointError when it cannot be."""
         live, total = self.live, self.live.run.resolved.total_steps
+        if live.log:
+            live.log.display.close()
         if self.step > live.first_step:
             self.checkpoints.finish(self.step)
         why = "finished" if self.step >= total else f"stopped by {self._reason()}"

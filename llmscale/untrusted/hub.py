@@ -201,20 +201,14 @@ def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
     page = f"{hub_endpoint()}/datasets/{name}"
     try:
         answer = fetch_from_hub(f"api/datasets/{name}?expand[]=gated", _DATA_SET_BYTES)
-        if re.search(rb'"gated":\s*"', answer or b"") and read_token() is None:
-            raise error(
-                f"{source} needs permission. Accept its conditions at {page}, and log in with `huggingface-cli login` "
-                "or HF_TOKEN."
-            )
-    except (_Refused, ValueError) as fault:
-        raise error(f"{source} cannot be read: {fault}.") from None
-    except OSError as fault:
-        raise error(
-            f"{source} cannot be read: {_reason(fault)}. Without a network, give files of this machine, or set "
-            "HF_HUB_OFFLINE=1 to read the Hugging Face cache."
-        ) from None
+        needs_login = re.search(rb'"gated":\s*"', answer or b"") and read_token() is None
+    except (OSError, ValueError) as fault:
+        local = "" if isinstance(fault, _Refused) else " Give files of this machine, or HF_HUB_OFFLINE=1 for the cache."
+        raise error(f"{source} cannot be read: {_reason(fault)}.{local}") from None
     if answer is None:
         raise error(f"{source}: the Hub has no data set {name}. Look for its name, with ORGANISATION/, at {page}.")
+    if needs_login:
+        raise error(f"{source} needs permission. Accept its conditions at {page}, and set HF_TOKEN to your login.")
 
 
 def _opener() -> urllib.request.OpenerDirector:

@@ -281,8 +281,8 @@ def test_what_is_no_name(name: str) -> None:
     ("answer", "said"),
     [
         (None, "hf:org/set: the Hub has no data set org/set"),
-        (b'{"gated": "auto"}', "needs permission. Accept its conditions at .*org/set, and log in"),
-        (OSError("no connection to https://hub"), "no connection to https://hub. Without a network"),
+        (b'{"gated": "auto"}', "needs permission. Accept its conditions at .*org/set, and set HF_TOKEN"),
+        (OSError("no connection to https://hub"), "no connection to https://hub. Give files of this machine"),
         (hub._Refused("the Hub answers 401"), r"cannot be read: the Hub answers 401\.$"),
     ],
 )

@@ -35,7 +35,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     output.add_argument("--plot", type=flag_type.path, metavar="FILE", help="draw iso-FLOP curves (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print JSON")
     parser.needs = [
-        # An hour of an unknown GPU is worth nothing.
         Need(
             "budget_usd gpu_hours price_per_gpu_hour mfu inference_mfu num_gpus num_nodes interconnect pue "
             "loss_chunk_tokens",
