@@ -33,7 +33,7 @@ def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
         "launch",
         description="Start train.py on every host, watch it, and start it again from its last checkpoint when a rank, "
         "a host or the network fails: on the hosts that are left, with the same global batch and the same samples.",
-        epilog="Everything after -- is for train.py: llmscale launch --hostfile hosts -- --ds ds_configs/zero2.json "
+        epilog="Everything after -- is for train.py: llmscale launch --hostfile hosts -- --ds zero2 "
         "--steps 1000. Exit status: 0 finished, or stopped by a signal and saved; 2 for what you must mend; else 1.",
     )
     where = parser.add_argument_group("where")

@@ -158,6 +158,8 @@ class FlagParser(argparse.ArgumentParser):
         file.write(_HEADING.sub(lambda match: paint(match.group(), "bold", file), message))
 
     def error(self, message: str) -> NoReturn:
+        if valueless := re.search(r"argument (?:-\w/)?(\S+): ignored explicit argument (.*)", message):
+            message = f"{valueless[1]} takes no value, and {valueless[2]} is given"
         choice = re.search(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
             name, given, words = choice.groups()

@@ -226,7 +226,7 @@ def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
             "imports",
             f"what train.py imports fails: {placed(problems)}",
             f"Repair that environment ({sys.executable} -c 'import torch, deepspeed' shows it), for example by "
-            "pip install -c constraints.txt.",
+            f"{install_command('train')}.",
         )
     elif imports:
         slowest_s = max(found.seconds for found in imports.values())
