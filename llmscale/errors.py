@@ -41,7 +41,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     In this order: the same name in other letters (GPT2-124M, --n_layer), what other tools call it
     (llmscale/other_names.py), one whose first parts the word is (h100 is h100-80gb rather than h200), one that is a
-    single edit away, one that the word begins, one of nearly the same letters, and one that begins the word.
+    single edit away, one that the word begins, one of nearly the same letters, and one that begins the word. It is
+    never the word itself.
     """
     names = {_plain(name): name for name in reversed(list(known)) if _plain(name)}
     plain = _plain(word)
@@ -54,7 +55,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
         found = [_plain(name) for name in meant]
     else:
         found = _nearest(plain, list(reversed(names)))
-    return f" Did you mean {' or '.join(repr(names[name]) for name in found)}?" if found else ""
+    # The word itself was no good where it stood.
+    meant = [names[name] for name in found if names[name] != word]
+    return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
 
 
 def _plain(name: str) -> str:

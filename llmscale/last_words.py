@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from llmscale.config.human_numbers import with_singulars
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.terminal.colour import paint
 from llmscale.untrusted.interpreter import protect_children
@@ -92,7 +93,7 @@ def _say_lost_output(error: OSError) -> None:
 
 def say_error(text: str) -> None:
     """One line, whatever is in it."""
-    say(f"{paint('error:', 'red', sys.stderr)} {make_visible_line(_shortened(text))}")
+    say(f"{paint('error:', 'red', sys.stderr)} {make_visible_line(_shortened(with_singulars(text)))}")
 
 
 def say(text: str) -> None:

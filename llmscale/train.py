@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
     began = time.perf_counter()
     prepare_streams()
     protect_children()
-    stop, heartbeat, announcer = stop or StopRequest(), Heartbeat(None, 0), Announcer(is_silent=True)
+    stop, heartbeat = stop or StopRequest(), Heartbeat(None, 0)
     here: LauncherVariables | None = None
     run_folder: Path | None = None
     try:
@@ -59,11 +59,12 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         run_folder = config.run
         # Not before: --help that cannot be written is an error.
         make_output_patient()
-        announcer = Announcer(is_silent=here.rank != 0)
-        announcer.begin("checking the configuration and the data", after_s=quiet_s(config))
-        run = prepare_run(config, world_size=here.world_size)
-        check_meeting_point(here, os.environ)
-        status = train(run, stop, heartbeat, began, announcer)
+        with Announcer(is_silent=here.rank != 0) as announcer:
+            stop.before_early_end.append(announcer.clear)
+            announcer.begin("checking the configuration and the data", after_s=quiet_s(config))
+            run = prepare_run(config, world_size=here.world_size)
+            check_meeting_point(here, os.environ)
+            status = train(run, stop, heartbeat, began, announcer)
     except OutOfMemory as error:
         # It may have happened on this rank alone, so each speaks for itself.
         say_error(str(error))
@@ -88,7 +89,6 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             stop.end_now()
         say_unexpected(error, run_folder)
         status = 1
-    announcer.end()
     heartbeat.end(status)
     return status
 
@@ -110,6 +110,7 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
                 continue
             if decision.stop:
                 announcer.end()
+                session.log_last()
             if decision.save:
                 session.save()
             if decision.stop:

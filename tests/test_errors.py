@@ -71,3 +71,8 @@ def test_one_edit_of_a_name_gives_a_name_back_that_is_one_edit_away(data: st.Dat
 
 def test_a_name_that_the_word_begins_with_is_not_closer_than_one_edit() -> None:
     assert did_you_mean("zero2_ofload", DS_CONFIGS.names()) == " Did you mean 'zero2_offload'?"
+
+
+def test_a_suggestion_is_never_the_word_itself() -> None:
+    assert did_you_mean("zero2", ["zero2", "zero3"]) == ""
+    assert did_you_mean("Zero2", ["zero2"]) == " Did you mean 'zero2'?"

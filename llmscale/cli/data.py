@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import data_clean, data_inspect, data_source, data_which
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
     from llmscale.data.prepare.sources.source import Source
 
 
-def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `data` with its own subcommands."""
     parser = subparsers.add_parser("data")
     commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
@@ -31,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     data_which.add_parser(commands)
 
 
-def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
     parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
     data_source.add_arguments(parser)
     parser.add_argument(
@@ -54,6 +55,11 @@ def _add_prepare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     _add_shard_arguments(parser)
     data_source.add_max_rejected(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
+    parser.needs = [
+        *parser.needs,
+        Need("work_dir", "an --out that is a URL", lambda args: "://" in args.out),
+        Need("seed", "with --no-shuffle and --val-fraction 0", lambda args: not args.no_shuffle or args.val_fraction),
+    ]
     parser.set_defaults(handler=_prepare)
 
 
@@ -131,7 +137,7 @@ def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_train_tokenizer(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_train_tokenizer(commands: argparse._SubParsersAction[FlagParser]) -> None:
     parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text")
     data_source.add_arguments(parser)
     parser.add_argument("--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the tokenizer")
@@ -190,12 +196,9 @@ def _prepare(args: argparse.Namespace) -> int:
 def _check_out(args: argparse.Namespace) -> Path | str:
     """A folder, or a URL as text. Raises DataError before anything is opened."""
     from llmscale.data.storage.schemes import check_not_forgotten, check_out_url, is_url
-    from llmscale.errors import DataError
 
     if not is_url(args.out):
         check_not_forgotten(args.out, "--out")
-        if args.work_dir is not None:
-            raise DataError(f"--work-dir is for an --out that is a URL, and {args.out} is a folder. Drop it.")
         return Path(args.out)
     return check_out_url(args.out)
 

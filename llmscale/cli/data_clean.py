@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import data_source
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from llmscale.data.clean.clean_manifest import Cleaned
     from llmscale.data.clean.cluster.settings import Cluster
@@ -27,7 +28,7 @@ _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decont
 _FOR_PROSE = ("gopher-repetition", "gopher-quality", "c4", "fineweb")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `clean`."""
     parser = commands.add_parser(
         "clean", help="take out duplicates, text of low quality or in other languages, and evaluation text"
@@ -77,7 +78,21 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     _add_cluster_arguments(parser)
     data_source.add_max_rejected(parser)
     parser.add_argument("--overwrite", action="store_true", help="replace text that was cleaned differently")
+    parser.needs = [
+        *parser.needs,
+        Need("min_confidence", "--languages CODE"),
+        Need("terminal_punctuation", "c4 in --steps", _does("c4")),
+        Need("permutations bands similarity shingle_words seed", "near in --steps", _does("near")),
+        Need("max_ngram_documents", "--decontaminate FILE"),
+        Need("eot_token", "--tokenizer NAME"),
+        Need("tasks executor_options", "--executor slurm or ray", lambda args: args.executor != "local"),
+    ]
     parser.set_defaults(handler=_clean)
+
+
+def _does(step: str) -> Callable[[argparse.Namespace], bool]:
+    """Return whether the arguments name the step, or leave all to the default."""
+    return lambda args: args.steps is None or step in _listed(args.steps)
 
 
 def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,11 +182,7 @@ def _options(args: argparse.Namespace) -> CleanOptions:
 def _tokenizer(args: argparse.Namespace) -> TokenizerName | None:
     from llmscale.data.clean.measure import TokenizerName
 
-    if args.tokenizer is not None:
-        return TokenizerName(args.tokenizer, args.eot_token or "")
-    if args.eot_token is not None:
-        raise DataError("--eot-token is given, and no --tokenizer. Give it, or drop --eot-token.")
-    return None
+    return None if args.tokenizer is None else TokenizerName(args.tokenizer, args.eot_token or "")
 
 
 def _cluster(args: argparse.Namespace) -> Cluster | None:
@@ -179,9 +190,6 @@ def _cluster(args: argparse.Namespace) -> Cluster | None:
     from llmscale.data.prepare.sources.stdin import STDIN
 
     if args.executor == "local":
-        for flag, value in (("--tasks", args.tasks), ("--executor-options", args.executor_options)):
-            if value is not None:
-                raise DataError(f"{flag} is for --executor slurm or ray. Give one of them, or drop {flag}.")
         return None
     if STDIN in args.input:
         raise DataError(f"--executor {args.executor}: no other machine can read this one's standard input. Give files.")

@@ -16,6 +16,7 @@ from llmscale.untrusted.terminal import make_visible, print_visible
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
     from collections.abc import Iterator
 
+    from llmscale.config.flag_parser import FlagParser
     from llmscale.data.shards.dataset_source import SetLocation
     from llmscale.data.shards.manifest import Manifest
     from llmscale.data.tokenizers.tokenizer import Tokenizer
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
 _EXAMPLE_CHARACTERS = 400
 
 
-def add_parsers(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parsers(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add both to `llmscale data`."""
     inspect = commands.add_parser("inspect", help="what a prepared set holds, with a few decoded samples")
     inspect.add_argument("folder", type=flag_type.path_or_url, help="the prepared set, local or a URL")
@@ -197,7 +198,7 @@ def _report(folder: str, manifest: Manifest, found: Iterator[tuple[int, str]]) -
             if damage:
                 num_damaged += 1
                 progress.say(make_visible(damage))
-    print_visible(f"{folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
+    _print_fitting(f"{folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
     if num_damaged:
         print_visible(
             "To mend it, copy the shards that are named from where the set is whole, or prepare it again from "

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type
+from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
@@ -17,8 +18,11 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
     from llmscale.data.prepare.sources.source import Source
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--input and how it is read."""
+def add_arguments(parser: FlagParser) -> None:
+    """Add --input and how it is read."""
+    parser.needs = [
+        Need("hf_split", "an --input hf:NAME", lambda args: any(spec.startswith("hf:") for spec in args.input))
+    ]
     parser.add_argument(
         "--input",
         type=flag_type.path_or_url,
@@ -63,10 +67,12 @@ def add_max_rejected(parser: argparse.ArgumentParser) -> None:
 
 
 def open_source_of(args: argparse.Namespace) -> Source:
-    """What --input names, apart from --out. Raises DataError."""
+    """Open what --input names, apart from --out. Raises DataError."""
+    from llmscale.data.prepare.sources.hugging_face import check_data_sets
     from llmscale.data.prepare.sources.open_source import check_apart, open_source
 
     check_apart(args.input, args.out)
+    check_data_sets(args.input)
     source = open_source(
         *args.input,
         text_field=args.text_field,

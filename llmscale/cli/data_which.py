@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 _TEXT_CHARACTERS = 100
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `which` to `llmscale data`."""
     parser = commands.add_parser("which", help="the samples of a step's global batch: set, shard, index, text")
     parser.add_argument("run", type=flag_type.path, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
@@ -38,6 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="samples to show (default: 16)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object a line, with the whole text, of all")
+    parser.needs = [Need("samples", "with --json", lambda args: not args.json)]
     parser.set_defaults(handler=_which)
 
 

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import Need
+from llmscale.config.human_numbers import with_singulars
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.table import output_width
@@ -67,6 +69,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.add_argument(
         "flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, as they will be given to it (after --)"
     )
+    parser.needs = [Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test)]
+    parser.passes_on = "train.py"
     parser.set_defaults(handler=_run)
 
 
@@ -140,10 +144,6 @@ def table_lines(rows: Sequence[CheckRow], *, width: int) -> list[str]:
 
 def _summary(diagnosis: Diagnosis) -> str:
     count = {status: sum(row.status == status for row in diagnosis.rows) for status in _COLOURS}
-    ranks = sum(host.slots for host in diagnosis.hosts)
-    machines = f"{_plural(len(diagnosis.hosts), 'host')}, {_plural(ranks, 'rank')}"
-    return f"\n{machines}: {count['ok']} ok, {count['warn']} warnings, {count['fail']} to repair"
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+    machines = f"{len(diagnosis.hosts)} hosts, {sum(host.slots for host in diagnosis.hosts)} ranks"
+    findings = f"{count['ok']} ok, {count['warn']} warnings, {count['fail']} to repair"
+    return with_singulars(f"\n{machines}: {findings}")

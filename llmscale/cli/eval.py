@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import Need
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.errors import ConfigError
 
@@ -50,6 +51,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "--limit", type=flag_type.whole(1, limits.MAX_SAMPLES), help="take only so many items of each task"
     )
     parser.add_argument("--json", type=flag_type.path, metavar="FILE", help="write the results there too")
+    parser.needs = [*parser.needs, Need("limit task_folder", "--tasks TASK")]
     parser.set_defaults(handler=_run)
 
 

@@ -17,8 +17,8 @@ from llmscale.cluster.launch.node_ranks import STARTERS
 from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
 from llmscale.cluster.local_ranks import count_gpus
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.config.launcher_variables import check_is_only_copy
-from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.terminal import print_visible
@@ -27,12 +27,12 @@ from llmscale.untrusted.terminal import print_visible
 _KEY_NAME = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL")
 
 
-def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(subcommands: argparse._SubParsersAction[FlagParser]) -> None:
     parser = subcommands.add_parser(
         "launch",
         description="Start train.py on every host, watch it, and start it again from its last checkpoint when a rank, "
         "a host or the network fails: on the hosts that are left, with the same global batch and the same samples.",
-        epilog="Everything after -- is for train.py: llmscale launch --hostfile hosts -- --ds ds_configs/zero2.json "
+        epilog="Everything after -- is for train.py: llmscale launch --hostfile hosts -- --ds zero2 "
         "--steps 1000. Exit status: 0 finished, or stopped by a signal and saved; 2 for what you must mend; else 1.",
     )
     where = parser.add_argument_group("where")
@@ -76,6 +76,11 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     _add_limits(parser)
     parser.add_argument("arguments", nargs="*", metavar="-- ARGUMENTS", help="of train.py")
+    parser.needs = [
+        Need("slots", "with --hostfile", lambda args: not args.hostfile),
+        Need("launcher", "--hostfile FILE", lambda args: args.hostfile or args.launcher == "slurm"),
+    ]
+    parser.passes_on = "train.py"
     parser.set_defaults(handler=_launch)
 
 
@@ -133,8 +138,6 @@ def _launch(args: argparse.Namespace) -> int:
 
 def _hosts(args: argparse.Namespace, launcher: str) -> tuple[Host, ...]:
     if args.hostfile:
-        if args.slots is not None:
-            raise ConfigError("--slots is said by the hostfile. Give one of them.")
         return parse_hostfile(args.hostfile)
     if launcher == "slurm":
         return slurm_hosts(os.environ, args.slots)

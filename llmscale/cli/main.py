@@ -56,7 +56,7 @@ def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
     parser = FlagParser(
         prog="llmscale",
         description=_DESCRIPTION,
-        epilog="Training itself: llmscale train --ds ds_configs/zero2.json (--help lists every key). llmscale alone "
+        epilog="Training itself: llmscale train --ds zero2 (--help lists every key). llmscale alone "
         "shows an example of each.",
     )
     parser.add_argument("--version", action="version", version=f"llmscale {__version__}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type
+from llmscale.config.flag_parser import Need
 from llmscale.config.hardware import get_gpu
 from llmscale.errors import ConfigError
 
@@ -38,6 +39,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "machine's, if it has one)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
+    parser.needs = [*parser.needs, Need("batch_size", "with --val-samples 0", lambda args: args.val_samples)]
     parser.set_defaults(handler=_run)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import Need
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         help="keep no keys and values: the same text with less memory, and slower",
     )
     parser.add_argument("--json", action="store_true", help="an object per text, a line each")
+    parser.needs = [Need("top_k top_p seed", "with --temperature 0", lambda args: args.temperature)]
     parser.set_defaults(handler=_run)
 
 

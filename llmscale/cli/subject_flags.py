@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import FlagParser, Need
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +34,9 @@ def add_own_data(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_loss(parser: argparse.ArgumentParser) -> None:
-    """--data, --val-samples and --batch-size."""
+def add_loss(parser: FlagParser) -> None:
+    """Add --data, --val-samples and --batch-size."""
+    parser.needs = [Need("data", "with --val-samples 0", lambda args: args.val_samples)]
     parser.add_argument(
         "--data",
         type=flag_type.path_or_url,

@@ -120,8 +120,10 @@ def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
             rest.append(word)
             continue
         given = value if equals else next(remaining, "")
-        if first:
+        if first and first != name:
             raise ConfigError(f"{first} and {name} are the same setting twice. Give it once.")
+        if first:
+            raise ConfigError(f"{name} is given twice: {asked} and {given}. Give it once.")
         first = name
         try:
             asked = _num_processes(given)

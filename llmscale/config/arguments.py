@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from llmscale.config.flag_parser import FlagParser
-from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig, describe_keys
+from llmscale.config.run_config import CHANGES_THAT_BREAK, NEEDS, RunConfig, describe_keys
 from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
@@ -44,7 +44,23 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
         for given, overridden in ((key, twin), (twin, key)):
             if given in flags and overridden not in flags:
                 from_file.pop(overridden, None)
-    return build_run_config({**from_file, **flags})
+    config = build_run_config({**from_file, **flags})
+    _check_needs(config, flags, from_file)
+    return config
+
+
+def _check_needs(config: RunConfig, flags: Collection[str], from_file: Collection[str]) -> None:
+    """Refuse a key without effect. Raises ConfigError.
+
+    A run file's key may equal its default, and a flag may switch off what the file sets up.
+    """
+    fields = RunConfig.model_fields
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in (*flags, *from_file)}
+    changed = [key for key in defaults if getattr(config, key) != defaults[key]]
+    for need in NEEDS:
+        need.check([key for key in flags if key in changed or defaults[key]], config)
+        if not need.others() & {*flags}:
+            need.check(changed, config, f"--config {config.config}: ")
 
 
 def add_run_config_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ import argparse
 import itertools
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from llmscale.errors import ConfigError, did_you_mean
 from llmscale.terminal.colour import paint
@@ -23,6 +23,32 @@ _USAGE_INDENT = " " * 4
 #: As argparse: narrower than this, help is as it is.
 _LEAST_WIDTH = 11
 NamespaceT = TypeVar("NamespaceT")
+
+
+class Need(NamedTuple):
+    """Settings that have no effect unless another setting allows it."""
+
+    keys: str
+    """The settings, separated by spaces."""
+    other: str
+    """The flag that they need (`--eval-every N`), or `with` and what excludes them (`with --temperature 0`)."""
+    is_met: Callable[[Any], object] | None = None
+    """Condition on all settings; default: the first flag of `other` is set."""
+
+    def others(self) -> set[str]:
+        """Return the keys of the flags that `other` names."""
+        return {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", self.other)}
+
+    def check(self, given: Collection[str], settings: object, where: str = "") -> None:
+        """Raise ConfigError for the first of the `given` settings that has no effect; `where` begins the message."""
+        for key in self.keys.split():
+            if key in given and not (self.is_met(settings) if self.is_met else getattr(settings, *self.others())):
+                value, flag = getattr(settings, key), f"--{key.replace('_', '-')}"
+                shown = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
+                if self.other.startswith("with "):
+                    raise ConfigError(f"{where}{flag} {shown} has no effect {self.other}. Drop one of them.")
+                shown = f"{shown or 'it'} has no effect: add that, or drop {flag}"
+                raise ConfigError(f"{where}{flag} needs {self.other}. Without it {shown}.")
 
 
 class FittingHelp(argparse.HelpFormatter):
@@ -57,6 +83,11 @@ class FittingHelp(argparse.HelpFormatter):
 class FlagParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError and knows the closest legal flag or subcommand."""
 
+    needs: Sequence[Need] = ()
+    """Conditions on the flags that are given."""
+    passes_on: str = ""
+    """Program whose flags follow `--`."""
+
     def __init__(self, **settings: object) -> None:
         """As argparse, but no flag may be abbreviated, in subcommands neither: `--se` must not come to mean
         `--seed`."""
@@ -67,22 +98,29 @@ class FlagParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse overloads on the namespace
         self, args: Sequence[str] | None = None, namespace: NamespaceT | None = None
     ) -> tuple[NamespaceT, list[str]]:
-        """As argparse, but what is unknown is an error here, where the legal flags of the subcommand are known, and so
-        is a flag that is given twice: argparse would silently take the last."""
-        given = list(itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args))
-        self._refuse_repeated(given)
-        if self._subparsers is None:
-            # Before argparse says that the flag it was mistaken for is missing.
-            self._refuse_unknown([word for word in given if word.startswith("--")])
+        """Parse as argparse does, but refuse unknown flags, flags given twice and flags without effect.
+
+        The legal flags of a subcommand are known here only."""
+        words = list(itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args))
+        if self._subparsers is not None:
+            # The rest belongs to the subcommand.
+            words = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+        given = self._refuse_repeated(words)
+        # Before argparse says that the flag it was mistaken for is missing.
+        self._refuse_unknown([word for word in words if word.startswith("--")])
         known, unknown = super().parse_known_args(args, namespace)
         self._fill_optional_positional(known, unknown)
         self._refuse_unknown(unknown)
+        for need in self.needs:
+            need.check(given, known)
         return known, unknown  # type: ignore[return-value]
 
     def _refuse_unknown(self, words: Sequence[str]) -> None:
         unknown = [flag for flag in (word.split("=")[0] for word in words) if flag not in self._option_string_actions]
         if unknown:
             hint = did_you_mean(unknown[0], self._option_string_actions)
+            if self.passes_on:
+                hint += f" Flags of {self.passes_on} follow a lone --: `{self.prog} ... -- {unknown[0]} ...`."
             raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} --help` lists all.")
 
     def _fill_optional_positional(self, known: object, unknown: list[str]) -> None:
@@ -95,16 +133,24 @@ class FlagParser(argparse.ArgumentParser):
                 setattr(known, action.dest, self._get_value(action, word))
                 del unknown[: unknown[:1] == ["--"]]
 
-    def _refuse_repeated(self, args: Sequence[str]) -> None:
-        given: dict[str, str] = {}
-        for word in args:
-            action = self._option_string_actions.get(word.split("=")[0])
-            if action is None or isinstance(action, argparse._AppendAction):
+    def _refuse_repeated(self, words: Sequence[str]) -> Collection[str]:
+        """Return the settings that `words` give. Raises ConfigError for one that is given twice."""
+        given: dict[str, tuple[str, str]] = {}
+        for word, following in zip(words, [*words[1:], ""], strict=False):
+            name, equals, value = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is None:
                 continue
-            if action.dest in given:
-                values = ", with all its values" if action.nargs in ("+", "*") else ""
-                raise ConfigError(f"{given[action.dest]} and {word} are the same setting twice. Give it once{values}.")
-            given[action.dest] = word
+            value = value if equals else following if action.nargs != 0 else ""
+            if action.dest in given and not isinstance(action, argparse._AppendAction):
+                first, before = given[action.dest]
+                if first != name:
+                    raise ConfigError(f"{first} and {name} are the same setting twice. Give it once.")
+                values = f": {before} and {value}" if value else ""
+                every = ", with all its values" if action.nargs in ("+", "*") else ""
+                raise ConfigError(f"{name} is given twice{values}. Give it once{every}.")
+            given[action.dest] = name, value
+        return given
 
     def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
         """As argparse, which keeps silent about help that cannot be written; on a terminal its headings stand out."""
@@ -112,6 +158,8 @@ class FlagParser(argparse.ArgumentParser):
         file.write(_HEADING.sub(lambda match: paint(match.group(), "bold", file), message))
 
     def error(self, message: str) -> NoReturn:
+        if valueless := re.search(r"argument (?:-\w/)?(\S+): ignored explicit argument (.*)", message):
+            message = f"{valueless[1]} takes no value, and {valueless[2]} is given"
         choice = re.search(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice:
             name, given, words = choice.groups()

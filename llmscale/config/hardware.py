@@ -173,7 +173,7 @@ def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Pre
     if wanted in ("bf16", "autocast") and not gpu.has_bf16:
         raise ConfigError(
             f"{where}a {gpu.name} has no bf16 arithmetic. Use fp16: --precision fp16, or a ds_config such as "
-            "ds_configs/zero2_fp16.json."
+            "--ds zero2_fp16."
         )
     return wanted
 

@@ -6,6 +6,11 @@ import math
 import re
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+#: Nouns that llmscale counts.
+_COUNTED = re.compile(
+    r"(?<![\w.,:/+-])1 ((?:[a-z]+-up |tail |micro-)?(?:rank|host|node|GPU|step|sample|sequence|document|token|shard"
+    r"|record|row|layer|head|file|item|run|checkpoint|text|warning|task|attempt|epoch|minute))s\b"
+)
 
 
 def parse_quantity(text: str) -> float:
@@ -40,3 +45,8 @@ def format_quantity(value: float) -> str:
         if value < 999.5 * unit:
             return f"{value / unit:.3g}{suffix}"
     return f"{value:.3g}"
+
+
+def with_singulars(text: str) -> str:
+    """Return a text of llmscale's own with `1 rank` in place of `1 ranks`."""
+    return _COUNTED.sub(r"1 \1", text)

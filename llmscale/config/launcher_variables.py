@@ -96,14 +96,14 @@ def check_started_alone(variables: Mapping[str, str]) -> None:
         name, launcher, _ = said
         raise ConfigError(
             f"{name} is {variables[name]}, but RANK is not set: {launcher} alone tells its processes nothing of each "
-            "other. Use scripts/slurm/train.sbatch, `llmscale launch`, deepspeed or torchrun; docs/cluster.md has each."
+            "other. Use `llmscale launch`, which takes the hosts of a Slurm job, deepspeed or torchrun."
         )
-    count = variables.get("WORLD_SIZE", "1")
-    if count != "1":
-        raise ConfigError(
-            f"WORLD_SIZE is '{count}', but RANK is not set: a launcher sets both. Start with deepspeed, torchrun or "
-            "`llmscale launch`, or `unset WORLD_SIZE` for a single process."
-        )
+    for name in ("WORLD_SIZE", "LOCAL_RANK"):
+        if name in variables and (name, variables[name]) != ("WORLD_SIZE", "1"):
+            raise ConfigError(
+                f"{name} is '{variables[name]}', but RANK is not set: a launcher sets both. Start with deepspeed, "
+                f"torchrun or `llmscale launch`, or `unset {name}` for a single process."
+            )
 
 
 def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
@@ -116,7 +116,7 @@ def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
         what = (
             f"{name} is {variables[name]}: {launcher} started as many copies of `{command}`, which starts ranks itself."
         )
-        remedy = f"Start one, with {fix}; docs/cluster.md has scripts/slurm/train.sbatch and others for several nodes."
+        remedy = f"Start one, with {fix}; on several nodes `llmscale launch`."
     elif "LOCAL_RANK" in variables or variables.get("WORLD_SIZE", "1") != "1":
         name, place = ("LOCAL_RANK", "LOCAL_RANK") if "LOCAL_RANK" in variables else ("WORLD_SIZE", "RANK")
         what = f"{name} is set: a launcher started this, and `{command}` starts ranks itself."

@@ -114,7 +114,7 @@ class OptimizerSpec:
             raise ConfigError(
                 f"optimizer '{self.name}' cannot run at ZeRO stage {zero_stage}: ZeRO hands it flat shards, which have "
                 "no rows and columns to factor. Use --optimizer adamw (ZeRO already divides its states among the "
-                "ranks), or --ds ds_configs/zero0.json."
+                "ranks), or --ds zero0."
             )
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.human_numbers import parse_quantity
 from llmscale.errors import ConfigError, did_you_mean
+from llmscale.untrusted.hub import forgotten_prefix
 
 _GPT2_VOCAB = 50257
 
@@ -130,8 +131,9 @@ PRESETS: dict[str, Preset] = {
 def get_preset(name: str) -> Preset:
     """The preset of that name; raises ConfigError naming the closest and all legal names."""
     if name not in PRESETS:
+        hint = forgotten_prefix(name) or did_you_mean(name, PRESETS)
         raise ConfigError(
-            f"model '{name}' is not a preset.{did_you_mean(name, PRESETS)} Presets: {', '.join(PRESETS)}. "
+            f"model '{name}' is not a preset.{hint} Presets: {', '.join(PRESETS)}. "
             "For any other shape give n_layer, n_head and n_embd."
         )
     return PRESETS[name]

@@ -115,16 +115,9 @@ def resolve_run(config: RunConfig, ds: DsConfig, facts: SetFacts, world_size: in
 
 
 def resolve_optimizer(config: RunConfig) -> OptimizerSpec:
-    """The optimizer with the run's own learning-rate factor. Raises ConfigError for a factor without effect."""
+    """Return the optimizer with the run's own learning-rate factor."""
     spec = get_optimizer(config.optimizer)
-    if config.muon_lr_factor is None:
-        return spec
-    if spec.name != "muon":
-        raise ConfigError(
-            f"muon_lr_factor = {config.muon_lr_factor:g} has no effect on optimizer '{spec.name}'. Give --optimizer "
-            "muon, or drop it."
-        )
-    return spec.with_matrix_factor(config.muon_lr_factor)
+    return spec if config.muon_lr_factor is None else spec.with_matrix_factor(config.muon_lr_factor)
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:

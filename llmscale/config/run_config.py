@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
 from llmscale.config import limits
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.flag_parser import Need
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
 from llmscale.config.user_paths import check_path, check_path_or_name, check_path_or_url, check_text
@@ -255,6 +257,28 @@ class RunConfig(BaseModel):
     """Weights & Biases run name; default: the run folder's name."""
     tensorboard: bool = False
     """Write TensorBoard event files to the run folder's tensorboard/, from rank 0."""
+
+
+#: Keys that some other key switches off.
+NEEDS = (
+    Need("eval_tasks", "--eval-every N"),
+    Need("val_samples", "--val-every N"),
+    Need("sample_prompt sample_prompts", "--sample-every N", lambda run: run.sample_every or run.eval_every),
+    Need("sample_prompt", "with --sample-prompts", lambda run: run.sample_prompts is None),
+    Need("wandb_project wandb_name", "--wandb"),
+    Need("muon_lr_factor", "--optimizer muon", lambda run: run.optimizer == "muon"),
+    Need("beta1 beta2 eps", "with --optimizer adafactor", lambda run: run.optimizer != "adafactor"),
+    Need("min_lr_frac decay_steps decay_tokens", "with --schedule constant", lambda run: run.schedule != "constant"),
+    Need("num_canonical_nodes shuffle_block_size", "with --no-shuffle", lambda run: run.shuffle),
+    Need(
+        "cache_limit_gib",
+        "--data-cache FOLDER or a remote --data",
+        lambda run: run.data_cache or re.search(r"://|\.ya?ml$", run.data),
+    ),
+    Need("keep_every", "--save-every N", lambda run: run.save_every or run.save_every_minutes),
+    Need("allow_changed", "with --resume none", lambda run: run.resume != "none"),
+    Need("allow_changed", "with --init-from", lambda run: run.init_from is None),
+)
 
 
 def describe_keys() -> dict[str, str]:

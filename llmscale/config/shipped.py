@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,3 +65,17 @@ HOSTFILES = ShippedFiles("hostfiles", "")
 def is_checkout() -> bool:
     """Whether this llmscale is a checkout of its repository, rather than what a wheel installed."""
     return (_PACKAGE.parent / "pyproject.toml").is_file()
+
+
+def install_command(extras: str) -> str:
+    """Return the pip command that adds `extras` (`eval`, `train,data`) to this llmscale, which is on no index: those of
+    the checkout, or what the installed wheel needs and does not have."""
+    if is_checkout():
+        folder = _PACKAGE.parent
+        return "pip install -e " + shlex.quote(f"{'.' if folder == Path.cwd() else folder}[{extras}]")
+    from importlib import metadata  # takes longer to import than a command's answer
+
+    pattern = rf"(([\w.-]+)[^;]*);.*extra == [\"']({extras.replace(',', '|')})[\"']"
+    found = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]
+    missing = [match for match in found if not [*metadata.distributions(name=match[2])]]
+    return f"pip install {shlex.join(dict.fromkeys(match[1].strip() for match in missing or found))}"

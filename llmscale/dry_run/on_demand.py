@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.memory.activations.recorded import NotRecorded, table_of
 from llmscale.memory.activations.recording_cache import cache_folder, write_recordings
@@ -36,7 +37,7 @@ def quiet_torch(needed_by: str) -> Iterator[None]:
             quiet_libraries()
             import deepspeed  # noqa: F401
         except ImportError as error:
-            raise ConfigError(f"{needed_by} needs {error.name}: `pip install 'llmscale[train]'`.") from None
+            raise ConfigError(f"{needed_by} needs {error.name}: `{install_command('train')}`.") from None
         yield
 
 

@@ -124,7 +124,7 @@ def check_async_io(ds_config: Mapping[str, object]) -> None:
     if builder is None or not builder.is_compatible(verbose=False):
         raise ConfigError(
             "offload to NVMe needs DeepSpeed's async_io extension, and libaio is not installed. Fix: apt-get install "
-            "libaio-dev (or libaio-devel), or use ds_configs/zero3_offload.json, which offloads to host memory."
+            "libaio-dev (or libaio-devel), or use --ds zero3_offload, which offloads to host memory."
         )
 
 
@@ -150,8 +150,7 @@ def check_precision(precision: Precision) -> None:
         )
     if precision == "bf16" and not has_bf16():
         raise ConfigError(
-            f"this {accelerator.device_name()} has no bf16 arithmetic. Use fp16 (ds_configs/zero2_fp16.json) or "
-            "--precision fp32."
+            f"this {accelerator.device_name()} has no bf16 arithmetic. Use fp16 (--ds zero2_fp16) or --precision fp32."
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.evaluate.task_files import FORMATS
 from llmscale.evaluate.task_scores import TaskResult
@@ -68,7 +69,7 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise ConfigError(
-            f"task '{specs[0]}' needs lm-eval: pip install 'llmscale[eval]'. Without it: "
+            f"task '{specs[0]}' needs lm-eval: `{install_command('eval')}`. Without it: "
             f"{', '.join(f'{name}=FILE.jsonl' for name in FORMATS)}."
         ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)

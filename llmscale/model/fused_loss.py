@@ -7,6 +7,7 @@ import os
 
 from torch import Tensor
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 
 #: Logits of a row that one program holds; a power of two, as Liger has it.
@@ -21,8 +22,8 @@ def check_fused_loss(device_type: str) -> None:
         from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
     except ImportError as error:
         raise ConfigError(
-            f"--loss-kernel liger needs Liger Kernel and Triton ({error}). Fix: pip install 'llmscale[liger]', or "
-            "leave the flag out: --loss-kernel torch."
+            f"--loss-kernel liger needs Liger Kernel and Triton ({error}): `{install_command('liger')}`. "
+            "Or leave the flag out: --loss-kernel torch."
         ) from None
     del liger_cross_entropy_kernel
     if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":

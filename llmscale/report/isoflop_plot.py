@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config.human_numbers import format_quantity
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
 from llmscale.report.save_figure import save_figure
@@ -33,7 +34,7 @@ def plot_isoflops(path: Path, law: ParametricLaw, chosen: Point, optimum: Interv
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: `pip install 'llmscale[plot]'`.") from None
+        raise ConfigError(f"--plot needs matplotlib: `{install_command('plot')}`.") from None
     figure, axes = pyplot.subplots(figsize=(8.5, 5.5), layout="constrained")
     losses = [chosen.loss, *_draw_budgets(axes, law, chosen.flops)]
     if isinstance(optimum, Interval):

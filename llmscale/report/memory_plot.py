@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
 from llmscale.report.save_figure import save_figure
@@ -44,7 +45,7 @@ def plot_memory(path: Path, bars: Sequence[MemoryBar], gpu_bytes: int, title: st
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ConfigError("--plot needs matplotlib: `pip install 'llmscale[plot]'`.") from None
+        raise ConfigError(f"--plot needs matplotlib: `{install_command('plot')}`.") from None
     figure, axes = pyplot.subplots(figsize=(11, 1.6 + 0.28 * len(bars)), layout="constrained")
     limit = _LONGEST * gpu_bytes / _GIB
     parts = _parts(bars)

@@ -14,6 +14,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_folder import CARD_MARK
 from llmscale.checkpoint.history import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
+from llmscale.config.human_numbers import with_singulars
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.errors import LlmscaleError
@@ -105,8 +106,8 @@ def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
     yield "trained on", f"{facts.checkpoint.tokens_seen:,} tokens in {facts.checkpoint.step:,} steps"
     yield (
         "trained in",
-        f"{_code(facts.checkpoint.precision)} on {facts.checkpoint.world_size} ranks, ZeRO stage "
-        f"{facts.checkpoint.zero_stage}",
+        with_singulars(f"{_code(facts.checkpoint.precision)} on {facts.checkpoint.world_size} ranks, ZeRO stage ")
+        + str(facts.checkpoint.zero_stage),
     )
 
 

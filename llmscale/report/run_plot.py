@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.report.save_figure import save_figure
 
@@ -62,7 +63,7 @@ def import_pyplot() -> ModuleType:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ConfigError("--png and --svg need matplotlib: `pip install 'llmscale[plot]'`.") from None
+        raise ConfigError(f"--png and --svg need matplotlib: `{install_command('plot')}`.") from None
     return pyplot
 
 

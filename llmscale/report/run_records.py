@@ -60,5 +60,5 @@ def check_version(path: Path, record: Record) -> None:
     if record.get("event") == "start" and is_count(version) and version > METRICS_VERSION:
         raise ConfigError(
             f"{path} was written by a newer llmscale (metrics version {version}; this one reads up to "
-            f"{METRICS_VERSION}). Update it: pip install --upgrade llmscale."
+            f"{METRICS_VERSION}). Read it with a newer llmscale."
         )

@@ -1,4 +1,4 @@
-"""What a program is busy with, on stderr: a line as it begins, and one every few seconds while it lasts."""
+"""Say on stderr what a program is busy with: one line that is updated on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from llmscale.terminal.colour import is_terminal
+from llmscale.terminal.colour import can_redraw, is_terminal
 
 #: Nobody waits longer than 5 s for a line.
 REPEAT_S = 4.0
@@ -40,14 +40,26 @@ class Announcer:
             self._thread = threading.Thread(target=self._repeat, daemon=True)
             self._thread.start()
 
+    def clear(self) -> None:
+        """Take the line from the terminal: something else is to be printed."""
+        if not self._is_silent and can_redraw(sys.stderr):
+            _write("\r\x1b[2K")
+
+    def __enter__(self) -> Announcer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def end(self) -> None:
-        """The last phase is over; a second call does nothing."""
+        """End the last phase; a second call does nothing."""
         if self._thread is not None:
             with self._changed:
                 self._words = ""
                 self._changed.notify()
             self._thread.join()
             self._thread = None
+            self.clear()
 
     def _repeat(self) -> None:
         with self._changed:
@@ -60,16 +72,25 @@ class Announcer:
 
 @contextmanager
 def announced(words: str, *, after_s: float = 0.0, on_terminal_only: bool = False) -> Iterator[None]:
-    """One phase."""
-    announcer = Announcer(is_silent=on_terminal_only and not is_terminal(sys.stderr))
-    announcer.begin(words, after_s=after_s)
-    try:
+    """Announce one phase."""
+    with Announcer(is_silent=on_terminal_only and not is_terminal(sys.stderr)) as announcer:
+        announcer.begin(words, after_s=after_s)
         yield
-    finally:
-        announcer.end()
 
 
 def _say(line: str) -> None:
+    if can_redraw(sys.stderr):
+        import textwrap  # only here: every command would wait for it
+
+        with suppress(OSError, ValueError):
+            # A line that the terminal breaks cannot be taken back.
+            line = textwrap.shorten(line, max(20, os.get_terminal_size(_STDERR).columns) - 1, placeholder=" ...")
+        _write(f"\r\x1b[2K{line}")
+    else:
+        _write(f"{line}\n")
+
+
+def _write(text: str) -> None:
     # Past Python's buffer: a process that is forked this moment would inherit its lock, locked for ever.
     with suppress(OSError):
-        os.write(_STDERR, f"{line}\n".encode())
+        os.write(_STDERR, text.encode())

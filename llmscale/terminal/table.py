@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from llmscale.config.human_numbers import with_singulars
 from llmscale.terminal.colour import is_terminal, paint
 from llmscale.untrusted.terminal import make_visible_line
 
@@ -64,7 +65,8 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width:
 
 
 def wrap_line(line: str, width: int | None) -> Iterator[str]:
-    """The line itself where it fits, else several, the later ones indented like the first and a little more."""
+    """Yield the line where it fits, else several, the later ones indented like the first and a little more."""
+    line = with_singulars(line)
     if width is None or len(line) <= width:
         yield line
         return

@@ -25,6 +25,7 @@ from llmscale.engine.node_network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.announcer import REPEAT_S, Announcer
+from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.display.display import Display
@@ -101,7 +102,7 @@ def _open_session(
         heartbeat.beat("starting")
 
     run, world = _join_ranks(run, clock, progress)
-    report = report_on_main(world)
+    report = report_on_main(world, clock.announcer)
     with clock.phase("ranks", "claiming the run folder", after_s=REPEAT_S):
         claim_one_run_folder(claim, world)
     with clock.phase("checkpoint check", "looking for a checkpoint to go on from", after_s=REPEAT_S):
@@ -227,12 +228,14 @@ def _begin(live: LiveRun, stop: StopRequest, announcer: Announcer) -> Session:
     return session
 
 
-def report_on_main(world: World) -> Callable[[str], None]:
-    """One line on stdout from the main rank, nothing from the others."""
+def report_on_main(world: World, announcer: Announcer) -> Callable[[str], None]:
+    """Return what prints a line on stdout from the main rank, in the place of what is announced, and wraps it."""
 
     def report(line: str) -> None:
         if world.is_main:
-            print_visible(line, flush=True)
+            announcer.clear()
+            for part in wrap_line(line, output_width()):
+                print_visible(part, flush=True)
 
     return report
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from llmscale.config.human_numbers import with_singulars
 from llmscale.evaluate.task_scores import show_value
 from llmscale.files.append import AppendFile
 from llmscale.training.display.display import Display, PlainLines
@@ -34,7 +35,7 @@ class MetricsLog:
         """Without a `display` a step is a line. `check` raises OSError while the run folder is not this run's; what is
         logged then waits in memory."""
         self._total_steps, self._trackers = total_steps, trackers
-        self._display = display or PlainLines(total_steps)
+        self.display = display or PlainLines(total_steps)
         # Unbuffered: a record is on its way to the disk when the step is over, whatever happens next.
         self._file = AppendFile(run_folder / METRICS_NAME, check=check)
         self._step = 0
@@ -42,14 +43,14 @@ class MetricsLog:
     def begin(self, step: int, **values: object) -> None:
         """Training begins after `step`, or its run folder had to be made again there; `values` say of which history."""
         self.log_event("start", step=step, metrics_version=METRICS_VERSION, **values)
-        self._display.begin(step)
+        self.display.begin(step)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
         # Most runs have one set, and no such key.
         record = {key: value for key, value in asdict(metrics).items() if key != "loss_by_set" or value is not None}
         self._write({"kind": "train", **record})
-        self._display.show_step(metrics)
+        self.display.show_step(metrics)
         self._track("train", asdict(metrics), metrics.step)
 
     def log_validation(
@@ -65,12 +66,13 @@ class MetricsLog:
         of_sets = {"loss_by_set": by_set} if by_set else {}
         values = {"loss": loss, **({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})}
         self._write({"kind": "validation", "step": step, **values, "num_samples": num_samples, **of_sets})
+        over = with_singulars(f"over {num_samples} sequences")
         print(
-            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} over {num_samples} sequences"
+            f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} {over}"
             + "".join(f" | {name} {value:.4f}" for name, value in by_set.items()),
             flush=True,
         )
-        self._display.show_validation(step, loss)
+        self.display.show_validation(step, loss)
         self._track("validation", {**values, **by_set}, step)
 
     def log_evaluation(self, step: int, task: str, values: Mapping[str, float], num_items: int) -> None:
@@ -78,9 +80,8 @@ class MetricsLog:
         record = {"kind": "evaluation", "step": step, "task": task, "values": dict(values), "num_items": num_items}
         self._write(record)
         shown = "".join(f" | {name} {show_value(value)}" for name, value in values.items())
-        print(
-            f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} over {num_items} items", flush=True
-        )
+        over = with_singulars(f"over {num_items} items")
+        print(f"step {step:>6}/{self._total_steps} | {make_visible_line(task)}{shown} {over}", flush=True)
         self._track(f"evaluation/{task}", values, step)
 
     def log_sample(self, step: int, prompt: str, text: str) -> None:
@@ -99,7 +100,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Make everything durable, close it, and warn of what is missing."""
-        self._display.close()
+        self.display.close()
         self._file.close()
         for tracker in self._trackers:
             tracker.finish()

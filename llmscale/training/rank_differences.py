@@ -73,7 +73,7 @@ def explain(contributions: Sequence[Contribution], details: Sequence[Mapping[str
     kind = DataError if list(differing) == [DATA_SECTION] else ConfigError
     return kind(
         f"the ranks were not started alike, so they cannot train together. {'. '.join(lines)}. Start every rank with "
-        "the same flags, files, data and software; docs/cluster.md says what may differ."
+        "the same flags, files, data and software."
     )
 
 

@@ -34,6 +34,7 @@ from llmscale.terminal.announcer import REPEAT_S, SOON_S
 from llmscale.training.profiling.profiled_steps import parse_profiled
 from llmscale.training.published_weights import FoundWeights, find_published_weights
 from llmscale.training.skipped_steps import parse_skip
+from llmscale.untrusted.hub import forgotten_prefix
 
 
 @dataclass(frozen=True)
@@ -201,6 +202,8 @@ def _check_run_folder(config: RunConfig) -> None:
         raise ConfigError("--init-from starts at step 0 and --resume PATH continues: give one of them.")
     # A checkpoint that is not there is found before anything is built.
     if config.init_from and not is_published(config.init_from):
+        if hint := forgotten_prefix(config.init_from):
+            raise ConfigError(f"--init-from {config.init_from} does not exist.{hint}")
         find_checkpoint(Path(config.init_from))
     elif config.resume not in ("auto", "none"):
         find_checkpoint(Path(config.resume))

@@ -19,6 +19,7 @@ from llmscale.engine.step_seed import seed_step
 from llmscale.engine.train_step import train_step
 from llmscale.errors import DataError
 from llmscale.training.actions.action import DoneStep, StepAction
+from llmscale.training.actions.log_steps import LogSteps
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.failure import record_failure
 from llmscale.training.live_run import LiveRun
@@ -124,6 +125,12 @@ class Session:
             if action.due(done.step):
                 action.act(done)
 
+    def log_last(self) -> None:
+        """Log the last step before a stop, so that what is printed next is about the same step. Collective."""
+        losses = self.live.recent.losses
+        for log in [action for action in self.actions if isinstance(action, LogSteps) and losses]:
+            log.act(DoneStep(self.step, [], losses[-1], False))
+
     def save(self) -> None:
         """A checkpoint between two steps; nothing when this step is saved already."""
         self.checkpoints.save(self.step)
@@ -131,6 +138,8 @@ class Session:
     def finish(self) -> None:
         """Save what is not saved yet, and wait until it is on disk. Raises CheckpointError when it cannot be."""
         live, total = self.live, self.live.run.resolved.total_steps
+        if live.log:
+            live.log.display.close()
         if self.step > live.first_step:
             self.checkpoints.finish(self.step)
         why = "finished" if self.step >= total else f"stopped by {self._reason()}"

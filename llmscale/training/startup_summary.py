@@ -39,7 +39,7 @@ def describe_run(run: PreparedRun, world: World, stream: SampleStream, report: C
         report(f"       {_documents(run)}")
     report(
         f"engine: ZeRO stage {resolved.zero_stage}, {resolved.precision}, activation checkpointing "
-        f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} node(s), "
+        f"{resolved.checkpointing}, {world.world_size} ranks on {len(world.ranks_per_node)} nodes, "
         f"{world.device_name}"
     )
     report(f"blocks: {run.compilation.describe()}")

@@ -36,6 +36,8 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]
 _TIMEOUT_S = 10.0
 #: The Hub's answer about a model lists all its files.
 _INFO_BYTES = 4 << 20
+#: Its answer about a data set may list tens of thousands.
+_DATA_SET_BYTES = 64 << 20
 #: Those of the Hub have 37 letters; other servers may give longer ones.
 _TOKEN = re.compile(r"[!-~]{1,2000}")
 _TOKEN_FILE_BYTES = 4096
@@ -56,6 +58,12 @@ class HubFiles:
 def is_hub_name(name: str) -> bool:
     """Whether `name` could be a model's: NAME or ORGANISATION/NAME, with @REVISION or without."""
     return _NAME.fullmatch(name) is not None
+
+
+def forgotten_prefix(text: str) -> str:
+    """Return the question whether `hf:` was forgotten before a name such as Qwen/Qwen3-0.6B, else an empty string."""
+    looks_like_a_path = re.search(r"\.[a-z]\w*$|^(runs|data)/", text) or os.path.lexists(text.partition("/")[0])
+    return f" Did you mean 'hf:{text}'?" if "/" in text and is_hub_name(text) and not looks_like_a_path else ""
 
 
 class _Refused(OSError):
@@ -165,8 +173,11 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
     except urllib.error.HTTPError as fault:
         if fault.code == 404:
             return None
-        hint = "; a model with conditions needs its reader's login or HF_TOKEN" if fault.code in (401, 403) else ""
+        # Asked without a token, the Hub says 401 of names that do not exist, too.
+        hint = "; the name is wrong, or needs its reader's login or HF_TOKEN" if fault.code in (401, 403) else ""
         raise _Refused(f"the Hub answers {fault.code} {fault.reason} for {place}{hint}") from None
+    except urllib.error.URLError as fault:
+        raise OSError(f"no connection to {hub_endpoint()}: {_reason(fault)}") from None
     except http.client.HTTPException as fault:
         raise OSError(f"the Hub's answer for {place} breaks off or is none: {type(fault).__name__}") from None
     if is_cut_off:
@@ -175,6 +186,29 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
     if len(contents) > max_bytes:
         raise ValueError(f"{place} is larger than the {max_bytes:,} bytes that it may have")
     return contents
+
+
+def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
+    """Ask the Hub once whether it has a data set that may be read; its library would retry for minutes.
+
+    `source` names it in messages. Raises `error` for a name that the Hub does not know, for one that needs permission,
+    and without a connection. Where the user forbids the network, nothing is asked.
+    """
+    if is_offline() or _is_set("HF_DATASETS_OFFLINE"):
+        return
+    if "@" in name or not is_hub_name(name):
+        raise error(f"{source}: '{name}' is no folder here and no name of the Hub. Legal: ORGANISATION/NAME or NAME.")
+    page = f"{hub_endpoint()}/datasets/{name}"
+    try:
+        answer = fetch_from_hub(f"api/datasets/{name}?expand[]=gated", _DATA_SET_BYTES)
+        needs_login = re.search(rb'"gated":\s*"', answer or b"") and read_token() is None
+    except (OSError, ValueError) as fault:
+        local = "" if isinstance(fault, _Refused) else " Give files of this machine, or HF_HUB_OFFLINE=1 for the cache."
+        raise error(f"{source} cannot be read: {_reason(fault)}.{local}") from None
+    if answer is None:
+        raise error(f"{source}: the Hub has no data set {name}. Look for its name, with ORGANISATION/, at {page}.")
+    if needs_login:
+        raise error(f"{source} needs permission. Accept its conditions at {page}, and set HF_TOKEN to your login.")
 
 
 def _opener() -> urllib.request.OpenerDirector:

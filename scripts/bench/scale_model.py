@@ -6,7 +6,7 @@ usage: python scripts/bench/scale_model.py [--model llama3-8b] [--gpu h100-80gb]
 Every GPU has the same number of sequences in a step, whatever the number of GPUs (weak scaling). For every number of
 GPUs, stage and network the row of `llmscale estimate` is taken that fits and is fastest, with whatever micro-batch and
 activation checkpointing, without offload. It prints tokens/s per GPU, how much of the rate of 8 GPUs that is, and what
-published runs like it reached of the estimate. `--plot` needs matplotlib (`pip install 'llmscale[plot]'`).
+published runs like it reached of the estimate. `--plot` needs matplotlib (`pip install -e '.[plot]'`).
 """
 
 from __future__ import annotations

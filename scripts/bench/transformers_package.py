@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 
 
@@ -19,7 +20,7 @@ def import_transformers() -> ModuleType:
         import transformers
         from transformers.utils import import_utils
     except ImportError as error:
-        raise ConfigError("Hugging Face models need transformers below 5: `pip install 'llmscale[eval]'`.") from error
+        raise ConfigError(f"Hugging Face models need transformers below 5: `{install_command('eval')}`.") from error
     try:
         importlib.import_module("torchvision")
     except (ImportError, OSError, RuntimeError):

@@ -52,7 +52,7 @@ def test_a_run_its_checkpoint_and_its_export_have_the_same_results(
 
 
 def test_tasks_of_lm_eval_run_beside_those_of_files(trained_run: Path, items: Path, llmscale: Llmscale) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
     tasks = (f"hellaswag={items / 'hellaswag'}.jsonl", "hella", str(items / "tasks/rolling.yaml"))
     words = ("--task-folder", str(items / "tasks"), "--val-samples", "0", "--limit", "4")
     done = llmscale("eval", str(trained_run), "--tasks", *tasks, *words)
@@ -107,7 +107,7 @@ def test_half_a_checkpoint_is_named(trained_run: Path, tmp_path: Path, capsys: p
 def test_a_task_that_nobody_knows_is_answered_with_the_nearest(
     trained_run: Path, items: Path, llmscale: Llmscale
 ) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
     done = llmscale("eval", str(trained_run), "--tasks", "hellaswg", "--task-folder", str(items / "tasks"))
     assert done.returncode == 2
     assert "there is no task 'hellaswg'" in done.stderr
@@ -117,7 +117,7 @@ def test_a_task_that_nobody_knows_is_answered_with_the_nearest(
 def test_a_document_that_the_task_cannot_use_is_named_before_the_model_is_loaded(
     trained_run: Path, items: Path, llmscale: Llmscale, tmp_path: Path
 ) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
     lines = (items / "hellaswag.jsonl").read_text().splitlines()
     record = json.loads(lines[2])
     del record["endings"]
@@ -136,7 +136,7 @@ def test_a_document_that_the_task_cannot_use_is_named_before_the_model_is_loaded
 
 @pytest.mark.slow
 def test_a_task_whose_data_is_not_here_is_not_fetched(trained_run: Path, llmscale: Llmscale) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
     done = llmscale("eval", str(trained_run), "--tasks", "hellaswag")
     assert done.returncode == 2
     assert "task hellaswag cannot be loaded" in done.stderr

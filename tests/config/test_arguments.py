@@ -80,7 +80,9 @@ def test_the_launcher_s_local_rank_is_accepted_in_both_spellings() -> None:
 
 
 def test_values_that_look_like_flags_or_hold_underscores_stay_as_they_are() -> None:
-    config = parse_run_config(["--run", "runs/my_run", "--sample_prompt=a_b-c", "--data=my_data/a_set"])
+    config = parse_run_config(
+        ["--run", "runs/my_run", "--sample_prompt=a_b-c", "--sample-every=5", "--data=my_data/a_set"]
+    )
     assert (config.run, config.sample_prompt, config.data) == (Path("runs/my_run"), "a_b-c", "my_data/a_set")
 
 

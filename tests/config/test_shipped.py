@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 
+from llmscale.config import shipped
 from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
 
 
@@ -32,9 +34,9 @@ def test_what_lies_there_goes_first_also_when_it_leads_nowhere() -> None:
 
 
 def test_a_folder_of_that_name_hides_nothing() -> None:
-    for shipped, name in ((DS_CONFIGS, "zero2"), (HOSTFILES, "8xa100")):
+    for files, name in ((DS_CONFIGS, "zero2"), (HOSTFILES, "8xa100")):
         Path(name).mkdir()
-        assert shipped.find(Path(name)).parent == shipped.folder
+        assert files.find(Path(name)).parent == files.folder
 
 
 def test_hostfiles_have_names_too() -> None:
@@ -48,3 +50,19 @@ def test_a_missing_file_is_answered_with_what_is_beside_it_or_with_all_names(tmp
     assert "Did you mean 'mine.json'?" in DS_CONFIGS.why_missing(tmp_path / "mne.json")
     assert "Did you mean 'zero3'?" in DS_CONFIGS.why_missing(Path("zeroo3"))
     assert "1x1, 2x8xa100" in HOSTFILES.why_missing(Path("x"))
+
+
+def test_the_advice_to_install_something_works_where_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(shipped.__file__).parents[2]
+    monkeypatch.chdir(root)
+    assert shipped.install_command("eval") == "pip install -e '.[eval]'"
+    monkeypatch.chdir(tmp_path)
+    assert shipped.install_command("train,data") == f"pip install -e {shlex.quote(f'{root}[train,data]')}"
+    # The name llmscale is on no index: a wheel's user installs what the extra consists of.
+    monkeypatch.setattr(shipped, "is_checkout", lambda: False)
+    assert shipped.install_command("plot") == "pip install 'matplotlib>=3.8'"
+    needs = ["numpy", 'torch>=2.6; extra == "train"', "no-such>=1; python_version >= '3' and extra == 'train'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
+    assert shipped.install_command("train,data") == "pip install 'no-such>=1'"

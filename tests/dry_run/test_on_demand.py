@@ -12,6 +12,7 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.loss_settings import CHUNK_TOKENS
+from llmscale.config.shipped import install_command
 from llmscale.dry_run import gpt_recording
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
@@ -101,7 +102,7 @@ def test_without_torch_the_error_names_the_flags_and_the_extra(
     with pytest.raises(ConfigError) as caught:
         ask()
     assert WORDS in str(caught.value)
-    assert "pip install 'llmscale[train]'" in str(caught.value)
+    assert install_command("train") in str(caught.value)
     assert files_of(cache) == []
 
 

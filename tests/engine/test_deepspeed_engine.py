@@ -33,7 +33,7 @@ def test_fp16_is_refused_where_there_is_none_and_bf16_named(monkeypatch: pytest.
 
 def test_bf16_is_refused_where_there_is_none_and_fp16_named(monkeypatch: pytest.MonkeyPatch) -> None:
     claim(monkeypatch, torch.float16)
-    with pytest.raises(ConfigError, match=r"no bf16 arithmetic. Use fp16 \(ds_configs/zero2_fp16.json\)"):
+    with pytest.raises(ConfigError, match=r"no bf16 arithmetic. Use fp16 \(--ds zero2_fp16\)"):
         check_precision("bf16")
     check_precision("fp16")
 

@@ -89,7 +89,7 @@ def items(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(models: dict[str, tuple[GPT, Tokenizer]], items: Path) -> dict[str, Any]:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'llmscale[eval]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
     names = write_lm_eval_tasks(items / "tasks", items)
     done = warm_start.run(
         [sys.executable, str(REPOSITORY / "tests/evaluate/lm_eval_job.py"), *models, "--", *names],

@@ -41,5 +41,5 @@ def test_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_liger_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel.ops.cross_entropy", None)
-    with pytest.raises(ConfigError, match=r"pip install 'llmscale\[liger\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -e .*\[liger\]"):
         check_fused_loss("cuda")

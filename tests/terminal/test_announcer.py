@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -64,3 +65,14 @@ def test_it_speaks_past_python_s_buffer(capfd: pytest.CaptureFixture[str]) -> No
     with announced("reading"):
         pass
     assert capfd.readouterr().err == "reading ...\n"
+
+
+def test_on_a_terminal_one_line_is_updated_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(announcer, "can_redraw", lambda stream: True)
+    monkeypatch.setattr(announcer, "_write", written.append)
+    monkeypatch.setattr("os.get_terminal_size", lambda descriptor: os.terminal_size((24, 10)))
+    with announced("building the engine of this run"):
+        pass
+    # Cut between words: what a terminal breaks cannot be taken back.
+    assert written == ["\r\x1b[2Kbuilding the engine ...", "\r\x1b[2K"]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import DataError
+from llmscale.untrusted import hub
 from llmscale.untrusted.hub import HubFiles, is_hub_name, read_hub_files, read_token
 from tests.loopback import serving
 
@@ -274,3 +275,50 @@ def test_names(name: str) -> None:
 )
 def test_what_is_no_name(name: str) -> None:
     assert not is_hub_name(name)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "hf:org/set: the Hub has no data set org/set"),
+        (b'{"gated": "auto"}', "needs permission. Accept its conditions at .*org/set, and set HF_TOKEN"),
+        (OSError("no connection to https://hub"), "no connection to https://hub. Give files of this machine"),
+        (hub._Refused("the Hub answers 401"), r"cannot be read: the Hub answers 401\.$"),
+    ],
+)
+def test_a_data_set_that_cannot_be_read_is_known_after_one_request(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | Exception | None, said: str
+) -> None:
+    asked: list[str] = []
+
+    def fetch(place: str, max_bytes: int) -> bytes | None:
+        asked.append(place)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(hub, "fetch_from_hub", fetch)
+    monkeypatch.setattr(hub, "read_token", lambda: None)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    with pytest.raises(DataError, match=said):
+        hub.check_data_set("org/set", "hf:org/set", DataError)
+    assert len(asked) == 1
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.check_data_set("org/set", "hf:org/set", DataError)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "is_forgotten"),
+    [
+        *(("Qwen/Qwen3-0.6B", True), ("HuggingFaceFW/fineweb-edu", True), ("meta-llama/Llama-3.1-8B", True)),
+        *(("gpt2", False), ("runs/first", False), ("crawl/text.jsonl", False), ("here/model", False)),
+        *(("../x/y", False), ("hf:a/b", False)),
+    ],
+)
+def test_a_name_of_the_hub_without_its_prefix_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, is_forgotten: bool
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert hub.forgotten_prefix(text) == (f" Did you mean 'hf:{text}'?" if is_forgotten else "")

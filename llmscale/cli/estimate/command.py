@@ -10,6 +10,8 @@ from llmscale.cli.quick_answer import quick_answer
 from llmscale.cli.run_flags import add_run_flags
 from llmscale.cli.shape_flags import MODEL_KEYS, add_shape_flags
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import Need
+from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:  # the real imports wait until the command runs: other subcommands' --help must not wait for them
@@ -29,7 +31,18 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     _add_machine_arguments(parser.add_argument_group("machines"))
     _add_run_arguments(parser.add_argument_group("run"))
     _add_output_arguments(parser.add_argument_group("what to show"))
+    others = [action.dest for action in parser._actions if action.dest not in ("gpu", "help")]
+    parser.needs = [
+        Need(" ".join(others), f"with --gpu {LIST}", lambda args: args.gpu != LIST),
+        Need("force nvme_path", "--emit FILE"),
+        Need("interconnect", "--num-nodes of 2 or more", _compares_nodes),
+    ]
     parser.set_defaults(handler=_run)
+
+
+def _compares_nodes(args: argparse.Namespace) -> bool:
+    """Return whether --interconnect matters; an unknown name is refused later, with the legal ones."""
+    return args.num_nodes > 1 or args.interconnect not in {network.name for network in INTERCONNECTS}
 
 
 def _add_model_arguments(group: argparse._ArgumentGroup) -> None:
@@ -180,8 +193,6 @@ def _check_combination(args: argparse.Namespace) -> None:
         for other in others:
             if _is_given(args, other):
                 raise ConfigError(f"{flag} and {other} exclude each other. Drop one of them.")
-    if args.force and args.emit is None:
-        raise ConfigError("--force lets --emit overwrite: it needs --emit FILE.")
     if not (args.model or args.hf or args.max_model):
         raise ConfigError("which model? Give --model PRESET (such as gpt2-1.5b), or --hf for one of transformers'.")
 

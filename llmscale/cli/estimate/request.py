@@ -114,13 +114,8 @@ def read_gpu(args: argparse.Namespace) -> GPU:
 
 
 def read_machines(args: argparse.Namespace, gpu: GPU) -> Machines:
-    """Raises ConfigError for sizes that cannot be."""
-    for flag, value in (("--num-gpus", args.num_gpus), ("--num-nodes", args.num_nodes)):
-        if value < 1:
-            raise ConfigError(f"{flag} must be at least 1, not {value}.")
+    """Return the machines that the flags describe."""
     host_gib = args.host_memory_gib
-    if host_gib is not None and host_gib <= 0:
-        raise ConfigError(f"--host-memory-gib must be above 0, not {host_gib:g}.")
     host_bytes = None if host_gib is None else int(host_gib * GIB)
     return Machines(args.num_nodes, args.num_gpus, int(gpu.memory_gib * GIB), host_bytes, gpu.capability)
 

@@ -10,6 +10,7 @@ from llmscale.cli.quick_answer import quick_answer
 from llmscale.cli.run_flags import add_run_flags
 from llmscale.cli.shape_flags import add_shape_flags
 from llmscale.config import flag_type, limits
+from llmscale.config.flag_parser import Need
 from llmscale.config.user_paths import check_output_file
 
 if TYPE_CHECKING:  # the real imports wait until the command runs: other subcommands' --help must not wait for them
@@ -33,6 +34,18 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     output = parser.add_argument_group("what to show")
     output.add_argument("--plot", type=flag_type.path, metavar="FILE", help="draw iso-FLOP curves (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print JSON")
+    parser.needs = [
+        Need(
+            "budget_usd gpu_hours price_per_gpu_hour mfu inference_mfu num_gpus num_nodes interconnect pue "
+            "loss_chunk_tokens",
+            "--gpu NAME",
+            lambda args: args.gpu or args.gpu_memory_gib or args.bf16_tflops,
+        ),
+        Need("budget_usd", "--price-per-gpu-hour"),
+        Need("inference_mfu", "--inference-tokens"),
+        Need("interconnect", "with --num-nodes 1", lambda args: args.num_nodes != 1),
+        Need("pue", "--gpu NAME"),
+    ]
     parser.set_defaults(handler=_run)
 
 

@@ -23,8 +23,6 @@ from llmscale.planning.shape_for_size import suggest_shape
 _LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
 _MODELS = ("--model", "--params")
 _OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
-#: What means nothing without a GPU.
-_OF_GPUS = ("--budget-usd", "--gpu-hours", "--price-per-gpu-hour", "--mfu", "--inference-mfu", "--num-nodes", "--pue")
 #: Of the model flags those that need no --model.
 _OF_ANY_MODEL = ("vocab_size", "seq_len")
 #: What train.py takes too, beside the model and the batch.
@@ -37,7 +35,6 @@ _SIZED_LIKE = "gpt3-125m"
 def read_request(args: argparse.Namespace) -> PlanRequest:
     """Raises ConfigError for whatever cannot be."""
     _check_goals(args)
-    _check_machines(args)
     given = given_model(args)
     chosen = _read_chosen_model(args, given)
     shape = chosen.shape if chosen else _read_size(args)
@@ -78,17 +75,6 @@ def _check_goals(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"plan for what? Give one of {', '.join((*_OTHERS, *_MODELS))}, or a model and one of the others."
         )
-
-
-def _check_machines(args: argparse.Namespace) -> None:
-    has_gpu = _has_gpu(args)
-    for flag in _OF_GPUS:
-        if _given(args, (flag,)) and not has_gpu:
-            raise ConfigError(f"{flag} needs --gpu NAME: what an hour is worth depends on the GPU.")
-    if args.budget_usd is not None and args.price_per_gpu_hour is None:
-        raise ConfigError("--budget-usd needs --price-per-gpu-hour.")
-    if args.inference_mfu is not None and args.inference_tokens is None:
-        raise ConfigError("--inference-mfu needs --inference-tokens.")
 
 
 def _has_gpu(args: argparse.Namespace) -> bool:

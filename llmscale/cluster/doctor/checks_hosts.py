@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from llmscale.cluster.doctor.host_facts import HostFacts
 from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, placed, red, yellow
 from llmscale.cluster.remote import SSH_FAILED, Finished
+from llmscale.config.shipped import install_command
 
 #: Clocks that differ by more than this confuse logs, build tools and time-outs; those by more than the second, signed
 #: requests (object stores, Kerberos) too.
@@ -205,7 +206,7 @@ def _check_libraries(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
             yield red(
                 "libraries",
                 f"{name} is not installed on {listed(missing)}",
-                "Install the same environment on every host: pip install 'llmscale[train]' -c constraints.txt",
+                f"Install the same environment on every host: {install_command('train')}",
             )
         elif differ(versions):
             make = red if name in _STRICT else yellow
@@ -225,7 +226,7 @@ def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
             "imports",
             f"what train.py imports fails: {placed(problems)}",
             f"Repair that environment ({sys.executable} -c 'import torch, deepspeed' shows it), for example by "
-            "pip install -c constraints.txt.",
+            f"{install_command('train')}.",
         )
     elif imports:
         slowest_s = max(found.seconds for found in imports.values())

@@ -13,6 +13,7 @@ from pathlib import Path
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.hosts import HostConnection, HostPool
 from llmscale.cluster.launch.protocol import DumpStacks, FindPort, Port, RankStatus, Signal, Signalled, Stacks, Start
+from llmscale.config.human_numbers import with_singulars
 from llmscale.files.whole import write_durably
 
 
@@ -32,8 +33,9 @@ class Layout:
         return len(self.hosts) * self.ranks_per_host
 
     def describe(self) -> str:
-        """For one line of a log."""
-        return f"{self.world_size} ranks, {self.ranks_per_host} on each of {', '.join(self.hosts)}"
+        """Return the layout in words."""
+        where = f"{self.ranks_per_host} on each of {', '.join(self.hosts)}"
+        return with_singulars(f"{self.world_size} ranks, {where}")
 
 
 def choose_layout(hosts: Sequence[Host], is_legal: Callable[[int], bool], min_hosts: int = 1) -> Layout | None:

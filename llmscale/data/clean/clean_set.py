@@ -6,6 +6,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 
+from llmscale.config.shipped import install_command
 from llmscale.data.clean import exact
 from llmscale.data.clean.clean_manifest import Cleaned, write_manifest
 from llmscale.data.clean.clean_request import CleanJob, describe_request, is_already_there
@@ -74,7 +75,7 @@ def _check_packages(options: CleanOptions) -> None:
         try:
             import rensa  # noqa: F401
         except ImportError:
-            raise DataError("The step near needs rensa: pip install 'llmscale[data,clean]'.") from None
+            raise DataError(f"The step near needs rensa: `{install_command('data,clean')}`.") from None
 
 
 def _clean_here(job: CleanJob, folder: Path, num_workers: int) -> Cleaned:

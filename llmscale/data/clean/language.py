@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from llmscale.config.shipped import install_command
 from llmscale.data.clean.findings import Removed
 from llmscale.data.clean.text import Text
 from llmscale.errors import DataError, did_you_mean
@@ -24,7 +25,7 @@ def load_identifier() -> LanguageIdentifier:
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError:
-        raise DataError("The step language needs py3langid: pip install 'llmscale[data,clean]'.") from None
+        raise DataError(f"The step language needs py3langid: `{install_command('data,clean')}`.") from None
     return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 

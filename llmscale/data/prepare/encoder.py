@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
+from llmscale.config.shipped import install_command
 from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, without_panics
 from llmscale.data.tokenizers.tiktoken_tokenizer import RANKS_NAME, TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, cut_text
@@ -132,7 +133,7 @@ def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Seque
             if not why_not:
                 return encoder, ""
         except ImportError:
-            why_not = "it is not installed (pip install 'llmscale[data]', on Python 3.11 or later)"
+            why_not = f"it is not installed (`{install_command('data')}`, on Python 3.11 or later)"
         except _Unfit as error:
             why_not = str(error)
     if wanted == "gigatoken":

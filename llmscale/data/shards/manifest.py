@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, cast, get_args
 
+from llmscale.config.shipped import is_checkout
 from llmscale.data.shards.set_rules import (
     HASH,
     HASH_ALGORITHM,
@@ -290,10 +291,8 @@ def _field(record: dict[str, object], name: str, kind: type[_T], where: str) -> 
 
 
 def _explain_missing(folder: Path) -> str:
-    make = (
-        f"Make it with `llmscale data prepare --input PATH --out {folder}`; "
-        "./scripts/quickstart.sh prepares a corpus that every machine has."
-    )
+    corpus = "./scripts/quickstart.sh prepares a corpus that" if is_checkout() else "--input python-stdlib is text that"
+    make = f"Make it with `llmscale data prepare --input PATH --out {folder}`; {corpus} every machine has."
     partial = sorted(folder.parent.glob(f".{folder.name}.partial-*")) if folder.parent.is_dir() else []
     note = f" (an interrupted prepare left {partial[0].name} beside it: run it again)" if partial else ""
     if ".partial-" in folder.name:

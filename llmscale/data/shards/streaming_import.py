@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import DataError
 
 _PACKAGES = ("streaming", "streaming.base")
@@ -63,7 +64,7 @@ def _bare_packages() -> Iterator[None]:
             if spec is None or spec.submodule_search_locations is None:
                 raise DataError(
                     "mosaicml-streaming is not installed, and the data shards are its format. "
-                    "Install it with `pip install 'llmscale[train,data]'`."
+                    f"Install it with `{install_command('train,data')}`."
                 )
             sys.modules[name] = importlib.util.module_from_spec(spec)
             placed.append(name)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
 
+from llmscale.config.shipped import install_command
 from llmscale.data.storage.schemes import SCHEMES
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
@@ -83,7 +84,7 @@ def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataErr
     if scheme is not None and lacks_credentials(error):
         return DataError(f"{said} Credentials are missing, or may not do that. Give {scheme.credentials}.")
     if isinstance(error, ImportError):
-        return DataError(f"{said} Install what {url.partition('://')[0]}:// needs: pip install 'llmscale[remote]'.")
+        return DataError(f"{said} Install what {url.partition('://')[0]}:// needs: `{install_command('remote')}`.")
     return DataError(f"{said} {remedy}".rstrip())
 
 

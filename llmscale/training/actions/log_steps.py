@@ -43,7 +43,7 @@ class LogSteps(StepAction):
         window = live.recent.read(done.step, self._times(), [] if z_squared is None else [z_squared])
         newest = window.steps[-1]
         z_loss = live.run.resolved.loss.z_loss * window.extra[0] if window.extra else None
-        of_sources = self._sources.read(done) if self._sources else None
+        of_sources = self._sources.read(done) if self._sources and done.micro_batches else None
         self._interval = live.meter.read()
         if live.world.world_size > 1:
             self._probe.arm()

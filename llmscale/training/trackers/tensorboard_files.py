@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.training.trackers.tracker import Tracker, one_line
 
@@ -48,7 +49,7 @@ def start_tensorboard(run_folder: Path, *, first_step: int) -> TensorboardFiles:
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
-        raise ConfigError("--tensorboard needs tensorboardX: pip install 'llmscale[tensorboard]'.") from None
+        raise ConfigError(f"--tensorboard needs tensorboardX: `{install_command('tensorboard')}`.") from None
 
     def begin(step: int) -> SummaryWriter:
         # In the name, because two files of one second would be one.

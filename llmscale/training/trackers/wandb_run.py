@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.training.trackers.tracker import Tracker, one_line
 
@@ -39,7 +40,7 @@ def start_wandb(
     try:
         import wandb
     except ImportError:
-        raise ConfigError("--wandb needs the wandb package: pip install 'llmscale[train]'.") from None
+        raise ConfigError(f"--wandb needs the wandb package: `{install_command('train')}`.") from None
     try:
         run = wandb.init(
             project=project, name=name, dir=str(run_folder), config=dict(config), id=run_id, resume="allow"

@@ -25,7 +25,7 @@ def launch_here(tmp_path: Path, *words: str) -> tuple[int, str]:
 def test_two_hosts_train_as_one_does_with_hostile_arguments_and_stop_when_asked(make_lab: Callable[..., Lab]) -> None:
     lab = make_lab(2)
     lab.run = lab.folder / f"run {HOSTILE.replace('/', '.')}"
-    flags = ("--sample-prompt", HOSTILE, "--steps", "300", "--save-every", "0")
+    flags = ("--sample-prompt", HOSTILE, "--sample-every", "1000", "--steps", "300", "--save-every", "0")
     launch = lab.launch(
         lab.train_arguments(*flags), environment={"HF_HOSTILE": HOSTILE, "TORCH_EXTENSIONS_DIR": str(lab.folder)}
     )

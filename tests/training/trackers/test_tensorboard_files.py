@@ -61,7 +61,7 @@ def test_a_resumed_run_goes_on_with_the_same_curves(ranks: Callable, train_comma
 
 def test_a_missing_writer_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(ConfigError, match=r"--tensorboard needs tensorboardX: pip install 'llmscale\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"--tensorboard needs tensorboardX: `pip install -e .*\[tensorboard\]"):
         start_tensorboard(tmp_path, first_step=0)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llmscale
+from llmscale.config.shipped import install_command
 from llmscale.data.clean import exact
 from llmscale.data.clean.clean_manifest import Cleaned, version_of, write_manifest
 from llmscale.data.clean.clean_request import CleanJob
@@ -135,8 +136,8 @@ def _connected(cluster: Cluster, out: Path) -> Iterator[OnRay | OnSlurm]:
             executor = OnSlurm(settings, cluster.at_once, out)
     except ImportError as error:
         raise DataError(
-            f"--executor {cluster.executor} needs datatrove's executors, and {error.name} is not installed: pip "
-            "install 'llmscale[data,clean,clean-cluster]'."
+            f"--executor {cluster.executor} needs datatrove's executors, and {error.name} is not installed: "
+            f"`{install_command('data,clean,clean-cluster')}`."
         ) from None
     try:
         yield executor

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from llmscale.config.shipped import install_command
 from llmscale.data.prepare.sources.source import (
     Document,
     Place,
@@ -22,11 +25,20 @@ from llmscale.data.prepare.sources.source import (
 )
 from llmscale.data.storage.faults import may_pass
 from llmscale.errors import DataError
+from llmscale.untrusted.hub import check_data_set, is_offline
 from llmscale.untrusted.terminal import print_visible
 
 HF_PREFIX = "hf:"
 #: Pauses between tries in which no record came; any record begins them anew.
 RETRY_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
+
+
+def check_data_sets(specs: Iterable[str]) -> None:
+    """Ask the Hub for each `hf:` set among the inputs, before anything is written. Raises DataError."""
+    for spec in specs:
+        name = spec.removeprefix(HF_PREFIX).partition(":")[0]
+        if spec.startswith(HF_PREFIX) and not os.path.isdir(name):
+            check_data_set(name, f"--input {spec}", DataError)
 
 
 class HuggingFaceSource(Source):
@@ -50,11 +62,11 @@ class HuggingFaceSource(Source):
             except DataError:
                 raise
             except ImportError:
-                raise DataError("hf: needs the `datasets` library: pip install 'llmscale[data]'.") from None
+                raise DataError(f"hf: needs the `datasets` library: `{install_command('data')}`.") from None
             except Exception as error:  # the hub client raises many kinds: network, missing names, scripts, ...
                 summary = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 where = f"Cannot read {self.name}, split {self._split}"
-                if not may_pass(error) or num_failures == len(RETRY_PAUSES_S):
+                if is_offline() or not may_pass(error) or num_failures == len(RETRY_PAUSES_S):
                     raise DataError(f"{where}: {summary}") from error
                 pause_s = RETRY_PAUSES_S[num_failures]
                 num_failures += 1
@@ -69,6 +81,8 @@ class HuggingFaceSource(Source):
     def _open(self, done: int) -> Iterator[dict[str, object]]:
         from datasets import load_dataset
 
+        # Its own retries are not ours, and print a page each.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         dataset, _, config = self.name.removeprefix(HF_PREFIX).partition(":")
         # Older versions of the library run a script that comes with the data set.
         records = load_dataset(dataset, config or None, split=self._split, streaming=True, trust_remote_code=False)

@@ -22,6 +22,7 @@ from llmscale.data.prepare.sources.stdin import STDIN, StandardInput
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.storage.schemes import check_not_forgotten, is_url
 from llmscale.errors import DataError, did_you_mean
+from llmscale.untrusted.hub import forgotten_prefix
 from llmscale.untrusted.paths import check_regular
 
 STDLIB = "python-stdlib"
@@ -178,7 +179,8 @@ def _check_file(path: Path, spec: str) -> None:
     try:
         check_regular(path, follow_links=True)
     except (FileNotFoundError, NotADirectoryError):
-        raise DataError(f"--input {spec} does not exist.{did_you_mean(spec, [STDLIB])} Legal: {_LEGAL}.") from None
+        hint = forgotten_prefix(spec) or did_you_mean(spec, [STDLIB])
+        raise DataError(f"--input {spec} does not exist.{hint} Legal: {_LEGAL}.") from None
     except OSError as error:
         raise DataError(f"--input {spec} cannot be read: {error.strerror}.") from None
     _refuse_shards([path], spec)
