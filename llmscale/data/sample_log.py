@@ -1,9 +1,9 @@
 """`--record-samples`: which samples were really consumed, per step, surviving any crash. NumPy only.
 
 Every start of a run is a session, and every rank of a session appends to a file of its own,
-`samples/session-0002/rank-00003.bin`: one record per step, written when the step is done. A session that starts at
-step s supersedes the records of steps >= s of the sessions before it: that history was abandoned. Four bytes per
-sample.
+`samples/session-0002/rank-00003.bin`: one record per step, written when the step is done. `session.json` beside it has
+the session's history, as a checkpoint has (checkpoint/history.py); the branches of the last one lead to the steps that
+count. Within a history a session that starts at step s supersedes earlier records of steps >= s. Four bytes per sample.
 
 A disk that fills does not end training, so a record may be incomplete, and says so: its head names the first step that
 is not in it from the moment when writing fails. That needs no room on the disk.
@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,8 @@ from numpy.typing import NDArray
 from llmscale.data.order.hash64 import mix64
 from llmscale.errors import ConfigError, DataError
 from llmscale.files.append import AppendFile
+from llmscale.files.whole import write_durably
+from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_regular
 
 FOLDER = "samples"
@@ -41,6 +44,7 @@ _MISSING_AT = _OLD_FILE_HEAD.size
 _RECORD_HEAD = struct.Struct("<qII")
 _NONE_MISSING = -1
 _SESSION = re.compile(r"session-(\d+)$")
+_SESSION_FILE = "session.json"
 
 
 def ids_checksum(sample_ids: NDArray[np.int64]) -> int:
@@ -53,8 +57,21 @@ def ids_checksum(sample_ids: NDArray[np.int64]) -> int:
 
 
 def next_session(run_folder: Path) -> int:
-    """The number for a session that starts now. One rank asks and tells the others."""
+    """Return the number for a session that starts now. One rank asks and tells the others."""
     return max(_sessions(run_folder), default=-1) + 1
+
+
+def begin_session(run_folder: Path, start_step: int, history: Mapping[str, object], *, records: bool) -> int:
+    """Write which history a session continues (`history`: its number and branches), and whether it `records`. Returns
+    the session's number. Raises ConfigError."""
+    number = next_session(run_folder)
+    folder = run_folder / FOLDER / f"session-{number:04d}"
+    try:
+        folder.mkdir(parents=True)
+        write_durably(folder / _SESSION_FILE, json.dumps({**history, "start_step": start_step, "records": records}))
+    except OSError as error:
+        raise _cannot_begin(folder, error) from None
+    return number
 
 
 class SampleRecorder:
@@ -85,10 +102,7 @@ class SampleRecorder:
         except FileExistsError:
             raise DataError(f"{path} exists: every start of a run needs its own session number.") from None
         except OSError as error:
-            raise ConfigError(
-                f"--record-samples: {path} cannot be written: {error.strerror or error}. Free some space, or start "
-                "without the flag."
-            ) from None
+            raise _cannot_begin(path, error) from None
 
         def check_place() -> None:
             check()
@@ -127,21 +141,28 @@ class SampleRecorder:
             self._missing = missing
 
 
+def _cannot_begin(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--record-samples: {path} cannot be written: {error.strerror or error}. Free some space, or start without the "
+        "flag."
+    )
+
+
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of the samples of a run."""
+    """The recorded samples of a run."""
 
     steps: dict[int, NDArray[np.int64]]
-    """The surviving history: sorted ids of the global batch of each step, steps ascending."""
+    """The current history: sorted ids of the global batch of each step, steps ascending."""
     gaps: tuple[str, ...]
     """Steps after the first that are in no record, in words."""
 
 
 def load_recorded(run_folder: Path) -> dict[int, NDArray[np.int64]]:
-    """The surviving history without gaps: sorted ids of the global batch of each step, steps ascending.
+    """Return the current history without gaps: sorted ids of the global batch of each step, steps ascending.
 
     A step that not every rank of a session has recorded at its end was never finished and is left out; a torn record
-    at a file's end likewise. Raises DataError for files that are no records, and for a history with gaps.
+    at a file's end likewise. Raises DataError for malformed files, and for a history with gaps.
     """
     recorded = read_recorded(run_folder)
     if recorded.gaps:
@@ -153,24 +174,20 @@ def load_recorded(run_folder: Path) -> dict[int, NDArray[np.int64]]:
 
 
 def read_recorded(run_folder: Path) -> Recorded:
-    """All that was recorded, and what is missing. Raises DataError for files that are no records."""
+    """Return all recorded steps of the current history, and the missing ones. Raises DataError for malformed files."""
     sessions = [session for _, folder in sorted(_sessions(run_folder).items()) if (session := _load_session(folder))]
-    begin = min((session.start_step for session in sessions), default=0)
-    history: dict[int, NDArray[np.int64]] = {}
-    unknown_from: int | None = None
+    if not sessions:
+        return Recorded({}, ())
+    by_history: dict[int, _History] = {}
     for session in sessions:
-        start = session.start_step
-        history = {step: ids for step, ids in history.items() if step < start}
-        history.update(session.steps)
-        if unknown_from is not None and unknown_from >= start:
-            unknown_from = None
-        # What this session does not know begins here; what the sessions after it know, they have recorded.
-        if session.first_missing is not None and session.first_missing not in history:
-            unknown_from = session.first_missing if unknown_from is None else min(unknown_from, session.first_missing)
-    gaps = [_words(first, last) for first, last in _holes([begin - 1, *history])]
-    if unknown_from is not None and unknown_from > max(history, default=begin - 1):
-        gaps.append(f"step {unknown_from} and what came after it")
-    return Recorded(dict(sorted(history.items())), tuple(gaps))
+        by_history.setdefault(session.history, _History()).add(session)
+    whole = _History()
+    for number, left_at in (*sessions[-1].branches, (sessions[-1].history, None)):
+        whole.extend(by_history.pop(number, _History()), left_at)
+    gaps = [_words(first, last) for first, last in _holes([whole.begin - 1, *whole.steps])]
+    if whole.unknown_from is not None and whole.unknown_from > max(whole.steps, default=whole.begin - 1):
+        gaps.append(f"step {whole.unknown_from} and what came after it")
+    return Recorded(dict(sorted(whole.steps.items())), tuple(gaps))
 
 
 def _holes(steps: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -196,10 +213,47 @@ class _Session:
     """Those that all ranks finished."""
     first_missing: int | None
     """The first step that some rank could not write down."""
+    history: int = 1
+    branches: tuple[tuple[int, int], ...] = ()
+    """(history, steps done) where each history that leads to this one was left."""
+
+
+@dataclass
+class _History:
+    """The records of one history, or of several that lead to one another."""
+
+    steps: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+    unknown_from: int | None = None
+    """First step that a session did and no session recorded."""
+    begin: int = 1 << 62
+    """First step of the earliest session."""
+
+    def add(self, session: _Session) -> None:
+        """Continue with a later session of the same history."""
+        missing = session.first_missing
+        later = _History(session.steps, None if missing in session.steps else missing, session.start_step)
+        self.cut(session.start_step)
+        self.extend(later, None)
+
+    def extend(self, later: _History, left_at: int | None) -> None:
+        """Continue with later records, up to `left_at` steps done."""
+        self.steps.update(later.steps)
+        self.begin = min(self.begin, later.begin)
+        unknown = [step for step in (self.unknown_from, later.unknown_from) if step is not None]
+        self.unknown_from = min(unknown, default=None)
+        if left_at is not None:
+            self.cut(left_at)
+
+    def cut(self, end: int) -> None:
+        """Remove the steps from `end` on."""
+        self.steps = {step: ids for step, ids in self.steps.items() if step < end}
+        if self.unknown_from is not None and self.unknown_from >= end:
+            self.unknown_from = None
 
 
 def _load_session(folder: Path) -> _Session | None:
-    """None when it was killed before it had begun."""
+    """Return a session; None when it was killed before it began."""
+    session = _read_session(folder)
     parts: dict[int, list[NDArray[np.int64]]] = {}
     heads, missing = set(), []
     for path in sorted(folder.glob("rank-*.bin")):
@@ -219,13 +273,30 @@ def _load_session(folder: Path) -> _Session | None:
         for step, ids in _records(contents, head.size):
             parts.setdefault(step, []).append(ids)
     if not heads:
-        return None
+        return session
     if len(heads) != 1:
         raise DataError(f"{folder}: the ranks disagree on start and world size: {sorted(heads)}.")
     start_step, world_size = heads.pop()
     finished = sorted(step for step, ids in parts.items() if len(ids) == world_size)
     steps = {step: np.sort(np.concatenate(parts[step])) for step in finished}
-    return _Session(start_step, steps, min(missing, default=None))
+    found = _Session(start_step, steps, min(missing, default=None))
+    return replace(found, history=session.history, branches=session.branches) if session else found
+
+
+def _read_session(folder: Path) -> _Session | None:
+    """Return a session without its records; None for one without a file about it, which is of history 1."""
+    try:
+        values = load_json(folder / _SESSION_FILE, Rules(DataError, follow_links=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    start, history, branches = (values.get(key) for key in ("start_step", "history", "branches"))
+    pairs = [pair if isinstance(pair, list) else [] for pair in branches] if isinstance(branches, list) else [[]]
+    if not all(type(number) is int and number >= 0 for pair in [[start, history], *pairs] for number in pair) or any(
+        len(pair) != 2 for pair in pairs
+    ):
+        raise DataError(f"{folder / _SESSION_FILE} is damaged: its start_step, history or branches are no numbers.")
+    branched = tuple((int(number), int(left)) for number, left in pairs)
+    return _Session(int(start), {}, None if values.get("records") else int(start), int(history), branched)  # type: ignore[call-overload]
 
 
 def _records(contents: bytes, offset: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
