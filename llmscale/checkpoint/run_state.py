@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from typing import cast
 
 from llmscale.checkpoint.manifest import is_count
 from llmscale.config.run_config import CHANGES_THAT_BREAK
@@ -99,9 +100,18 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
     refused: list[str] = []
     warnings: list[str] = []
     for key, breaks in CHANGES_THAT_BREAK.items():
-        if saved.get(key) == now.get(key):
+        before, after = saved.get(key), now.get(key)
+        if key == "order":
+            before, after = _of_common_sets(before, after), _of_common_sets(after, before)
+        if before == after:
             continue
-        change = f"{key} was {_short(saved.get(key), now.get(key))} and is {_short(now.get(key), saved.get(key))}"
+        sets = saved.get("sets"), now.get("sets")
+        if key == "data" and isinstance(sets[0], Mapping) and isinstance(sets[1], Mapping):
+            was, is_now = _show_sets(*sets), _show_sets(*reversed(sets))
+            is_now += ", prepared again since" if was == is_now else ""
+        else:
+            was, is_now = _short(before, after), _short(after, before)
+        change = f"{key} was {was} and is {is_now}"
         (warnings if key in allowed else refused).append(f"{change} ({breaks})")
         if key not in allowed:
             refused[-1] += f"; accept it with --allow-changed {key}"
@@ -110,8 +120,32 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
     return warnings
 
 
+def _of_common_sets(order: object, other: object) -> object:
+    """Return the part of an order that `data` does not decide: the sets that both mixes have; nothing of a mix beside a
+    single set."""
+    own, others = (one.get("sets") if isinstance(one, Mapping) else None for one in (order, other))
+    if isinstance(own, Mapping) and isinstance(others, Mapping):
+        return {**cast("Mapping", order), "sets": {name: value for name, value in own.items() if name in others}}
+    return order if own is None and others is None else None
+
+
+def _show_sets(sets: object, others: object) -> str:
+    """Return the sets whose content is another in `others`, by name and place."""
+    own, other = ({name: entry if isinstance(entry, Mapping) else {} for name, entry in cast("Mapping", of).items()}
+                  for of in (sets, others))  # fmt: skip
+    differ = [name for name in own if own[name].get("fingerprint") != other.get(name, {}).get("fingerprint")]
+    if differ:
+        return ", ".join(f"{f'{name} in ' if name else ''}{own[name].get('data')}" for name in differ)
+    left_out = [name for name in other if name not in own]
+    return f"without {', '.join(left_out)}" if left_out else f"in the order {', '.join(own)}"
+
+
 def _short(value: object, other: object) -> str:
-    """A value for a message; of two mappings only the entries that differ."""
+    """Return a value for a message; of two mappings only the entries that differ, at any depth."""
+    return repr(_difference(value, other))
+
+
+def _difference(value: object, other: object) -> object:
     if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return str({key: value[key] for key in value if value[key] != other.get(key)})
-    return repr(value)
+        return {key: _difference(value[key], other.get(key)) for key in value if value[key] != other.get(key)}
+    return value

@@ -8,7 +8,7 @@ from llmscale.checkpoint.history import find_checkpoints
 from llmscale.config.run_config import RunConfig
 
 #: Each takes one value.
-_BEGINNINGS = ("--resume", "--init-from")
+_BEGINNINGS = ("--resume", "--init-from", "--skip-steps")
 
 
 def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
@@ -25,8 +25,9 @@ def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
         else:
             kept.append(word)
     kept += ["--resume", "auto"]
-    # Said by a run file, perhaps.
-    return kept if config.init_from is None else [*kept, "--init-from", "null"]
+    # A run file may give them.
+    kept += [] if config.init_from is None else ["--init-from", "null"]
+    return [*kept, "--skip-steps", "[]"] if config.skip_steps else kept
 
 
 def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
@@ -38,5 +39,5 @@ def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
 
 
 def begins_somewhere(config: RunConfig) -> bool:
-    """Whether the run does more than go on where its folder ends."""
-    return config.resume != "auto" or config.init_from is not None
+    """Return whether the run does more than continue where its folder ends."""
+    return config.resume != "auto" or config.init_from is not None or bool(config.skip_steps)
