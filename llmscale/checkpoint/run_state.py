@@ -101,16 +101,14 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
     warnings: list[str] = []
     for key, breaks in CHANGES_THAT_BREAK.items():
         before, after = saved.get(key), now.get(key)
-        if key == "order":
-            before, after = _of_common_sets(before, after), _of_common_sets(after, before)
-        if before == after:
+        # The order of a mix follows from its sets.
+        is_mix = any(isinstance(order, Mapping) and "sets" in order for order in (before, after))
+        if before == after or (key == "order" and is_mix and saved.get("data") != now.get("data")):
             continue
-        sets = saved.get("sets"), now.get("sets")
-        if key == "data" and isinstance(sets[0], Mapping) and isinstance(sets[1], Mapping):
-            was, is_now = _show_sets(*sets), _show_sets(*reversed(sets))
+        was, is_now = repr(_difference(before, after)), repr(_difference(after, before))
+        if key == "data" and isinstance(saved.get("sets"), Mapping):
+            was, is_now = _show_sets(saved, now), _show_sets(now, saved)
             is_now += ", prepared again since" if was == is_now else ""
-        else:
-            was, is_now = _short(before, after), _short(after, before)
         change = f"{key} was {was} and is {is_now}"
         (warnings if key in allowed else refused).append(f"{change} ({breaks})")
         if key not in allowed:
@@ -120,32 +118,19 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
     return warnings
 
 
-def _of_common_sets(order: object, other: object) -> object:
-    """Return the part of an order that `data` does not decide: the sets that both mixes have; nothing of a mix beside a
-    single set."""
-    own, others = (one.get("sets") if isinstance(one, Mapping) else None for one in (order, other))
-    if isinstance(own, Mapping) and isinstance(others, Mapping):
-        return {**cast("Mapping", order), "sets": {name: value for name, value in own.items() if name in others}}
-    return order if own is None and others is None else None
-
-
-def _show_sets(sets: object, others: object) -> str:
-    """Return the sets whose content is another in `others`, by name and place."""
-    own, other = ({name: entry if isinstance(entry, Mapping) else {} for name, entry in cast("Mapping", of).items()}
-                  for of in (sets, others))  # fmt: skip
-    differ = [name for name in own if own[name].get("fingerprint") != other.get(name, {}).get("fingerprint")]
+def _show_sets(identity: Mapping[str, object], other: Mapping[str, object]) -> str:
+    """Return the sets of one identity whose content is another in the other one, by name and place."""
+    tables = (cast("Mapping[str, object]", one["sets"]) for one in (identity, other))
+    own, others = ({name: entry if isinstance(entry, Mapping) else {} for name, entry in of.items()} for of in tables)
+    differ = [name for name in own if own[name].get("fingerprint") != others.get(name, {}).get("fingerprint")]
     if differ:
         return ", ".join(f"{f'{name} in ' if name else ''}{own[name].get('data')}" for name in differ)
-    left_out = [name for name in other if name not in own]
+    left_out = [name for name in others if name not in own]
     return f"without {', '.join(left_out)}" if left_out else f"in the order {', '.join(own)}"
 
 
-def _short(value: object, other: object) -> str:
-    """Return a value for a message; of two mappings only the entries that differ, at any depth."""
-    return repr(_difference(value, other))
-
-
 def _difference(value: object, other: object) -> object:
+    """Return a value for a message; of two mappings only the entries that differ, at any depth."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         return {key: _difference(value[key], other.get(key)) for key in value if value[key] != other.get(key)}
     return value

@@ -14,12 +14,13 @@ from __future__ import annotations
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -178,16 +179,26 @@ def read_recorded(run_folder: Path) -> Recorded:
     sessions = [session for _, folder in sorted(_sessions(run_folder).items()) if (session := _load_session(folder))]
     if not sessions:
         return Recorded({}, ())
-    by_history: dict[int, _History] = {}
+    # Numbers of histories only grow, so that the sessions are in the order of the steps that count.
+    end_of = {**dict(sessions[-1].branches), sessions[-1].history: math.inf}
+    sessions = [session for session in sessions if session.history in end_of]
+    begin = min(session.start_step for session in sessions)
+    history: dict[int, NDArray[np.int64]] = {}
+    unknown_from: int | None = None
     for session in sessions:
-        by_history.setdefault(session.history, _History()).add(session)
-    whole = _History()
-    for number, left_at in (*sessions[-1].branches, (sessions[-1].history, None)):
-        whole.extend(by_history.pop(number, _History()), left_at)
-    gaps = [_words(first, last) for first, last in _holes([whole.begin - 1, *whole.steps])]
-    if whole.unknown_from is not None and whole.unknown_from > max(whole.steps, default=whole.begin - 1):
-        gaps.append(f"step {whole.unknown_from} and what came after it")
-    return Recorded(dict(sorted(whole.steps.items())), tuple(gaps))
+        start, end = session.start_step, end_of[session.history]
+        history = {step: ids for step, ids in history.items() if step < start}
+        history.update({step: ids for step, ids in session.steps.items() if step < end})
+        if unknown_from is not None and unknown_from >= start:
+            unknown_from = None
+        # What this session does not know begins here; what the sessions after it know, they have recorded.
+        missing = session.first_missing
+        if missing is not None and missing < end and missing not in history:
+            unknown_from = missing if unknown_from is None else min(unknown_from, missing)
+    gaps = [_words(first, last) for first, last in _holes([begin - 1, *history])]
+    if unknown_from is not None and unknown_from > max(history, default=begin - 1):
+        gaps.append(f"step {unknown_from} and what came after it")
+    return Recorded(dict(sorted(history.items())), tuple(gaps))
 
 
 def _holes(steps: Iterable[int]) -> Iterator[tuple[int, int]]:
@@ -216,39 +227,6 @@ class _Session:
     history: int = 1
     branches: tuple[tuple[int, int], ...] = ()
     """(history, steps done) where each history that leads to this one was left."""
-
-
-@dataclass
-class _History:
-    """The records of one history, or of several that lead to one another."""
-
-    steps: dict[int, NDArray[np.int64]] = field(default_factory=dict)
-    unknown_from: int | None = None
-    """First step that a session did and no session recorded."""
-    begin: int = 1 << 62
-    """First step of the earliest session."""
-
-    def add(self, session: _Session) -> None:
-        """Continue with a later session of the same history."""
-        missing = session.first_missing
-        later = _History(session.steps, None if missing in session.steps else missing, session.start_step)
-        self.cut(session.start_step)
-        self.extend(later, None)
-
-    def extend(self, later: _History, left_at: int | None) -> None:
-        """Continue with later records, up to `left_at` steps done."""
-        self.steps.update(later.steps)
-        self.begin = min(self.begin, later.begin)
-        unknown = [step for step in (self.unknown_from, later.unknown_from) if step is not None]
-        self.unknown_from = min(unknown, default=None)
-        if left_at is not None:
-            self.cut(left_at)
-
-    def cut(self, end: int) -> None:
-        """Remove the steps from `end` on."""
-        self.steps = {step: ids for step, ids in self.steps.items() if step < end}
-        if self.unknown_from is not None and self.unknown_from >= end:
-            self.unknown_from = None
 
 
 def _load_session(folder: Path) -> _Session | None:

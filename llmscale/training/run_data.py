@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,22 +23,12 @@ from llmscale.training.skipped_steps import SKIPPED_KEY, Skip, as_plain_skips, p
 
 #: The key of a run's identity under which a checkpoint keeps the proportions of a mix as they were and will be.
 STAGES_KEY = "stages"
-#: The key for the batch sizes that the run had: [steps done, samples seen, batch size from there on].
 BATCHES_KEY = "batches"
+#: Batch sizes of a run, ascending: steps done, samples seen, and the size from there on.
+Batches = tuple[tuple[int, int, int], ...]
 _MIX_ALGORITHM = "mix-1"
 #: Of an order's identity, what a run's identity says under keys of its own.
 _ELSEWHERE = ("seed", "set_fingerprint", "num_samples")
-
-
-@dataclass(frozen=True)
-class Batches:
-    """Steps of one batch size."""
-
-    steps: int
-    """Steps done before the first of them."""
-    samples: int
-    """Samples seen before it."""
-    size: int
 
 
 @dataclass(frozen=True)
@@ -52,15 +42,14 @@ class SampleStream:
     mix: MixedOrder | None
     """Of several sets, what is left out included."""
     skips: tuple[Skip, ...]
-    batches: tuple[Batches, ...]
-    """Ascending; of a checkpoint from before they were recorded, those since."""
+    batches: Batches
 
     def samples_after(self, steps: int) -> int:
         """Return the samples that the run has seen after so many steps. Raises CheckpointError where no checkpoint
         recorded it."""
-        for batches in reversed(self.batches):
-            if batches.steps <= steps:
-                return batches.samples + (steps - batches.steps) * batches.size
+        for done, seen, size in reversed(self.batches):
+            if done <= steps:
+                return seen + (steps - done) * size
         raise CheckpointError(f"the checkpoint did not record the batch size of step {steps + 1}.")
 
     def drawn(self, num_samples: int) -> np.ndarray:
@@ -86,9 +75,9 @@ def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
     skips = place_skips(run.config.skip_steps, state, size)
     stages = _stages(run, state, ranges(skips)) if run.sets.recipe else ()
     step, seen = (state.step, state.samples_seen) if state else (0, 0)
-    batches = tuple(known for known in saved_batches(state) if known.steps < step) if state else ()
-    if not batches or batches[-1].size != size:
-        batches += (Batches(step, seen, size),)
+    batches = tuple(known for known in saved_batches(state) if known[0] < step) if state else ()
+    if not batches or batches[-1][-1] != size:
+        batches += ((step, seen, size),)
     stream = _compose(run.config, run.sets, state.saved_order if state else {}, stages, skips, batches)
     return replace(stream, identity=stream.identity | {RECORDED_SETS: _describe_sets(run, stream)})
 
@@ -125,7 +114,7 @@ def _compose(
     saved: Mapping[str, object],
     stages: tuple[PlacedStage, ...],
     skips: tuple[Skip, ...],
-    batches: tuple[Batches, ...],
+    batches: Batches,
 ) -> SampleStream:
     orders = [
         build_order(location, order_settings(config, _of_set(saved, name) if sets.recipe else saved))
@@ -140,7 +129,7 @@ def _compose(
             "order": {"algorithm": _MIX_ALGORITHM, "sets": by_set},
             STAGES_KEY: [[stage.begin, list(stage.shares)] for stage in mix.stages],
         }
-    identity[BATCHES_KEY] = [list(astuple(known)) for known in batches]
+    identity[BATCHES_KEY] = [list(known) for known in batches]
     if skips:
         identity[SKIPPED_KEY] = as_plain_skips(skips)
     order: StreamOrder = mix or orders[0]
@@ -179,7 +168,7 @@ def _stages(run: PreparedRun, state: RunState | None, skipped: Ranges) -> tuple[
     return place_stages(run.sets.recipe, total, size, saved=saved, seen=seen, skipped=skipped)
 
 
-def saved_batches(state: RunState) -> tuple[Batches, ...]:
+def saved_batches(state: RunState) -> Batches:
     """Return the batch sizes that a checkpoint recorded; none where it recorded none and they differed. Raises
     CheckpointError."""
     size = state.identity.get("global_batch_size")
@@ -189,7 +178,7 @@ def saved_batches(state: RunState) -> tuple[Batches, ...]:
     is_legal = all(len(row) == 3 and all(type(n) is int and 0 <= n <= MOST_POSITIONS for n in row) for row in rows)
     if not is_legal or not all(0 < row[2] <= MAX_BATCH for row in rows):
         raise CheckpointError(f"the checkpoint's state is damaged: {BATCHES_KEY} is {str(listed)[:80]!r}.")
-    return tuple(Batches(*row) for row in rows)
+    return tuple((steps, samples, size) for steps, samples, size in rows)
 
 
 def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedStage, ...]:
