@@ -22,13 +22,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.order.hash64 import mix64
 from llmscale.errors import ConfigError, DataError
-from llmscale.files.append import AppendFile
+from llmscale.files.append import AppendFile, warn_on_stderr
 from llmscale.files.whole import write_durably
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_regular
@@ -63,15 +64,18 @@ def next_session(run_folder: Path) -> int:
 
 
 def begin_session(run_folder: Path, start_step: int, history: Mapping[str, object], *, records: bool) -> int:
-    """Write which history a session continues (`history`: its number and branches), and whether it `records`. Returns
-    the session's number. Raises ConfigError."""
+    """Write which history a session continues (`history`: its number and branches), and whether it `records`: one that
+    does not is a gap in an earlier record. Returns the session's number. Raises ConfigError."""
     number = next_session(run_folder)
     folder = run_folder / FOLDER / f"session-{number:04d}"
-    try:
-        folder.mkdir(parents=True)
-        write_durably(folder / _SESSION_FILE, json.dumps({**history, "start_step": start_step, "records": records}))
-    except OSError as error:
-        raise _cannot_begin(folder, error) from None
+    if records or folder.parent.is_dir():
+        try:
+            folder.mkdir(parents=True)
+            write_durably(folder / _SESSION_FILE, json.dumps({**history, "start_step": start_step, "records": records}))
+        except OSError as error:
+            if records:
+                raise _cannot_begin(folder, error) from None
+            warn_on_stderr(f"WARNING: {_cannot_begin(folder, error)}")
     return number
 
 
@@ -267,14 +271,12 @@ def _read_session(folder: Path) -> _Session | None:
         values = load_json(folder / _SESSION_FILE, Rules(DataError, follow_links=False))
     except (FileNotFoundError, NotADirectoryError):
         return None
-    start, history, branches = (values.get(key) for key in ("start_step", "history", "branches"))
-    pairs = [pair if isinstance(pair, list) else [] for pair in branches] if isinstance(branches, list) else [[]]
-    if not all(type(number) is int and number >= 0 for pair in [[start, history], *pairs] for number in pair) or any(
-        len(pair) != 2 for pair in pairs
-    ):
-        raise DataError(f"{folder / _SESSION_FILE} is damaged: its start_step, history or branches are no numbers.")
-    branched = tuple((int(number), int(left)) for number, left in pairs)
-    return _Session(int(start), {}, None if values.get("records") else int(start), int(history), branched)  # type: ignore[call-overload]
+    try:
+        start, history = int(str(values["start_step"])), int(str(values["history"]))
+        branches = tuple((int(number), int(left)) for number, left in cast("list[list[int]]", values["branches"]))
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"{folder / _SESSION_FILE} is damaged: start_step, history or branches are wrong.") from None
+    return _Session(start, {}, None if values.get("records") else start, history, branches)
 
 
 def _records(contents: bytes, offset: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

@@ -54,13 +54,7 @@ class Evaluation:
             "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
         }
         if self.losses:
-            by_set = {
-                one.name: {
-                    **_finite({"loss": one.loss, "bits_per_byte": one.bits_per_byte}),
-                    "num_samples": one.num_samples,
-                }
-                for one in self.losses
-            }
+            by_set = {one.name: _finite({"loss": one.loss, "bits_per_byte": one.bits_per_byte}) for one in self.losses}
             values["validation"] = {
                 **_finite(total_loss(self.losses)),
                 "num_samples": sum(loss.num_samples for loss in self.losses),

@@ -72,7 +72,7 @@ def test_only_the_steps_that_lead_to_the_last_session_count(tmp_path: Path) -> N
     assert list(load_recorded(tmp_path)) == [3, 4], "begun with another run's checkpoint"
 
 
-@pytest.mark.parametrize("text", ['{"start_step": 1}', '{"start_step": 1, "history": -1, "branches": []}', "[]",
+@pytest.mark.parametrize("text", ['{"start_step": 1}', '{"start_step": 1, "history": "a", "branches": []}', "[]",
                                   '{"start_step": 1, "history": 1, "branches": [[1]]}'])  # fmt: skip
 def test_a_session_that_says_nothing_legal_of_its_history_is_refused(tmp_path: Path, text: str) -> None:
     _session(tmp_path, 0, 1, 1)

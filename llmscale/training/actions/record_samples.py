@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from llmscale.data.sample_log import FOLDER, SampleRecorder, begin_session
+from llmscale.data.sample_log import SampleRecorder, begin_session
 from llmscale.engine.collectives import on_main_rank, together
-from llmscale.errors import ConfigError
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
-from llmscale.untrusted.terminal import print_visible
 
 
 class RecordSamples(StepAction):
@@ -20,27 +18,13 @@ class RecordSamples(StepAction):
 
     def begin(self, step: int) -> None:
         self.close()
-        number = on_main_rank(self._live.world.control, lambda: self._begin_session(step))
+        live, world = self._live, self._live.world
+        folder, history = live.run.config.run, live.history.as_dict()
+        # One session number for all ranks.
+        number = on_main_rank(world.control, lambda: begin_session(folder, step, history, records=self._records))
+        place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": step}
         if self._records:
-            self._recorder = self._open(number, step)
-
-    def _begin_session(self, step: int) -> int:
-        """Return one session number for all ranks."""
-        folder, history = self._live.run.config.run, self._live.history.as_dict()
-        if not self._records and not (folder / FOLDER).is_dir():
-            return 0
-        try:
-            return begin_session(folder, step, history, records=self._records)
-        except ConfigError as error:
-            if self._records:
-                raise
-            print_visible(f"WARNING: {error}")
-            return 0
-
-    def _open(self, number: int, first_step: int) -> SampleRecorder:
-        folder, world = self._live.run.config.run, self._live.world
-        place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": first_step}
-        return together(world.control, lambda: SampleRecorder(folder, **place, check=self._live.claim.check))
+            self._recorder = together(world.control, lambda: SampleRecorder(folder, **place, check=live.claim.check))
 
     def due(self, step: int) -> bool:
         return self._records
