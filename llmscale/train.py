@@ -32,10 +32,12 @@ from llmscale.errors import LlmscaleError, MachineError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
 from llmscale.terminal.announcer import Announcer
+from llmscale.training.changes import check_start
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
 from llmscale.training.run_inputs import PreparedRun, prepare_run, quiet_s
 from llmscale.untrusted.interpreter import protect_children
+from llmscale.untrusted.terminal import print_visible
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
@@ -63,8 +65,14 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             stop.before_early_end.append(announcer.clear)
             announcer.begin("checking the configuration and the data", after_s=quiet_s(config))
             run = prepare_run(config, world_size=here.world_size)
-            check_meeting_point(here, os.environ)
-            status = train(run, stop, heartbeat, began, announcer)
+            if finished := check_start(run):
+                announcer.end()
+                status = 0
+                if here.rank == 0:
+                    print_visible("\n".join(finished))
+            else:
+                check_meeting_point(here, os.environ)
+                status = train(run, stop, heartbeat, began, announcer)
     except OutOfMemory as error:
         # It may have happened on this rank alone, so each speaks for itself.
         say_error(str(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from typing import cast
 
 from llmscale.checkpoint.manifest import is_count
 from llmscale.config.run_config import CHANGES_THAT_BREAK
@@ -99,9 +100,16 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
     refused: list[str] = []
     warnings: list[str] = []
     for key, breaks in CHANGES_THAT_BREAK.items():
-        if saved.get(key) == now.get(key):
+        before, after = saved.get(key), now.get(key)
+        # The order of a mix follows from its sets.
+        is_mix = any(isinstance(order, Mapping) and "sets" in order for order in (before, after))
+        if before == after or (key == "order" and is_mix and saved.get("data") != now.get("data")):
             continue
-        change = f"{key} was {_short(saved.get(key), now.get(key))} and is {_short(now.get(key), saved.get(key))}"
+        was, is_now = repr(_difference(before, after)), repr(_difference(after, before))
+        if key == "data" and isinstance(saved.get("sets"), Mapping):
+            was, is_now = _show_sets(saved, now), _show_sets(now, saved)
+            is_now += ", prepared again since" if was == is_now else ""
+        change = f"{key} was {was} and is {is_now}"
         (warnings if key in allowed else refused).append(f"{change} ({breaks})")
         if key not in allowed:
             refused[-1] += f"; accept it with --allow-changed {key}"
@@ -110,8 +118,19 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
     return warnings
 
 
-def _short(value: object, other: object) -> str:
-    """A value for a message; of two mappings only the entries that differ."""
+def _show_sets(identity: Mapping[str, object], other: Mapping[str, object]) -> str:
+    """Return the sets of one identity whose content is another in the other one, by name and place."""
+    tables = (cast("Mapping[str, object]", one["sets"]) for one in (identity, other))
+    own, others = ({name: entry if isinstance(entry, Mapping) else {} for name, entry in of.items()} for of in tables)
+    differ = [name for name in own if own[name].get("fingerprint") != others.get(name, {}).get("fingerprint")]
+    if differ:
+        return ", ".join(f"{f'{name} in ' if name else ''}{own[name].get('data')}" for name in differ)
+    left_out = [name for name in others if name not in own]
+    return f"without {', '.join(left_out)}" if left_out else f"in the order {', '.join(own)}"
+
+
+def _difference(value: object, other: object) -> object:
+    """Return a value for a message; of two mappings only the entries that differ, at any depth."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return str({key: value[key] for key in value if value[key] != other.get(key)})
-    return repr(value)
+        return {key: _difference(value[key], other.get(key)) for key in value if value[key] != other.get(key)}
+    return value

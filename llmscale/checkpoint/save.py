@@ -31,11 +31,10 @@ from llmscale.checkpoint.manifest import (
 from llmscale.checkpoint.retention import free_name
 from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.errors import CheckpointError
+from llmscale.planning.disk_usage import SPARE_BYTES
 
 _T = TypeVar("_T")
 
-#: Space beyond the tensors that a save asks for: index, manifest, state, and the file system's own overhead.
-SPARE_BYTES = 64 * 2**20
 #: Tenths of a second that a network file system may take to show a new folder to another host.
 _VISIBLE_TRIES = 50
 

@@ -154,7 +154,7 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
             ("validation", name, show_value(value), count) for name, value in total_loss(evaluation.losses).items()
         ]
     if len(evaluation.losses) > 1:
-        rows += [(loss.name, "loss", f"{loss.loss:.4f}", f"{loss.num_samples:,}") for loss in evaluation.losses]
+        rows += [(loss.name, "loss", f"{loss.loss:.4f}", f"{loss.num_samples:,} of them") for loss in evaluation.losses]
     for task in evaluation.tasks:
         rows += _task_rows(task)
         if task.task == "hellaswag" and evaluation.published:

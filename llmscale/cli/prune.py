@@ -71,13 +71,13 @@ def _run(args: argparse.Namespace) -> int:
             f"{folder} is a folder of transformers and names no set to take the loss on. Name one with --data, or "
             "leave the losses out with --val-samples 0."
         )
-    sets = open_validation_sets(subject.sets) if subject.sets is not None and args.val_samples else []
+    sets = open_validation_sets(subject.sets, args.val_samples) if subject.sets is not None and args.val_samples else ()
     model = subject.load_model()
-    num_sequences = sum(min(len(one.shards), args.val_samples) for one in sets)
+    num_sequences = sum(one.num_samples for one in sets)
 
     def losses_now(label: str) -> dict[str, float]:
         with show_progress(label, num_sequences, count_words("sequences")) as scored:
-            return losses_on(model, sets, args.val_samples, args.batch_size, scored.add)
+            return losses_on(model, sets, args.batch_size, scored.add)
 
     before = losses_now("Taking the loss before")
     pruned = prune_linear_layers(model, for_gpu=for_gpu)

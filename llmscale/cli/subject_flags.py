@@ -47,7 +47,8 @@ def add_loss(parser: FlagParser) -> None:
         "--val-samples",
         type=flag_type.whole(0, limits.MAX_SAMPLES),
         default=256,
-        help="sequences that the loss is taken on, spread over the split; 0: no loss (default %(default)s)",
+        help="sequences that the loss is taken on, spread over the split, of a mix each set its part of the run; 0: no "
+        "loss (default %(default)s)",
     )
     parser.add_argument(
         "--batch-size",

@@ -29,9 +29,11 @@ from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.terminal.announcer import announced
+from llmscale.training.changes import check_start
 from llmscale.training.run_inputs import prepare_run, quiet_s
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
+from llmscale.untrusted.terminal import print_visible
 
 #: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.
 _OWN_FLAGS = ("--nproc-per-node", "--num-gpus")
@@ -58,7 +60,10 @@ def _run_ranks(words: Sequence[str]) -> int:
     check_is_only_copy(os.environ, "llmscale train")
     with announced("checking the configuration and the data", after_s=quiet_s(config)):
         num_ranks = _count_ranks(asked)
-        prepare_run(config, world_size=num_ranks)
+        finished = check_start(prepare_run(config, world_size=num_ranks))
+    if finished:
+        print_visible("\n".join(finished))
+        return 0
     for lock in remove_stale_locks():
         _show(f"removed {lock}, left behind by a build that was killed")
     port, _ = find_port(None)

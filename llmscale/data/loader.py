@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -28,21 +28,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.order.rank_sharding import RankLayout, shard_batch
-from llmscale.data.order.sample_order import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_CANONICAL_NODES,
-    MOST_CANONICAL_NODES,
-    SampleOrder,
-)
 from llmscale.data.order.stream_order import StreamOrder
-from llmscale.data.shards.dataset_source import SetLocation
 from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 
-#: A set of this size, 4 billion tokens of two bytes, is read in the order of one shuffle: every node holds all of it.
-WHOLE_SET_BYTES = 8 << 30
 #: Positions whose ids are found together: those of one small batch alone cost as much as those of thirty.
 _POSITIONS_AT_ONCE = 1024
 #: Windows that a worker sends together, in whole micro-batches: a message costs as much as reading thirty windows.
@@ -330,53 +320,3 @@ def _exit_with_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)
     os._exit(1)
-
-
-@dataclass(frozen=True)
-class OrderSettings:
-    """How the training split of a set is ordered."""
-
-    seed: int
-    """Of the sample order."""
-    shuffle: bool = True
-    """False: the order of the set, the same in every epoch."""
-    num_canonical_nodes: int | None = None
-    """Rows that go to nodes whole. Part of the order: leave it as it is when the nodes change."""
-    block_size: int | None = None
-    """Samples of a row that are shuffled together."""
-    saved_order: Mapping[str, object] | None = None
-    """The identity of the order that a run began with: its algorithm, and what the two settings above leave open."""
-    cache_limit_bytes: int | None = None
-    """Of a remote set's local cache; None is no limit."""
-
-
-def build_order(location: SetLocation, settings: OrderSettings) -> SampleOrder:
-    """The sample order of the training split, from the manifest alone. Raises DataError when the saved order is none of
-    ours."""
-    sizes = [shard.num_samples for shard in location.manifest.splits["train"].shards]
-    saved = settings.saved_order or {}
-    num_rows = settings.num_canonical_nodes or _saved_number(saved, "num_canonical_nodes", MOST_CANONICAL_NODES)
-    block_size = settings.block_size or _saved_number(saved, "block_size", 1 << 62)
-    is_old = saved.get("algorithm") == FeistelBlocksOrder.algorithm
-    if is_old or (not saved and _is_read_in_blocks(location, settings)):
-        num_rows = num_rows or DEFAULT_CANONICAL_NODES
-        block_size = block_size or DEFAULT_BLOCK_SIZE
-    kind = FeistelBlocksOrder if is_old else SampleOrder
-    return kind(
-        sizes, seed=settings.seed, shuffle=settings.shuffle, num_canonical_nodes=num_rows, block_size=block_size
-    )
-
-
-def _is_read_in_blocks(location: SetLocation, settings: OrderSettings) -> bool:
-    """Whether a new run should need few shards at a time: of a set too large for a node. Where neighbours are
-    strangers that costs no randomness; else only a set that has to be fetched is worth it."""
-    num_bytes = sum(shard.bytes for shard in location.manifest.splits["train"].shards)
-    limit_bytes = min(WHOLE_SET_BYTES, settings.cache_limit_bytes or WHOLE_SET_BYTES)
-    return num_bytes > limit_bytes and (location.manifest.is_shuffled or location.remote is not None)
-
-
-def _saved_number(saved: Mapping[str, object], name: str, most: int) -> int | None:
-    value = saved.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
-        return value
-    raise DataError(f"The saved order of samples has {name} {value!r}; it must be in 1..{most:,}, or none.")

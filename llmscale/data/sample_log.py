@@ -1,9 +1,9 @@
 """`--record-samples`: which samples were really consumed, per step, surviving any crash. NumPy only.
 
 Every start of a run is a session, and every rank of a session appends to a file of its own,
-`samples/session-0002/rank-00003.bin`: one record per step, written when the step is done. A session that starts at
-step s supersedes the records of steps >= s of the sessions before it: that history was abandoned. Four bytes per
-sample.
+`samples/session-0002/rank-00003.bin`: one record per step, written when the step is done. `session.json` beside it has
+the session's history, as a checkpoint has (checkpoint/history.py); the branches of the last one lead to the steps that
+count. Within a history a session that starts at step s supersedes earlier records of steps >= s. Four bytes per sample.
 
 A disk that fills does not end training, so a record may be incomplete, and says so: its head names the first step that
 is not in it from the moment when writing fails. That needs no room on the disk.
@@ -13,20 +13,25 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
+import math
 import os
 import re
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.order.hash64 import mix64
 from llmscale.errors import ConfigError, DataError
-from llmscale.files.append import AppendFile
+from llmscale.files.append import AppendFile, warn_on_stderr
+from llmscale.files.whole import write_durably
+from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_own, open_regular
 
 FOLDER = "samples"
@@ -41,6 +46,7 @@ _MISSING_AT = _OLD_FILE_HEAD.size
 _RECORD_HEAD = struct.Struct("<qII")
 _NONE_MISSING = -1
 _SESSION = re.compile(r"session-(\d+)$")
+_SESSION_FILE = "session.json"
 
 
 def ids_checksum(sample_ids: NDArray[np.int64]) -> int:
@@ -53,8 +59,24 @@ def ids_checksum(sample_ids: NDArray[np.int64]) -> int:
 
 
 def next_session(run_folder: Path) -> int:
-    """The number for a session that starts now. One rank asks and tells the others."""
+    """Return the number for a session that starts now. One rank asks and tells the others."""
     return max(_sessions(run_folder), default=-1) + 1
+
+
+def begin_session(run_folder: Path, start_step: int, history: Mapping[str, object], *, records: bool) -> int:
+    """Write which history a session continues (`history`: its number and branches), and whether it `records`: one that
+    does not is a gap in an earlier record. Returns the session's number. Raises ConfigError."""
+    number = next_session(run_folder)
+    folder = run_folder / FOLDER / f"session-{number:04d}"
+    if records or folder.parent.is_dir():
+        try:
+            folder.mkdir(parents=True)
+            write_durably(folder / _SESSION_FILE, json.dumps({**history, "start_step": start_step, "records": records}))
+        except OSError as error:
+            if records:
+                raise _cannot_begin(folder, error) from None
+            warn_on_stderr(f"WARNING: {_cannot_begin(folder, error)}")
+    return number
 
 
 class SampleRecorder:
@@ -85,10 +107,7 @@ class SampleRecorder:
         except FileExistsError:
             raise DataError(f"{path} exists: every start of a run needs its own session number.") from None
         except OSError as error:
-            raise ConfigError(
-                f"--record-samples: {path} cannot be written: {error.strerror or error}. Free some space, or start "
-                "without the flag."
-            ) from None
+            raise _cannot_begin(path, error) from None
 
         def check_place() -> None:
             check()
@@ -127,21 +146,28 @@ class SampleRecorder:
             self._missing = missing
 
 
+def _cannot_begin(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"--record-samples: {path} cannot be written: {error.strerror or error}. Free some space, or start without the "
+        "flag."
+    )
+
+
 @dataclass(frozen=True)
 class Recorded:
-    """What is known of the samples of a run."""
+    """The recorded samples of a run."""
 
     steps: dict[int, NDArray[np.int64]]
-    """The surviving history: sorted ids of the global batch of each step, steps ascending."""
+    """The current history: sorted ids of the global batch of each step, steps ascending."""
     gaps: tuple[str, ...]
     """Steps after the first that are in no record, in words."""
 
 
 def load_recorded(run_folder: Path) -> dict[int, NDArray[np.int64]]:
-    """The surviving history without gaps: sorted ids of the global batch of each step, steps ascending.
+    """Return the current history without gaps: sorted ids of the global batch of each step, steps ascending.
 
     A step that not every rank of a session has recorded at its end was never finished and is left out; a torn record
-    at a file's end likewise. Raises DataError for files that are no records, and for a history with gaps.
+    at a file's end likewise. Raises DataError for malformed files, and for a history with gaps.
     """
     recorded = read_recorded(run_folder)
     if recorded.gaps:
@@ -153,20 +179,26 @@ def load_recorded(run_folder: Path) -> dict[int, NDArray[np.int64]]:
 
 
 def read_recorded(run_folder: Path) -> Recorded:
-    """All that was recorded, and what is missing. Raises DataError for files that are no records."""
+    """Return all recorded steps of the current history, and the missing ones. Raises DataError for malformed files."""
     sessions = [session for _, folder in sorted(_sessions(run_folder).items()) if (session := _load_session(folder))]
-    begin = min((session.start_step for session in sessions), default=0)
+    if not sessions:
+        return Recorded({}, ())
+    # Numbers of histories only grow, so that the sessions are in the order of the steps that count.
+    end_of = {**dict(sessions[-1].branches), sessions[-1].history: math.inf}
+    sessions = [session for session in sessions if session.history in end_of]
+    begin = min(session.start_step for session in sessions)
     history: dict[int, NDArray[np.int64]] = {}
     unknown_from: int | None = None
     for session in sessions:
-        start = session.start_step
+        start, end = session.start_step, end_of[session.history]
         history = {step: ids for step, ids in history.items() if step < start}
-        history.update(session.steps)
+        history.update({step: ids for step, ids in session.steps.items() if step < end})
         if unknown_from is not None and unknown_from >= start:
             unknown_from = None
         # What this session does not know begins here; what the sessions after it know, they have recorded.
-        if session.first_missing is not None and session.first_missing not in history:
-            unknown_from = session.first_missing if unknown_from is None else min(unknown_from, session.first_missing)
+        missing = session.first_missing
+        if missing is not None and missing < end and missing not in history:
+            unknown_from = missing if unknown_from is None else min(unknown_from, missing)
     gaps = [_words(first, last) for first, last in _holes([begin - 1, *history])]
     if unknown_from is not None and unknown_from > max(history, default=begin - 1):
         gaps.append(f"step {unknown_from} and what came after it")
@@ -196,10 +228,14 @@ class _Session:
     """Those that all ranks finished."""
     first_missing: int | None
     """The first step that some rank could not write down."""
+    history: int = 1
+    branches: tuple[tuple[int, int], ...] = ()
+    """(history, steps done) where each history that leads to this one was left."""
 
 
 def _load_session(folder: Path) -> _Session | None:
-    """None when it was killed before it had begun."""
+    """Return a session; None when it was killed before it began."""
+    session = _read_session(folder)
     parts: dict[int, list[NDArray[np.int64]]] = {}
     heads, missing = set(), []
     for path in sorted(folder.glob("rank-*.bin")):
@@ -219,13 +255,28 @@ def _load_session(folder: Path) -> _Session | None:
         for step, ids in _records(contents, head.size):
             parts.setdefault(step, []).append(ids)
     if not heads:
-        return None
+        return session
     if len(heads) != 1:
         raise DataError(f"{folder}: the ranks disagree on start and world size: {sorted(heads)}.")
     start_step, world_size = heads.pop()
     finished = sorted(step for step, ids in parts.items() if len(ids) == world_size)
     steps = {step: np.sort(np.concatenate(parts[step])) for step in finished}
-    return _Session(start_step, steps, min(missing, default=None))
+    found = _Session(start_step, steps, min(missing, default=None))
+    return replace(found, history=session.history, branches=session.branches) if session else found
+
+
+def _read_session(folder: Path) -> _Session | None:
+    """Return a session without its records; None for one without a file about it, which is of history 1."""
+    try:
+        values = load_json(folder / _SESSION_FILE, Rules(DataError, follow_links=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        start, history = int(str(values["start_step"])), int(str(values["history"]))
+        branches = tuple((int(number), int(left)) for number, left in cast("list[list[int]]", values["branches"]))
+    except (KeyError, TypeError, ValueError):
+        raise DataError(f"{folder / _SESSION_FILE} is damaged: start_step, history or branches are wrong.") from None
+    return _Session(start, {}, None if values.get("records") else start, history, branches)
 
 
 def _records(contents: bytes, offset: int) -> Iterator[tuple[int, NDArray[np.int64]]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +13,44 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.order.rank_sharding import RankLayout
-from llmscale.data.shards.token_shards import WindowReader
+from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ValidationSplit:
+    """The part of a set that its loss is taken on."""
+
+    name: str
+    """The set's name in a mix; empty for a single set."""
+    shards: WindowReader
+    num_samples: int
+    """Sequences per validation."""
+    bytes_per_token: float
+    """UTF-8 bytes per token, over the whole split."""
+
+
+def open_validation(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
+    """Open the validation splits that exist. Each set of a mix has as large a part of `max_samples` as it has of the
+    run's samples, but at least one. Raises DataError."""
+    parts = sets.recipe.parts if sets.recipe else (Fraction(1),)
+    found = []
+    for name, location, part in zip(sets.names, sets.locations, parts, strict=True):
+        split = location.manifest.splits.get("val")
+        if split is not None and split.num_samples:
+            num_samples = min(max(1, round(part * max_samples)), split.num_samples)
+            shown = name if sets.recipe else ""
+            found.append(ValidationSplit(shown, TokenShards(location, "val"), num_samples, split.bytes_per_token))
+    return tuple(found)
+
+
+def describe_samples(splits: Sequence[ValidationSplit]) -> str:
+    """Return how many sequences of each set a validation takes, in words."""
+    total = sum(split.num_samples for split in splits)
+    by_set = ", ".join(f"{split.num_samples:,} of {split.name}" for split in splits if split.name)
+    return f"{total:,} sequences{f' ({by_set})' if by_set else ''}"
 
 
 class ValidationBatch(NamedTuple):

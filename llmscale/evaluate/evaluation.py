@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llmscale.data.validation import mean_bits_per_byte
+from llmscale.data.validation import ValidationSplit, mean_bits_per_byte
 from llmscale.evaluate.published_results import PublishedResult, comparable_results
 from llmscale.evaluate.subject import Subject
 from llmscale.evaluate.task_files import TaskFile
 from llmscale.evaluate.task_scores import TaskResult, encode_task
-from llmscale.evaluate.validation_loss import ValidationLoss, ValidationSet, open_validation_sets, validation_loss
+from llmscale.evaluate.validation_loss import ValidationLoss, open_validation_sets, validation_loss
 
 if TYPE_CHECKING:
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
@@ -84,14 +84,10 @@ def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
 
 
 def losses_on(
-    model: GPT,
-    sets: Sequence[ValidationSet],
-    max_samples: int,
-    batch_size: int,
-    progress: Callable[[int], object],
+    model: GPT, sets: Sequence[ValidationSplit], batch_size: int, progress: Callable[[int], object]
 ) -> dict[str, float]:
-    """The total over sets; empty for none. `progress` gets numbers of sequences. Raises DataError."""
-    losses = [validation_loss(model, one, max_samples, batch_size=batch_size, progress=progress) for one in sets]
+    """Return the total over sets; empty for none. `progress` gets numbers of sequences. Raises DataError."""
+    losses = [validation_loss(model, one, batch_size=batch_size, progress=progress) for one in sets]
     return total_loss(losses) if losses else {}
 
 
@@ -102,15 +98,15 @@ def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | 
 
     tokenizer, seq_len, batch_size = subject.tokenizer, subject.shape.seq_len, request.batch_size
     tasks = [encode_task(file, tokenizer, seq_len) for file in request.files]
-    sets = open_validation_sets(subject.sets) if subject.sets is not None and request.val_samples else []
+    wanted = request.val_samples
+    sets = open_validation_sets(subject.sets, wanted) if subject.sets is not None and wanted else ()
     model = subject.load_model()
     losses = [
         validation_loss(
             model,
             one,
-            request.val_samples,
             batch_size=batch_size,
-            progress=partial(progress, "validation", min(len(one.shards), request.val_samples)),
+            progress=partial(progress, "validation", one.num_samples),
         )
         for one in sets
     ]

@@ -51,7 +51,7 @@ def open_trained_checkpoint(
         raise CheckpointError(damage)
     state = parse_run_state(read_state(folder))
     config = build_run_config(dict(state.config))
-    sets = open_recorded_sets(config.data, config.data_cache, given)
+    sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     if sets.fingerprint != state.identity.get("data"):
         raise DataError(
             f"the data set in {config.data} is not the one that {folder} was trained on, so its tokenizer may differ. "

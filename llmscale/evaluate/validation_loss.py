@@ -9,20 +9,9 @@ import torch
 
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.order.rank_sharding import RankLayout
-from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.validation import bits_per_byte, validation_batches
+from llmscale.data.validation import ValidationSplit, bits_per_byte, open_validation, validation_batches
 from llmscale.errors import DataError
 from llmscale.model.gpt import GPT
-
-
-@dataclass(frozen=True)
-class ValidationSet:
-    """The validation split of one set."""
-
-    name: str
-    shards: TokenShards
-    bytes_per_token: float
-    """Of UTF-8, over the whole split."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +29,9 @@ class ValidationLoss:
         return bits_per_byte(self.loss, self.bytes_per_token)
 
 
-def open_validation_sets(sets: TrainingSets) -> list[ValidationSet]:
-    """Those that have a validation split. Raises DataError when none has."""
-    found = []
-    for name, location in zip(sets.names, sets.locations, strict=True):
-        split = location.manifest.splits.get("val")
-        if split is not None and split.num_samples:
-            found.append(ValidationSet(name, TokenShards(location, "val"), split.bytes_per_token))
+def open_validation_sets(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
+    """Open the splits as training does. Raises DataError when no set has one."""
+    found = open_validation(sets, max_samples)
     if not found:
         raise DataError(
             f"{sets.name} has no validation split. Name a set that has one with --data, or leave the loss out with "
@@ -56,13 +41,13 @@ def open_validation_sets(sets: TrainingSets) -> list[ValidationSet]:
 
 
 def validation_loss(
-    model: GPT, of: ValidationSet, max_samples: int, *, batch_size: int, progress: Callable[[int], object]
+    model: GPT, of: ValidationSplit, *, batch_size: int, progress: Callable[[int], object]
 ) -> ValidationLoss:
-    """Mean loss over `max_samples` sequences spread over the split, the ones that training takes. `progress` gets
-    numbers of sequences. Raises DataError."""
+    """Return the mean loss over the sequences that training takes too. `progress` gets numbers of sequences. Raises
+    DataError."""
     device, total, count = next(model.parameters()).device, 0.0, 0
     with torch.inference_mode():
-        for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, max_samples):
+        for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):
             tokens = batch.tokens.to(device)
             total += float(model(tokens[:, :-1], tokens[:, 1:])) * batch.weight
             count += batch.weight

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
+from llmscale.config.run_config import RunConfig
 
 #: Of a weight in 16 bits.
 _EXPORT_BYTES = 2
 #: MDS keeps an offset of four bytes per sample.
 _SAMPLE_OVERHEAD_BYTES = 4
+#: Space beyond the tensors that a save asks for: index, manifest, state, and the file system's own overhead.
+SPARE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,17 @@ def estimate_disk(
         data_bytes=round(tokens / shape.seq_len * sample_bytes),
         weights_bytes=_EXPORT_BYTES * shape.num_parameters,
     )
+
+
+def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
+    """Return the most checkpoints that the run folder holds at once: the kept ones, and the new one before the oldest
+    goes."""
+    last_only = not config.save_every and config.save_every_minutes is None
+    saves = 1 if last_only else total_steps
+    if config.save_every and config.save_every_minutes is None:
+        saves = math.ceil(total_steps / config.save_every)
+    most = min(saves, config.keep_last + 1)
+    if config.keep_every and config.save_every:
+        # Those kept for ever are the saved steps that keep_every divides; some of the newest may be among them.
+        most = min(saves, most + total_steps // math.lcm(config.keep_every, config.save_every))
+    return most

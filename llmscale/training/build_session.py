@@ -14,7 +14,11 @@ from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_config import RunConfig
-from llmscale.data.loader import Feed
+from llmscale.data.loader import Feed, FeedPlan
+from llmscale.data.mix.training_sets import MixedShards
+from llmscale.data.order.rank_sharding import RankLayout
+from llmscale.data.shards.token_shards import TokenShards, WindowReader
+from llmscale.data.validation import ValidationSplit, open_validation
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
@@ -45,14 +49,7 @@ from llmscale.training.rank_fingerprint import (
 from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.resume import ResumePoint, enter_history, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_data import (
-    SampleStream,
-    ValidationSplit,
-    build_stream,
-    open_feed,
-    open_validation,
-    run_identity,
-)
+from llmscale.training.run_data import SampleStream, build_stream, cache_limit_bytes, run_identity
 from llmscale.training.run_folder import CONFIG_NAME, save_run_description
 from llmscale.training.run_inputs import PreparedRun, as_plain
 from llmscale.training.session import Session
@@ -181,10 +178,30 @@ def choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], No
 def open_data(
     run: PreparedRun, world: World, stream: SampleStream, state: RunState | None
 ) -> tuple[Feed, tuple[ValidationSplit, ...]]:
-    """Training samples from where the run goes on, and the validation splits. Collective."""
+    """Return training samples from where the run continues, and the validation splits if they are used. Collective."""
     start_sample = state.samples_seen if state else 0
     feed = together(world.control, lambda: open_feed(run, world, stream, start_sample=start_sample))
-    return feed, together(world.control, lambda: open_validation(run, stream))
+    if not run.config.val_every:
+        return feed, ()
+    sets = run.sets.as_recorded(stream.identity)
+    return feed, together(world.control, lambda: open_validation(sets, run.config.val_samples))
+
+
+def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sample: int) -> Feed:
+    """Return this rank's micro-batches from sample `start_sample` of the run on. Raises DataError when a shard has
+    changed."""
+    plan, limit_bytes = run.resolved.plan, cache_limit_bytes(run.config)
+    shards: WindowReader = MixedShards(run.sets.locations, "train", limit_bytes)
+    if run.sets.recipe is None:
+        shards = TokenShards(run.sets.first, "train", cache_limit_bytes=limit_bytes)
+    return Feed(
+        shards,
+        stream.order,
+        FeedPlan(RankLayout(world.rank, world.ranks_per_node), plan.micro_batch_size, plan.gradient_accumulation_steps),
+        start_sample=start_sample,
+        num_workers=run.config.num_workers,
+        pin_memory=is_gpu(),
+    )
 
 
 def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) -> Compilation:
@@ -207,7 +224,7 @@ def _decide_compilation(run: PreparedRun, world: World, state: RunState | None) 
 def _announce(live: LiveRun) -> None:
     """What is about to be trained, and what a continued run does differently."""
     run, report = live.run, live.report
-    describe_run(run, live.world, live.stream, report)
+    describe_run(live)
     report(estimate_line(live.estimate, device_memory_bytes()))
     if live.state:
         for line in (*change_lines(live.state, run, hyperparameters(run)), *finished_lines(live.state, run)):

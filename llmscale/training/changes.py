@@ -1,16 +1,29 @@
-"""What a continued run does differently from the one that was saved, and how to go on with a finished one."""
+"""What a continued run does differently from the one that was saved: what is refused, what is said, and how to continue
+a finished one. No torch."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import cast
 
-from llmscale.architecture.shape import SHAPE_KEYS
-from llmscale.checkpoint.run_state import RunState
+from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
+from llmscale.checkpoint.history import find_any_checkpoint
+from llmscale.checkpoint.locate import read_state
+from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest
+from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
+from llmscale.config.launcher_variables import is_restart
 from llmscale.config.resolve import resolve_schedule
 from llmscale.config.schedule import Schedule
-from llmscale.training.run_inputs import PreparedRun, as_plain
+from llmscale.errors import CheckpointError, ConfigError
+from llmscale.memory.format_bytes import format_size
+from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
+from llmscale.training.run_data import build_stream
+from llmscale.training.run_inputs import PreparedRun, as_plain, find_sources
+from llmscale.training.skipped_steps import check_skips
 
 #: Of the configuration: what decides how steps are made and follows from nothing else.
 _KEYS = (
@@ -26,8 +39,80 @@ _SCHEDULE = {
     "decay_steps": "decay_steps",
     "min_lr_frac": "min_lr_frac",
 }
+#: Of the shape: what leaves every weight its meaning.
+_FREE_KEYS = ("dropout", "activation", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
 #: Learning rates nearer to each other than this are one that goes on.
 _SMOOTH = 0.05
+
+
+def check_start(run: PreparedRun) -> list[str]:
+    """Refuse a start that cannot continue its checkpoint, or that has no room to save one. Returns how to continue a
+    run that has nothing left to do; nothing for a run that trains.
+
+    Raises CheckpointError, ConfigError, DataError.
+    """
+    config, state = run.config, None
+    found = _find_source(run)
+    if found is not None:
+        _check_model(run, *found)
+        state = found[1] if config.init_from is None else None
+    stream = build_stream(run, state)
+    if state is not None:
+        check_identity(state.identity, run.identity(stream.identity), config.allow_changed)
+    check_skips(config.skip_steps, state, run.resolved.total_steps, is_restart(os.environ))
+    if found is not None and state is not None and (lines := list(finished_lines(state, run))):
+        end = f"finished at step {state.step} of {run.resolved.total_steps}; run folder: {config.run}"
+        # The start passes over a damaged checkpoint, and takes the one before.
+        return [*lines, end] if find_damage(found[0]) is None else []
+    if find_any_checkpoint(config.run) is None:
+        _check_disk(run)
+    return []
+
+
+def _find_source(run: PreparedRun) -> tuple[Path, RunState] | None:
+    """Return the checkpoint that the run will begin with unless its content is damaged."""
+    for folder in find_sources(run.config):
+        try:
+            if is_whole(folder, load_manifest(folder)):
+                return folder, parse_run_state(read_state(folder))
+        except CheckpointError:
+            # It will be passed over or explained where checkpoints are verified.
+            continue
+    return None
+
+
+def _check_model(run: PreparedRun, folder: Path, state: RunState) -> None:
+    """Raise CheckpointError where the checkpoint's tensors are another model's or another optimizer's."""
+    config, shape = run.config, run.resolved.shape
+    saved = {key: value for key, value in state.hyperparameters.items() if key in SHAPE_KEYS and key not in _FREE_KEYS}
+    now = {key: getattr(shape, key) for key in saved}
+    vocab_size = state.config.get("vocab_size") or state.identity.get("vocab_size")
+    if type(vocab_size) is int and -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE != shape.padded_vocab_size:
+        saved["vocab_size"], now["vocab_size"] = vocab_size, shape.vocab_size
+    if config.init_from is None and state.optimizer_scalars and "optimizer" in state.hyperparameters:
+        saved["optimizer"], now["optimizer"] = state.hyperparameters["optimizer"], config.optimizer
+    differ = [f"{key} was {saved[key]} and is {now[key]}" for key in saved if saved[key] != now[key]]
+    if differ:
+        raise CheckpointError(
+            f"{folder} does not fit this run: {', '.join(differ)}. Give what it was, or name another "
+            f"{'checkpoint' if config.init_from else '--run folder'}."
+        )
+
+
+def _check_disk(run: PreparedRun) -> None:
+    """Raise ConfigError where the first checkpoints of a new run do not fit on its disk."""
+    config, resolved = run.config, run.resolved
+    place = next(folder for folder in (config.run, *config.run.absolute().parents) if folder.exists())
+    # Those that are kept for ever can be moved away in the course of a long run.
+    count = checkpoints_at_once(config.model_copy(update={"keep_every": 0}), resolved.total_steps)
+    one = resolved.optimizer.state_bytes(resolved.shape.architecture)
+    needed, free = count * one + SPARE_BYTES, shutil.disk_usage(place).free
+    if free < needed:
+        raise ConfigError(
+            f"--run {config.run}: {place} has {format_size(free)} free, and {format_size(needed)} are needed: {count} "
+            f"checkpoint{'s' * (count > 1)} of {format_size(one)} (--keep-last {config.keep_last}, and the next one) "
+            f"and {format_size(SPARE_BYTES)} to spare. Free some space, lower --keep-last, or name another --run."
+        )
 
 
 def hyperparameters(run: PreparedRun) -> dict[str, object]:

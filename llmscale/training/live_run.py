@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
 from llmscale.data.loader import Feed
+from llmscale.data.validation import ValidationSplit
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_data import SampleStream, ValidationSplit
+from llmscale.training.run_data import SampleStream
 from llmscale.training.run_inputs import PreparedRun
 from llmscale.training.spikes import SpikeRequests
 from llmscale.training.throughput import StepMeter

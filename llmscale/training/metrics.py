@@ -60,13 +60,15 @@ class MetricsLog:
         num_samples: int,
         loss_by_set: Mapping[str, float] | None = None,
         bits_per_byte: float | None = None,
+        samples: str = "",
     ) -> None:
-        """Record a validation: loss in nats per token over num_samples sequences, and of each set of a mix."""
+        """Record a validation: loss in nats per token over num_samples sequences, and of each set of a mix. `samples`
+        says how many each set has."""
         by_set = dict(loss_by_set or {})
         of_sets = {"loss_by_set": by_set} if by_set else {}
         values = {"loss": loss, **({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})}
         self._write({"kind": "validation", "step": step, **values, "num_samples": num_samples, **of_sets})
-        over = with_singulars(f"over {num_samples} sequences")
+        over = with_singulars(f"over {samples or f'{num_samples} sequences'}")
         print(
             f"step {step:>6}/{self._total_steps} | validation loss {loss:.4f} {over}"
             + "".join(f" | {name} {value:.4f}" for name, value in by_set.items()),

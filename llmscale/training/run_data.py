@@ -1,29 +1,31 @@
-"""A run's training and validation data on one rank."""
+"""Which samples a run sees, from its beginning to its end. No torch."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from llmscale.checkpoint.run_state import RunState
+from llmscale.config.limits import MAX_BATCH
 from llmscale.config.run_config import RunConfig
-from llmscale.data.loader import Feed, FeedPlan, OrderSettings, build_order
 from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
 from llmscale.data.mix.recipe import MAX_PERIOD
-from llmscale.data.mix.training_sets import MixedShards, TrainingSets
-from llmscale.data.order.rank_sharding import RankLayout
+from llmscale.data.mix.training_sets import RECORDED_SETS, TrainingSets
+from llmscale.data.order.build_order import OrderSettings, build_order
 from llmscale.data.order.sample_order import SampleOrder
-from llmscale.data.order.stream_order import MOST_POSITIONS, Ranges, SkippingOrder, StreamOrder
-from llmscale.data.shards.token_shards import TokenShards, WindowReader
-from llmscale.engine.process_group import World, is_gpu
+from llmscale.data.order.stream_order import MOST_POSITIONS, Ranges, SkippingOrder, StreamOrder, stream_positions
 from llmscale.errors import CheckpointError
 from llmscale.training.run_inputs import PreparedRun
 from llmscale.training.skipped_steps import SKIPPED_KEY, Skip, as_plain_skips, place_skips, ranges, saved_skips
 
 #: The key of a run's identity under which a checkpoint keeps the proportions of a mix as they were and will be.
 STAGES_KEY = "stages"
+BATCHES_KEY = "batches"
+#: Batch sizes of a run, ascending: steps done, samples seen, and the size from there on.
+Batches = tuple[tuple[int, int, int], ...]
 _MIX_ALGORITHM = "mix-1"
 #: Of an order's identity, what a run's identity says under keys of its own.
 _ELSEWHERE = ("seed", "set_fingerprint", "num_samples")
@@ -40,39 +42,67 @@ class SampleStream:
     mix: MixedOrder | None
     """Of several sets, what is left out included."""
     skips: tuple[Skip, ...]
+    batches: Batches
+
+    def samples_after(self, steps: int) -> int:
+        """Return the samples that the run has seen after so many steps. Raises CheckpointError where no checkpoint
+        recorded it."""
+        for done, seen, size in reversed(self.batches):
+            if done <= steps:
+                return seen + (steps - done) * size
+        raise CheckpointError(f"the checkpoint did not record the batch size of step {steps + 1}.")
+
+    def drawn(self, num_samples: int) -> np.ndarray:
+        """Return how many of the run's first samples each set of the mix has, [sets]."""
+        assert self.mix is not None
+        skipped = ranges(self.skips)
+        end = int(stream_positions(np.array([num_samples]), skipped)[0])
+        drawn = self.mix.drawn_before(end)
+        for first, behind in skipped:
+            if first < end:
+                drawn = drawn - self.mix.drawn_before(behind) + self.mix.drawn_before(first)
+        return drawn
 
     def set_of(self, sample_ids: np.ndarray) -> np.ndarray:
         """Index of each sample's set, [n]."""
         return np.zeros(len(sample_ids), np.int64) if self.mix is None else self.mix.set_of(sample_ids)
 
 
-@dataclass(frozen=True)
-class ValidationSplit:
-    """Of one set."""
-
-    name: str
-    """Empty where there is but one set."""
-    shards: WindowReader
-    num_samples: int
-    """Sequences per validation."""
-    bytes_per_token: float
-    """Of UTF-8, over the whole split."""
-
-
 def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
-    """The samples of a run that begins, or that goes on from a checkpoint. Raises CheckpointError, ConfigError,
+    """Return the samples of a new run, or of one that continues a checkpoint. Raises CheckpointError, ConfigError,
     DataError."""
-    skips = place_skips(run.config.skip_steps, state, run.resolved.plan.global_batch_size)
+    size = run.resolved.plan.global_batch_size
+    skips = place_skips(run.config.skip_steps, state, size)
     stages = _stages(run, state, ranges(skips)) if run.sets.recipe else ()
-    return _compose(run.config, run.sets, state.saved_order if state else {}, stages, skips)
+    step, seen = (state.step, state.samples_seen) if state else (0, 0)
+    batches = tuple(known for known in saved_batches(state) if known[0] < step) if state else ()
+    if not batches or batches[-1][-1] != size:
+        batches += ((step, seen, size),)
+    stream = _compose(run.config, run.sets, state.saved_order if state else {}, stages, skips, batches)
+    return replace(stream, identity=stream.identity | {RECORDED_SETS: _describe_sets(run, stream)})
+
+
+def _describe_sets(run: PreparedRun, stream: SampleStream) -> dict[str, dict[str, object]]:
+    """Return each set's place, content, and samples in the whole run, by its name; a single set's name is empty."""
+    total = stream.samples_after(run.resolved.total_steps)
+    drawn = [total] if stream.mix is None else stream.drawn(total).tolist()
+    names = run.sets.names if run.sets.recipe else ("",)
+    return {
+        name: {
+            "data": at.name if "://" in at.name else os.path.abspath(at.name),
+            "fingerprint": at.manifest.fingerprint,
+            "samples": samples,
+        }
+        for name, at, samples in zip(names, run.sets.locations, drawn, strict=True)
+    }
 
 
 def stream_of_checkpoint(config: RunConfig, sets: TrainingSets, state: RunState) -> SampleStream:
-    """The samples as a checkpoint says that its run saw and will see them. Raises CheckpointError, DataError."""
+    """Return the samples that a checkpoint's run saw and would see. Raises CheckpointError, DataError."""
     stages = saved_stages(state.identity, len(sets.names)) if sets.recipe else ()
     if sets.recipe and not stages:
         raise CheckpointError(f"the checkpoint's state is damaged: it has no {STAGES_KEY} of the sets of {sets.name}.")
-    stream = _compose(config, sets, state.saved_order, stages, saved_skips(state.identity))
+    stream = _compose(config, sets, state.saved_order, stages, saved_skips(state.identity), saved_batches(state))
     if stream.identity["order"] != state.identity.get("order"):
         raise CheckpointError("the checkpoint's order of samples is none that this version of llmscale knows.")
     return stream
@@ -84,6 +114,7 @@ def _compose(
     saved: Mapping[str, object],
     stages: tuple[PlacedStage, ...],
     skips: tuple[Skip, ...],
+    batches: Batches,
 ) -> SampleStream:
     orders = [
         build_order(location, order_settings(config, _of_set(saved, name) if sets.recipe else saved))
@@ -98,10 +129,11 @@ def _compose(
             "order": {"algorithm": _MIX_ALGORITHM, "sets": by_set},
             STAGES_KEY: [[stage.begin, list(stage.shares)] for stage in mix.stages],
         }
+    identity[BATCHES_KEY] = [list(known) for known in batches]
     if skips:
         identity[SKIPPED_KEY] = as_plain_skips(skips)
     order: StreamOrder = mix or orders[0]
-    return SampleStream(SkippingOrder(order, ranges(skips)) if skips else order, identity, mix, skips)
+    return SampleStream(SkippingOrder(order, ranges(skips)) if skips else order, identity, mix, skips, batches)
 
 
 def run_identity(run: PreparedRun, state: RunState) -> dict[str, object]:
@@ -121,51 +153,6 @@ def order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> Orde
     )
 
 
-def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sample: int) -> Feed:
-    """This rank's micro-batches from stream position `start_sample` on. Raises DataError when a shard is not as it
-    was."""
-    plan = run.resolved.plan
-    layout = RankLayout(world.rank, world.ranks_per_node)
-    return Feed(
-        _open_shards(run, "train"),
-        stream.order,
-        FeedPlan(layout, plan.micro_batch_size, plan.gradient_accumulation_steps),
-        start_sample=start_sample,
-        num_workers=run.config.num_workers,
-        pin_memory=is_gpu(),
-    )
-
-
-def open_validation(run: PreparedRun, stream: SampleStream) -> tuple[ValidationSplit, ...]:
-    """The validation splits; none when there are none, or they are never used. Each set of a mix has as large a part of
-    --val-samples as it has of the run's samples, one at least."""
-    if not run.config.val_every:
-        return ()
-    parts = [1.0] if stream.mix is None else list(parts_of_run(run, stream.mix))
-    found = []
-    for name, location, part in zip(run.sets.names, run.sets.locations, parts, strict=True):
-        split = location.manifest.splits.get("val")
-        if split is not None and split.num_samples:
-            wanted = max(1, round(part * run.config.val_samples))
-            shards = TokenShards(location, "val")
-            shown = name if run.sets.recipe else ""
-            found.append(ValidationSplit(shown, shards, min(wanted, split.num_samples), split.bytes_per_token))
-    return tuple(found)
-
-
-def parts_of_run(run: PreparedRun, mix: MixedOrder) -> np.ndarray:
-    """Of each set, which part of all samples of the run are its own, [sets]."""
-    total = run.resolved.total_steps * run.resolved.plan.global_batch_size
-    return mix.drawn_before(total) / total
-
-
-def _open_shards(run: PreparedRun, split: str) -> WindowReader:
-    limit_bytes = cache_limit_bytes(run.config)
-    if run.sets.recipe is None:
-        return TokenShards(run.sets.first, split, cache_limit_bytes=limit_bytes)
-    return MixedShards(run.sets.locations, split, limit_bytes)
-
-
 def cache_limit_bytes(config: RunConfig) -> int | None:
     """--cache-limit-gib."""
     limit = config.cache_limit_gib
@@ -179,6 +166,19 @@ def _stages(run: PreparedRun, state: RunState | None, skipped: Ranges) -> tuple[
     total = seen + max(0, run.resolved.total_steps - step) * size
     saved = saved_stages(state.identity, len(run.sets.names)) if state else ()
     return place_stages(run.sets.recipe, total, size, saved=saved, seen=seen, skipped=skipped)
+
+
+def saved_batches(state: RunState) -> Batches:
+    """Return the batch sizes that a checkpoint recorded; none where it recorded none and they differed. Raises
+    CheckpointError."""
+    size = state.identity.get("global_batch_size")
+    is_one_size = type(size) is int and 0 < size <= MAX_BATCH and state.samples_seen == state.step * size
+    listed = state.identity.get(BATCHES_KEY, [[0, 0, size]] if is_one_size else [])
+    rows = [row if isinstance(row, list) else [] for row in listed] if isinstance(listed, list) else [[]]
+    is_legal = all(len(row) == 3 and all(type(n) is int and 0 <= n <= MOST_POSITIONS for n in row) for row in rows)
+    if not is_legal or not all(0 < row[2] <= MAX_BATCH for row in rows):
+        raise CheckpointError(f"the checkpoint's state is damaged: {BATCHES_KEY} is {str(listed)[:80]!r}.")
+    return tuple((steps, samples, size) for steps, samples, size in rows)
 
 
 def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedStage, ...]:

@@ -115,7 +115,7 @@ def with_published_model(config: RunConfig) -> tuple[RunConfig, PublishedModel |
     if config.init_from is not None and is_published(config.init_from):
         model = read_published_model("--init-from", config.init_from)
         return with_published_shape(config, model), model
-    for folder in _checkpoints_with_the_shape(config):
+    for folder in find_sources(config):
         try:
             saved = parse_run_state(read_state(folder)).config
         except CheckpointError:
@@ -137,10 +137,11 @@ def _load_tasks(config: RunConfig) -> tuple[TaskFile, ...]:
     return load_task_files(config.eval_tasks)
 
 
-def _checkpoints_with_the_shape(config: RunConfig) -> list[Path]:
-    """Of the model that goes on, newest first; none of them verified."""
+def find_sources(config: RunConfig) -> list[Path]:
+    """Return the checkpoints that the run may begin with, newest first; none of them is verified. Raises
+    CheckpointError."""
     if config.init_from is not None:
-        return [find_checkpoint(Path(config.init_from))]
+        return [] if is_published(config.init_from) else [find_checkpoint(Path(config.init_from))]
     if config.resume == "auto":
         return list_checkpoints(config.run)
     return [] if config.resume == "none" else [find_checkpoint(Path(config.resume))]

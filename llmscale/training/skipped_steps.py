@@ -66,6 +66,25 @@ def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size
     return tuple(skips)
 
 
+def check_skips(wanted: Sequence[str], state: RunState | None, total_steps: int, is_restart: bool) -> None:
+    """Raise ConfigError for a range that leaves nothing out. A restart repeats the flags of the first start."""
+    known = {} if state is None or is_restart else dict.fromkeys(skip.steps for skip in saved_skips(state.identity))
+    for text in wanted:
+        first, behind = parse_skip(text)
+        name = f"{first}:{behind}"
+        if name in known:
+            raise ConfigError(
+                f"--skip-steps {name}: the run leaves these steps out already, and the flag would do nothing. Drop it; "
+                f"to leave out what those steps are now, name another range, such as {first}:{behind + 1}."
+            )
+        if first > total_steps:
+            raise ConfigError(
+                f"--skip-steps {name}: the run ends at step {total_steps}, and the flag would do nothing. Name steps "
+                "that the run has, or give more --steps."
+            )
+        known[name] = None
+
+
 def ranges(skips: Sequence[Skip]) -> Ranges:
     """Of stream positions, ascending and apart."""
     return join_ranges((skip.begin, skip.end) for skip in skips)

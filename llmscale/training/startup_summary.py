@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 from llmscale.config.choices import (
@@ -14,14 +14,16 @@ from llmscale.config.choices import (
     steps_words,
 )
 from llmscale.config.hf_model import is_published
+from llmscale.data.validation import describe_samples
 from llmscale.engine.device_settings import describe_settings
-from llmscale.engine.process_group import World
+from llmscale.training.live_run import LiveRun
 from llmscale.training.run_data import SampleStream
 from llmscale.training.run_inputs import PreparedRun
 
 
-def describe_run(run: PreparedRun, world: World, stream: SampleStream, report: Callable[[str], None]) -> None:
-    """What is about to be trained, before step 1, with what was decided and not asked for."""
+def describe_run(live: LiveRun) -> None:
+    """Print what is about to be trained, before step 1, with every choice that was not asked for."""
+    run, world, stream, report = live.run, live.world, live.stream, live.report
     config, resolved, manifest = run.config, run.resolved, run.sets.manifest
     num_samples = run.sets.num_train_samples
     shape, plan, ds_config = resolved.shape, resolved.plan, resolved.ds_config
@@ -52,7 +54,7 @@ def describe_run(run: PreparedRun, world: World, stream: SampleStream, report: C
         report(f"WARNING: {high_rate}")
     report(
         f"data: {run.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
-        f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(run)}"
+        f"{num_samples / plan.global_batch_size:,.1f} steps per epoch; {_validation(live)}"
     )
     if run.tasks:
         tasks = ", ".join(f"{task.name} ({len(task.items):,} items)" for task in run.tasks)
@@ -60,19 +62,18 @@ def describe_run(run: PreparedRun, world: World, stream: SampleStream, report: C
     for line in (*mix_lines(run, stream), *skip_lines(stream)):
         report(f"      {line}")
     chosen = steps_words(config, resolved, num_samples)
+    total = stream.samples_after(resolved.total_steps)
     report(
-        f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {resolved.total_tokens:,} tokens, "
-        f"{resolved.total_steps * plan.global_batch_size / num_samples:.2f} epochs; folder {config.run}, "
-        f"{_checkpoints(run)}"
+        f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {total * plan.seq_len:,} tokens, "
+        f"{total / num_samples:.2f} epochs; folder {config.run}, {_checkpoints(run)}"
     )
 
 
 def mix_lines(run: PreparedRun, stream: SampleStream) -> Iterator[str]:
-    """Of a mix: how often each set is seen, and what its part is in each stage."""
+    """Yield how often each set of a mix is seen, and its part in each stage."""
     if stream.mix is None:
         return
-    total = run.resolved.total_steps * run.resolved.plan.global_batch_size
-    drawn, stages = stream.mix.drawn_before(total), stream.mix.stages
+    drawn, stages = stream.drawn(stream.samples_after(run.resolved.total_steps)), stream.mix.stages
     width = max(map(len, run.sets.names))
     for place, (name, location) in enumerate(zip(run.sets.names, run.sets.locations, strict=True)):
         size = location.manifest.splits["train"].num_samples
@@ -113,15 +114,14 @@ def _documents(run: PreparedRun) -> str:
     )
 
 
-def _validation(run: PreparedRun) -> str:
-    config = run.config
+def _validation(live: LiveRun) -> str:
+    run, config = live.run, live.run.config
     available = sum(at.manifest.splits["val"].num_samples for at in run.sets.with_split("val"))
     if not available:
         return "no validation, the set has no split for it"
     if not config.val_every:
         return "no validation (--val-every 0)"
-    used = min(config.val_samples, available)
-    return f"validation every {config.val_every:,} steps on {used:,} of {available:,} samples"
+    return f"validation every {config.val_every:,} steps on {describe_samples(live.validation)} of {available:,}"
 
 
 def _checkpoints(run: PreparedRun) -> str:

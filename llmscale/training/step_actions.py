@@ -27,9 +27,7 @@ def build_actions(live: LiveRun, stop: StopRequest) -> list[StepAction]:
     watchers += [WatchRanks(live).look] if live.world.world_size > 1 else []
     log = LogSteps(live, watchers)
     actions: list[StepAction] = [ProfileSteps(live, config.profile)] if config.profile else []
-    if config.record_samples:
-        actions.append(RecordSamples(live))
-    actions.append(ReportStartup(live))
+    actions += [RecordSamples(live), ReportStartup(live)]
     if live.compiler is not None:
         actions.append(ReportCompilation(live, live.compiler))
     actions += [ReportMemory(live), log, EndWhenLost(live, judges_at=log.due)]

@@ -18,14 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from llmscale.data.loader import (
-    WHOLE_SET_BYTES,
-    Feed,
-    FeedPlan,
-    OrderSettings,
-    build_order,
-    rank_sample_ids,
-)
+from llmscale.data.loader import Feed, FeedPlan, rank_sample_ids
+from llmscale.data.order.build_order import WHOLE_SET_BYTES, OrderSettings, build_order
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.order.rank_sharding import RankLayout, shard_batch
 from llmscale.data.order.sample_order import SampleOrder
@@ -246,7 +240,8 @@ def test_closing_ends_the_workers(feed_with_workers: Feed) -> None:
 
 LEAVE_OPEN = """
 import sys
-from llmscale.data.loader import Feed, FeedPlan, OrderSettings, build_order
+from llmscale.data.loader import Feed, FeedPlan
+from llmscale.data.order.build_order import OrderSettings, build_order
 from llmscale.data.order.rank_sharding import RankLayout
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.token_shards import TokenShards

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.sample_log import SampleRecorder, ids_checksum, load_recorded, next_session, read_recorded
+from llmscale.data.sample_log import (
+    SampleRecorder,
+    begin_session,
+    ids_checksum,
+    load_recorded,
+    next_session,
+    read_recorded,
+)
 from llmscale.errors import ConfigError, DataError
 
 
@@ -40,6 +47,38 @@ def test_a_restart_supersedes_the_abandoned_steps(tmp_path: Path) -> None:
     assert list(recorded) == [0, 1, 2, 3]
     assert recorded[2].tolist() == [20, 21, 22, 23]
     assert recorded[3].tolist() == [35, 36]
+
+
+def _session(run: Path, start: int, stop: int, history: int, *branches: tuple[int, int], offset: int = 0) -> None:
+    place = {"history": history, "branches": [list(branch) for branch in branches]}
+    number = begin_session(run, start, place, records=stop > start)
+    if stop > start:
+        _record(run, number, 1, start, stop, offset)
+
+
+def test_only_the_steps_that_lead_to_the_last_session_count(tmp_path: Path) -> None:
+    """Back to step 2, forward to step 4 of the history that was left, and from there without a record."""
+    _session(tmp_path, 0, 5, 1)
+    _session(tmp_path, 2, 6, 2, (1, 2), offset=5)
+    assert [load_recorded(tmp_path)[step][0] for step in range(6)] == [0, 10, 25, 35, 45, 55]
+    _session(tmp_path, 4, 5, 3, (1, 4), offset=7)
+    assert [load_recorded(tmp_path)[step][0] for step in range(5)] == [0, 10, 20, 30, 47]
+    _session(tmp_path, 5, 5, 3, (1, 4))
+    with pytest.raises(DataError, match="step 5 and what came after it is missing"):
+        load_recorded(tmp_path)
+    _session(tmp_path, 6, 8, 3, (1, 4))
+    assert read_recorded(tmp_path).gaps == ("step 5",)
+    _session(tmp_path, 3, 5, 4)
+    assert list(load_recorded(tmp_path)) == [3, 4], "begun with another run's checkpoint"
+
+
+@pytest.mark.parametrize("text", ['{"start_step": 1}', '{"start_step": 1, "history": "a", "branches": []}', "[]",
+                                  '{"start_step": 1, "history": 1, "branches": [[1]]}'])  # fmt: skip
+def test_a_session_that_says_nothing_legal_of_its_history_is_refused(tmp_path: Path, text: str) -> None:
+    _session(tmp_path, 0, 1, 1)
+    (tmp_path / "samples" / "session-0000" / "session.json").write_text(text)
+    with pytest.raises(DataError, match=r"session\.json"):
+        read_recorded(tmp_path)
 
 
 @pytest.mark.parametrize("cut_bytes", [1, 8, 12, 23, 24])

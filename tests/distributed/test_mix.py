@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmscale.cli.main import main
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.sample_log import load_recorded
 from llmscale.training.step_samples import find_step_samples
@@ -74,7 +75,9 @@ def offsets(sets: TrainingSets) -> dict[str, int]:
     return dict(zip(sets.names, (0, *accumulate(sizes)), strict=False))
 
 
-def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(train: Callable, tmp_path: Path) -> None:
+def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(
+    train: Callable, mix: Path, tmp_path: Path
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     train(one, 1)
     train(two, 2, "--steps", str(STEPS), "--keep-last", "9")
@@ -91,11 +94,18 @@ def test_the_same_samples_and_losses_at_any_ranks_and_through_a_restart(train: C
         share = 0.75 if step <= 4 else 0.25
         by_set = record["loss_by_set"]
         assert share * by_set["words"] + (1 - share) * by_set["digits"] == pytest.approx(record["loss"], abs=1e-5)
+    losses = [records(run, "validation")[STEPS] for run in (one, two)]
+    # Of one process, with each set's part of the run.
+    result = tmp_path / "result.json"
+    assert main(["eval", str(two), "--val-samples", "256", "--json", str(result)]) == 0
+    evaluated = json.loads(result.read_text())["validation"]
+    assert evaluated["num_samples"] == losses[1]["num_samples"]
+    assert evaluated["loss"] == pytest.approx(losses[1]["loss"], abs=1e-4)
+    mix.unlink()
     for step in (1, 5, STEPS):
         found = find_step_samples(two, step)
         ids = sorted(sample.sample_id + offsets(found.sets)[sample.set_name] for sample in found.samples)
         assert ids == expected[step - 1].tolist()
-    losses = [records(run, "validation")[STEPS] for run in (one, two)]
     assert losses[0]["loss_by_set"] == pytest.approx(losses[1]["loss_by_set"], abs=1e-4)
     assert set(losses[0]["loss_by_set"]) == {"words", "digits"}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -9,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.checkpoint.manifest import STATE_NAME, CheckpointManifest, checkpoint_name, hash_file, save_manifest
 from llmscale.checkpoint.run_state import RunState
-from llmscale.training.changes import change_lines, finished_lines, hyperparameters
+from llmscale.data.shards.manifest import load_manifest
+from llmscale.errors import CheckpointError, ConfigError
+from llmscale.training.changes import change_lines, check_start, finished_lines, hyperparameters
+from llmscale.training.run_data import build_stream
 from llmscale.training.run_inputs import PreparedRun, as_plain
 from tests.runs_in_turn import train_in_turn
 from tests.training.test_run_inputs import prepare
@@ -100,6 +106,97 @@ def test_a_finished_run_says_how_to_go_on(start: Start) -> None:
     assert len(list(finished_lines(saved(steady, 60), steady))) == 1
     shorter = start(steps=40)
     assert next(iter(finished_lines(saved(run, 60), shorter))).startswith("nothing to do: the checkpoint is at step 60")
+
+
+@pytest.fixture
+def begun(start: Start) -> Path:
+    """The folder of a run of 60 steps at step 20, which leaves out its step 30."""
+    run = start("--skip-steps=30:31")
+    folder = run.config.run / "checkpoints" / checkpoint_name(20)
+    folder.mkdir(parents=True)
+    state = replace(saved(run, 20), samples_seen=160, identity=run.identity(build_stream(run, None).identity))
+    state.optimizer_scalars["decay"] = {"step": 20.0}
+    (folder / STATE_NAME).write_text(json.dumps(state.as_dict()))
+    files = (hash_file(folder / STATE_NAME),)
+    save_manifest(folder, CheckpointManifest(20, 5120, 1, 2, "bf16", "", files))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--n-layer=3",), "n_layer was 4 and is 3. Give what it was, or name another --run folder"),
+        (("--vocab-size=600",), "vocab_size was 257 and is 600"),
+        (("--optimizer=muon",), "optimizer was adamw and is muon"),
+        (
+            ("--seed=3", "--global-batch-size=4"),
+            r"global_batch_size was 8 and is 4 .* seed was 1337 and is 3 .*--allow-changed seed",
+        ),
+        (("--skip-steps=30:31",), "the run leaves these steps out already"),
+        (("--skip-steps=25:26", "--skip-steps=25:26"), "the run leaves these steps out already"),
+        (("--skip-steps=61:62",), "the run ends at step 60"),
+        (("--skip-steps=20:22",), "step 20 is done"),
+    ],
+)
+def test_what_cannot_continue_is_refused_with_both_values(
+    start: Start, begun: Path, flags: tuple[str, ...], words: str
+) -> None:
+    with pytest.raises((CheckpointError, ConfigError), match=words):
+        check_start(start(*flags))
+
+
+def test_what_can_continue_passes(start: Start, begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags in (
+        (),
+        ("--lr=1e-4", "--activation=relu"),
+        ("--seed=3", "--allow-changed=seed"),
+        ("--skip-steps=31:32",),
+    ):
+        assert check_start(start(*flags)) == []
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert check_start(start("--skip-steps=30:31")) == [], "a requeued job repeats its flags"
+
+
+def test_weights_of_another_shape_cannot_begin_a_run(start: Start, begun: Path, tmp_path: Path) -> None:
+    other = ("--init-from", str(begun), f"--run={tmp_path / 'other'}")
+    assert check_start(start(*other, "--optimizer=muon", "--seed=3")) == []
+    with pytest.raises(CheckpointError, match=r"n_layer was 4 and is 3.*name another checkpoint"):
+        check_start(start(*other, "--n-layer=3"))
+
+
+def test_a_finished_run_starts_nothing_unless_its_checkpoint_is_damaged(start: Start, begun: Path) -> None:
+    lines = check_start(start(steps=20))
+    assert lines[0].startswith("nothing to do: the checkpoint is at step 20 of 20")
+    assert "finished at step 20 of 20" in lines[-1]
+    content = (begun / STATE_NAME).read_text()
+    (begun / STATE_NAME).write_text(content.replace('"precision": "bf16"', '"precision": "fp32"'))
+    assert check_start(start(steps=20)) == []
+
+
+def test_another_set_is_named_by_its_folder(start: Start, begun: Path, tiny_set: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(tiny_set, tmp_path / "moved")
+    assert check_start(start(f"--data={moved}")) == [], "the same content elsewhere"
+    manifest = load_manifest(moved)
+    train = manifest.splits["train"]
+    shards = (replace(train.shards[0], hash="0" * 16), *train.shards[1:])
+    manifest = replace(manifest, splits={**manifest.splits, "train": replace(train, shards=shards)})
+    (moved / "manifest.json").write_text(manifest.to_json())
+    with pytest.raises(CheckpointError, match=f"data was {tiny_set} and is {moved} .*--allow-changed data"):
+        check_start(start(f"--data={moved}"))
+
+
+@pytest.mark.parametrize(("save_every", "checkpoints"), [(0, 1), (10, 3), (30, 2)])
+def test_a_disk_without_room_for_the_checkpoints_is_refused(
+    start: Start, monkeypatch: pytest.MonkeyPatch, save_every: int, checkpoints: int
+) -> None:
+    run = start(f"--save-every={save_every}")
+    one = run.resolved.optimizer.state_bytes(run.resolved.shape.architecture)
+    usage = partial(shutil._ntuple_diskusage, 0, 0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(checkpoints * one + (64 << 20) - 1))
+    with pytest.raises(ConfigError, match=f"{checkpoints} checkpoints? of .*Free some space"):
+        check_start(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(checkpoints * one + (64 << 20)))
+    assert check_start(run) == []
 
 
 def test_the_same_command_again_says_so_and_succeeds(train_command: Callable) -> None:

@@ -11,13 +11,14 @@ import pytest
 from llmscale.config.arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.run_inputs import PreparedRun, as_plain, prepare_run
+from tests.conftest import last_wins
 
 
 def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> PreparedRun:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(ds or {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
     argv = ["--data", str(tiny_set), "--run", str(tmp_path / "run"), "--model=tiny-1m", "--global-batch-size=8"]
-    return prepare_run(parse_run_config([*argv, "--ds", str(path), *flags]), world_size)
+    return prepare_run(parse_run_config(last_wins([*argv, "--ds", str(path), *flags])), world_size)
 
 
 def test_everything_fits_together_and_nothing_is_written(tiny_set: Path, tmp_path: Path) -> None:

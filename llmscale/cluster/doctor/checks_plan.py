@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from llmscale.cluster.doctor.checks_memory import check_memory
@@ -16,8 +15,9 @@ from llmscale.config.resolve import SetFacts, resolve_batch, resolve_schedule, r
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
+from llmscale.planning.disk_usage import checkpoints_at_once
 
-#: What else a save asks for (llmscale.checkpoint.save.SPARE_BYTES), and the run's logs and samples.
+#: What else a save asks for (llmscale.planning.disk_usage.SPARE_BYTES), and the run's logs and samples.
 SPARE_BYTES = 128 * 2**20
 
 
@@ -66,16 +66,3 @@ def check_disk(
         )
     else:
         yield green("disk", found)
-
-
-def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
-    """Most checkpoints that lie in the run folder together: the kept ones, and the new one before the oldest goes."""
-    last_only = not config.save_every and config.save_every_minutes is None
-    saves = 1 if last_only else total_steps
-    if config.save_every and config.save_every_minutes is None:
-        saves = math.ceil(total_steps / config.save_every)
-    most = min(saves, config.keep_last + 1)
-    if config.keep_every and config.save_every:
-        # Those kept for ever are the saved steps that keep_every divides; some of the newest may be among them.
-        most = min(saves, most + total_steps // math.lcm(config.keep_every, config.save_every))
-    return most

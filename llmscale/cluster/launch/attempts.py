@@ -142,7 +142,7 @@ def _fruitless(attempts: Sequence[Attempt]) -> int:
 
 
 #: Each takes one value.
-_BEGINNINGS = ("--resume", "--init-from")
+_BEGINNINGS = ("--resume", "--init-from", "--skip-steps")
 
 
 def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
@@ -159,8 +159,9 @@ def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
         else:
             kept.append(word)
     kept += ["--resume", "auto"]
-    # Said by a run file, perhaps.
-    return kept if config.init_from is None else [*kept, "--init-from", "null"]
+    # A run file may give them.
+    kept += [] if config.init_from is None else ["--init-from", "null"]
+    return [*kept, "--skip-steps", "[]"] if config.skip_steps else kept
 
 
 def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
@@ -173,4 +174,4 @@ def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
 
 def begins_somewhere(config: RunConfig) -> bool:
     """Return whether the flags start or rewind the run instead of continuing it."""
-    return config.resume != "auto" or config.init_from is not None
+    return config.resume != "auto" or config.init_from is not None or bool(config.skip_steps)

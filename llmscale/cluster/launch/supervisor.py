@@ -27,6 +27,7 @@ from llmscale.cluster.launch.hosts import HostPool
 from llmscale.cluster.launch.protocol import Hello
 from llmscale.config.arguments import parse_run_config
 from llmscale.errors import ConfigError
+from llmscale.training.changes import check_start
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_inputs import prepare_run
 
@@ -90,9 +91,11 @@ class Supervisor:
             claim.give_up()
 
     def _check_before_anything(self) -> None:
-        """The mistakes that need no host to be found, with all hosts there."""
-        if self._choose_layout(self._options.hosts) is None:
+        """Raise what is wrong without asking a host, as if all hosts are there."""
+        layout = self._choose_layout(self._options.hosts)
+        if layout is None:
             raise ConfigError(f"--min-hosts {self._options.min_hosts}: there are {len(self._options.hosts)} hosts.")
+        check_start(prepare_run(parse_run_config(self._arguments()), layout.world_size))
 
     def _choose_layout(self, hosts: Sequence[Host]) -> Layout | None:
         """The layout that the run allows on these hosts. Raises what train.py would say when it allows none."""

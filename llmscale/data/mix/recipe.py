@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, lcm
 from pathlib import Path
+from typing import cast
 
 from llmscale.config.user_paths import check_path_or_url
 from llmscale.errors import ConfigError, did_you_mean
@@ -54,6 +55,16 @@ class MixRecipe:
     """Folder or URL of each set."""
     stages: tuple[MixStage, ...]
 
+    @property
+    def parts(self) -> tuple[Fraction, ...]:
+        """Share of the whole run's samples that each set has; they add up to 1."""
+        parts, begin = [Fraction(0)] * len(self.names), Fraction(0)
+        for stage in self.stages:
+            for place, share in enumerate(stage.shares):
+                parts[place] += (stage.until - begin) * share / sum(stage.shares)
+            begin = stage.until
+        return tuple(parts)
+
 
 def is_mix(data: str) -> bool:
     """Whether `--data` names a YAML and not a set."""
@@ -77,6 +88,22 @@ def read_recipe(path: Path) -> MixRecipe:
     if unused:
         raise ConfigError(f"{where}: the set {unused[0]} has no weight in any stage. Give it one, or leave it out.")
     return MixRecipe(path, tuple(sets), tuple(sets.values()), stages)
+
+
+def recorded_recipe(path: Path, recorded: object) -> MixRecipe | None:
+    """Return the mix that a checkpoint recorded, in the proportions of its whole run; None when it recorded none.
+    Raises ConfigError."""
+    if not isinstance(recorded, Mapping) or "" in recorded:
+        return None
+    where = f"{path}, as the checkpoint recorded it"
+    entries = {name: entry if isinstance(entry, Mapping) else {} for name, entry in recorded.items()}
+    sets = _sets(where, {name: entry.get("data") for name, entry in entries.items()}, Path())
+    samples = tuple(entry.get("samples") for entry in entries.values())
+    if not all(type(count) is int and count >= 0 for count in samples) or not any(samples):
+        raise ConfigError(f"{where}: the sets' samples are {str(samples)[:80]}, and must be numbers from 0 on.")
+    return MixRecipe(
+        path, tuple(sets), tuple(sets.values()), (MixStage(Fraction(1), cast("tuple[int, ...]", samples)),)
+    )
 
 
 def _check_keys(where: str, values: Mapping[str, object], legal: tuple[str, ...]) -> None:

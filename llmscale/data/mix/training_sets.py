@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.mix.recipe import MixRecipe, is_mix, read_recipe
+from llmscale.data.mix.recipe import MixRecipe, is_mix, read_recipe, recorded_recipe
 from llmscale.data.shards.dataset_source import SetLocation, open_set
 from llmscale.data.shards.manifest import Manifest, get_split
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import DataError
 
+#: The key of a run's identity under which a checkpoint records its sets: data, fingerprint and samples of each.
+RECORDED_SETS = "sets"
 #: What the sets of a mix must have in common: a sample of each must mean the same to a model.
 _ALIKE = {
     "tokenizer_sha256": "another tokenizer",
@@ -62,17 +66,25 @@ class TrainingSets:
         parts = (f"{name} {at.manifest.fingerprint}\n" for name, at in zip(self.names, self.locations, strict=True))
         return hashlib.sha256("".join(parts).encode()).hexdigest()
 
+    def as_recorded(self, identity: Mapping[str, object]) -> TrainingSets:
+        """Return the same sets in the proportions of the whole run, where a checkpoint's `identity` records them."""
+        recorded = recorded_recipe(self.recipe.path, identity.get(RECORDED_SETS)) if self.recipe else None
+        return replace(self, recipe=recorded) if recorded and recorded.names == self.names else self
+
     def with_split(self, split: str) -> tuple[SetLocation, ...]:
         """Those sets that have one."""
         return tuple(at for at in self.locations if split in at.manifest.splits)
 
 
-def open_training_sets(data: str, cache: Path | None = None) -> TrainingSets:
-    """Find what `--data` names. Raises ConfigError for a YAML that cannot be, DataError for sets that are not there or
-    do not belong together."""
+def open_training_sets(
+    data: str, cache: Path | None = None, identity: Mapping[str, object] | None = None
+) -> TrainingSets:
+    """Open what `--data` names. The mix in a checkpoint's `identity` stands in for a YAML that was deleted. Raises
+    ConfigError for a malformed YAML, DataError for sets that are missing or do not belong together."""
     if not is_mix(data):
         return TrainingSets(data, (_open(data, data, cache),))
-    recipe = read_recipe(Path(data))
+    identity = identity or {}
+    recipe = _find_recipe(data, identity)
     located = tuple(
         _open(folder, f"{data}: {name}", cache) for name, folder in zip(recipe.names, recipe.data, strict=True)
     )
@@ -84,22 +96,30 @@ def open_training_sets(data: str, cache: Path | None = None) -> TrainingSets:
                     f"{data}: the set {name} has {words} than {recipe.names[0]}: {key} {mine} and {first}. Prepare "
                     "both with the same --tokenizer and --seq-len."
                 )
-    return TrainingSets(data, located, recipe)
+    return TrainingSets(data, located, recipe).as_recorded(identity)
 
 
-def open_recorded_sets(data: str, cache: Path | None, given: str | None) -> TrainingSets:
-    """Open the sets that a checkpoint names.
+def open_recorded_sets(
+    data: str, cache: Path | None, given: str | None, identity: Mapping[str, object]
+) -> TrainingSets:
+    """Open the sets that a checkpoint names, with the `identity` that it records.
 
     Whoever wrote it chose the address, so nothing is asked of one unless the user names it, too: `given`, his --data.
     Raises DataError, as `open_training_sets`.
     """
-    for address in [data] if not is_mix(data) else read_recipe(Path(data)).data:
+    for address in _find_recipe(data, identity).data if is_mix(data) else [data]:
         if "://" in address.removeprefix("file://") and given not in (data, address):
             raise DataError(
                 f"the checkpoint says that it was trained on {data if address == data else f'{address}, of {data}'}: "
                 f"nothing is asked of an address that you did not give. If you trust it, add --data {data}"
             )
-    return open_training_sets(data, cache)
+    return open_training_sets(data, cache, identity)
+
+
+def _find_recipe(data: str, identity: Mapping[str, object]) -> MixRecipe:
+    """Return the recipe in a YAML, or the one in a checkpoint's `identity` when that file was deleted."""
+    recorded = None if os.path.exists(data) else recorded_recipe(Path(data), identity.get(RECORDED_SETS))
+    return recorded or read_recipe(Path(data))
 
 
 def _open(data: str, where: str, cache: Path | None) -> SetLocation:

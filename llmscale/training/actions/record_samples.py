@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from llmscale.data.sample_log import SampleRecorder, next_session
+from llmscale.data.sample_log import SampleRecorder, begin_session
 from llmscale.engine.collectives import on_main_rank, together
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 
 
 class RecordSamples(StepAction):
-    """This rank's part of the record."""
+    """This rank's part of the record. A start without the flag only notes in an earlier record that it began."""
 
     def __init__(self, live: LiveRun) -> None:
         self._live = live
+        self._records = live.run.config.record_samples
         self._recorder: SampleRecorder | None = None
 
     def begin(self, step: int) -> None:
         self.close()
-        self._recorder = self._open(step)
-
-    def _open(self, first_step: int) -> SampleRecorder:
-        """One session number for all ranks, chosen by the main rank."""
-        folder, world = self._live.run.config.run, self._live.world
-        number = on_main_rank(world.control, lambda: next_session(folder))
-        place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": first_step}
-        return together(world.control, lambda: SampleRecorder(folder, **place, check=self._live.claim.check))
+        live, world = self._live, self._live.world
+        folder, history = live.run.config.run, live.history.as_dict()
+        # One session number for all ranks.
+        number = on_main_rank(world.control, lambda: begin_session(folder, step, history, records=self._records))
+        place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": step}
+        if self._records:
+            self._recorder = together(world.control, lambda: SampleRecorder(folder, **place, check=live.claim.check))
 
     def due(self, step: int) -> bool:
-        return True
+        return self._records
 
     def act(self, done: DoneStep) -> None:
         assert self._recorder is not None

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from llmscale.data.validation import ValidationBatch, mean_bits_per_byte, validation_batches
+from llmscale.data.validation import (
+    ValidationBatch,
+    ValidationSplit,
+    describe_samples,
+    mean_bits_per_byte,
+    validation_batches,
+)
 from llmscale.engine.collectives import together
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
-from llmscale.training.run_data import ValidationSplit
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -40,7 +45,7 @@ class Validate(StepAction):
             names = [split.name for split in self._splits]
             by_set = {name: loss for name, (loss, _) in zip(names, losses, strict=True) if name}
             in_bits = mean_bits_per_byte(losses, [split.bytes_per_token for split in self._splits])
-            live.log.log_validation(done.step, mean, total, by_set, in_bits)
+            live.log.log_validation(done.step, mean, total, by_set, in_bits, describe_samples(self._splits))
 
     def _read(self, split: ValidationSplit) -> list[ValidationBatch]:
         live = self._live

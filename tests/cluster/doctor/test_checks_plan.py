@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.cluster.doctor.checks_plan import check_plan, checkpoints_at_once
+from llmscale.cluster.doctor.checks_plan import check_plan
 from llmscale.cluster.doctor.host_facts import FolderFacts
 from llmscale.cluster.doctor.rows import CheckRow
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.planning.disk_usage import checkpoints_at_once
 from tests.cluster.doctor.healthy_facts import GIB, break_host, build_pair
 
 HOSTS = (Host("node-0", 8), Host("node-1", 8))

@@ -152,6 +152,7 @@ DATA = ["--data", "set", "--steps", "3"]
         (["--resume", "none"], ["--resume", "auto"]),
         (["--resume=runs/x/checkpoints/step-3"], ["--resume", "auto"]),
         (["--init-from", "other"], ["--resume", "auto", "--init-from", "null"]),
+        (["--skip-steps", "3:4", "--skip-steps=5:6"], ["--resume", "auto", "--skip-steps", "[]"]),
         (["--init_from=other", "--seed", "4"], ["--seed", "4", "--resume", "auto", "--init-from", "null"]),
     ],
 )
@@ -161,6 +162,7 @@ def test_a_restart_goes_on_and_does_not_begin_again(given: list[str], expected: 
     assert restarted == [*DATA, *expected]
     config = parse_run_config(restarted)
     assert config.init_from is None
+    assert config.skip_steps == []
     assert config.resume == "auto"
 
 

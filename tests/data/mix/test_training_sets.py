@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.mix.training_sets import MixedShards, open_recorded_sets, open_training_sets
+from llmscale.data.mix.training_sets import RECORDED_SETS, MixedShards, open_recorded_sets, open_training_sets
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError, DataError
 
@@ -41,6 +41,24 @@ def test_weights_are_no_part_of_what_samples_mean(mix: Path) -> None:
     assert open_training_sets(str(mix)).fingerprint != before, "sample ids count in the order of the sets"
 
 
+def test_what_a_checkpoint_recorded_stands_in_for_a_file_that_is_gone(mix: Path) -> None:
+    sets = open_training_sets(str(mix))
+    assert sets.recipe is not None
+    assert list(map(float, sets.recipe.parts)) == [0.75, 0.25]
+    places = dict(zip(sets.names, sets.recipe.data, strict=True))
+    identity = {RECORDED_SETS: {name: {"data": data, "samples": 7} for name, data in places.items()}}
+    recorded = open_training_sets(str(mix), None, identity).recipe
+    assert recorded is not None
+    assert list(map(float, recorded.parts)) == [0.5, 0.5], "the run's own proportions"
+    mix.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        open_training_sets(str(mix))
+    assert open_training_sets(str(mix), None, identity).fingerprint == sets.fingerprint
+    for damage in ({"data": "\0", "samples": 7}, {"data": places["small"], "samples": -1}, 5):
+        with pytest.raises(ConfigError, match=r"sets\.small|must be numbers"):
+            open_training_sets(str(mix), None, {RECORDED_SETS: {**identity[RECORDED_SETS], "small": damage}})
+
+
 def test_a_single_set_is_as_without_a_mix(make_set: Callable[..., Path]) -> None:
     sets = open_training_sets(str(make_set(8)))
     assert sets.fingerprint == sets.manifest.fingerprint
@@ -71,14 +89,14 @@ def test_no_address_is_asked_that_only_a_checkpoint_names(
     for data in (address, str(mix)):
         for given in (None, "elsewhere", "s3://mine/set"):
             with pytest.raises(DataError, match=f"(?s){address}.*--data {data}"):
-                open_recorded_sets(data, None, given)
+                open_recorded_sets(data, None, given, {})
     assert asked == []
     if not address.startswith("file:"):
         with pytest.raises(DataError, match="no answer"):
-            open_recorded_sets(address, mix.parent, address)
+            open_recorded_sets(address, mix.parent, address, {})
         assert asked
 
 
 def test_a_folder_that_a_checkpoint_names_is_read(make_set: Callable[..., Path]) -> None:
     folder = make_set(8)
-    assert open_recorded_sets(str(folder), None, None).fingerprint == open_training_sets(str(folder)).fingerprint
+    assert open_recorded_sets(str(folder), None, None, {}).fingerprint == open_training_sets(str(folder)).fingerprint
