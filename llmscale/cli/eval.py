@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.user_paths import check_output_file, write_output_file
-from llmscale.errors import ConfigError
+from llmscale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -84,13 +84,11 @@ def _run(args: argparse.Namespace) -> int:
     quiet_libraries()
     harness = _find_harness(named, args, files) if named else None
     with show_progress("Verifying the checkpoint") as verified:
-        subject = open_subject(folder, args.data, verified.add)
+        subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
     if subject.sets is None and args.val_samples:
         if not args.tasks:
-            raise ConfigError(
-                f"{folder} is a folder of transformers and names no set. Name one with --data, or --tasks."
-            )
-        report("no validation loss: a folder of transformers names no set; --data does")
+            raise DataError(subject.no_sets)
+        report(f"no validation loss: {subject.no_sets}")
     request = Request(
         [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size
     )

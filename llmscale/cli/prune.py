@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type
 from llmscale.config.hardware import get_gpu
-from llmscale.errors import ConfigError
+from llmscale.errors import DataError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -63,12 +63,9 @@ def _run(args: argparse.Namespace) -> int:
     quiet_libraries()
     for_gpu = _check_gpu(gpu)
     with show_progress("Verifying the checkpoint") as verified:
-        subject = open_subject(folder, args.data, verified.add)
+        subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
     if subject.sets is None and args.val_samples:
-        raise ConfigError(
-            f"{folder} is a folder of transformers and names no set to take the loss on. Name one with --data, or "
-            "leave the losses out with --val-samples 0."
-        )
+        raise DataError(subject.no_sets)
     sets = open_validation_sets(subject.sets) if subject.sets is not None and args.val_samples else []
     model = subject.load_model()
     num_sequences = sum(min(len(one.shards), args.val_samples) for one in sets)
@@ -100,13 +97,12 @@ def _check_gpu(named: GPU | None) -> bool:
 
 
 def _write(model: GPT, subject: Subject, pruned: Pruned, folder: Path, *, overwrite: bool) -> None:
-    from llmscale.architecture.families.registry import family_of
     from llmscale.checkpoint.hf_folder import CARD_MARK
-    from llmscale.evaluate.export import ExportedModel, write_model
+    from llmscale.evaluate.export import describe_export, write_model
     from llmscale.evaluate.prune import ModelWeights
     from llmscale.terminal.progress import show_progress
 
-    exported = ExportedModel(subject.shape, family_of(subject.shape), "fp32", 5 * 10**9)
+    exported = describe_export(subject.shape, subject.record, "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
     with show_progress("Writing weights") as written:
         write_model(

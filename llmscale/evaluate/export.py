@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.families.family import Family, HFTensor
+from llmscale.architecture.families.registry import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_folder import CARD_NAME, CONFIG_NAME, GENERATION_NAME, check_space
+from llmscale.checkpoint.published_record import POSITIONS, PublishedRecord, token_ids
 from llmscale.checkpoint.safetensors_files import (
     TORCH_DTYPES,
     ExportDtype,
@@ -29,12 +31,12 @@ from llmscale.checkpoint.safetensors_files import (
 )
 from llmscale.checkpoint.stored_weights import StoredWeights
 from llmscale.data.prepare.atomic_folder import new_folder
-from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
+from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import CheckpointError, ConfigError
 
-#: The release whose configuration files these are.
-TRANSFORMERS_VERSION = "4.57.6"
+#: The release whose configuration files these are, unless a published model's are kept.
+_VERSION = {"transformers_version": "4.57.6"}
 #: Weights in memory at a time, where a tensor can be written in the order in which it lies in the checkpoint.
 _PART_ELEMENTS = 1 << 22
 _TORCH_NAMES: dict[ExportDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -49,6 +51,10 @@ class ExportedModel:
     dtype: ExportDtype
     shard_bytes: int
     """No file of weights is larger, unless one tensor is."""
+    record: PublishedRecord | None = None
+    """The published model that it was made from."""
+    last_positions: Tensor | None = None
+    """Rows of the position table after those of the checkpoint, [rows, n_embd]."""
 
     @cached_property
     def tensors(self) -> tuple[HFTensor, ...]:
@@ -62,6 +68,53 @@ class ExportedModel:
     @property
     def weight_bytes(self) -> int:
         return sum(tensor_bytes(tensor, self.dtype) for tensor in self.tensors)
+
+
+def describe_export(
+    trained: GPTShape,
+    record: PublishedRecord | None,
+    dtype: ExportDtype,
+    shard_bytes: int,
+    *,
+    model_type: str | None = None,
+    seq_len: int | None = None,
+) -> ExportedModel:
+    """Return a model as transformers shall see it: in the family and with the context length of the published model
+    that it was made from, else as its shape is, unless `model_type` or `seq_len` say otherwise. Raises ConfigError."""
+    if model_type is not None:
+        family = FAMILIES[model_type]
+        if lost := family.lost(trained):
+            raise ConfigError(f"--model-type {model_type} does not have {', '.join(lost)}. Leave the flag out.")
+    else:
+        family = record.family if record is not None and record.family.expresses(trained) else family_of(trained)
+    rows = None if record is None or trained.positions != "learned" else record.last_positions(trained.seq_len)
+    most = trained.seq_len + len(rows) if rows is not None else trained.seq_len
+    if trained.positions == "rotary":
+        most = max(most, record.shape.seq_len if record is not None else 0)
+    elif seq_len is not None and not trained.seq_len <= seq_len <= most:
+        raise ConfigError(
+            f"--seq-len {seq_len} does not fit the model's learned positions. Legal: {trained.seq_len} to {most}."
+        )
+    shape = replace(trained, seq_len=seq_len or most)
+    rows = rows[: shape.seq_len - trained.seq_len] if rows is not None else None
+    return ExportedModel(shape, family, dtype, shard_bytes, record, rows)
+
+
+class _WithPositions:
+    """Weights with further rows of the position table."""
+
+    def __init__(self, weights: Weights, rows: Tensor, first: int) -> None:
+        """`rows`: [rows, n_embd], which follow the `first` elements of the weights' own table."""
+        self._weights, self._rows, self._first = weights, rows.reshape(-1), first
+
+    def read(self, name: str, start: int, elements: int) -> Tensor:
+        """Return `elements` of a parameter from its element `start` on, in fp32."""
+        own = min(elements, max(0, self._first - start)) if name == POSITIONS else elements
+        parts = [self._weights.read(name, start, own)] if own else []
+        if own < elements:
+            begin = start + own - self._first
+            parts.append(self._rows[begin : begin + elements - own])
+        return torch.cat(parts)
 
 
 class Weights(Protocol):
@@ -84,7 +137,8 @@ def export_model(
     """Write the model of a checkpoint to `out`, as `write_model` does. Raises CheckpointError for tensors of another
     model."""
     stored = StoredWeights(checkpoint)
-    _check_same_model(stored, model.shape, checkpoint)
+    more = 0 if model.last_positions is None else len(model.last_positions)
+    _check_same_model(stored, replace(model.shape, seq_len=model.shape.seq_len - more), checkpoint)
     write_model(stored, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
 
 
@@ -104,6 +158,9 @@ def write_model(
     compared. Raises ConfigError for weights that `dtype` cannot hold, DataError when `out` cannot be written,
     MachineError when the disk returns something else than was written.
     """
+    if model.last_positions is not None:
+        first = model.shape.seq_len * model.shape.n_embd - model.last_positions.numel()
+        weights = _WithPositions(weights, model.last_positions, first)
     files = plan_files(model.tensors, model.dtype, model.shard_bytes)
     check_space(out, model.weight_bytes)
     with new_folder(out, replace=overwrite) as folder:
@@ -114,20 +171,24 @@ def write_model(
             write_index(folder, files, model.dtype)
         save_for_transformers(tokenizer, folder)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
-        common = {**generation_ids(tokenizer), "transformers_version": TRANSFORMERS_VERSION}
-        _write_json(folder / GENERATION_NAME, common)
+        ids, generation_ids = token_ids(model.record, tokenizer)
+        given = (model.record.generation if model.record is not None else None) or {}
+        _write_json(folder / GENERATION_NAME, {**_VERSION, **given, **generation_ids})
         # The last: a folder without it is no model.
-        _write_json(folder / CONFIG_NAME, {**_config(model), **common})
+        _write_json(folder / CONFIG_NAME, {**_config(model), **ids})
 
 
 def _config(model: ExportedModel) -> dict[str, object]:
+    """Return config.json without the special tokens: the entries of the published model, where there was one."""
+    kept = model.record.describe(model.shape, model.family) if model.record is not None else {}
+    dtype = "dtype" if "dtype" in kept else "torch_dtype"
+    kept.pop("torch_dtype", None)
     return {
-        **model.family.write(model.shape),
+        **_VERSION,
+        **(kept or model.family.write(model.shape)),
         "model_type": model.family.model_type,
         "architectures": [model.family.architecture],
-        # Some families take a token of theirs for padding where none is named.
-        "pad_token_id": None,
-        "torch_dtype": _TORCH_NAMES[model.dtype],
+        dtype: _TORCH_NAMES[model.dtype],
     }
 
 

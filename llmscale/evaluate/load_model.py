@@ -13,7 +13,6 @@ from llmscale.checkpoint.hf_match import match_tensors
 from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.config.hf_model import PublishedModel
-from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError
@@ -23,7 +22,7 @@ from llmscale.model.gpt import GPT
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in eval mode with the tokenizer of the set it was trained on."""
+    """A model in eval mode with the tokenizer that it was trained with."""
 
     model: GPT
     tokenizer: Tokenizer
@@ -32,12 +31,10 @@ class TrainedModel:
 def load_trained_model(folder: Path) -> TrainedModel:
     """Load the fp32 master weights of a checkpoint onto this machine's GPU, or its CPU.
 
-    The shape comes from the configuration in the checkpoint, the tokenizer from the data set that it names. Raises
-    CheckpointError for a damaged checkpoint, DataError when the set is gone or is another one now.
+    Raises as `open_trained_checkpoint`.
     """
     trained = open_trained_checkpoint(folder)
-    model = load_checkpoint_model(trained)
-    return TrainedModel(model, load_set_tokenizer(trained.location.folder, trained.location.manifest))
+    return TrainedModel(load_checkpoint_model(trained), trained.tokenizer)
 
 
 def load_checkpoint_model(trained: TrainedCheckpoint) -> GPT:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 from llmscale.architecture.hf_config import CONFIG_NAME
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.locate import find_checkpoint
+from llmscale.checkpoint.published_record import PublishedRecord, load_record
 from llmscale.config.hf_model import PREFIX, read_published_model
 from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.dataset_source import fetch_tokenizer
 from llmscale.data.shards.manifest import check_set_matches
 from llmscale.data.tokenizers.belongs_to_weights import check_tokenizer_of_weights
-from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
@@ -38,7 +39,11 @@ class Subject:
     shape: GPTShape
     tokenizer: Tokenizer
     sets: TrainingSets | None
-    """What its loss is taken on; None where nobody named any."""
+    """Sets to validate on; None where there are none."""
+    no_sets: str
+    """Why there are none, in a sentence with the remedy; empty where there are some."""
+    record: PublishedRecord | None
+    """The published model that it is, or was made from."""
     load_model: Callable[[], GPT]
     """Onto this machine's GPU, or its CPU, in eval mode and fp32."""
 
@@ -61,9 +66,11 @@ def find_subject(path: Path, report: Callable[[str], None], step: int | None = N
     return path
 
 
-def open_subject(folder: Path, data: str | None, progress: Callable[[int], object]) -> Subject:
-    """Verify what `find_subject` found, and open the set `data`, else the run's own. `progress` gets numbers of bytes
-    that were verified. Raises ConfigError, CheckpointError, DataError."""
+def open_subject(
+    folder: Path, data: str | None, progress: Callable[[int], object], *, with_sets: bool = True
+) -> Subject:
+    """Verify what `find_subject` found, and open the set `data`, else the run's own unless `with_sets` is false.
+    `progress` gets numbers of bytes that were verified. Raises ConfigError, CheckpointError, DataError."""
     if is_hf_folder(folder):
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress)
@@ -73,10 +80,10 @@ def open_subject(folder: Path, data: str | None, progress: Callable[[int], objec
 
         return load_checkpoint_model(trained)
 
-    sets = trained.sets
+    sets, no_sets = None, ""
     if data is not None:
         sets = open_training_sets(data)
-        manifest = trained.location.manifest
+        manifest = trained.sets.manifest
         check_set_matches(
             sets.manifest,
             data,
@@ -84,8 +91,13 @@ def open_subject(folder: Path, data: str | None, progress: Callable[[int], objec
             seq_len=manifest.seq_len,
             tokenizer_sha256=manifest.tokenizer_sha256,
         )
-    tokenizer = load_set_tokenizer(trained.location.folder, trained.location.manifest)
-    return Subject(folder, trained.state.step, trained.shape, tokenizer, sets, load_model)
+    elif with_sets:
+        try:
+            sets = trained.open_sets()
+        except DataError as error:
+            no_sets = str(error)
+    step, record = trained.state.step, trained.record
+    return Subject(folder, step, trained.shape, trained.tokenizer, sets, no_sets, record, load_model)
 
 
 def _open_hf_folder(folder: Path, data: str | None) -> Subject:
@@ -106,4 +118,5 @@ def _open_hf_folder(folder: Path, data: str | None) -> Subject:
 
         return load_published_model(published)
 
-    return Subject(folder, None, published.shape, tokenizer, sets, load_model)
+    no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
+    return Subject(folder, None, published.shape, tokenizer, sets, no_sets, load_record(folder), load_model)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weights_files, list_safetensors
 from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
-from llmscale.config.hf_model import PublishedModel
+from llmscale.checkpoint.published_record import POSITIONS, PUBLISHED_NAME, load_record, save_record
+from llmscale.config.hf_model import PublishedModel, is_published, read_published_model
+from llmscale.config.run_config import RunConfig
 from llmscale.data.shards.dataset_source import SetLocation
 from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, DataError
@@ -19,6 +21,8 @@ from llmscale.untrusted.hub import is_known_absent, is_offline
 from llmscale.untrusted.paths import open_regular
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from llmscale.engine.process_group import World
 
 #: Of each end of a file, where two versions of the weights are sure to differ.
@@ -81,6 +85,42 @@ def complete_published_weights(
         return _match(replace(found, model=replace(model, folder=folder)), files, list_tensors(files), location)
 
     return together(world.control, complete)
+
+
+def keep_published(found: FoundWeights | None, config: RunConfig, seq_len: int, source: Path | None, run: Path) -> None:
+    """Keep in a run folder the description of the published model that the run is made from, if there is one, with the
+    rows of its position table that the run leaves out. `source`: the checkpoint that the weights come from. Raises
+    LlmscaleError, OSError."""
+    record = rows = None
+    if source is not None:
+        record = load_record(source.resolve().parent.parent / PUBLISHED_NAME)
+        rows = record.last_positions(seq_len) if record is not None else None
+    elif found is not None:
+        record = load_record(found.model.folder) if found.model.folder is not None else None
+        rows = _left_out_positions(found, seq_len)
+    elif is_published(config.model):
+        folder = read_published_model("--model", config.model).folder
+        record = load_record(folder) if folder is not None else None
+        if record is not None:  # its positions mean nothing without its weights
+            shape = replace(record.shape, seq_len=seq_len)
+            record = replace(record, config=record.describe(shape, record.family))
+    if record is not None:
+        save_record(record, run, rows)
+
+
+def _left_out_positions(found: FoundWeights, seq_len: int) -> Tensor | None:
+    """Return the published positions from `seq_len` on, [rows, n_embd]; None where there are none."""
+    from llmscale.checkpoint.hf_tensors import fill_view
+    from llmscale.engine.zero_layout import ShardView
+
+    shape = found.model.shape
+    if shape.positions != "learned" or shape.seq_len <= seq_len or found.pieces is None:
+        return None
+    import torch
+
+    flat = torch.empty((shape.seq_len - seq_len) * shape.n_embd)
+    fill_view(ShardView(flat, seq_len * shape.n_embd, shape.seq_len * shape.n_embd), found.pieces[POSITIONS])
+    return flat.view(-1, shape.n_embd)
 
 
 def fingerprint_weights(found: FoundWeights) -> dict[str, str]:

@@ -207,5 +207,8 @@ def _check_run_folder(config: RunConfig) -> None:
 
 
 def as_plain(config: RunConfig) -> dict[str, object]:
-    """The configuration as JSON values."""
-    return cast("dict[str, object]", config.model_dump(mode="json"))
+    """Return the configuration as JSON values. The path of the data is absolute: records are read from any working
+    folder."""
+    data = config.data.removeprefix("file://")
+    values = {**config.model_dump(mode="json"), "data": data if "://" in data else str(Path(data).absolute())}
+    return cast("dict[str, object]", values)

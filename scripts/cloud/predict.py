@@ -32,13 +32,7 @@ class Predictor(BasePredictor):
             with tarfile.open(str(archive)) as tar:
                 # The filter refuses names that lead out of the folder.
                 tar.extractall(folder, filter="data")
-            before = os.getcwd()
-            # The run names its data set, whose tokenizer is needed, by a path relative to this folder.
-            os.chdir(folder)
-            try:
-                self.trained = load_trained_model(find_checkpoint(LocalPath("run")))
-            finally:
-                os.chdir(before)
+            self.trained = load_trained_model(find_checkpoint(LocalPath(folder) / "run"))
 
     def predict(
         self,
