@@ -6,7 +6,6 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from llmscale.architecture.families.registry import FAMILIES
 from llmscale.config import flag_type, limits
 
 if TYPE_CHECKING:
@@ -47,16 +46,6 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         metavar="SIZE",
         help="most bytes of a file of weights, such as 5GB (5 * 10^9) or 512MiB (default %(default)s)",
     )
-    parser.add_argument(
-        "--model-type",
-        choices=list(FAMILIES),
-        help="transformers' family (default: the published model's that the run began with, else what fits)",
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=flag_type.whole(1, limits.MAX_SEQ_LEN),
-        help="context length in config.json (default: the published model's, at least the run's)",
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
     parser.set_defaults(handler=_run)
 
@@ -75,14 +64,12 @@ def _run(args: argparse.Namespace) -> int:
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
         from llmscale.checkpoint.manifest import load_manifest
         from llmscale.evaluate.export import describe_export, export_model
-        from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
+        from llmscale.evaluate.subject import open_trained_checkpoint
         from llmscale.report.model_card import CardFacts, build_model_card
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add)
-    model = describe_export(
-        trained.shape, trained.record, args.dtype, args.shard_size, model_type=args.model_type, seq_len=args.seq_len
-    )
+    model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
     facts = CardFacts(
         model_type=model.family.model_type,
         architecture=model.family.architecture,

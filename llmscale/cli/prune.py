@@ -102,7 +102,7 @@ def _write(model: GPT, subject: Subject, pruned: Pruned, folder: Path, *, overwr
     from llmscale.evaluate.prune import ModelWeights
     from llmscale.terminal.progress import show_progress
 
-    exported = describe_export(subject.shape, subject.record, "fp32", 5 * 10**9)
+    exported = describe_export(subject.shape, subject.published, "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
     with show_progress("Writing weights") as written:
         write_model(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.families.family import Family, HFTensor
-from llmscale.architecture.families.registry import FAMILIES, family_of
+from llmscale.architecture.families.registry import family_of, get_family
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_folder import CARD_NAME, CONFIG_NAME, GENERATION_NAME, check_space
-from llmscale.checkpoint.published_record import POSITIONS, PublishedRecord, token_ids
+from llmscale.checkpoint.published_files import POSITIONS, last_positions
 from llmscale.checkpoint.safetensors_files import (
     TORCH_DTYPES,
     ExportDtype,
@@ -30,13 +30,15 @@ from llmscale.checkpoint.safetensors_files import (
     write_index,
 )
 from llmscale.checkpoint.stored_weights import StoredWeights
+from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.atomic_folder import new_folder
-from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
+from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import CheckpointError, ConfigError
+from llmscale.untrusted.documents import Rules, load_json
 
-#: The release whose configuration files these are, unless a published model's are kept.
-_VERSION = {"transformers_version": "4.57.6"}
+#: The release whose configuration files these are, unless they are a published model's.
+_VERSION = "4.57.6"
 #: Weights in memory at a time, where a tensor can be written in the order in which it lies in the checkpoint.
 _PART_ELEMENTS = 1 << 22
 _TORCH_NAMES: dict[ExportDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -51,8 +53,8 @@ class ExportedModel:
     dtype: ExportDtype
     shard_bytes: int
     """No file of weights is larger, unless one tensor is."""
-    record: PublishedRecord | None = None
-    """The published model that it was made from."""
+    published: PublishedModel | None = None
+    """The model that it was made from."""
     last_positions: Tensor | None = None
     """Rows of the position table after those of the checkpoint, [rows, n_embd]."""
 
@@ -71,50 +73,18 @@ class ExportedModel:
 
 
 def describe_export(
-    trained: GPTShape,
-    record: PublishedRecord | None,
-    dtype: ExportDtype,
-    shard_bytes: int,
-    *,
-    model_type: str | None = None,
-    seq_len: int | None = None,
+    trained: GPTShape, published: PublishedModel | None, dtype: ExportDtype, shard_bytes: int
 ) -> ExportedModel:
-    """Return a model as transformers shall see it: in the family and with the context length of the published model
-    that it was made from, else as its shape is, unless `model_type` or `seq_len` say otherwise. Raises ConfigError."""
-    if model_type is not None:
-        family = FAMILIES[model_type]
-        if lost := family.lost(trained):
-            raise ConfigError(f"--model-type {model_type} does not have {', '.join(lost)}. Leave the flag out.")
-    else:
-        family = record.family if record is not None and record.family.expresses(trained) else family_of(trained)
-    rows = None if record is None or trained.positions != "learned" else record.last_positions(trained.seq_len)
-    most = trained.seq_len + len(rows) if rows is not None else trained.seq_len
-    if trained.positions == "rotary":
-        most = max(most, record.shape.seq_len if record is not None else 0)
-    elif seq_len is not None and not trained.seq_len <= seq_len <= most:
-        raise ConfigError(
-            f"--seq-len {seq_len} does not fit the model's learned positions. Legal: {trained.seq_len} to {most}."
-        )
-    shape = replace(trained, seq_len=seq_len or most)
-    rows = rows[: shape.seq_len - trained.seq_len] if rows is not None else None
-    return ExportedModel(shape, family, dtype, shard_bytes, record, rows)
-
-
-class _WithPositions:
-    """Weights with further rows of the position table."""
-
-    def __init__(self, weights: Weights, rows: Tensor, first: int) -> None:
-        """`rows`: [rows, n_embd], which follow the `first` elements of the weights' own table."""
-        self._weights, self._rows, self._first = weights, rows.reshape(-1), first
-
-    def read(self, name: str, start: int, elements: int) -> Tensor:
-        """Return `elements` of a parameter from its element `start` on, in fp32."""
-        own = min(elements, max(0, self._first - start)) if name == POSITIONS else elements
-        parts = [self._weights.read(name, start, own)] if own else []
-        if own < elements:
-            begin = start + own - self._first
-            parts.append(self._rows[begin : begin + elements - own])
-        return torch.cat(parts)
+    """Return a model as transformers will see it: in the family and with the positions of the published model that it
+    was made from. Raises ConfigError, CheckpointError."""
+    family = get_family(published.entries, published.source) if published is not None else None
+    if published is None or family is None or not family.expresses(trained):
+        return ExportedModel(trained, family_of(trained), dtype, shard_bytes)
+    rows, seq_len = None, max(trained.seq_len, published.shape.seq_len)
+    if trained.positions == "learned":
+        rows = last_positions(published, trained.seq_len)
+        seq_len = trained.seq_len + (0 if rows is None else len(rows))
+    return ExportedModel(replace(trained, seq_len=seq_len), family, dtype, shard_bytes, published, rows)
 
 
 class Weights(Protocol):
@@ -158,38 +128,67 @@ def write_model(
     compared. Raises ConfigError for weights that `dtype` cannot hold, DataError when `out` cannot be written,
     MachineError when the disk returns something else than was written.
     """
-    if model.last_positions is not None:
-        first = model.shape.seq_len * model.shape.n_embd - model.last_positions.numel()
-        weights = _WithPositions(weights, model.last_positions, first)
     files = plan_files(model.tensors, model.dtype, model.shard_bytes)
     check_space(out, model.weight_bytes)
     with new_folder(out, replace=overwrite) as folder:
-        read = partial(_parts, weights, model.dtype)
+        read = partial(_parts, weights, model)
         for name, tensors in files.items():
             write_file(folder / name, tensors, model.dtype, read, progress)
         if len(files) > 1:
             write_index(folder, files, model.dtype)
         save_for_transformers(tokenizer, folder)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
-        ids, generation_ids = token_ids(model.record, tokenizer)
-        given = (model.record.generation if model.record is not None else None) or {}
-        _write_json(folder / GENERATION_NAME, {**_VERSION, **given, **generation_ids})
+        config, generation = _configs(model, tokenizer)
+        _write_json(folder / GENERATION_NAME, generation)
         # The last: a folder without it is no model.
-        _write_json(folder / CONFIG_NAME, {**_config(model), **ids})
+        _write_json(folder / CONFIG_NAME, config)
 
 
-def _config(model: ExportedModel) -> dict[str, object]:
-    """Return config.json without the special tokens: the entries of the published model, where there was one."""
-    kept = model.record.describe(model.shape, model.family) if model.record is not None else {}
-    dtype = "dtype" if "dtype" in kept else "torch_dtype"
-    kept.pop("torch_dtype", None)
-    return {
-        **_VERSION,
-        **(kept or model.family.write(model.shape)),
-        "model_type": model.family.model_type,
-        "architectures": [model.family.architecture],
-        dtype: _TORCH_NAMES[model.dtype],
-    }
+def _configs(model: ExportedModel, tokenizer: Tokenizer) -> tuple[dict[str, object], dict[str, object]]:
+    """Return config.json and generation_config.json: those of the published model, with what is different now."""
+    # Some families take a token of theirs for padding where none is named.
+    own = {"transformers_version": _VERSION, "pad_token_id": None, **generation_ids(tokenizer)}
+    generation: dict[str, object] = {}
+    if model.published is None:
+        config = {**model.family.write(model.shape), **own}
+    else:
+        config = _changed_entries(model.published, model)
+        path = (model.published.folder or Path()) / GENERATION_NAME
+        generation = load_json(path, Rules(ConfigError, large_numbers=True)) if path.is_file() else {}
+        _check_tokens((config, generation), own, tokenizer.eot_token, model.shape.vocab_size)
+    dtype = "dtype" if "dtype" in config else "torch_dtype"
+    config.pop("torch_dtype", None)
+    config |= {"model_type": model.family.model_type, "architectures": [model.family.architecture]}
+    config[dtype] = _TORCH_NAMES[model.dtype]
+    return config, generation or {key: config[key] for key in own if config.get(key) is not None}
+
+
+def _changed_entries(published: PublishedModel, model: ExportedModel) -> dict[str, object]:
+    """Return the entries of a published config.json, and the new ones where the run changed the shape."""
+    before, now = (model.family.write(shape) for shape in (published.shape, model.shape))
+    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    gone = changed | ({"rope_parameters"} if changed & {"rope_theta", "rope_scaling"} else set())
+    kept = {key: value for key, value in published.entries.items() if key not in gone}
+    return kept | {key: now[key] for key in changed & now.keys()}
+
+
+def _check_tokens(
+    files: Sequence[dict[str, object]], own: Mapping[str, object], eot_token: int, vocab_size: int
+) -> None:
+    """Replace special tokens that the model does not have, and the end of a text where no file names the run's."""
+    for file in files:
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if any(type(token) is not int or not 0 <= token < vocab_size for token in _listed(file.get(key))):
+                file[key] = own[key]
+    ends = [file["eos_token_id"] for file in files if "eos_token_id" in file]
+    known = [token for end in ends for token in _listed(end)]
+    if not ends or (known and eot_token not in known):
+        for file in filter(None, files):
+            file["eos_token_id"] = eot_token
+
+
+def _listed(token: object) -> list[object]:
+    return token if isinstance(token, list) else [] if token is None else [token]
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:
@@ -212,19 +211,22 @@ def _check_same_model(stored: StoredWeights, shape: GPTShape, checkpoint: Path) 
             )
 
 
-def _parts(stored: Weights, dtype: ExportDtype, tensor: HFTensor) -> Iterator[Tensor]:
-    """A tensor of theirs in consecutive flat parts in `dtype`."""
-    rows, columns = _as_matrix(tensor)
+def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[Tensor]:
+    """Yield a tensor of theirs in consecutive flat parts in the model's dtype."""
+    dtype, (rows, columns) = model.dtype, _as_matrix(tensor)
+    last = model.last_positions if tensor.parameter == POSITIONS else None
     zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
     for done in range(0, zeros, _PART_ELEMENTS):
         yield torch.zeros(min(_PART_ELEMENTS, zeros - done), dtype=TORCH_DTYPES[dtype])
     if tensor.transposed:
         yield _transposed(stored, dtype, tensor)
         return
-    first, count = tensor.first_row * columns, rows * columns - zeros
+    first, count = tensor.first_row * columns, rows * columns - zeros - (0 if last is None else last.numel())
     for done in range(0, count, _PART_ELEMENTS):
         part = stored.read(tensor.parameter, first + done, min(_PART_ELEMENTS, count - done))
         yield _converted(part, dtype, tensor.name)
+    if last is not None:
+        yield _converted(last.flatten(), dtype, tensor.name)
 
 
 def _as_matrix(tensor: HFTensor) -> tuple[int, int]:

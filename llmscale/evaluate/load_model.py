@@ -1,45 +1,25 @@
-"""A trained model and its tokenizer from a checkpoint, or from a folder of transformers, in one process, without
-DeepSpeed."""
+"""Load a trained model from a checkpoint, or from a folder of transformers, in one process, without DeepSpeed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_files import find_weights_files
 from llmscale.checkpoint.hf_match import match_tensors
 from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.config.hf_model import PublishedModel
-from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError
-from llmscale.evaluate.trained_checkpoint import TrainedCheckpoint, open_trained_checkpoint
 from llmscale.model.gpt import GPT
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model in eval mode with the tokenizer that it was trained with."""
-
-    model: GPT
-    tokenizer: Tokenizer
-
-
-def load_trained_model(folder: Path) -> TrainedModel:
-    """Load the fp32 master weights of a checkpoint onto this machine's GPU, or its CPU.
-
-    Raises as `open_trained_checkpoint`.
-    """
-    trained = open_trained_checkpoint(folder)
-    return TrainedModel(load_checkpoint_model(trained), trained.tokenizer)
-
-
-def load_checkpoint_model(trained: TrainedCheckpoint) -> GPT:
-    """The model of a verified checkpoint, as `load_trained_model` has it. Raises CheckpointError."""
-    folder, shape = trained.folder, trained.shape
+def load_checkpoint_model(folder: Path, shape: GPTShape) -> GPT:
+    """Load the fp32 master weights of a verified checkpoint onto this machine's GPU, or its CPU. Raises
+    CheckpointError."""
     weights = load_full_weights(folder)
     # Before a model is built whose size is the checkpoint's word alone.
     if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:

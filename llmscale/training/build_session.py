@@ -245,12 +245,11 @@ def _describe(run: PreparedRun, point: ResumePoint | None) -> None:
     resolved = {**run.resolved.as_dict(), "dataset": run.sets.fingerprint}
     save_run_description(folder, as_plain(run.config), resolved, run.resolved.ds_config, is_new=is_new)
     keep(lambda: keep_sets(run.sets, folder), folder, "the tokenizer", is_new=is_new)
-    seq_len = run.resolved.plan.seq_len
-    keep(
-        lambda: keep_published(run.weights, run.config, seq_len, source, folder),
-        *(folder, "the published model's description"),
-        is_new=is_new,
-    )
+
+    def keep_model() -> None:
+        keep_published(run.weights, run.resolved.plan.seq_len, source, folder)
+
+    keep(keep_model, folder, "the published model's configuration", is_new=is_new)
 
 
 def _source_of_weights(config: RunConfig, point: ResumePoint | None) -> Path | None:

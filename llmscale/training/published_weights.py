@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weights_files, list_safetensors
+from llmscale.checkpoint.hf_folder import CONFIG_NAME, GENERATION_NAME
 from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
-from llmscale.checkpoint.published_record import POSITIONS, PUBLISHED_NAME, load_record, save_record
-from llmscale.config.hf_model import PublishedModel, is_published, read_published_model
-from llmscale.config.run_config import RunConfig
+from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME
+from llmscale.config.hf_model import PublishedModel
+from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation
 from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, DataError
@@ -21,8 +24,6 @@ from llmscale.untrusted.hub import is_known_absent, is_offline
 from llmscale.untrusted.paths import open_regular
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from llmscale.engine.process_group import World
 
 #: Of each end of a file, where two versions of the weights are sure to differ.
@@ -87,40 +88,32 @@ def complete_published_weights(
     return together(world.control, complete)
 
 
-def keep_published(found: FoundWeights | None, config: RunConfig, seq_len: int, source: Path | None, run: Path) -> None:
-    """Keep in a run folder the description of the published model that the run is made from, if there is one, with the
-    rows of its position table that the run leaves out. `source`: the checkpoint that the weights come from. Raises
-    LlmscaleError, OSError."""
-    record = rows = None
+def keep_published(found: FoundWeights | None, seq_len: int, source: Path | None, run: Path) -> None:
+    """Keep in a new run folder the configurations of the model whose weights it begins with, and the positions beyond
+    its sequences; or what the run of the checkpoint `source` kept. Raises LlmscaleError, OSError."""
+    place = found.model.folder if found is not None else None
     if source is not None:
-        record = load_record(source.resolve().parent.parent / PUBLISHED_NAME)
-        rows = record.last_positions(seq_len) if record is not None else None
-    elif found is not None:
-        record = load_record(found.model.folder) if found.model.folder is not None else None
-        rows = _left_out_positions(found, seq_len)
-    elif is_published(config.model):
-        folder = read_published_model("--model", config.model).folder
-        record = load_record(folder) if folder is not None else None
-        if record is not None:  # its positions mean nothing without its weights
-            shape = replace(record.shape, seq_len=seq_len)
-            record = replace(record, config=record.describe(shape, record.family))
-    if record is not None:
-        save_record(record, run, rows)
+        place = source.resolve().parent.parent / PUBLISHED_NAME
+    if (run / PUBLISHED_NAME).exists() or place is None or not (place / CONFIG_NAME).is_file():
+        return
+    with new_folder(run / PUBLISHED_NAME, replace=False) as folder:
+        for name in (CONFIG_NAME, GENERATION_NAME, POSITIONS_NAME):
+            if (place / name).is_file():
+                shutil.copyfile(place / name, folder / name)
+        if found is not None and found.pieces is not None and POSITIONS in found.pieces:
+            _save_positions(found.model.shape, found.pieces[POSITIONS], seq_len, folder / POSITIONS_NAME)
 
 
-def _left_out_positions(found: FoundWeights, seq_len: int) -> Tensor | None:
-    """Return the published positions from `seq_len` on, [rows, n_embd]; None where there are none."""
+def _save_positions(shape: GPTShape, pieces: Sequence[Piece], seq_len: int, path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
     from llmscale.checkpoint.hf_tensors import fill_view
     from llmscale.engine.zero_layout import ShardView
 
-    shape = found.model.shape
-    if shape.positions != "learned" or shape.seq_len <= seq_len or found.pieces is None:
-        return None
-    import torch
-
-    flat = torch.empty((shape.seq_len - seq_len) * shape.n_embd)
-    fill_view(ShardView(flat, seq_len * shape.n_embd, shape.seq_len * shape.n_embd), found.pieces[POSITIONS])
-    return flat.view(-1, shape.n_embd)
+    rows = torch.empty(shape.seq_len - seq_len, shape.n_embd)
+    fill_view(ShardView(rows.view(-1), seq_len * shape.n_embd, shape.seq_len * shape.n_embd), pieces)
+    save_file({POSITIONS: rows}, path)
 
 
 def fingerprint_weights(found: FoundWeights) -> dict[str, str]:

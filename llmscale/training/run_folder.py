@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from llmscale import __version__
-from llmscale.checkpoint.published_record import PUBLISHED_NAME
+from llmscale.checkpoint.published_files import PUBLISHED_NAME
 from llmscale.data.mix.training_sets import KEPT_NAME
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.append import AppendFile, warn_on_stderr
