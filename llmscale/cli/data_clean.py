@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.cli import data_source
 from llmscale.config import flag_type, limits
+from llmscale.config.user_paths import check_output_folder
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
 
@@ -195,6 +196,7 @@ def _listed(text: str) -> list[str]:
 def _clean(args: argparse.Namespace) -> int:
     from llmscale.data.clean.clean_set import clean
 
+    check_output_folder("--out", args.out)
     options, cluster = _options(args), _cluster(args)
     source = data_source.open_source_of(args)
     start_s = time.monotonic()

@@ -43,29 +43,28 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.hf_folder import check_hf_folder
-    from llmscale.evaluate.subject import find_subject
+    from llmscale.evaluate.subject import find_subject, open_subject
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu)
-    # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
     from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import count_words, show_progress
 
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
-        from llmscale.evaluate.evaluation import losses_on
-        from llmscale.evaluate.prune import prune_linear_layers
-        from llmscale.evaluate.subject import open_subject
-        from llmscale.evaluate.validation_loss import open_validation_sets
-
     quiet_libraries()
-    for_gpu = _check_gpu(gpu)
     with show_progress("Verifying the checkpoint") as verified:
         subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
     if subject.sets is None and args.val_samples:
         raise DataError(subject.no_sets)
+    # torch is imported only now: mistakes are reported at once.
+    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+        from llmscale.evaluate.evaluation import losses_on
+        from llmscale.evaluate.prune import prune_linear_layers
+        from llmscale.evaluate.validation_loss import open_validation_sets
+
+    for_gpu = _check_gpu(gpu)
     sets = open_validation_sets(subject.sets) if subject.sets is not None and args.val_samples else []
     model = subject.load_model()
     num_sequences = sum(min(len(one.shards), args.val_samples) for one in sets)
