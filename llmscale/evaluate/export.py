@@ -34,7 +34,8 @@ from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
-from llmscale.errors import CheckpointError, ConfigError
+from llmscale.errors import ConfigError
+from llmscale.evaluate.load_model import check_same_model
 from llmscale.untrusted.documents import Rules, load_json
 
 #: The release whose configuration files these are, unless they are a published model's.
@@ -108,7 +109,8 @@ def export_model(
     model."""
     stored = StoredWeights(checkpoint)
     more = 0 if model.last_positions is None else len(model.last_positions)
-    _check_same_model(stored, replace(model.shape, seq_len=model.shape.seq_len - more), checkpoint)
+    shape = replace(model.shape, seq_len=model.shape.seq_len - more)
+    check_same_model(stored.sizes, {tensor.name: tensor.elements for tensor in shape.tensors.all}, checkpoint)
     write_model(stored, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
 
 
@@ -180,11 +182,10 @@ def _check_tokens(
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             if any(type(token) is not int or not 0 <= token < vocab_size for token in _listed(file.get(key))):
                 file[key] = own[key]
-    ends = [file["eos_token_id"] for file in files if "eos_token_id" in file]
-    known = [token for end in ends for token in _listed(end)]
-    if not ends or (known and eot_token not in known):
-        for file in filter(None, files):
-            file["eos_token_id"] = eot_token
+    ends = [token for file in files for token in _listed(file.get("eos_token_id"))]
+    if ends and eot_token not in ends:
+        for file in files:
+            file |= {"eos_token_id": eot_token} if file else {}
 
 
 def _listed(token: object) -> list[object]:
@@ -193,22 +194,6 @@ def _listed(token: object) -> list[object]:
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-
-
-def _check_same_model(stored: StoredWeights, shape: GPTShape, checkpoint: Path) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly the shape's parameters."""
-    own = {tensor.name: tensor.elements for tensor in shape.tensors.all}
-    sizes = stored.sizes
-    for name in sorted(own.keys() ^ sizes.keys()):
-        what = "lacks" if name in own else "holds"
-        raise CheckpointError(
-            f"{checkpoint} {what} '{name[:200]}': its tensors and its configuration are of different models."
-        )
-    for name, elements in own.items():
-        if sizes[name] != elements:
-            raise CheckpointError(
-                f"{checkpoint}: '{name}' has {sizes[name]:,} elements, and {elements:,} by the configuration beside it."
-            )
 
 
 def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -53,14 +54,22 @@ def _fill(model: GPT, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Copy flat fp32 tensors into the module's parameters and buffers. Raises CheckpointError unless they are the
     same."""
     own = dict([*model.named_parameters(), *model.named_buffers()])
-    for name in sorted(own.keys() ^ weights.keys()):
-        what = "lacks" if name in own else "holds"
-        raise CheckpointError(f"{folder} {what} '{name}': its tensors and its configuration are of different models.")
+    sizes, expected = ({name: tensor.numel() for name, tensor in of.items()} for of in (weights, own))
+    check_same_model(sizes, expected, folder)
     with torch.no_grad():
         for name, tensor in own.items():
-            if tensor.numel() != weights[name].numel():
-                raise CheckpointError(
-                    f"{folder}: '{name}' has {weights[name].numel()} elements, and {tensor.numel()} by the "
-                    "configuration beside it."
-                )
             tensor.copy_(weights[name].view_as(tensor))
+
+
+def check_same_model(sizes: Mapping[str, int], own: Mapping[str, int], folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint's tensors, their elements by name, are exactly the model's `own`."""
+    for name in sorted(own.keys() ^ sizes.keys()):
+        what = "lacks" if name in own else "holds"
+        raise CheckpointError(
+            f"{folder} {what} '{name[:200]}': its tensors and its configuration are of different models."
+        )
+    for name, elements in own.items():
+        if sizes[name] != elements:
+            raise CheckpointError(
+                f"{folder}: '{name}' has {sizes[name]:,} elements, and {elements:,} by the configuration beside it."
+            )

@@ -96,7 +96,7 @@ def test_folders_that_hold_something_else_are_refused(
     for out, said in (
         (home, "holds 'thesis.tex', which no export wrote"),
         (trained_run, "holds '.lock', which no export wrote"),
-        (file, "is no folder"),
+        (file, "is a file; name a folder"),
         (link, "is a link"),
         (checkpoints / "hf", f"lies in {checkpoints}, where only training writes"),
         (checkpoints / "step-00000003" / "hf", f"lies in {checkpoints}, where only training writes"),
