@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
+from llmscale.config.user_paths import check_output_folder
 from llmscale.data.prepare.atomic_folder import find_writer
 from llmscale.errors import ConfigError, DataError
 from llmscale.untrusted.paths import read_regular
@@ -37,8 +38,9 @@ def shard_name(number: int, total: int) -> str:
 
 def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
     """Refuse, before anything is loaded, a folder that may not be written. Raises ConfigError."""
-    if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise ConfigError(f"--to {out} is {'a link' if out.is_symlink() else 'no folder'}. Name a folder.")
+    check_output_folder("--to", out)
+    if out.is_symlink():
+        raise ConfigError(f"--to {out} is a link. Name a folder.")
     try:
         place = out.resolve()
         names = sorted(path.name for path in out.iterdir()) if out.is_dir() else []

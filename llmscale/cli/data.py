@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from llmscale.cli import data_clean, data_inspect, data_source, data_which
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import FlagParser, Need
+from llmscale.config.user_paths import check_output_folder
 from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
@@ -199,7 +200,10 @@ def _check_out(args: argparse.Namespace) -> Path | str:
 
     if not is_url(args.out):
         check_not_forgotten(args.out, "--out")
+        check_output_folder("--out", Path(args.out))
         return Path(args.out)
+    if args.work_dir is not None:
+        check_output_folder("--work-dir", args.work_dir)
     return check_out_url(args.out)
 
 
@@ -235,6 +239,7 @@ def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: flo
 def _train_tokenizer(args: argparse.Namespace) -> int:
     from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 
+    check_output_folder("--out", args.out)
     tokenizer = train_tokenizer(data_source.open_source_of(args), args.out, args.vocab_size)
     print_visible(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from llmscale.cli import data_source
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import FlagParser, Need
+from llmscale.config.user_paths import check_output_folder
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
 
@@ -203,6 +204,7 @@ def _listed(text: str) -> list[str]:
 def _clean(args: argparse.Namespace) -> int:
     from llmscale.data.clean.clean_set import clean
 
+    check_output_folder("--out", args.out)
     options, cluster = _options(args), _cluster(args)
     source = data_source.open_source_of(args)
     start_s = time.monotonic()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from llmscale.cli import subject_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import Need
-from llmscale.config.user_paths import check_output_file, write_output_file
-from llmscale.errors import ConfigError
+from llmscale.config.user_paths import check_output_file, check_task, write_output_file
+from llmscale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -37,6 +37,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     subject_flags.add_loss(parser)
     parser.add_argument(
         "--tasks",
+        type=check_task,
         nargs="+",
         action="extend",
         default=[],
@@ -57,7 +58,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.lm_eval_tasks import go_offline
-    from llmscale.evaluate.subject import find_subject
+    from llmscale.evaluate.subject import find_subject, open_subject
     from llmscale.evaluate.task_files import is_task_file, load_task_files
     from llmscale.untrusted.terminal import print_visible
 
@@ -74,25 +75,22 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
     if not args.tasks and not args.val_samples:
         raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
-    # From here on it takes a while: torch and lm-eval are imported, and the checkpoint is read.
+    # From here on it takes a while: lm-eval is imported, the checkpoint is read, and torch is imported.
     from llmscale.engine.silence_libraries import quiet_libraries
     from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import show_progress
 
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
-        from llmscale.evaluate.evaluation import Request
-        from llmscale.evaluate.subject import open_subject
-
     quiet_libraries()
     harness = _find_harness(named, args, files) if named else None
     with show_progress("Verifying the checkpoint") as verified:
-        subject = open_subject(folder, args.data, verified.add)
+        subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
     if subject.sets is None and args.val_samples:
         if not args.tasks:
-            raise ConfigError(
-                f"{folder} is a folder of transformers and names no set. Name one with --data, or --tasks."
-            )
-        report("no validation loss: a folder of transformers names no set; --data does")
+            raise DataError(subject.no_sets)
+        report(f"no validation loss: {subject.no_sets}")
+    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+        from llmscale.evaluate.evaluation import Request
+
     request = Request(
         [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size
     )

@@ -64,16 +64,14 @@ def _run(args: argparse.Namespace) -> int:
     from llmscale.terminal.progress import show_progress
 
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
-        from llmscale.architecture.families.registry import family_of
         from llmscale.checkpoint.manifest import load_manifest
-        from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-        from llmscale.evaluate.export import ExportedModel, export_model
-        from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
+        from llmscale.evaluate.export import describe_export, export_model
+        from llmscale.evaluate.subject import open_trained_checkpoint
         from llmscale.report.model_card import CardFacts, build_model_card
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:
         trained = open_trained_checkpoint(checkpoint, verified.add, given=args.data)
-    model = ExportedModel(trained.shape, family_of(trained.shape), args.dtype, args.shard_size)
+    model = describe_export(trained.shape, trained.published, args.dtype, args.shard_size)
     facts = CardFacts(
         model_type=model.family.model_type,
         architecture=model.family.architecture,
@@ -88,7 +86,7 @@ def _run(args: argparse.Namespace) -> int:
         export_model(
             checkpoint,
             model,
-            load_set_tokenizer(trained.location.folder, trained.location.manifest),
+            trained.tokenizer,
             args.to,
             card=build_model_card(facts, checkpoint),
             overwrite=args.overwrite,

@@ -10,7 +10,7 @@ from llmscale.cli import subject_flags
 from llmscale.config import flag_type
 from llmscale.config.flag_parser import Need
 from llmscale.config.hardware import get_gpu
-from llmscale.errors import ConfigError
+from llmscale.errors import DataError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -45,32 +45,28 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.hf_folder import check_hf_folder
-    from llmscale.evaluate.subject import find_subject
+    from llmscale.evaluate.subject import find_subject, open_subject
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu)
-    # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
     from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import count_words, show_progress
 
+    quiet_libraries()
+    with show_progress("Verifying the checkpoint") as verified:
+        subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
+    if subject.sets is None and args.val_samples:
+        raise DataError(subject.no_sets)
+    # torch is imported only now: mistakes are reported at once.
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
         from llmscale.evaluate.evaluation import losses_on
         from llmscale.evaluate.prune import prune_linear_layers
-        from llmscale.evaluate.subject import open_subject
         from llmscale.evaluate.validation_loss import open_validation_sets
 
-    quiet_libraries()
     for_gpu = _check_gpu(gpu)
-    with show_progress("Verifying the checkpoint") as verified:
-        subject = open_subject(folder, args.data, verified.add)
-    if subject.sets is None and args.val_samples:
-        raise ConfigError(
-            f"{folder} is a folder of transformers and names no set to take the loss on. Name one with --data, or "
-            "leave the losses out with --val-samples 0."
-        )
     sets = open_validation_sets(subject.sets, args.val_samples) if subject.sets is not None and args.val_samples else ()
     model = subject.load_model()
     num_sequences = sum(one.num_samples for one in sets)
@@ -102,13 +98,12 @@ def _check_gpu(named: GPU | None) -> bool:
 
 
 def _write(model: GPT, subject: Subject, pruned: Pruned, folder: Path, *, overwrite: bool) -> None:
-    from llmscale.architecture.families.registry import family_of
     from llmscale.checkpoint.hf_folder import CARD_MARK
-    from llmscale.evaluate.export import ExportedModel, write_model
+    from llmscale.evaluate.export import describe_export, write_model
     from llmscale.evaluate.prune import ModelWeights
     from llmscale.terminal.progress import show_progress
 
-    exported = ExportedModel(subject.shape, family_of(subject.shape), "fp32", 5 * 10**9)
+    exported = describe_export(subject.shape, subject.published, "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
     with show_progress("Writing weights") as written:
         write_model(

@@ -23,7 +23,14 @@ from llmscale.report.run_history import RunHistory, load_history, load_run_manif
 from llmscale.terminal.announcer import SOON_S, announced
 from llmscale.terminal.table import output_width, print_fitting
 from llmscale.training.failure import FAILURE_NAME
-from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
+from llmscale.training.run_folder import (
+    CONFIG_NAME,
+    DS_CONFIG_NAME,
+    LOCK_NAME,
+    METRICS_NAME,
+    ORIGIN_FOLDERS,
+    STARTS_NAME,
+)
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 if TYPE_CHECKING:
@@ -105,7 +112,7 @@ def _check_apart(said: str, place: Path, run: Path) -> None:
     if not place.is_relative_to(folder):
         return
     name, *inner = place.relative_to(folder).parts
-    if name in ((CHECKPOINTS_NAME, SAMPLES_NAME, LOGS_NAME) if inner else files):
+    if name in ((CHECKPOINTS_NAME, SAMPLES_NAME, LOGS_NAME, *ORIGIN_FOLDERS) if inner else files):
         raise ConfigError(f"{said} is of the run itself; name another file, such as {folder / 'report.html'}.")
 
 

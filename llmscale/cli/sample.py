@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.config.flag_parser import FlagParser
-    from llmscale.evaluate.load_model import TrainedModel
+    from llmscale.data.tokenizers.tokenizer import Tokenizer
     from llmscale.evaluate.sampling import SamplingSettings, TokenByPrompt
     from llmscale.evaluate.text import Piece
+    from llmscale.model.gpt import GPT
     from llmscale.terminal.progress import Progress
 
 _MAX_BATCH = 1024
@@ -31,7 +32,10 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `sample`."""
     parser = subparsers.add_parser("sample")
     parser.add_argument(
-        "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
+        "run",
+        type=flag_type.path,
+        metavar="RUN",
+        help="run folder of train.py, one checkpoint of it, or a folder of transformers",
     )
     subject_flags.add_own_data(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
@@ -100,29 +104,29 @@ class _Request:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.locate import find_checkpoint
+    from llmscale.evaluate.subject import find_subject, open_subject
     from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import count_words, show_progress
     from llmscale.untrusted.terminal import print_visible
 
     prompts = _prompts(args)
-    folder = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr))
+    folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr))
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
 
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
-        from llmscale.evaluate.load_model import load_trained_model
-    from llmscale.evaluate.sampling import SamplingSettings, check_prompt
-    from llmscale.evaluate.sampling_memory import check_memory
-    from llmscale.evaluate.text import encode_prompt
+        from llmscale.evaluate.sampling import SamplingSettings, check_prompt
+        from llmscale.evaluate.sampling_memory import check_memory
+        from llmscale.evaluate.text import encode_prompt
 
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     with announced("loading the weights", after_s=SOON_S, on_terminal_only=True):
-        trained = load_trained_model(folder, args.data)
-    tokens_of = [encode_prompt(trained.tokenizer, prompt) for prompt in prompts]
+        subject = open_subject(folder, args.data)
+        model, shape = subject.load_model(), subject.shape
+    tokens_of = [encode_prompt(subject.tokenizer, prompt) for prompt in prompts]
     for number, tokens in enumerate(tokens_of, start=1):
-        check_prompt(trained.model.shape, tokens, f"prompt {number}" if len(prompts) > 1 else "the prompt")
+        check_prompt(shape, tokens, f"prompt {number}" if len(prompts) > 1 else "the prompt")
     requests = [
         _Request(prompt, number + 1, tokens, args.seed + number)
         for prompt, tokens in zip(prompts, tokens_of, strict=True)
@@ -130,16 +134,17 @@ def _run(args: argparse.Namespace) -> int:
     ]
     batch_size = min(args.batch_size, len(requests))
     longest = max(map(len, tokens_of))
-    check_memory(trained.model.shape, batch_size, longest, args.max_new_tokens, use_cache=not args.no_cache)
+    check_memory(shape, batch_size, longest, args.max_new_tokens, use_cache=not args.no_cache)
     # A text alone is its own progress.
     streams = len(requests) == 1 and not args.json
     with show_progress("Sampling", len(requests) * args.max_new_tokens, count_words("tokens")) as progress:
         for start in range(0, len(requests), batch_size):
             batch = requests[start : start + batch_size]
             if streams:
-                _stream(_generate(trained, batch, settings, args), batch[0])
+                _stream(_generate(model, subject.tokenizer, batch, settings, args), batch[0])
             else:
-                _write(_generate(trained, batch, settings, args, progress), batch, args, start + 1, progress)
+                pieces = _generate(model, subject.tokenizer, batch, settings, args, progress)
+                _write(pieces, batch, args, start + 1, progress)
     return 0
 
 
@@ -162,7 +167,8 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _generate(
-    trained: TrainedModel,
+    model: GPT,
+    tokenizer: Tokenizer,
     batch: Sequence[_Request],
     settings: SamplingSettings,
     args: argparse.Namespace,
@@ -176,8 +182,8 @@ def _generate(
         return tokens
 
     return generate_text(
-        trained.model,
-        trained.tokenizer,
+        model,
+        tokenizer,
         [request.tokens for request in batch],
         settings,
         seeds=[request.seed for request in batch],

@@ -48,6 +48,8 @@ class PublishedModel:
     """That its files should hold."""
     shape: GPTShape
     """With all positions that it was made for."""
+    entries: Mapping[str, object]
+    """Contents of its config.json."""
 
     @property
     def keys(self) -> dict[str, object]:
@@ -80,7 +82,7 @@ def read_published_model(flag: str, value: str) -> PublishedModel:
     # For messages alone: what is odd there is no reason to refuse the model.
     classes = found.entries.get("architectures")
     said = classes[0][:80] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
-    return PublishedModel(source, name, found.hub_name, found.folder, said, tensors, shape)
+    return PublishedModel(source, name, found.hub_name, found.folder, said, tensors, shape, found.entries)
 
 
 def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:

@@ -18,11 +18,12 @@ from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
 from llmscale.config.flag_parser import Need
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
-from llmscale.config.user_paths import check_path, check_path_or_name, check_path_or_url, check_text
+from llmscale.config.user_paths import check_path, check_path_or_name, check_path_or_url, check_task_file, check_text
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
 PathOrName = Annotated[str, AfterValidator(check_path_or_name)]
 PathOrUrl = Annotated[str, AfterValidator(check_path_or_url)]
+TaskFile = Annotated[str, AfterValidator(check_task_file)]
 UserPath = Annotated[Path, BeforeValidator(check_path)]
 ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 CompileMode = Literal["auto", "on", "off"]
@@ -216,7 +217,7 @@ class RunConfig(BaseModel):
     """Sample after each of the prompts in this file instead: one a line, or in FILE.jsonl objects with a "prompt"."""
     eval_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
     """Steps between evaluations on eval_tasks, where text is sampled too; 0: never."""
-    eval_tasks: list[str] = Field(default_factory=list)
+    eval_tasks: list[TaskFile] = Field(default_factory=list)
     """Items in JSON lines as FORMAT=FILE, where FORMAT is hellaswag, multiple_choice, likelihood or text."""
     save_every: int = Field(500, ge=0, le=limits.MAX_STEPS)
     """Steps between checkpoints; the last step is always saved; 0: only the last."""

@@ -7,9 +7,12 @@ import re
 import stat
 from pathlib import Path
 
-from llmscale.errors import ConfigError
+from llmscale.errors import ConfigError, did_you_mean
 from llmscale.untrusted.terminal import is_visible
 
+#: Of items in JSON lines (llmscale.evaluate.task_files).
+TASK_FORMATS = ("hellaswag", "multiple_choice", "likelihood", "text")
+YAML_SUFFIXES = (".yaml", ".yml")
 #: Linux's NAME_MAX and PATH_MAX, the byte at the end included.
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
 #: Kinds of files that a program can write to, but not replace.
@@ -59,23 +62,71 @@ def check_path_or_url(text: str) -> str:
     return text
 
 
+def check_task_file(text: str) -> str:
+    """Return a task that is FORMAT=FILE. Raises ConfigError."""
+    name, _, path = text.partition("=")
+    legal = ", ".join(f"{known}=FILE.jsonl" for known in TASK_FORMATS)
+    if name not in TASK_FORMATS:
+        what = (
+            f"'{name}' is no format of items.{did_you_mean(name, TASK_FORMATS)}" if "=" in text else "it has no format."
+        )
+        raise ConfigError(f"'{text}' is no task: {what} Legal: {legal}.")
+    try:
+        check_path(path)
+    except ValueError as error:
+        raise ConfigError(f"'{text}' is no task: its file {error}. Legal: {legal}.") from None
+    return text
+
+
+def check_task(text: str) -> str:
+    """Return a task that is FORMAT=FILE, the YAML of one of lm-eval's, or the name of one. Raises ConfigError."""
+    if text.endswith(YAML_SUFFIXES) and "=" not in text:
+        if not os.path.isfile(text):
+            raise ConfigError(f"task {text}: there is no such file. Name a task's YAML, or a task by its name.")
+        return text
+    is_name = re.fullmatch(r"[\w.()-]+", text) and not text.endswith((".jsonl", ".json")) and not os.path.isfile(text)
+    return text if is_name else check_task_file(text)
+
+
 def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
     """Refuse, before anything is computed, a file that could not be written. Raises ConfigError."""
     said = f"{flag} {path}"
-    if path.is_dir():
+    if os.path.isdir(path):
         raise ConfigError(f"{said} is a folder; name a file.")
-    if path.is_symlink() and not path.exists():
+    if os.path.islink(path) and not os.path.exists(path):
         raise ConfigError(f"{said} is a symbolic link to nothing; name a file.")
-    if not path.parent.is_dir():
+    if _check_place(said, path) != path.absolute().parent:
         raise ConfigError(f"{said}: the folder {path.parent} does not exist.")
-    if path.exists():
-        kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
+    if os.path.exists(path):
+        kind = _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode))
         if kind:
             raise ConfigError(f"{said} is {kind}; name a file.")
         if not overwrite:
             raise ConfigError(f"{said} exists already. Name another file, or overwrite it with --force.")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{said}: the folder {path.parent} may not be written to.")
+
+
+def check_output_folder(flag: str, path: Path) -> None:
+    """Refuse, before anything is computed, a folder that could not be made or replaced. Raises ConfigError."""
+    said = f"{flag} {path}"
+    if os.path.lexists(path) and not os.path.isdir(path):
+        what = "a file" if os.path.exists(path) else "a symbolic link to nothing"
+        raise ConfigError(f"{said} is {what}; name a folder.")
+    _check_place(said, path / "_" if os.path.isdir(path) else path)
+
+
+def _check_place(said: str, path: Path) -> Path:
+    """Return the nearest folder above `path` that exists. Raises ConfigError unless new names can be made in it;
+    nothing is made to find out."""
+    place = path.absolute().parent
+    while not os.path.lexists(place):
+        place = place.parent
+    if not os.path.isdir(place):
+        raise ConfigError(f"{said}: {place} is a file; name a folder.")
+    # To root every folder seems writable, those of /proc and /sys too: these have no blocks, and say read-only.
+    is_kernels = os.statvfs(place).f_blocks == 0 and not os.stat(place).st_mode & 0o222
+    if is_kernels or not os.access(place, os.W_OK | os.X_OK):
+        raise ConfigError(f"{said}: {place} may not be written to; name a folder elsewhere.")
+    return place
 
 
 def write_output_file(flag: str, path: Path, content: str | bytes) -> None:

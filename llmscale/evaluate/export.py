@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.families.family import Family, HFTensor
+from llmscale.architecture.families.registry import family_of, get_family
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_folder import CARD_NAME, CONFIG_NAME, GENERATION_NAME, check_space
+from llmscale.checkpoint.published_files import POSITIONS, last_positions
 from llmscale.checkpoint.safetensors_files import (
     TORCH_DTYPES,
     ExportDtype,
@@ -28,13 +30,16 @@ from llmscale.checkpoint.safetensors_files import (
     write_index,
 )
 from llmscale.checkpoint.stored_weights import StoredWeights
+from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
-from llmscale.errors import CheckpointError, ConfigError
+from llmscale.errors import ConfigError
+from llmscale.evaluate.load_model import check_same_model
+from llmscale.untrusted.documents import Rules, load_json
 
-#: The release whose configuration files these are.
-TRANSFORMERS_VERSION = "4.57.6"
+#: The release whose configuration files these are, unless they are a published model's.
+_VERSION = "4.57.6"
 #: Weights in memory at a time, where a tensor can be written in the order in which it lies in the checkpoint.
 _PART_ELEMENTS = 1 << 22
 _TORCH_NAMES: dict[ExportDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -49,6 +54,10 @@ class ExportedModel:
     dtype: ExportDtype
     shard_bytes: int
     """No file of weights is larger, unless one tensor is."""
+    published: PublishedModel | None = None
+    """The model that it was made from."""
+    last_positions: Tensor | None = None
+    """Rows of the position table after those of the checkpoint, [rows, n_embd]."""
 
     @cached_property
     def tensors(self) -> tuple[HFTensor, ...]:
@@ -62,6 +71,21 @@ class ExportedModel:
     @property
     def weight_bytes(self) -> int:
         return sum(tensor_bytes(tensor, self.dtype) for tensor in self.tensors)
+
+
+def describe_export(
+    trained: GPTShape, published: PublishedModel | None, dtype: ExportDtype, shard_bytes: int
+) -> ExportedModel:
+    """Return a model as transformers will see it: in the family and with the positions of the published model that it
+    was made from. Raises ConfigError, CheckpointError."""
+    family = get_family(published.entries, published.source) if published is not None else None
+    if published is None or family is None or not family.expresses(trained):
+        return ExportedModel(trained, family_of(trained), dtype, shard_bytes)
+    rows, seq_len = None, max(trained.seq_len, published.shape.seq_len)
+    if trained.positions == "learned":
+        rows = last_positions(published, trained.seq_len)
+        seq_len = trained.seq_len + (0 if rows is None else len(rows))
+    return ExportedModel(replace(trained, seq_len=seq_len), family, dtype, shard_bytes, published, rows)
 
 
 class Weights(Protocol):
@@ -84,7 +108,9 @@ def export_model(
     """Write the model of a checkpoint to `out`, as `write_model` does. Raises CheckpointError for tensors of another
     model."""
     stored = StoredWeights(checkpoint)
-    _check_same_model(stored, model.shape, checkpoint)
+    more = 0 if model.last_positions is None else len(model.last_positions)
+    shape = replace(model.shape, seq_len=model.shape.seq_len - more)
+    check_same_model(stored.sizes, {tensor.name: tensor.elements for tensor in shape.tensors.all}, checkpoint)
     write_model(stored, model, tokenizer, out, card=card, overwrite=overwrite, progress=progress)
 
 
@@ -107,63 +133,85 @@ def write_model(
     files = plan_files(model.tensors, model.dtype, model.shard_bytes)
     check_space(out, model.weight_bytes)
     with new_folder(out, replace=overwrite) as folder:
-        read = partial(_parts, weights, model.dtype)
+        read = partial(_parts, weights, model)
         for name, tensors in files.items():
             write_file(folder / name, tensors, model.dtype, read, progress)
         if len(files) > 1:
             write_index(folder, files, model.dtype)
         save_for_transformers(tokenizer, folder)
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
-        common = {**generation_ids(tokenizer), "transformers_version": TRANSFORMERS_VERSION}
-        _write_json(folder / GENERATION_NAME, common)
+        config, generation = _configs(model, tokenizer)
+        _write_json(folder / GENERATION_NAME, generation)
         # The last: a folder without it is no model.
-        _write_json(folder / CONFIG_NAME, {**_config(model), **common})
+        _write_json(folder / CONFIG_NAME, config)
 
 
-def _config(model: ExportedModel) -> dict[str, object]:
-    return {
-        **model.family.write(model.shape),
-        "model_type": model.family.model_type,
-        "architectures": [model.family.architecture],
-        # Some families take a token of theirs for padding where none is named.
-        "pad_token_id": None,
-        "torch_dtype": _TORCH_NAMES[model.dtype],
-    }
+def _configs(model: ExportedModel, tokenizer: Tokenizer) -> tuple[dict[str, object], dict[str, object]]:
+    """Return config.json and generation_config.json: those of the published model, with what is different now."""
+    # Some families take a token of theirs for padding where none is named.
+    own = {"transformers_version": _VERSION, "pad_token_id": None, **generation_ids(tokenizer)}
+    generation: dict[str, object] = {}
+    if model.published is None:
+        config = {**model.family.write(model.shape), **own}
+    else:
+        config = _changed_entries(model.published, model)
+        path = (model.published.folder or Path()) / GENERATION_NAME
+        generation = load_json(path, Rules(ConfigError, large_numbers=True)) if path.is_file() else {}
+        _check_tokens((config, generation), own, tokenizer.eot_token, model.shape.vocab_size)
+    dtype = "dtype" if "dtype" in config else "torch_dtype"
+    config.pop("torch_dtype", None)
+    config |= {"model_type": model.family.model_type, "architectures": [model.family.architecture]}
+    config[dtype] = _TORCH_NAMES[model.dtype]
+    return config, generation or {key: config[key] for key in own if config.get(key) is not None}
+
+
+def _changed_entries(published: PublishedModel, model: ExportedModel) -> dict[str, object]:
+    """Return the entries of a published config.json, and the new ones where the run changed the shape."""
+    before, now = (model.family.write(shape) for shape in (published.shape, model.shape))
+    changed = {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+    gone = changed | ({"rope_parameters"} if changed & {"rope_theta", "rope_scaling"} else set())
+    kept = {key: value for key, value in published.entries.items() if key not in gone}
+    return kept | {key: now[key] for key in changed & now.keys()}
+
+
+def _check_tokens(
+    files: Sequence[dict[str, object]], own: Mapping[str, object], eot_token: int, vocab_size: int
+) -> None:
+    """Replace special tokens that the model does not have, and the end of a text where no file names the run's."""
+    for file in files:
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if any(type(token) is not int or not 0 <= token < vocab_size for token in _listed(file.get(key))):
+                file[key] = own[key]
+    ends = [token for file in files for token in _listed(file.get("eos_token_id"))]
+    if ends and eot_token not in ends:
+        for file in files:
+            file |= {"eos_token_id": eot_token} if file else {}
+
+
+def _listed(token: object) -> list[object]:
+    return token if isinstance(token, list) else [] if token is None else [token]
 
 
 def _write_json(path: Path, values: Mapping[str, object]) -> None:
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
 
 
-def _check_same_model(stored: StoredWeights, shape: GPTShape, checkpoint: Path) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly the shape's parameters."""
-    own = {tensor.name: tensor.elements for tensor in shape.tensors.all}
-    sizes = stored.sizes
-    for name in sorted(own.keys() ^ sizes.keys()):
-        what = "lacks" if name in own else "holds"
-        raise CheckpointError(
-            f"{checkpoint} {what} '{name[:200]}': its tensors and its configuration are of different models."
-        )
-    for name, elements in own.items():
-        if sizes[name] != elements:
-            raise CheckpointError(
-                f"{checkpoint}: '{name}' has {sizes[name]:,} elements, and {elements:,} by the configuration beside it."
-            )
-
-
-def _parts(stored: Weights, dtype: ExportDtype, tensor: HFTensor) -> Iterator[Tensor]:
-    """A tensor of theirs in consecutive flat parts in `dtype`."""
-    rows, columns = _as_matrix(tensor)
+def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[Tensor]:
+    """Yield a tensor of theirs in consecutive flat parts in the model's dtype."""
+    dtype, (rows, columns) = model.dtype, _as_matrix(tensor)
+    last = model.last_positions if tensor.parameter == POSITIONS else None
     zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
     for done in range(0, zeros, _PART_ELEMENTS):
         yield torch.zeros(min(_PART_ELEMENTS, zeros - done), dtype=TORCH_DTYPES[dtype])
     if tensor.transposed:
         yield _transposed(stored, dtype, tensor)
         return
-    first, count = tensor.first_row * columns, rows * columns - zeros
+    first, count = tensor.first_row * columns, rows * columns - zeros - (0 if last is None else last.numel())
     for done in range(0, count, _PART_ELEMENTS):
         part = stored.read(tensor.parameter, first + done, min(_PART_ELEMENTS, count - done))
         yield _converted(part, dtype, tensor.name)
+    if last is not None:
+        yield _converted(last.flatten(), dtype, tensor.name)
 
 
 def _as_matrix(tensor: HFTensor) -> tuple[int, int]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import difflib
 import logging
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config.shipped import install_command
+from llmscale.config.user_paths import YAML_SUFFIXES
 from llmscale.errors import ConfigError
 from llmscale.evaluate.task_files import FORMATS
 from llmscale.evaluate.task_scores import TaskResult
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 _OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
 _QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 _NEAREST = 3
-_YAML_SUFFIXES = (".yaml", ".yml")
+#: What a task's YAML calls it.
+_NAME = re.compile(r"^task: *[\"']?([\w.()-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None
     After `go_offline`. Raises ConfigError for a task that nobody knows, with the nearest names, or that cannot be
     loaded, and for the first of at most `limit` documents that is not as the task wants it.
     """
+    if task_folder is not None and not task_folder.is_dir():
+        raise ConfigError(f"--task-folder {task_folder} is no folder. Name the one that holds the tasks' YAMLs.")
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -73,11 +78,11 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None
             f"{', '.join(f'{name}=FILE.jsonl' for name in FORMATS)}."
         ) from None
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    if task_folder is not None and not task_folder.is_dir():
-        raise ConfigError(f"--task-folder {task_folder} is no folder. Name the one that holds the tasks' YAMLs.")
     manager = TaskManager(include_path=task_folder, include_defaults=False)
-    if any(not _is_yaml(spec) and spec not in manager.task_index for spec in specs):
-        # lm-eval's own 14,000 take seconds to look through.
+    own = {spec for spec in specs if not _is_yaml(spec) and spec not in manager.task_index}
+    if own:
+        _check_mentioned(own, task_folder)
+        # lm-eval's own 14,000 take half a minute to parse.
         manager = TaskManager(include_path=task_folder)
     found: list[str] = []
     for spec in specs:
@@ -94,15 +99,26 @@ def go_offline() -> None:
 
 
 def _is_yaml(spec: str) -> bool:
-    return spec.endswith(_YAML_SUFFIXES)
+    return spec.endswith(YAML_SUFFIXES)
+
+
+def _check_mentioned(names: set[str], task_folder: Path | None) -> None:
+    """Raise ConfigError for a name that no file of lm-eval's tasks mentions: a search takes seconds, parsing more."""
+    import lm_eval.tasks
+
+    left, known = set(names), set[str]()
+    for path in Path(lm_eval.tasks.__file__).parent.rglob("*"):
+        if left and path.suffix != ".pyc" and path.is_file():
+            text = path.read_text(errors="replace")
+            left = {name for name in left if name not in text}
+            known.update(_NAME.findall(text))
+    for name in sorted(left):
+        raise ConfigError(_unknown(sorted(known), name, task_folder))
 
 
 def _check_task(manager: TaskManager, spec: str, task_folder: Path | None, limit: int | None) -> list[str]:
     """The names that its results have."""
-    if _is_yaml(spec):
-        if not Path(spec).is_file():
-            raise ConfigError(f"task {spec}: there is no such file. Name a task's YAML, or a task by its name.")
-    elif spec not in manager.task_index:
+    if not _is_yaml(spec) and spec not in manager.task_index:
         raise ConfigError(_unknown(manager.all_tasks, spec, task_folder))
     try:
         loaded = manager.load([spec])

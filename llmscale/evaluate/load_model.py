@@ -1,49 +1,26 @@
-"""A trained model and its tokenizer from a checkpoint, or from a folder of transformers, in one process, without
-DeepSpeed."""
+"""Load a trained model from a checkpoint, or from a folder of transformers, in one process, without DeepSpeed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_files import find_weights_files
 from llmscale.checkpoint.hf_match import match_tensors
 from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.config.hf_model import PublishedModel
-from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError
-from llmscale.evaluate.trained_checkpoint import TrainedCheckpoint, open_trained_checkpoint
 from llmscale.model.gpt import GPT
 
 
-@dataclass(frozen=True)
-class TrainedModel:
-    """A model in eval mode with the tokenizer of the set it was trained on."""
-
-    model: GPT
-    tokenizer: Tokenizer
-
-
-def load_trained_model(folder: Path, given: str | None = None) -> TrainedModel:
-    """Load the fp32 master weights of a checkpoint onto this machine's GPU, or its CPU.
-
-    The shape comes from the configuration in the checkpoint, the tokenizer from the data set that it names; `given`
-    as for `open_trained_checkpoint`. Raises CheckpointError for a damaged checkpoint, DataError when the set is gone or
-    is another one now.
-    """
-    trained = open_trained_checkpoint(folder, given=given)
-    model = load_checkpoint_model(trained)
-    return TrainedModel(model, load_set_tokenizer(trained.location.folder, trained.location.manifest))
-
-
-def load_checkpoint_model(trained: TrainedCheckpoint) -> GPT:
-    """The model of a verified checkpoint, as `load_trained_model` has it. Raises CheckpointError."""
-    folder, shape = trained.folder, trained.shape
+def load_checkpoint_model(folder: Path, shape: GPTShape) -> GPT:
+    """Load the fp32 master weights of a verified checkpoint onto this machine's GPU, or its CPU. Raises
+    CheckpointError."""
     weights = load_full_weights(folder)
     # Before a model is built whose size is the checkpoint's word alone.
     if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
@@ -77,14 +54,22 @@ def _fill(model: GPT, weights: dict[str, torch.Tensor], folder: Path) -> None:
     """Copy flat fp32 tensors into the module's parameters and buffers. Raises CheckpointError unless they are the
     same."""
     own = dict([*model.named_parameters(), *model.named_buffers()])
-    for name in sorted(own.keys() ^ weights.keys()):
-        what = "lacks" if name in own else "holds"
-        raise CheckpointError(f"{folder} {what} '{name}': its tensors and its configuration are of different models.")
+    sizes, expected = ({name: tensor.numel() for name, tensor in of.items()} for of in (weights, own))
+    check_same_model(sizes, expected, folder)
     with torch.no_grad():
         for name, tensor in own.items():
-            if tensor.numel() != weights[name].numel():
-                raise CheckpointError(
-                    f"{folder}: '{name}' has {weights[name].numel()} elements, and {tensor.numel()} by the "
-                    "configuration beside it."
-                )
             tensor.copy_(weights[name].view_as(tensor))
+
+
+def check_same_model(sizes: Mapping[str, int], own: Mapping[str, int], folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint's tensors, their elements by name, are exactly the model's `own`."""
+    for name in sorted(own.keys() ^ sizes.keys()):
+        what = "lacks" if name in own else "holds"
+        raise CheckpointError(
+            f"{folder} {what} '{name[:200]}': its tensors and its configuration are of different models."
+        )
+    for name, elements in own.items():
+        if sizes[name] != elements:
+            raise CheckpointError(
+                f"{folder}: '{name}' has {sizes[name]:,} elements, and {elements:,} by the configuration beside it."
+            )

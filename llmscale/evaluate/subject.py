@@ -1,5 +1,7 @@
-"""What is judged: a run's newest checkpoint, one checkpoint, or a folder of transformers. Everything about it but its
-weights, so that what is wrong is said before they are loaded. No torch before `load_model`.
+"""Open a model: a run's newest checkpoint, one checkpoint, or a folder of transformers.
+
+Everything but the weights is read first, so that mistakes are reported before these are loaded. No torch before
+`load_model`.
 """
 
 from __future__ import annotations
@@ -11,16 +13,21 @@ from typing import TYPE_CHECKING
 
 from llmscale.architecture.hf_config import CONFIG_NAME
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.locate import find_checkpoint
-from llmscale.config.hf_model import PREFIX, read_published_model
-from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
+from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.manifest import CheckpointManifest, find_damage, load_manifest
+from llmscale.checkpoint.published_files import open_published
+from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.config.arguments import build_run_config
+from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
+from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.run_config import RunConfig
+from llmscale.data.mix.training_sets import TrainingSets, open_kept_sets, open_recorded_sets, open_training_sets
 from llmscale.data.shards.dataset_source import fetch_tokenizer
 from llmscale.data.shards.manifest import check_set_matches
 from llmscale.data.tokenizers.belongs_to_weights import check_tokenizer_of_weights
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import CheckpointError, ConfigError, DataError
-from llmscale.evaluate.trained_checkpoint import open_trained_checkpoint
 from llmscale.untrusted.documents import Rules, load_json
 
 if TYPE_CHECKING:
@@ -38,9 +45,74 @@ class Subject:
     shape: GPTShape
     tokenizer: Tokenizer
     sets: TrainingSets | None
-    """What its loss is taken on; None where nobody named any."""
+    """Sets to validate on; None where there are none."""
+    no_sets: str
+    """Why there are none, in a sentence with the remedy; empty where there are some."""
+    published: PublishedModel | None
+    """The model that it is, or was made from."""
     load_model: Callable[[], GPT]
     """Onto this machine's GPU, or its CPU, in eval mode and fp32."""
+
+
+@dataclass(frozen=True)
+class TrainedCheckpoint:
+    """A checkpoint whose every byte is as it was written, without its tensors."""
+
+    folder: Path
+    manifest: CheckpointManifest
+    state: RunState
+    config: RunConfig
+    shape: GPTShape
+    sets: TrainingSets
+    """Descriptions of the sets that it was trained on; their shards may be missing."""
+    tokenizer: Tokenizer
+    published: PublishedModel | None
+    """The published model that it was made from."""
+
+    def open_sets(self) -> TrainingSets:
+        """Open the sets that it was trained on, with their shards. Raises DataError when they are not there."""
+        remedy = "Name it with --data SET, or use --val-samples 0."
+        return _open_sets(self.folder, self.state, self.config, remedy, given=None)
+
+
+def open_trained_checkpoint(
+    folder: Path, progress: Callable[[int], object] = lambda num_bytes: None, *, given: str | None = None
+) -> TrainedCheckpoint:
+    """Verify a checkpoint and read its description. `progress` gets numbers of bytes that were verified.
+
+    The shape comes from the configuration in the checkpoint, the tokenizer from the copy in the run folder, else from
+    the set. Raises CheckpointError for a damaged checkpoint, DataError when there is no tokenizer.
+    """
+    damage = find_damage(folder, progress=progress)
+    if damage:
+        raise CheckpointError(damage)
+    state = parse_run_state(read_state(folder))
+    config = build_run_config(dict(state.config))
+    run = folder.resolve().parent.parent
+    sets = open_kept_sets(run, str(state.identity.get("data")), config.data)
+    if sets is None:
+        remedy = f"Its tokenizer is needed: put the set back, or copy the folder `dataset` of the run to {run}."
+        sets = _open_sets(folder, state, config, remedy, given)
+        fetch_tokenizer(sets.first)
+    made = sets.manifest
+    tokenizer = load_set_tokenizer(sets.first.folder, made)
+    shape = resolve_shape(config, SetFacts(made.vocab_size, made.seq_len, sets.num_train_samples, made.eot_token))
+    manifest, published = load_manifest(folder), open_published(run)
+    return TrainedCheckpoint(folder, manifest, state, config, shape, sets, tokenizer, published)
+
+
+def _open_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
+    """Open the sets that a configuration names. Raises DataError unless they are those of the checkpoint."""
+    try:
+        sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
+    except (ConfigError, DataError) as error:
+        is_missing = "://" not in config.data and not Path(config.data).exists()
+        why = "which does not exist here" if is_missing else f"which cannot be opened: {str(error).rstrip('.')}"
+    else:
+        if sets.fingerprint == state.identity.get("data"):
+            return sets
+        why = "which is another dataset now"
+    raise DataError(f"{folder} was trained on {config.data}, {why}. {remedy}")
 
 
 def is_hf_folder(path: Path) -> bool:
@@ -61,9 +133,15 @@ def find_subject(path: Path, report: Callable[[str], None], step: int | None = N
     return path
 
 
-def open_subject(folder: Path, data: str | None, progress: Callable[[int], object]) -> Subject:
-    """Verify what `find_subject` found, and open the set `data`, else the run's own. `progress` gets numbers of bytes
-    that were verified. Raises ConfigError, CheckpointError, DataError."""
+def open_subject(
+    folder: Path,
+    data: str | None = None,
+    progress: Callable[[int], object] = lambda num_bytes: None,
+    *,
+    with_sets: bool = False,
+) -> Subject:
+    """Verify what `find_subject` found, and open the set `data` or, `with_sets`, the run's own. `progress` gets numbers
+    of bytes that were verified. Raises ConfigError, CheckpointError, DataError."""
     if is_hf_folder(folder):
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)
@@ -71,12 +149,13 @@ def open_subject(folder: Path, data: str | None, progress: Callable[[int], objec
     def load_model() -> GPT:
         from llmscale.evaluate.load_model import load_checkpoint_model
 
-        return load_checkpoint_model(trained)
+        return load_checkpoint_model(folder, trained.shape)
 
-    sets = trained.sets
-    if data is not None and data != sets.name:
-        sets = open_training_sets(data)
-        manifest = trained.location.manifest
+    sets, no_sets = None, ""
+    if data is not None:
+        identity = trained.state.identity if data == trained.config.data else None
+        sets = open_training_sets(data, identity=identity)
+        manifest = trained.sets.manifest
         check_set_matches(
             sets.manifest,
             data,
@@ -84,8 +163,13 @@ def open_subject(folder: Path, data: str | None, progress: Callable[[int], objec
             seq_len=manifest.seq_len,
             tokenizer_sha256=manifest.tokenizer_sha256,
         )
-    tokenizer = load_set_tokenizer(trained.location.folder, trained.location.manifest)
-    return Subject(folder, trained.state.step, trained.shape, tokenizer, sets, load_model)
+    elif with_sets:
+        try:
+            sets = trained.open_sets()
+        except DataError as error:
+            no_sets = str(error)
+    state, shape = trained.state, trained.shape
+    return Subject(folder, state.step, shape, trained.tokenizer, sets, no_sets, trained.published, load_model)
 
 
 def _open_hf_folder(folder: Path, data: str | None) -> Subject:
@@ -106,4 +190,5 @@ def _open_hf_folder(folder: Path, data: str | None) -> Subject:
 
         return load_published_model(published)
 
-    return Subject(folder, None, published.shape, tokenizer, sets, load_model)
+    no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
+    return Subject(folder, None, published.shape, tokenizer, sets, no_sets, published, load_model)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmscale.errors import ConfigError, DataError, did_you_mean
+from llmscale.config.user_paths import TASK_FORMATS, check_task_file
+from llmscale.errors import ConfigError, DataError
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import read_regular
 
@@ -24,9 +25,9 @@ class Item:
     context: str
     """Empty: the beginning of a document."""
     continuations: tuple[str, ...]
-    """As they stand behind the context, with the space between; one alone where nothing is chosen."""
+    """Texts that follow the context as they are: choices begin with the space that separates them from it."""
     lengths: tuple[tuple[int, int], ...]
-    """Of each continuation without that space: characters, and bytes of UTF-8."""
+    """Characters and bytes of UTF-8 of each continuation, without the space before a choice."""
     label: int
     """Index of the right continuation."""
     line: int
@@ -63,7 +64,8 @@ def _multiple_choice(record: _Record) -> Item:
 
 
 def _likelihood(record: _Record) -> Item:
-    return _item(record.text("context"), (record.text("continuation"),), 0, record.line)
+    text = record.text("continuation")
+    return Item(record.text("context"), (text,), (_lengths(text),), 0, record.line)
 
 
 def _text(record: _Record) -> Item:
@@ -73,16 +75,13 @@ def _text(record: _Record) -> Item:
 
 #: By name: the item of a line. llm.c (dev/data/hellaswag.py) reads HellaSwag so, too: the endings behind `ctx`, whose
 #: completion they are, without the heading (`activity_label`) that lm-eval puts before it.
-FORMATS: Mapping[str, Callable[[_Record], Item]] = {
-    "hellaswag": _hellaswag,
-    "multiple_choice": _multiple_choice,
-    "likelihood": _likelihood,
-    "text": _text,
-}
+FORMATS: Mapping[str, Callable[[_Record], Item]] = dict(
+    zip(TASK_FORMATS, (_hellaswag, _multiple_choice, _likelihood, _text), strict=True)
+)
 _EXAMPLES = {
     "hellaswag": '{"ctx": "A man is on a roof. he", "endings": ["starts ...", ...], "label": 0}',
     "multiple_choice": '{"context": "Question: ...\\nAnswer:", "choices": ["...", ...], "label": 0}',
-    "likelihood": '{"context": "...", "continuation": "..."}',
+    "likelihood": '{"context": "...", "continuation": " ..."}',
     "text": '{"text": "..."}',
 }
 
@@ -104,12 +103,7 @@ def load_task_files(specs: Iterable[str]) -> tuple[TaskFile, ...]:
 
 
 def _load(spec: str) -> TaskFile:
-    name, _, path_text = spec.partition("=")
-    if name not in FORMATS or not path_text:
-        raise ConfigError(
-            f"'{spec}' is no task: '{name}' is no format of items.{did_you_mean(name, FORMATS)} "
-            f"Legal: {', '.join(f'{known}=FILE.jsonl' for known in FORMATS)}."
-        )
+    name, _, path_text = check_task_file(spec).partition("=")
     path = Path(path_text)
     try:
         contents = read_regular(path, MAX_BYTES)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
+from llmscale.data.mix.training_sets import open_kept_sets
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.errors import ConfigError, DataError
 from llmscale.report.run_records import KINDS, Record, as_number, check_version, is_record
@@ -182,9 +183,13 @@ def load_history(run: Path) -> RunHistory:
 
 
 def load_run_manifest(run: Path) -> Manifest | None:
-    """The manifest of the set that the run trains on; None when the set is remote, moved or gone."""
+    """Return the manifest of the set that the run trains on; None for a mix, and where nothing describes the set."""
     try:
-        config = load_json(run / CONFIG_NAME, Rules(ConfigError, not_finite=True)).get("config")
+        described = load_json(run / CONFIG_NAME, Rules(ConfigError, not_finite=True))
+        config, resolved = described.get("config"), described.get("resolved")
+        kept = open_kept_sets(run, str(resolved.get("dataset")), "") if isinstance(resolved, dict) else None
+        if kept is not None:
+            return None if kept.recipe else kept.manifest
         data = config.get("data") if isinstance(config, dict) else None
         return load_manifest(data) if isinstance(data, str) else None
     except (OSError, ConfigError, DataError):

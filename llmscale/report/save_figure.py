@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import io
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.user_paths import write_output_file
+from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+#: Formats that matplotlib draws; without a suffix it is PNG.
+_SUFFIXES = ("", ".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
+
+
+def check_plot(path: Path) -> None:
+    """Refuse, before anything is computed, a picture that could not be written. Raises ConfigError."""
+    check_output_file("--plot", path, overwrite=True)
+    if path.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"--plot {path}: '{path.suffix}' is not legal. Legal: {', '.join(filter(None, _SUFFIXES))}.")
+    if find_spec("matplotlib") is None:
+        raise ConfigError("--plot needs matplotlib: `pip install 'llmscale[plot]'`.")
 
 
 def save_figure(figure: Figure, path: Path, flag: str = "--plot", format: str = "") -> None:

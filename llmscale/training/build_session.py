@@ -15,7 +15,7 @@ from llmscale.checkpoint.run_state import RunState
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed, FeedPlan
-from llmscale.data.mix.training_sets import MixedShards
+from llmscale.data.mix.training_sets import MixedShards, keep_sets
 from llmscale.data.order.rank_sharding import RankLayout
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.data.validation import ValidationSplit, open_validation
@@ -39,7 +39,7 @@ from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.live_run import LiveRun
 from llmscale.training.memory_report import estimate_line, estimate_run
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.published_weights import complete_published_weights
+from llmscale.training.published_weights import complete_published_weights, keep_published
 from llmscale.training.rank_fingerprint import (
     check_ranks_agree,
     check_same_checkpoint,
@@ -50,7 +50,7 @@ from llmscale.training.recent_steps import RecentSteps
 from llmscale.training.resume import ResumePoint, enter_history, find_resume_point
 from llmscale.training.run_claim import RunFolderClaim
 from llmscale.training.run_data import SampleStream, build_stream, cache_limit_bytes, run_identity
-from llmscale.training.run_folder import CONFIG_NAME, save_run_description
+from llmscale.training.run_folder import CONFIG_NAME, keep, save_run_description
 from llmscale.training.run_inputs import PreparedRun, as_plain
 from llmscale.training.session import Session
 from llmscale.training.spikes import SpikeRequests
@@ -123,7 +123,7 @@ def _open_session(
         trackers = _start_trackers(run, world, state)
     clock.announcer.begin("opening the run's records", after_s=REPEAT_S)
     history = enter_history(run.config.run, point, world.control, report)
-    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, is_new=point is None)))
+    on_main_rank(world.control, lambda: claim.describe(lambda: _describe(run, point)))
     meter = StepMeter(world.device)
     live = LiveRun(
         run=run,
@@ -257,10 +257,18 @@ def report_on_main(world: World, announcer: Announcer) -> Callable[[str], None]:
     return report
 
 
-def _describe(run: PreparedRun, *, is_new: bool) -> None:
+def _describe(run: PreparedRun, point: ResumePoint | None) -> None:
     folder = run.config.run
-    is_new = is_new or not (folder / CONFIG_NAME).exists()
-    save_run_description(folder, as_plain(run.config), run.resolved.as_dict(), run.resolved.ds_config, is_new=is_new)
+    is_new = point is None or not (folder / CONFIG_NAME).exists()
+    source = _source_of_weights(run.config, point)
+    resolved = {**run.resolved.as_dict(), "dataset": run.sets.fingerprint}
+    save_run_description(folder, as_plain(run.config), resolved, run.resolved.ds_config, is_new=is_new)
+    keep(lambda: keep_sets(run.sets, folder), folder, "the tokenizer", is_new=is_new)
+
+    def keep_model() -> None:
+        keep_published(run.weights, run.resolved.plan.seq_len, source, folder)
+
+    keep(keep_model, folder, "the published model's configuration", is_new=is_new)
 
 
 def _source_of_weights(config: RunConfig, point: ResumePoint | None) -> Path | None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weights_files, list_safetensors
+from llmscale.checkpoint.hf_folder import CONFIG_NAME, GENERATION_NAME
 from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
+from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME
 from llmscale.config.hf_model import PublishedModel
+from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation
 from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, DataError
@@ -81,6 +86,34 @@ def complete_published_weights(
         return _match(replace(found, model=replace(model, folder=folder)), files, list_tensors(files), location)
 
     return together(world.control, complete)
+
+
+def keep_published(found: FoundWeights | None, seq_len: int, source: Path | None, run: Path) -> None:
+    """Keep in a new run folder the configurations of the model whose weights it begins with, and the positions beyond
+    its sequences; or what the run of the checkpoint `source` kept. Raises LlmscaleError, OSError."""
+    place = found.model.folder if found is not None else None
+    if source is not None:
+        place = source.resolve().parent.parent / PUBLISHED_NAME
+    if (run / PUBLISHED_NAME).exists() or place is None or not (place / CONFIG_NAME).is_file():
+        return
+    with new_folder(run / PUBLISHED_NAME, replace=False) as folder:
+        for name in (CONFIG_NAME, GENERATION_NAME, POSITIONS_NAME):
+            if (place / name).is_file():
+                shutil.copyfile(place / name, folder / name)
+        if found is not None and found.pieces is not None and POSITIONS in found.pieces:
+            _save_positions(found.model.shape, found.pieces[POSITIONS], seq_len, folder / POSITIONS_NAME)
+
+
+def _save_positions(shape: GPTShape, pieces: Sequence[Piece], seq_len: int, path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from llmscale.checkpoint.hf_tensors import fill_view
+    from llmscale.engine.zero_layout import ShardView
+
+    rows = torch.empty(shape.seq_len - seq_len, shape.n_embd)
+    fill_view(ShardView(rows.view(-1), seq_len * shape.n_embd, shape.seq_len * shape.n_embd), pieces)
+    save_file({POSITIONS: rows}, path)
 
 
 def fingerprint_weights(found: FoundWeights) -> dict[str, str]:

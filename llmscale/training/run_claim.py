@@ -19,12 +19,14 @@ from llmscale.training.run_folder import (
     DS_CONFIG_NAME,
     LOCK_NAME,
     METRICS_NAME,
+    ORIGIN_FOLDERS,
     STARTS_NAME,
     create_run_folder,
     lock_run_folder,
     remove_folders,
 )
 
+_FOLDERS = (SAMPLES_NAME, *ORIGIN_FOLDERS)
 #: How long a network file system may take to show a new file to another host.
 _VISIBLE_TRIES = 50
 _VISIBLE_PAUSE_S = 0.1
@@ -138,11 +140,12 @@ class RunFolderClaim:
         """
         own = {self._path.name}
         if self._made:
-            own |= {CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, SAMPLES_NAME, FAILURE_NAME}
+            own |= {CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, FAILURE_NAME, *_FOLDERS}
         with suppress(OSError):
             if self._lock and {path.name for path in self._run.iterdir()} <= own:
-                shutil.rmtree(self._run / SAMPLES_NAME, ignore_errors=True)
-                for name in own - {SAMPLES_NAME}:
+                for name in own & {*_FOLDERS}:
+                    shutil.rmtree(self._run / name, ignore_errors=True)
+                for name in own - {*_FOLDERS}:
                     (self._run / name).unlink(missing_ok=True)
         self.close()
         remove_folders(self._made)

@@ -9,7 +9,7 @@ import platform
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
 from importlib import metadata
@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import TextIO
 
 from llmscale import __version__
-from llmscale.errors import ConfigError
+from llmscale.checkpoint.published_files import PUBLISHED_NAME
+from llmscale.data.mix.training_sets import KEPT_NAME
+from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.append import AppendFile, warn_on_stderr
 from llmscale.files.whole import write_durably
 from llmscale.untrusted.paths import open_own
@@ -34,7 +36,9 @@ OWN_FILES = (
     *(CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, LOCK_NAME),
     *(".launch.lock", "attempts.jsonl", "failure.json"),
 )
-OWN_FOLDERS = ("checkpoints", "logs", "profile", "samples", "tensorboard", "tokenizer", "wandb", ".agents")
+#: Folders of a run that describe what it was made from.
+ORIGIN_FOLDERS = (KEPT_NAME, PUBLISHED_NAME)
+OWN_FOLDERS = ("checkpoints", "logs", "profile", "samples", "tensorboard", "wandb", ".agents", *ORIGIN_FOLDERS)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
 #: What a new run folder must have room for: the description of the run.
@@ -163,14 +167,12 @@ def save_run_description(
 
     A run that `is_new` must be able to say what it is: raises ConfigError. One that goes on only warns.
     """
-    try:
+
+    def write() -> None:
         _write_json(run / CONFIG_NAME, {"config": config, "resolved": resolved})
         _write_json(run / DS_CONFIG_NAME, ds_config)
-    except OSError as error:
-        what = f"the configuration cannot be written to {run}: {error.strerror or error}"
-        if is_new:
-            raise ConfigError(f"--run {run}: {what}. Free some space, or name a folder on another disk.") from None
-        warn_on_stderr(f"WARNING: {what}. {CONFIG_NAME} and {DS_CONFIG_NAME} there are those of an earlier start.")
+
+    keep(write, run, "its configuration", is_new=is_new)
     start = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "host": platform.node(),
@@ -184,6 +186,18 @@ def save_run_description(
     starts = AppendFile(run / STARTS_NAME, unit="start")
     starts.append(json.dumps(start).encode() + b"\n", 0)
     starts.close()
+
+
+def keep(write: Callable[[], None], run: Path, what: str, *, is_new: bool) -> None:
+    """Write a part of the description of a run to its folder. Raises ConfigError when it cannot be written, or for a
+    run that is not new prints a warning."""
+    try:
+        write()
+    except (OSError, LlmscaleError) as error:
+        failed = f"{what} cannot be written to {run}: {getattr(error, 'strerror', None) or error}".rstrip(".")
+        if is_new:
+            raise ConfigError(f"--run {run}: {failed}. Free some space, or name a folder on another disk.") from None
+        warn_on_stderr(f"WARNING: {failed}. The folder keeps that of an earlier start, if there is one.")
 
 
 def library_versions() -> dict[str, str | None]:

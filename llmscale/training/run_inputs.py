@@ -24,6 +24,7 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
+from llmscale.config.user_paths import check_output_folder
 from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
@@ -174,14 +175,7 @@ def _check_nvme_paths(ds: DsConfig) -> None:
 
 def _check_run_folder(config: RunConfig) -> None:
     """Refuse to begin anew over a run that has something to lose."""
-    # os.path, because Path.exists raises where a parent may not be read.
-    above = next(folder for folder in (config.run, *config.run.absolute().parents) if os.path.exists(folder))
-    if not os.path.isdir(above):
-        raise ConfigError(f"--run {config.run}: {above} is a file; name a folder.")
-    if not os.access(above, os.W_OK | os.X_OK):
-        raise ConfigError(f"--run {config.run}: {above} may not be written to; name a folder elsewhere.")
-    if os.path.islink(config.run) and not os.path.exists(config.run):
-        raise ConfigError(f"--run {config.run} is a symbolic link to nothing; name a folder.")
+    check_output_folder("--run", config.run)
     # os.path, because Path.resolve raises where links form a loop.
     is_root = os.path.realpath(config.run) == "/"
     if is_root or os.path.isfile(config.run / MANIFEST_NAME):
@@ -211,5 +205,8 @@ def _check_run_folder(config: RunConfig) -> None:
 
 
 def as_plain(config: RunConfig) -> dict[str, object]:
-    """The configuration as JSON values."""
-    return cast("dict[str, object]", config.model_dump(mode="json"))
+    """Return the configuration as JSON values. The path of the data is absolute: records are read from any working
+    folder."""
+    data = config.data.removeprefix("file://")
+    values = {**config.model_dump(mode="json"), "data": data if "://" in data else str(Path(data).absolute())}
+    return cast("dict[str, object]", values)

@@ -17,7 +17,7 @@ ROOT = LocalPath(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from llmscale.checkpoint.locate import find_checkpoint  # noqa: E402
-from llmscale.data.shards.manifest import load_manifest  # noqa: E402
+from llmscale.data.mix.training_sets import KEPT_NAME  # noqa: E402
 
 
 class TrainingOutput(BaseModel):
@@ -56,12 +56,8 @@ def train(
 
 
 def pack_weights(work: LocalPath) -> LocalPath:
-    """An archive of the newest checkpoint of `work/run`, and of the manifest and tokenizer of `work/data`."""
-    checkpoint = find_checkpoint(work / "run")
-    names = [checkpoint.relative_to(work), LocalPath("data/manifest.json")]
-    tokenizer_files = load_manifest(work / "data").tokenizer_files
-    if tokenizer_files:
-        names.append((LocalPath("data") / tokenizer_files).parent)
+    """Pack the newest checkpoint of `work/run` and the run's tokenizer into an archive, and return its path."""
+    names = [find_checkpoint(work / "run").relative_to(work), LocalPath("run") / KEPT_NAME]
     archive = work / "weights.tar"
     with tarfile.open(archive, "w") as tar:
         for name in names:

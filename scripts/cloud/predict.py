@@ -15,7 +15,7 @@ sys.path.insert(0, str(LocalPath(__file__).resolve().parents[2]))
 
 from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.engine.silence_libraries import quiet_libraries
-from llmscale.evaluate.load_model import load_trained_model
+from llmscale.evaluate.subject import open_subject
 from llmscale.evaluate.text import generate_text
 
 
@@ -32,13 +32,8 @@ class Predictor(BasePredictor):
             with tarfile.open(str(archive)) as tar:
                 # The filter refuses names that lead out of the folder.
                 tar.extractall(folder, filter="data")
-            before = os.getcwd()
-            # The run names its data set, whose tokenizer is needed, by a path relative to this folder.
-            os.chdir(folder)
-            try:
-                self.trained = load_trained_model(find_checkpoint(LocalPath("run")))
-            finally:
-                os.chdir(before)
+            subject = open_subject(find_checkpoint(LocalPath(folder) / "run"))
+            self.model, self.tokenizer = subject.load_model(), subject.tokenizer
 
     def predict(
         self,
@@ -51,8 +46,8 @@ class Predictor(BasePredictor):
     ) -> ConcatenateIterator[str]:
         """Pieces of the text, as they are generated."""
         yield from generate_text(
-            self.trained.model,
-            self.trained.tokenizer,
+            self.model,
+            self.tokenizer,
             prompt,
             max_new_tokens=max_new_tokens,
             temperature=temperature,

@@ -15,7 +15,7 @@ from llmscale.checkpoint.history import record_history
 from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save_manifest
 from llmscale.cli.main import main
 from llmscale.data.prepare.atomic_folder import new_folder
-from llmscale.evaluate.load_model import load_trained_model
+from llmscale.evaluate.subject import open_subject
 from llmscale.training.run_folder import lock_run_folder
 from scripts.bench.transformers_package import import_transformers
 from tests.conftest import REPOSITORY
@@ -35,7 +35,8 @@ def test_transformers_loads_the_model_and_the_tokenizer(trained_run: Path, tmp_p
     assert {path.name for path in out.iterdir()} == FILES
     transformers = import_transformers()
 
-    ours = load_trained_model(trained_run / "checkpoints/step-00000003")
+    ours = open_subject(trained_run / "checkpoints/step-00000003")
+    model = ours.load_model()
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -49,7 +50,7 @@ def test_transformers_loads_the_model_and_the_tokenizer(trained_run: Path, tmp_p
         # As users call it: whatever the tokenizer gives goes into the model.
         given = tokenizer(TEXT, return_tensors="pt")
         logits = theirs(**{name: value[:, :32] for name, value in given.items()}).logits
-        assert (logits - ours.model(tokens)).abs().max() < 1e-5
+        assert (logits - model(tokens)).abs().max() < 1e-5
     assert logits.shape[-1] == theirs.transformer.wte.weight.shape[0] == 257, "no padding rows"
 
 
@@ -62,7 +63,7 @@ def test_the_weights_are_rounded_to_the_dtype(
     transformers = import_transformers()
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
-    ours = load_trained_model(checkpoint).model
+    ours = open_subject(checkpoint).load_model()
     assert theirs.dtype == loaded
     assert torch.equal(theirs.transformer.wte.weight, ours.wte.weight[:257].to(loaded))
     assert torch.equal(theirs.transformer.h[0].mlp.c_fc.weight, ours.blocks[0].mlp.up.weight.t().to(loaded))
@@ -95,7 +96,7 @@ def test_folders_that_hold_something_else_are_refused(
     for out, said in (
         (home, "holds 'thesis.tex', which no export wrote"),
         (trained_run, "holds '.lock', which no export wrote"),
-        (file, "is no folder"),
+        (file, "is a file; name a folder"),
         (link, "is a link"),
         (checkpoints / "hf", f"lies in {checkpoints}, where only training writes"),
         (checkpoints / "step-00000003" / "hf", f"lies in {checkpoints}, where only training writes"),

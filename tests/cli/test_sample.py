@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
+from llmscale.config.arguments import build_run_config
+from llmscale.errors import DataError
+from llmscale.training.run_inputs import as_plain
 from llmscale.untrusted.terminal import make_visible
 
 
@@ -134,3 +137,36 @@ def test_settings_out_of_range_are_refused_before_anything_is_loaded(
     assert main(["sample", "no-such-run", "the", f"{flag}={value}"]) == 2
     said = f"error: argument {flag}: must be {legal}, not '{value}'. `llmscale sample --help` lists all flags.\n"
     assert capsys.readouterr().err == said
+
+
+def test_a_run_that_was_moved_needs_no_data_set(
+    trained_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = sample(capsys, str(trained_run), "the")
+    shutil.copytree(trained_run, tmp_path / "moved")
+    monkeypatch.setattr("llmscale.evaluate.subject.open_training_sets", no_set)
+    monkeypatch.chdir(tmp_path)
+    assert sample(capsys, "moved", "the") == expected
+    assert main(["export", "moved", "--to", "out"]) == 0
+    assert sample(capsys, "out", "the").endswith(expected), "a folder of transformers is a model too"
+    for words, done in (((), 2), (("--tasks", f"text={items(tmp_path)}"), 0)):
+        assert main(["eval", "moved", *words]) == done
+        assert "cannot be opened: gone. Name it with --data SET" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "moved" / "dataset")
+    assert main(["sample", "moved", "the"]) == 2
+    assert "Its tokenizer is needed: put the set back" in capsys.readouterr().err
+
+
+def no_set(*arguments: object) -> None:
+    raise DataError("gone.")
+
+
+def items(folder: Path) -> Path:
+    (folder / "items.jsonl").write_text('{"text": "the quick brown fox"}\n')
+    return folder / "items.jsonl"
+
+
+def test_the_data_of_a_run_is_recorded_with_its_whole_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for given, recorded in (("a/set", f"{tmp_path}/a/set"), ("s3://b/set", "s3://b/set"), ("/x", "/x")):
+        assert as_plain(build_run_config({"data": given}))["data"] == recorded

@@ -17,7 +17,7 @@ _WORDS = [
 _TASKS = {
     "hella": ("multiple_choice", "hellaswag.jsonl", "{{ctx}}", "{{label}}", 'doc_to_choice: "{{endings}}"'),
     "choice": ("multiple_choice", "choice.jsonl", "{{context}}", "{{label}}", 'doc_to_choice: "{{choices}}"'),
-    "likely": ("loglikelihood", "likelihood.jsonl", "{{context}}", " {{continuation}}", ""),
+    "likely": ("loglikelihood", "likelihood.jsonl", "{{context}}", "{{continuation}}", ""),
     "rolling": ("loglikelihood_rolling", "text.jsonl", "", "{{text}}", ""),
     "written": (
         *("generate_until", "likelihood.jsonl", "{{context}}", "{{continuation}}"),
@@ -53,7 +53,8 @@ def write_items(folder: Path, count: int = 9) -> dict[str, Path]:
         )
         question = f"Question: {context}\nAnswer:{' ' * (number % 2)}"
         records["choice"].append({"context": question, "choices": [words(1, 2) for _ in range(4)], "label": label})
-        records["likelihood"].append({"context": context, "continuation": words(1, 1)})
+        # Some continue the context's last word.
+        records["likelihood"].append({"context": context, "continuation": " " * (number % 2) + words(1, 1)})
         records["text"].append({"text": words(2, 5) if number % 2 else words(30, 40)})
     paths = {}
     for name, of_name in records.items():

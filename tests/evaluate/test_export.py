@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,24 @@ from llmscale.architecture.families.family import Family
 from llmscale.architecture.families.registry import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint import safetensors_files
+from llmscale.checkpoint.hf_files import find_weights_files
+from llmscale.checkpoint.hf_match import match_tensors
+from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
+from llmscale.checkpoint.published_files import open_published
 from llmscale.checkpoint.safetensors_files import ExportDtype
+from llmscale.config.hf_model import read_published_model
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
+from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.evaluate import export
-from llmscale.evaluate.export import ExportedModel, export_model
+from llmscale.evaluate.export import ExportedModel, describe_export, export_model, write_model
+from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
+from llmscale.training.published_weights import FoundWeights, keep_published
 from scripts.bench.transformers_package import import_transformers
 from tests.checkpoint.written import write_tensors
 from tests.conftest import REPOSITORY
+from tests.published_models import save_model
 
 ROTARY = {"norm": "rmsnorm", "positions": "rotary", "gated_mlp": True, "bias": False, "activation": "silu"}
 #: By transformers' class, and what is odd about them.
@@ -213,8 +223,11 @@ import os, signal, sys
 from pathlib import Path
 from llmscale.architecture.families.registry import family_of
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.hf_model import read_published_model
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
-from llmscale.evaluate.export import ExportedModel, export_model
+from llmscale.engine.zero_layout import ShardView
+from llmscale.evaluate.export import ExportedModel, describe_export, export_model, write_model
+from llmscale.evaluate.prune import ModelWeights
 shape = GPTShape(1, 2, 16, 257, 8)
 done = []
 def progress(num_bytes):
@@ -269,3 +282,68 @@ def test_a_disk_without_the_room_is_refused_before_anything_is_written(
 
 def test_who_may_read_one_file_may_read_all(model: GPT, write: Callable[..., Path]) -> None:
     assert len({path.stat().st_mode for path in write(model, dtype="bf16").iterdir()}) == 1
+
+
+#: What published configurations say that a shape does not, with the odd ones among them.
+PUBLISHED = {
+    "gpt2": {"resid_pdrop": 0.1, "eos_token_id": 256, "bos_token_id": 256, "summary_type": "cls_index"},
+    "opt": {"eos_token_id": 256, "bos_token_id": 2, "pad_token_id": 1},
+    "llama": {
+        **{"bos_token_id": 255, "eos_token_id": [256, 257], "rope_theta": 5e5, "max_position_embeddings": 128},
+        "rope_scaling": {
+            **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            "original_max_position_embeddings": 64,
+        },
+    },
+    "mistral": {"sliding_window": None, "eos_token_id": 256},
+    "qwen2": {"bos_token_id": None, "eos_token_id": 256, "initializer_range": 0.5},
+    "qwen3": {"eos_token_id": None},
+    "olmo2": {"eos_token_id": 256, "pad_token_id": 258},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_an_export_says_what_the_published_model_said(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    theirs = save_model(tmp_path / "published", name, **PUBLISHED[name])
+    model = read_published_model("--init-from", f"hf:{tmp_path / 'published'}")
+    stored = list_tensors(find_weights_files(tmp_path / "published"))
+    pieces = match_tensors(stored, model.tensors, model.source)
+    keep_published(FoundWeights(model, pieces=pieces), 16, None, tmp_path / "run")
+    shape = replace(model.shape, seq_len=16)
+    exported = describe_export(shape, open_published(tmp_path / "run"), "fp32", 10**9)
+    ours = GPT(shape, seed=0)
+    with torch.no_grad():
+        for parameter_name, parameter in ours.named_parameters():
+            flat = parameter.view(-1)
+            fill_view(ShardView(flat, 0, flat.numel()), pieces[parameter_name])
+    write_model(ModelWeights(ours), exported, ByteTokenizer(), tmp_path / "out", card="# card\n", overwrite=False)
+    for file in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "out" / file).read_text()) == json.loads(
+            (tmp_path / "published" / file).read_text()
+        )
+    again = import_transformers().AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for (_, one), (_, other) in zip(again.named_parameters(), theirs.named_parameters(), strict=True):
+        # The rows of OPT that no position uses are zeros here.
+        assert torch.equal(one[2:], other[2:]), "every position is there, and nothing was trained"
+
+
+def test_a_changed_rotation_is_in_the_configuration_in_one_form_alone(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_model(tmp_path, "llama", eos_token_id=256)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_parameters": {"rope_theta": 1e4}}))
+    model = read_published_model("--init-from", f"hf:{tmp_path}")
+    shape = replace(model.shape, seq_len=128, rope_theta=1e6)
+    written, _ = export._configs(describe_export(shape, model, "bf16", 10**9), ByteTokenizer())
+    assert (written["rope_theta"], written["max_position_embeddings"], written["dtype"]) == (1e6, 128, "bfloat16")
+    assert "rope_parameters" not in written
+
+
+def test_special_tokens_that_the_model_lacks_are_replaced(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    save_model(tmp_path, "gpt2")
+    model = read_published_model("--init-from", f"hf:{tmp_path}")
+    written, generation = export._configs(describe_export(model.shape, model, "fp32", 10**9), ByteTokenizer())
+    assert [written["bos_token_id"], written["eos_token_id"], generation["eos_token_id"]] == [256] * 3

@@ -39,6 +39,13 @@ def test_continuations_stand_behind_a_space_that_counts_for_no_length(tmp_path: 
     assert (text.items[0].continuations, text.items[0].lengths) == (("naïve text",), ((10, 11),))
 
 
+@pytest.mark.parametrize("continuation", [" man", "man", "  two spaces", "\nline"])
+def test_a_likelihoods_continuation_is_the_text_that_was_given(continuation: str, tmp_path: Path) -> None:
+    path = write(tmp_path, {"context": "A", "continuation": continuation})
+    (item,) = load_task_files([f"likelihood={path}"])[0].items
+    assert (item.context, item.continuations) == ("A", (continuation,))
+
+
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [

@@ -25,6 +25,7 @@ from llmscale.planning.largest_micro_batch import Fit, Search
 from llmscale.planning.ranked_configs import Ranking, rank_configs
 from llmscale.planning.recommend import Shortfall, find_shortfall, nearest_fit
 from llmscale.planning.strategy import strategy_ds_config
+from llmscale.report.save_figure import check_plot
 from llmscale.terminal.colour import paint
 from llmscale.terminal.table import output_width, print_fitting, wrap_line, wrap_lines
 
@@ -38,11 +39,11 @@ _TOLD_KEYS = ("precision", "optimizer", "loss_chunk_tokens")
 
 def run(args: argparse.Namespace) -> int:
     """0 when something fits, 1 when nothing does."""
-    request = read_request(args)
     if args.emit is not None:
         check_output_file("--emit", args.emit, overwrite=args.force)
     if args.plot is not None:
-        check_output_file("--plot", args.plot, overwrite=True)
+        check_plot(args.plot)
+    request = read_request(args)
     ranking = with_recordings(lambda: rank_configs(request.search), model_words(request.model_keys))
     names = _names([ds.source for ds, _ in request.search.files])
     dry_runs = _dry_runs(request.search, ranking) if args.dry_run else []

@@ -11,7 +11,7 @@ from llmscale.cli.run_flags import add_run_flags
 from llmscale.cli.shape_flags import add_shape_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import Need
-from llmscale.config.user_paths import check_output_file
+from llmscale.report.save_figure import check_plot
 
 if TYPE_CHECKING:  # the real imports wait until the command runs: other subcommands' --help must not wait for them
     from argparse import _SubParsersAction
@@ -143,9 +143,9 @@ def _answer(args: argparse.Namespace) -> int:
     from llmscale.dry_run.on_demand import with_recordings
     from llmscale.planning.run_plan import make_plan
 
-    request = plan_request.read_request(args)
     if args.plot is not None:
-        check_output_file("--plot", args.plot, overwrite=True)
+        check_plot(args.plot)
+    request = plan_request.read_request(args)
     plan = with_recordings(lambda: make_plan(request), model_words(request.given))
     if args.json:
         print(plan_output.to_json(request, plan))

@@ -12,13 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.mix.recipe import MixRecipe, is_mix, read_recipe, recorded_recipe
-from llmscale.data.shards.dataset_source import SetLocation, open_set
-from llmscale.data.shards.manifest import Manifest, get_split
+from llmscale.data.prepare.atomic_folder import new_folder
+from llmscale.data.shards.dataset_source import SetLocation, copy_description, open_set
+from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import DataError
+from llmscale.untrusted.paths import is_plain_name
 
 #: The key of a run's identity under which a checkpoint records its sets: data, fingerprint and samples of each.
 RECORDED_SETS = "sets"
+#: Folder of a run with the descriptions of its sets, by the beginning of their fingerprint.
+KEPT_NAME, _KEPT_LETTERS = "dataset", 16
 #: What the sets of a mix must have in common: a sample of each must mean the same to a model.
 _ALIKE = {
     "tokenizer_sha256": "another tokenizer",
@@ -120,6 +124,34 @@ def _find_recipe(data: str, identity: Mapping[str, object]) -> MixRecipe:
     """Return the recipe in a YAML, or the one in a checkpoint's `identity` when that file was deleted."""
     recorded = None if os.path.exists(data) else recorded_recipe(Path(data), identity.get(RECORDED_SETS))
     return recorded or read_recipe(Path(data))
+
+
+def keep_sets(sets: TrainingSets, run: Path) -> None:
+    """Copy to a run folder what its checkpoints need when the sets are gone: every manifest, and the tokenizer. Raises
+    DataError, OSError."""
+    out = run / KEPT_NAME / sets.fingerprint[:_KEPT_LETTERS]
+    if out.exists():
+        return
+    with new_folder(out, replace=False) as folder:
+        for number, (name, location) in enumerate(zip(sets.names, sets.locations, strict=True)):
+            place = folder / (f"{number:03}-{name}" if sets.recipe else f"{number:03}")
+            copy_description(location, place, with_tokenizer=number == 0)
+
+
+def open_kept_sets(run: Path, fingerprint: str, data: str) -> TrainingSets | None:
+    """Return what `keep_sets` copied of the sets with a fingerprint, without their shards; None when a part of it is
+    missing or damaged. `data`: their name in messages."""
+    if not is_plain_name(fingerprint):
+        return None
+    try:
+        places = sorted((run / KEPT_NAME / fingerprint[:_KEPT_LETTERS]).iterdir())
+        locations = tuple(SetLocation(str(place), load_manifest(place), place, None) for place in places)
+    except (OSError, DataError):
+        return None
+    names = tuple(place.name.partition("-")[2] for place in places)
+    recipe = MixRecipe(run, names, tuple(map(str, places)), ()) if any(names) else None
+    sets = TrainingSets(data, locations, recipe) if locations else None
+    return sets if sets is not None and sets.fingerprint == fingerprint else None
 
 
 def _open(data: str, where: str, cache: Path | None) -> SetLocation:

@@ -91,19 +91,31 @@ def find_moved(location: SetLocation) -> SetLocation | None:
 
 def fetch_tokenizer(location: SetLocation) -> None:
     """Bring a remote set's tokenizer files into its cache folder, where `load_set_tokenizer` finds them."""
-    if location.remote is None:
-        return
+    for name in _tokenizer_files(location):
+        if location.remote is not None and not (location.folder / name).is_file():
+            _write(location.folder / name, _download(location.remote, name, location.folder))
+
+
+def _tokenizer_files(location: SetLocation) -> Iterator[str]:
+    """Yield the names of a set's tokenizer files. The first ones must be there before those that they list."""
     kept = location.manifest.tokenizer_files
-    for name in TOKENIZER_FILES[kept]:
-        _fetch(name, location.folder, location.remote)
+    yield from TOKENIZER_FILES[kept]
     if kept.endswith(ORIGIN_NAME):
-        for extra in load_origin(location.folder / kept).files:
-            _fetch(f"{TOKENIZER_FOLDER}/{extra}", location.folder, location.remote)
+        yield from (f"{TOKENIZER_FOLDER}/{extra}" for extra in load_origin(location.folder / kept).files)
 
 
-def _fetch(name: str, folder: Path, remote: str) -> None:
-    if not (folder / name).is_file():
-        _write(folder / name, _download(remote, name, folder))
+def copy_description(location: SetLocation, folder: Path, *, with_tokenizer: bool) -> None:
+    """Write a set's manifest to the new `folder`, and its tokenizer, which `load_set_tokenizer` finds there. Raises
+    DataError, OSError."""
+    folder.mkdir()
+    if with_tokenizer:
+        fetch_tokenizer(location)
+        for name in _tokenizer_files(location):
+            # Sets of older versions may lack a file that is not needed.
+            if (location.folder / name).exists():
+                (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+                (folder / name).write_bytes(read_regular(location.folder / name, MAX_BYTES, follow_links=False))
+    (folder / MANIFEST_NAME).write_text(location.manifest.to_json())
 
 
 def _download(remote: str, relative: str, scratch: Path) -> bytes:

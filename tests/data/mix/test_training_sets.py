@@ -1,13 +1,26 @@
 from __future__ import annotations
 
+import base64
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from llmscale.data.mix.training_sets import RECORDED_SETS, MixedShards, open_recorded_sets, open_training_sets
+from llmscale.data.mix.training_sets import (
+    RECORDED_SETS,
+    MixedShards,
+    keep_sets,
+    open_kept_sets,
+    open_recorded_sets,
+    open_training_sets,
+)
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.token_shards import TokenShards
+from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
+from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
 from llmscale.errors import ConfigError, DataError
 
 
@@ -100,3 +113,48 @@ def test_no_address_is_asked_that_only_a_checkpoint_names(
 def test_a_folder_that_a_checkpoint_names_is_read(make_set: Callable[..., Path]) -> None:
     folder = make_set(8)
     assert open_recorded_sets(str(folder), None, None, {}).fingerprint == open_training_sets(str(folder)).fingerprint
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tiktoken", "trained", "model"])
+def test_a_run_keeps_the_tokenizer_of_a_set_that_is_gone(kind: str, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 60)
+    name = "bytes"
+    if kind == "tiktoken":
+        ranks = [bytes([value]) for value in range(256)] + [b"th", b"the"]
+        name = str(tmp_path / "mine.tiktoken")
+        Path(name).write_text(
+            "".join(f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(ranks))
+        )
+    elif kind != "bytes":
+        name = str(tmp_path / "tokenizer")
+        train_tokenizer(open_source(str(text)), Path(name), 280)
+    if kind == "model":
+        (Path(name) / "chat_template.jinja").write_text("{{ messages }}")
+    tokenizer = load_tokenizer(name)
+    prepare(open_source(str(text)), tmp_path / "set", tokenizer, PrepareOptions(seq_len=16), num_workers=1)
+    sets = open_training_sets(str(tmp_path / "set"))
+    keep_sets(sets, tmp_path / "run")
+    keep_sets(sets, tmp_path / "run")
+    shutil.move(tmp_path / "run", tmp_path / "moved")
+    for folder in (tmp_path / "set", tmp_path / "tokenizer"):
+        shutil.rmtree(folder, ignore_errors=True)
+    kept = open_kept_sets(tmp_path / "moved", sets.fingerprint, "set")
+    assert kept is not None
+    again = load_set_tokenizer(kept.first.folder, kept.manifest)
+    assert again.encode("the quick fox") == tokenizer.encode("the quick fox")
+    assert sorted(path.name for path in (tmp_path / "moved").rglob("chat_template.jinja")) == (
+        ["chat_template.jinja"] if kind == "model" else []
+    )
+    assert open_kept_sets(tmp_path / "moved", "0" * 64, "set") is None
+    assert open_kept_sets(tmp_path / "moved", "../../set", "set") is None
+    (kept.first.folder / "manifest.json").write_text("{}")
+    assert open_kept_sets(tmp_path / "moved", sets.fingerprint, "set") is None
+
+
+def test_a_run_keeps_what_all_sets_of_a_mix_are(mix: Path, tmp_path: Path) -> None:
+    sets = open_training_sets(str(mix))
+    keep_sets(sets, tmp_path / "run")
+    kept = open_kept_sets(tmp_path / "run", sets.fingerprint, "mix")
+    assert kept is not None
+    assert (kept.names, kept.num_train_samples) == (sets.names, sets.num_train_samples)

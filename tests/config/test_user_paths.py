@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.config.arguments import build_run_config
+from llmscale.config.user_paths import check_output_file, check_output_folder, check_task, check_task_file
+from llmscale.errors import ConfigError
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder: a file, a folder, a link to nothing, and a folder without permission."""
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("nowhere")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def no_overwrite(flag: str, path: Path) -> None:
+    check_output_file(flag, path, overwrite=False)
+
+
+def with_overwrite(flag: str, path: Path) -> None:
+    check_output_file(flag, path, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("check", "path", "words"),
+    [
+        (no_overwrite, "file", "--to file exists already"),
+        (with_overwrite, "folder", "--to folder is a folder; name a file."),
+        (with_overwrite, "link", "--to link is a symbolic link to nothing"),
+        (with_overwrite, "none/x", "the folder none does not exist"),
+        (with_overwrite, "file/x", "file is a file; name a folder"),
+        (with_overwrite, "link/x", "link is a file; name a folder"),
+        (with_overwrite, "/dev/null", "is a device; name a file"),
+        (with_overwrite, "/proc/x", "/proc may not be written to"),
+        (check_output_folder, "file", "--to file is a file; name a folder"),
+        (check_output_folder, "link", "--to link is a symbolic link to nothing; name a folder"),
+        (check_output_folder, "file/x/y", "file is a file; name a folder"),
+        (check_output_folder, "/proc/x/y", "/proc may not be written to"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_and_nothing_is_made(
+    check: Callable[[str, Path], None], path: str, words: str, place: Path
+) -> None:
+    before = sorted(os.listdir(place))
+    with pytest.raises(ConfigError) as error:
+        check("--to", Path(path))
+    assert words in str(error.value)
+    assert sorted(os.listdir(place)) == before
+
+
+@pytest.mark.parametrize(
+    ("check", "path"),
+    [
+        (no_overwrite, "new"),
+        (no_overwrite, "folder/new"),
+        (with_overwrite, "file"),
+        (check_output_folder, "folder"),
+        (check_output_folder, "folder/new/inner"),
+        (check_output_folder, "new/inner"),
+    ],
+)
+def test_what_can_be_written_passes(check: Callable[[str, Path], None], path: str, place: Path) -> None:
+    check("--to", Path(path))
+    assert not (place / "new").exists()
+
+
+@pytest.mark.parametrize("check", [with_overwrite, check_output_folder])
+def test_a_place_without_permission_is_refused(
+    check: Callable[[str, Path], None], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Root may write everywhere.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="may not be written to"):
+        check("--to", Path("folder/new"))
+
+
+@pytest.mark.parametrize(
+    "task", ["items.jsonl", "items.json", "dir/items", "file", "helaswag=x.jsonl", "=x", "text=", "text= ", "a b", ""]
+)
+def test_a_task_that_is_none_is_refused_with_the_formats(task: str, place: Path) -> None:
+    for check in (check_task, check_task_file):
+        with pytest.raises(ConfigError, match=r"is no task.*hellaswag=FILE\.jsonl"):
+            check(task)
+    with pytest.raises(ConfigError, match="is no task"):
+        build_run_config({"eval_tasks": [task]})
+
+
+def test_tasks_are_files_names_and_yamls_that_exist(place: Path) -> None:
+    (place / "mine.yaml").touch()
+    for task in ("text=items.jsonl", "hellaswag=a=b.jsonl", "arc_easy", "mmlu_pro.v2-(x)", "mine.yaml"):
+        assert check_task(task) == task
+    with pytest.raises(ConfigError, match=r"task other\.yaml: there is no such file"):
+        check_task("other.yaml")
