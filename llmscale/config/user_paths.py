@@ -95,7 +95,7 @@ def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"{said} is a folder; name a file.")
     if os.path.islink(path) and not os.path.exists(path):
         raise ConfigError(f"{said} is a symbolic link to nothing; name a file.")
-    if _check_place(said, path) != path.absolute().parent:
+    if _check_place(said, path) != path.parent:
         raise ConfigError(f"{said}: the folder {path.parent} does not exist.")
     if os.path.exists(path):
         kind = _SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode))
@@ -107,21 +107,18 @@ def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
 
 def check_output_folder(flag: str, path: Path) -> None:
     """Refuse, before anything is computed, a folder that could not be made or replaced. Raises ConfigError."""
-    said = f"{flag} {path}"
-    if os.path.lexists(path) and not os.path.isdir(path):
-        what = "a file" if os.path.exists(path) else "a symbolic link to nothing"
-        raise ConfigError(f"{said} is {what}; name a folder.")
-    _check_place(said, path / "_" if os.path.isdir(path) else path)
+    _check_place(f"{flag} {path}", path / "_" if os.path.lexists(path) else path)
 
 
 def _check_place(said: str, path: Path) -> Path:
     """Return the nearest folder above `path` that exists. Raises ConfigError unless new names can be made in it;
     nothing is made to find out."""
-    place = path.absolute().parent
+    place = path.parent
     while not os.path.lexists(place):
         place = place.parent
     if not os.path.isdir(place):
-        raise ConfigError(f"{said}: {place} is a file; name a folder.")
+        what = "a file" if os.path.exists(place) else "a symbolic link to nothing"
+        raise ConfigError(f"{said}: {place} is {what}; name a folder.")
     # To root every folder seems writable, those of /proc and /sys too: these have no blocks, and say read-only.
     is_kernels = os.statvfs(place).f_blocks == 0 and not os.stat(place).st_mode & 0o222
     if is_kernels or not os.access(place, os.W_OK | os.X_OK):

@@ -109,9 +109,10 @@ def _check_disk(run: PreparedRun) -> None:
     needed, free = count * one + SPARE_BYTES, shutil.disk_usage(place).free
     if free < needed:
         raise ConfigError(
-            f"--run {config.run}: {place} has {format_size(free)} free, and {format_size(needed)} are needed: {count} "
-            f"checkpoint{'s' * (count > 1)} of {format_size(one)} (--keep-last {config.keep_last}, and the next one) "
-            f"and {format_size(SPARE_BYTES)} to spare. Free some space, lower --keep-last, or name another --run."
+            f"--run {config.run} cannot be written to: No space left on device for {count} checkpoint"
+            f"{f's (--keep-last {config.keep_last}, and the next one)' if count > 1 else ''} of {format_size(one)}: "
+            f"{place} has {format_size(free)} free, and {format_size(needed)} are needed with some to spare. "
+            "Free some space, lower --keep-last, or name another --run."
         )
 
 

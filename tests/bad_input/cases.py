@@ -188,7 +188,7 @@ PATHS = [
     ("train --run empty", r"--run empty: empty is a file; name a folder"),
     ("train --run set", r"--run set is a prepared set"),
     ("train --run LONG", r"run = 'x+': must not hold names"),
-    ("train --run loop", r"--run loop is a symbolic link to nothing"),
+    ("train --run loop", r"--run loop: loop is a symbolic link to nothing"),
     ("train --run $'a\nb'", r"run = .*control characters or line breaks"),
     ("train --resume ''", r"resume = '': must not be empty"),
     ("train --resume maybe", r"maybe does not exist"),

@@ -42,9 +42,9 @@ def test_links_that_lead_to_each_other_and_the_current_folder_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    with pytest.raises(ConfigError, match="is a link"):
+    with pytest.raises(ConfigError, match="is a symbolic link to nothing"):
         check_hf_folder(tmp_path / "loop", tmp_path / "checkpoint", overwrite=True)
-    with pytest.raises(ConfigError, match="Name another folder"):
+    with pytest.raises(ConfigError, match="loop is a symbolic link to nothing; name a folder"):
         check_hf_folder(tmp_path / "loop" / "out", tmp_path / "checkpoint", overwrite=True)
     (tmp_path / "here" / "below").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here" / "below")

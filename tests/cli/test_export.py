@@ -94,17 +94,17 @@ def test_folders_that_hold_something_else_are_refused(
     link.symlink_to(home)
     checkpoints = trained_run / "checkpoints"
     for out, said in (
-        (home, "holds 'thesis.tex', which no export wrote"),
-        (trained_run, "holds '.lock', which no export wrote"),
-        (file, "is a file; name a folder"),
-        (link, "is a link"),
-        (checkpoints / "hf", f"lies in {checkpoints}, where only training writes"),
-        (checkpoints / "step-00000003" / "hf", f"lies in {checkpoints}, where only training writes"),
+        (home, " holds 'thesis.tex', which no export wrote"),
+        (trained_run, " holds '.lock', which no export wrote"),
+        (file, f": {file} is a file; name a folder"),
+        (link, " is a link"),
+        (checkpoints / "hf", f" lies in {checkpoints}, where only training writes"),
+        (checkpoints / "step-00000003" / "hf", f" lies in {checkpoints}, where only training writes"),
     ):
         assert main(["export", str(trained_run), "--to", str(out), "--overwrite"]) == 2
         stdout, err = capsys.readouterr()
         assert stdout == ""
-        assert err.startswith(f"error: --to {out} {said}")
+        assert err.startswith(f"error: --to {out}{said}")
         assert len(err.splitlines()) == 1
     assert (home / "thesis.tex").read_text() == "years of work"
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.training.launcher_chain import LAUNCHER_VARIABLE, launcher_name
+from llmscale.untrusted.interpreter import module_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -168,3 +169,9 @@ def test_deepspeed_that_died_before_it_had_ranks(tmp_path: Path) -> None:
             launch.kill()
             assert said(launch).startswith("the end of its launcher (deepspeed.launcher.launch")
         launch.wait()
+
+
+def test_a_module_that_llmscale_itself_starts_counts() -> None:
+    command = module_command("deepspeed.launcher.launch", "--node_rank=0", "train.py", flags=["-u"])
+    assert launcher_name(command) == "deepspeed.launcher.launch"
+    assert launcher_name(module_command("json.tool")) is None
