@@ -33,9 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-field",
         type=flag_type.name,
-        default="text",
         metavar="NAME",
-        help="field of JSONL, Parquet and hf (default: text)",
+        help="field of JSON, Parquet, MDS and hf (default: text)",
     )
     parser.add_argument(
         "--hf-split",
