@@ -110,7 +110,7 @@ def say_unexpected(error: BaseException, run_folder: Path | None = None) -> None
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF):
         # A semaphore in a full /dev/shm names no file either.
         last = traceback.extract_tb(error.__traceback__)[-1]
-        if "print(" in (last.line or "") or re.search(r"argparse\.py$|/rich/", last.filename):
+        if "print(" in (last.line or "") or last.name == "_print_message" or "/rich/" in last.filename:
             _discard_output()
             _say_lost_output(error)
             return

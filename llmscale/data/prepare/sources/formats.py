@@ -59,6 +59,8 @@ def suffix_of(path: PurePath) -> str:
     """Return the suffix that says what a file holds, in lower case: without those of a compression and of a number
     (`x.jsonl.1.gz`)."""
     while (suffix := path.suffix.lower()) in COMPRESSED_SUFFIXES or suffix[1:].isdecimal():
+        if suffix.startswith(".t"):  # .tgz and its like
+            return ".tar"
         path = PurePath(path.stem)
     return suffix
 
