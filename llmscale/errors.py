@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 from llmscale.other_names import OTHER_NAMES
 
@@ -34,6 +37,19 @@ class MachineError(LlmscaleError):
 
     is_on_every_rank = False
     """Whether all ranks have raised it together, so that one of a host speaks for all."""
+
+
+def write_failure(error: OSError, out: Path) -> LlmscaleError:
+    """Return the error for work that writes `out` and also opens files, pipes and semaphores elsewhere: it names what
+    failed."""
+    reason = error.strerror or str(error)
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return MachineError(f"{reason} while {out} was written. Raise the limit with `ulimit -n`.")
+    ours, named = os.path.abspath(out), error.filename
+    # Of a file that was opened before, the error names nothing: it is one of ours.
+    path = ours if named is None or isinstance(named, int) else os.path.abspath(os.fsdecode(named))
+    is_ours = path.startswith(os.path.dirname(ours)) or ours.startswith(path)
+    return DataError(f"Cannot write {out}: {reason}." if is_ours else f"{path}: {reason}. It is needed to write {out}.")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

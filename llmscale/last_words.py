@@ -108,13 +108,15 @@ def say_unexpected(error: BaseException, run_folder: Path | None = None) -> None
 
     Of a host's ranks that fail in the same way, only the first speaks.
     """
-    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF):
-        # From print: an error about a file names it.
-        _discard_output()
-        _say_lost_output(error)
-        return
     import traceback  # only where it is needed, as below: every command would wait for it
 
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF):
+        # A semaphore in a full /dev/shm names no file either.
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if "print(" in (last.line or "") or last.name == "_print_message" or "/rich/" in last.filename:
+            _discard_output()
+            _say_lost_output(error)
+            return
     rank = os.environ.get("RANK", "")
     who = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") else ""
     what = " ".join(str(error).split())

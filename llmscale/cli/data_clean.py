@@ -150,8 +150,8 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="decontaminate: evaluation text, JSON or JSON lines (every string in them) or text, also .gz/.zst; as "
-        "often as needed",
+        help="decontaminate: evaluation text, JSON or JSON lines (every string in them) or text, also .gz, .zst, ...; "
+        "as often as needed",
     )
     parser.add_argument(
         "--max-ngram-documents",

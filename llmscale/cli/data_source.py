@@ -29,17 +29,16 @@ def add_arguments(parser: FlagParser) -> None:
         required=True,
         action="append",
         metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib",
-        help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst; a folder, or a pattern "
-        "such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
+        help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst/.bz2/.xz; a folder, or a "
+        "pattern such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
         "hf://datasets/); tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
         "Face data set; or the sources and docs of this Python's standard library; as often as needed, in this order",
     )
     parser.add_argument(
         "--text-field",
         type=flag_type.name,
-        default="text",
         metavar="NAME",
-        help="field of JSONL, Parquet and hf (default: text)",
+        help="field of JSON, Parquet, MDS and hf (default: text)",
     )
     parser.add_argument(
         "--hf-split",

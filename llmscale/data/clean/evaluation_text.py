@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.clean.text import Hashes, Text, hash_ngrams
+from llmscale.data.prepare.sources.formats import suffix_of
 from llmscale.data.prepare.sources.input_files import LocalFile, opened
 from llmscale.data.prepare.sources.source import MAX_DOCUMENT_BYTES
-from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, unpacked
+from llmscale.data.shards.compressed import head_of, unpacked
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import check_regular
 
@@ -67,16 +71,22 @@ def _read_items(path: Path) -> Iterator[tuple[str, str]]:
         check_regular(path, follow_links=True)
     except OSError as error:
         raise DataError(f"--decontaminate {path} cannot be read: {error.strerror}.") from None
-    name = PurePath(path.name)
-    suffix = PurePath(name.stem).suffix if name.suffix in COMPRESSED_SUFFIXES else name.suffix
-    file = LocalFile(path, path.parent)
+    suffix, file = suffix_of(path), LocalFile(path, path.parent)
     with opened(file) as raw, unpacked(raw, file.name, file.size_bytes) as contents:
-        if suffix in _JSONL_SUFFIXES:
+        head = head_of(contents).removeprefix(codecs.BOM_UTF8).lstrip()
+        if suffix in _JSONL_SUFFIXES or _is_json(head.partition(b"\n")[0]):
             yield from _read_lines(contents, str(path))
-        elif suffix == ".json":
+        elif suffix == ".json" or re.match(rb'\[\s*[{"]|\{\s*"', head):
             yield from _read_json(contents, str(path))
         else:
             yield str(path), _decode(contents.read(MAX_DOCUMENT_BYTES + 1), str(path))
+
+
+def _is_json(line: bytes) -> bool:
+    """Return whether a line is a JSON object."""
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(line), dict)
+    return False
 
 
 def _read_lines(file: BinaryIO, name: str) -> Iterator[tuple[str, str]]:

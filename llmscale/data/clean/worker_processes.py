@@ -32,7 +32,10 @@ def start_workers(options: CleanOptions, hashes_path: Path | None, num_workers: 
         return
     # Not fork: this process has threads.
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin)
+    try:
+        pool = ProcessPoolExecutor(num_workers, mp_context=context, initializer=_begin)
+    except OSError as error:  # semaphores are files in /dev/shm
+        raise _cannot_work(error) from error
 
     def look(contents: Sequence[str]) -> LookedBatch:
         try:
@@ -41,11 +44,20 @@ def start_workers(options: CleanOptions, hashes_path: Path | None, num_workers: 
             raise MachineError(
                 "A worker process died, most likely of too little memory. Give fewer --workers, or more memory."
             ) from None
+        except OSError as error:
+            raise _cannot_work(error) from error
 
     try:
         yield look
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _cannot_work(error: OSError) -> MachineError:
+    return MachineError(
+        f"Worker processes cannot work: {error}. They need room in /dev/shm and open files (`ulimit -n`); --workers 1 "
+        "needs none."
+    )
 
 
 def _begin() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
-from llmscale.errors import DataError
+from llmscale.errors import write_failure
 
 
 @contextmanager
@@ -29,14 +29,14 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
         partial.mkdir()
     except OSError as error:
         _remove_empty(made)
-        raise DataError(f"Cannot write {out}: {error.strerror}.") from None
+        raise write_failure(error, out) from None
     try:
         with _held(partial):
             yield partial
             sync_tree(partial)
             put_in_place(partial, out, replace=replace)
     except OSError as error:
-        raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
+        raise write_failure(error, out) from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         _remove_empty(made)

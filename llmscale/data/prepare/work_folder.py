@@ -20,11 +20,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.errors import DataError
+from llmscale.errors import DataError, write_failure
 from llmscale.files.whole import write_durably
 
 #: Raised when what is in the folder means something else.
-_VERSION = 2
+_VERSION = 3
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 
 
@@ -108,7 +108,7 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
                 if is_done or not work.has_state():
                     shutil.rmtree(path, ignore_errors=True)
     except OSError as error:
-        raise DataError(f"Cannot write {out}: {error.strerror or error}.") from error
+        raise write_failure(error, out) from error
     finally:
         with suppress(OSError):
             for folder in made:

@@ -1,19 +1,38 @@
-"""Read plain, gzip and zstd files: truncation is an error, and so is a file that unfolds to no end."""
+"""Read plain and compressed files: truncation is an error, and so is a file that unfolds to no end."""
 
 from __future__ import annotations
 
+import _compression
+import bz2
 import gzip
 import io
+import lzma
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import PurePath
 from typing import BinaryIO, cast
 
 from llmscale.errors import DataError
 
-#: Suffixes that are taken off before the kind of a file is looked at.
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".tgz")
+#: Suffixes that are taken off before the kind of a file is looked at, and what they promise. Contents decide.
+COMPRESSED_SUFFIXES = {
+    **{".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd", ".bz2": "bzip2"},
+    **{".tbz2": "bzip2", ".tbz": "bzip2", ".xz": "xz", ".txz": "xz", ".lzma": "xz", ".br": "brotli"},
+}
+#: How compressed files and archives begin, and text does not.
+_MAGIC = re.compile(
+    rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
+    rb"|(?P<bzip2>BZh[1-9](?:1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0|]\0\0..(?:\xff{8}|.{5}\0{3}))"
+    rb"|(?P<zip>PK(?:\x03\x04|\x05\x06))|(?P<lz4>\x04\x22\x4d\x18|\x02\x21\x4c\x18)|(?P<lzip>LZIP\x01)"
+    rb"|(?P<rar>Rar!\x1a)|(?P<lzop>\x89LZO\0)|(?P<snappy>\xff\x06\0\0sNaPpY)|(?P<compress>\x1f[\x9d\xa0])"
+    rb"|(?P<seven_zip>7z\xbc\xaf\x27\x1c)",
+    re.DOTALL,
+)
+#: Of an xz file, which may ask for 4 GiB; `xz -9` asks for 65 MiB.
+_MOST_XZ_BYTES = 256 << 20
 #: What a file may unfold to, times its own size. Text shrinks to a third to a tenth, repetitive logs to a hundredth;
 #: the formats allow a thousandth (gzip) and far less (zstd), for a disk full of zeros from a megabyte.
 MAX_RATIO = 256
@@ -35,28 +54,70 @@ def most_unpacked_bytes(size_bytes: int) -> int:
 
 @contextmanager
 def unpacked(raw: BinaryIO, name: str, size_bytes: int) -> Iterator[BinaryIO]:
-    """The contents of an open file of `size_bytes`, uncompressed by the suffix of `name`, as they are read: nothing is
-    unpacked ahead.
+    """Yield the contents of an open file of `size_bytes`, uncompressed as they are read, whatever its suffix.
 
-    Raises DataError, also for what is read within the block: unreadable, damaged, cut short, unfolding to more than
-    MAX_RATIO times its size.
+    Raises DataError, also for what is read within the block: unreadable, damaged, cut short, compressed in another way
+    or twice, unfolding to more than MAX_RATIO times its size.
     """
-    suffix = PurePath(name).suffix
     try:
-        if suffix not in COMPRESSED_SUFFIXES:
+        kind = _compression_of(raw, name)
+        if not kind:
             yield raw
             return
-        contents = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if suffix in (".gz", ".tgz") else open_zstd(raw)
-        yield io.BufferedReader(_Limited(contents, most_unpacked_bytes(size_bytes)), _CHUNK_BYTES)
-    except (EOFError, gzip.BadGzipFile, zlib.error, DamagedError) as error:
+        packed = _Limited(_open_packed(raw, kind, name), most_unpacked_bytes(size_bytes))
+        contents = cast(BinaryIO, io.BufferedReader(packed, _CHUNK_BYTES))
+        if inner := _MAGIC.match(head_of(contents)):
+            raise DataError(f"{name} is compressed twice, {inner.lastgroup} within {kind}. Unpack it once.")
+        yield contents
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, DamagedError) as error:
         raise DataError(f"{name} is damaged or cut short: {error}.") from None
     except _Unfolds:
-        raise DataError(
-            f"{name} unpacks to more than {MAX_RATIO} times its size, which no text does. Unpack it yourself if it is "
-            "meant to."
-        ) from None
+        raise unfolds(name, size_bytes) from None
     except OSError as error:
+        if error.errno is None:  # bz2's error for damage
+            raise DataError(f"{name} is damaged or cut short: {error}.") from None
         raise DataError(f"Cannot read {name}: {error.strerror or error}.") from None
+
+
+def unfolds(name: str, size_bytes: int) -> DataError:
+    """Return the error for a file of `size_bytes` that holds more than it may."""
+    return DataError(
+        f"{name} unpacks to more than {MAX_RATIO} times its size: it has {size_bytes:,} bytes, and the limit is "
+        f"{most_unpacked_bytes(size_bytes):,}. Unpack it yourself if it is meant to."
+    )
+
+
+def head_of(file: BinaryIO) -> bytes:
+    """Return the beginning of a file that was opened just now, as much as its buffer holds. Raises OSError."""
+    return cast(io.BufferedReader, file).peek(1)
+
+
+def _compression_of(raw: BinaryIO, name: str) -> str:
+    """Return the compression that the contents have, empty for none. Raises DamagedError for a false suffix."""
+    head, promised = head_of(raw), COMPRESSED_SUFFIXES.get(PurePath(name).suffix.lower(), "")
+    if found := _MAGIC.match(head):
+        return str(found.lastgroup)
+    if promised and promised != "brotli" and head:
+        raise DamagedError(f"its contents are not {promised}")
+    return promised if head else ""
+
+
+def _open_packed(raw: BinaryIO, kind: str, name: str) -> BinaryIO:
+    match kind:
+        case "gzip":
+            return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
+        case "zstd":
+            return open_zstd(raw)
+        case "bzip2":
+            return cast(BinaryIO, bz2.BZ2File(raw))
+        case "xz":  # LZMAFile has no limit of memory
+            decompress = partial(lzma.LZMADecompressor, memlimit=_MOST_XZ_BYTES)
+            return cast(BinaryIO, _compression.DecompressReader(raw, decompress, lzma.LZMAError))
+        case _:
+            kind = kind.replace("seven_zip", "7z")
+            raise DataError(
+                f"{name} is packed with {kind}, which is not read. Unpack it, or use gzip, zstd, bzip2 or xz."
+            )
 
 
 def open_zstd(raw: BinaryIO) -> BinaryIO:
@@ -79,12 +140,15 @@ class _Limited(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        contents = self._file.read(len(buffer))
-        self._left_bytes -= len(contents)
+        """Fill the buffer, so that a reader's first peek shows as much of the file as its buffer holds."""
+        size = 0
+        while size < len(buffer) and (chunk := self._file.read(len(buffer) - size)):
+            buffer[size : size + len(chunk)] = chunk
+            size += len(chunk)
+        self._left_bytes -= size
         if self._left_bytes < 0:
             raise _Unfolds
-        buffer[: len(contents)] = contents
-        return len(contents)
+        return size
 
 
 class _ZstdFile(io.RawIOBase):

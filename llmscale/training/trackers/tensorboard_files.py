@@ -60,4 +60,4 @@ def start_tensorboard(run_folder: Path, *, first_step: int) -> TensorboardFiles:
     try:
         return TensorboardFiles(begin, first_step)
     except OSError as error:
-        raise ConfigError(f"--tensorboard: {run_folder / FOLDER} cannot be written: {one_line(error)}.") from None
+        raise ConfigError(f"--tensorboard: {run_folder / FOLDER} cannot be started: {one_line(error)}.") from None

@@ -139,7 +139,7 @@ def test_a_json_list_is_an_item_an_entry(tmp_path: Path, make_prose: MakeProse) 
 @pytest.mark.parametrize(
     ("name", "contents", "words"),
     [
-        ("a.json", b'{"a": "x"}\n{"a": "y"}\n', r"a\.json is not JSON: Extra data"),
+        ("a.json", b'["x"]\n["y"]\n', r"a\.json is not JSON: Extra data"),
         ("a.json", b"[" * 100_000, "is not JSON"),
         ("a.jsonl", b'{"text": "x"}\nno json\n', "line 2 is not JSON"),
         ("a.jsonl", b'{"a": "\xff"}\n', "line 1 is not UTF-8"),

@@ -6,6 +6,7 @@ import multiprocessing
 
 import pytest
 
+from llmscale.data.clean import worker_processes
 from llmscale.data.clean.steps import CleanOptions
 from llmscale.data.clean.worker_processes import start_workers
 from llmscale.errors import MachineError
@@ -21,3 +22,15 @@ def test_a_worker_that_is_killed() -> None:
         with pytest.raises(MachineError, match="fewer --workers"):
             look(["one text"])
     assert not multiprocessing.active_children()
+
+
+def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full /dev/shm has no room for their semaphores."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", fail)
+    workers = start_workers(CleanOptions(steps=("exact",)), None, 2)
+    with pytest.raises(MachineError, match=r"No space left on device.*/dev/shm.*--workers 1"), workers:
+        pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from llmscale.data.prepare.atomic_folder import find_writer, new_folder, recover
+from llmscale.data.prepare.work_folder import open_work_folder
+from llmscale.errors import DataError, MachineError
 
 #: A process that lives: this one's parent.
 ALIVE = os.getppid()
@@ -39,3 +42,21 @@ def test_what_is_being_written_is_left_alone(tmp_path: Path) -> None:
     with new_folder(out, replace=True) as partial:
         (partial / "file").write_text("newer")
     assert (out / "file").read_text() == "newer" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), DataError, "Cannot write .*/out: No space left on device"),
+        (OSError(errno.EMFILE, "Too many open files"), MachineError, r"^Too many open files.*`ulimit -n`"),
+        (OSError(errno.ENOSPC, "No space left", "/dev/shm/sem.x"), DataError, "^/dev/shm/sem.x: No space left"),
+    ],
+)
+def test_an_error_of_the_system_is_named_by_what_failed(
+    error: OSError, kind: type[Exception], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=said), new_folder(tmp_path / "out", replace=False):
+        raise error
+    with pytest.raises(kind, match=said), open_work_folder(tmp_path / "out", {}):
+        raise error
+    assert not list(tmp_path.iterdir())

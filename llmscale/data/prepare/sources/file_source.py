@@ -6,11 +6,12 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import PurePath
 from typing import BinaryIO
 
-from llmscale.data.prepare.sources.formats import TEXT, format_of
+from llmscale.data.prepare.sources.formats import OpenedContents, is_plain_name, opened_contents
 from llmscale.data.prepare.sources.input_files import InputFile, opened
 from llmscale.data.prepare.sources.source import (
     Place,
@@ -18,21 +19,25 @@ from llmscale.data.prepare.sources.source import (
     Record,
     Source,
     TokenRules,
+    UndecodableError,
+    within_budget,
 )
 from llmscale.data.prepare.sources.tar import FILE_FORMATS
-from llmscale.data.prepare.sources.text_files import UndecodableError
-from llmscale.data.shards.compressed import unpacked
 from llmscale.errors import DataError
+
+#: Files that are opened to find out whether their records have fields.
+_MOST_LOOKED_AT = 1000
 
 
 class FileSource(Source):
-    """Files of the known kinds in the order given; one of an unknown suffix is text. Places are (file, ...)."""
+    """Files of the known kinds in the order given; one of an unknown kind is text. Places are (file, ...)."""
 
     def __init__(self, name: str, files: Sequence[InputFile], options: ReadOptions) -> None:
         self.name = name
         self.files = files
         self.passed_over = Counter()
-        self._options = replace(options, passed_over=self.passed_over)
+        has_plain = options.has_plain or any(is_plain_name(PurePath(file.name)) for file in files)
+        self._options = replace(options, passed_over=self.passed_over, has_plain=has_plain)
         self.total_bytes = sum(file.size_bytes for file in files)
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
@@ -52,14 +57,28 @@ class FileSource(Source):
 
     def _read(self, number: int, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         file, begin_bytes = self.files[number], self.read_bytes
-        kind = format_of(PurePath(file.name), FILE_FORMATS) or TEXT
-        with opened(file) as raw, unpacked(raw, file.name, file.size_bytes) as contents:
-            for record in kind.read(contents, file.name, self._options, rules, start):
+        with opened(file) as raw, self._opened_contents(file, raw) as (kind, contents):
+            records = kind.read(contents, file.name, self._options, rules, start)
+            for record in within_budget(records, file.name, file.size_bytes):
                 self.read_bytes = begin_bytes + _place_in(raw)
                 # Once a file, wherever reading began.
                 self.num_cut += not kind.makes_many and record.place == (2,)
                 record.place = (number, *record.place)
                 yield record
+
+    def has_fields(self) -> bool:
+        """Look into the files, as text may be JSON; of more than _MOST_LOOKED_AT it is not decided."""
+        if self._options.is_plain:
+            return False
+        return any(map(self._holds_fields, self.files[:_MOST_LOOKED_AT])) or len(self.files) > _MOST_LOOKED_AT
+
+    def _holds_fields(self, file: InputFile) -> bool:
+        with suppress(UndecodableError), opened(file) as raw, self._opened_contents(file, raw) as (kind, _):
+            return kind.has_fields
+        return False
+
+    def _opened_contents(self, file: InputFile, raw: BinaryIO) -> OpenedContents:
+        return opened_contents(raw, file.name, file.size_bytes, self._options, FILE_FORMATS)
 
     def parts(self) -> list[Source]:
         """One for each file."""

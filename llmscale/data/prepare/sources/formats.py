@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import codecs
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import BinaryIO
 
-from llmscale.data.prepare.sources.jsonl import read_jsonl
+from llmscale.data.prepare.sources.jsonl import is_jsonl, read_jsonl
 from llmscale.data.prepare.sources.parquet import read_parquet
-from llmscale.data.prepare.sources.source import Place, ReadOptions, Record, TokenRules
+from llmscale.data.prepare.sources.source import Place, ReadOptions, Record, TokenRules, UndecodableError
 from llmscale.data.prepare.sources.text_files import read_text
 from llmscale.data.prepare.sources.token_files import read_tokens
-from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES
+from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, unpacked
 
 #: Reads an open file, which may be one that cannot seek, from a place on: (file, its name, options, rules, start).
 Reader = Callable[[BinaryIO, str, ReadOptions, TokenRules | None, Place], Iterator[Record]]
@@ -29,6 +31,10 @@ class Format:
     """Whether several documents of one file are its records; else they are one text that was too long."""
     in_folders: bool = True
     """Whether a folder's files of this kind are read without being named or matched."""
+    has_fields: bool = True
+    """Whether its records have fields, of which one is the text."""
+    magic: tuple[int, bytes] = (0, b"\0no file")
+    """Offset and bytes by which it is known, whatever its name."""
 
 
 #: One document a file.
@@ -41,19 +47,59 @@ TEXT = Format(
         | {".toml", ".yaml", ".yml", ".ini", ".cfg"}
     ),
     makes_many=False,
+    has_fields=False,
 )
-FORMATS = (
-    TEXT,
-    Format(read_jsonl, frozenset({".jsonl", ".ndjson"})),
-    Format(read_parquet, frozenset({".parquet"})),
-    # Weights of a model have that suffix too.
-    Format(read_tokens, frozenset({".bin"}), in_folders=False),
-)
+_JSONL = Format(read_jsonl, frozenset({".jsonl", ".ndjson"}))
+# Weights of a model have that suffix too.
+_TOKENS = Format(read_tokens, frozenset({".bin"}), in_folders=False, has_fields=False)
+FORMATS = (TEXT, _JSONL, Format(read_parquet, frozenset({".parquet"}), magic=(0, b"PAR1\x15")), _TOKENS)
 
 
-def format_of(path: PurePath, known: Iterable[Format] = FORMATS) -> Format | None:
-    """By suffix, behind a compression's suffix; None when unknown."""
-    if path.suffix == ".tgz":
-        path = path.with_suffix(".tar.gz")
-    suffix = PurePath(path.stem).suffix if path.suffix in COMPRESSED_SUFFIXES else path.suffix
+def suffix_of(path: PurePath) -> str:
+    """Return the suffix that says what a file holds, in lower case: without those of a compression and of a number
+    (`x.jsonl.1.gz`)."""
+    while (suffix := path.suffix.lower()) in COMPRESSED_SUFFIXES or suffix[1:].isdecimal():
+        if suffix.startswith(".t"):  # .tgz and its like
+            return ".tar"
+        path = PurePath(path.stem)
+    return suffix
+
+
+def format_of(path: PurePath, known: Sequence[Format] = FORMATS) -> Format | None:
+    """By suffix; None when unknown."""
+    suffix = suffix_of(path)
     return next((kind for kind in known if suffix in kind.suffixes), None)
+
+
+def is_plain_name(path: PurePath) -> bool:
+    """Return whether a name is that of plain text, or of an archive, which may hold some."""
+    return suffix_of(path) in (TEXT.suffixes | {".tar"}) - {".json"}
+
+
+OpenedContents = AbstractContextManager[tuple[Format, BinaryIO]]
+
+
+@contextmanager
+def opened_contents(
+    raw: BinaryIO, name: str, size_bytes: int, options: ReadOptions, known: Sequence[Format] = FORMATS
+) -> Iterator[tuple[Format, BinaryIO]]:
+    """Yield the kind of an open file of `size_bytes`, by its contents and then by its name, and its contents,
+    uncompressed. Raises DataError, also for what is read within the block."""
+    with unpacked(raw, name, size_bytes) as contents:
+        yield _kind_of(head_of(contents), name, options, known), contents
+
+
+def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Format]) -> Format:
+    """Raises UndecodableError for text that is UTF-16."""
+    named = format_of(PurePath(name), known) or TEXT
+    if options.is_plain or named is _TOKENS:
+        return named
+    for kind in known:
+        begin, magic = kind.magic
+        if head.startswith(magic, begin):
+            return kind
+    if named not in (TEXT, _JSONL):
+        return named
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
+        raise UndecodableError(f"{name} holds zero bytes or UTF-16, and no UTF-8 text.")
+    return _JSONL if is_jsonl(head, name, options) else named

@@ -19,10 +19,41 @@ from llmscale.data.prepare.sources.source import (
     lacks_field,
     missing_field,
 )
+from llmscale.errors import DataError
 
 _CHUNK_BYTES = 1 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
+_OBJECT_BEGINS = re.compile(r'\ufeff?\s*(\[\s*)?(?=\{\s*")')
+#: Whole numbers as any others, without Python's limit of 4,300 digits.
+_DECODER = json.JSONDecoder(parse_int=float)
+
+
+def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
+    """Return whether a file of text that begins with `head` is JSON lines.
+
+    One object or array without the field among files of plain text is text: a settings file in a folder of code.
+    Raises DataError for records that are not a line each.
+    """
+    text = head.decode(errors="ignore")
+    if (begin := _OBJECT_BEGINS.match(text)) is None:
+        return False
+    line_end = text.find("\n", begin.end()) % (len(text) + 1)
+    try:
+        record, end = _DECODER.raw_decode(text, begin.end())
+        is_alone = begin[1] is not None or not text[end:].lstrip().startswith("{")
+        if is_alone and options.has_plain and options.text_field not in record:
+            return False
+    except (ValueError, RecursionError):  # damaged, or longer than the head
+        if not re.search(rf"{re.escape(json.dumps(options.text_field))}\s*:", text):
+            return False
+        end = line_end + text[begin.end() : line_end].rstrip().endswith(("{", "[", ","))
+    if begin[1] is not None or end > line_end:
+        raise DataError(
+            f"{name} is a JSON array or document, and records are read from JSON lines. Make a line of each record: "
+            "`jq -c '.[]' FILE` of an array, `jq -c . FILE` of objects."
+        )
+    return True
 
 
 def read_jsonl(
@@ -80,7 +111,7 @@ def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | 
         if isinstance(record, dict):
             return record
     try:
-        record = json.loads(line.decode())
+        record = _DECODER.decode(line.decode())
     except UnicodeDecodeError as error:
         return f"not UTF-8 ({error.reason} at byte {error.start})"
     except json.JSONDecodeError as error:

@@ -30,9 +30,10 @@ from llmscale.data.prepare.sources.source import (
     Source,
     TokenRules,
     lacks_field,
+    within_budget,
 )
 from llmscale.data.prepare.sources.token_stream import documents_in, need_rules
-from llmscale.data.shards.compressed import DamagedError, open_zstd
+from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json
@@ -110,7 +111,14 @@ class MdsSource(Source):
         self._shards = _load_index(folder, options.text_field)
         self.total_bytes = sum(shard.bytes for shard in self._shards)
 
+    def has_fields(self) -> bool:
+        return self._shards[0].is_text
+
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+        size_bytes = sum(shard.file.size_bytes for shard in self._shards)
+        yield from within_budget(self._records(start, rules), self.name, size_bytes)
+
+    def _records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
         shard, sample, offset = (*start, 0)[:3] if start else (0, 0, 0)
         if not self._shards[0].is_text:
             rules = need_rules(rules, self.name)
@@ -211,6 +219,8 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
         found, is_compressed = folder.find(str(zip_name)), True
     if found is None:
         raise DataError(f"{where}: there is no {zip_name or basename} beside it.")
+    if num_bytes > most_unpacked_bytes(found.size_bytes):
+        raise unfolds(found.name, found.size_bytes)
     return _Shard(f"{folder.name}/{basename}", found, is_compressed, num_bytes, samples, column, wanted,
                   tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
 

@@ -36,7 +36,7 @@ _LEGAL = (
 
 def open_source(
     *specs: str,
-    text_field: str = "text",
+    text_field: str | None = None,
     hf_split: str = "train",
     glob: str | None = None,
     skip_undecodable: bool = False,
@@ -47,14 +47,20 @@ def open_source(
 
     `glob` chooses among folders' files by name or relative path; without it, those with a known suffix are taken.
     What is written to `out`, a folder or a URL, and beside it matches no pattern, so that the same command finds the
-    same files when it is given again. Raises DataError when there is nothing to read.
+    same files when it is given again. Raises DataError when there is nothing to read, and for a `text_field` that no
+    record of the input can have.
     """
     if glob is not None and not any(os.path.isdir(spec) or (is_url(spec) and not has_pattern(spec)) for spec in specs):
         raise DataError(
             f"--glob '{glob}' chooses among the files of a folder, and --input {', '.join(specs)} is none. Drop it."
         )
-    options = ReadOptions(text_field, skip_undecodable)
+    options = ReadOptions(text_field or "text", skip_undecodable)
     sources = [_open_one(spec, options, hf_split, glob, out) for spec in specs]
+    if text_field is not None and not any(source.has_fields() for source in sources):
+        raise DataError(
+            f"--text-field '{text_field}' chooses a field of JSON, Parquet, MDS or hf: records, and --input "
+            f"{', '.join(specs)} has none. Drop it."
+        )
     return sources[0] if len(sources) == 1 else SeveralSources(sources)
 
 
@@ -83,7 +89,7 @@ def _open_stdlib(options: ReadOptions) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     files = [path for path in walk(root)[0] if not _STDLIB_EXCLUDED.intersection(path.relative_to(root).parts)]
     known = [LocalFile(path, root) for path in files if path.suffix in TEXT.suffixes]
-    return FileSource(STDLIB, known, ReadOptions(options.text_field, skip_undecodable=True))
+    return FileSource(STDLIB, known, ReadOptions(options.text_field, skip_undecodable=True, is_plain=True))
 
 
 def _open_folder(path: Path, spec: str, options: ReadOptions, glob: str | None) -> Source:

@@ -1,8 +1,7 @@
-"""Parquet: a document a row of one column of strings."""
+"""Parquet: a document a row of one column of strings, which may be coded by a dictionary."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, BinaryIO, cast
@@ -17,10 +16,12 @@ from llmscale.data.prepare.sources.source import (
     TokenRules,
     missing_field,
 )
+from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds
 from llmscale.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
+    from pyarrow import parquet
 
 #: Of at most MAX_DOCUMENT_BYTES each: few, as a column of one repeated text takes next to nothing in the file.
 _BATCH_ROWS = 64
@@ -35,28 +36,67 @@ def read_parquet(
     from pyarrow import parquet
 
     (row,) = start or (0,)
+    file = file if file.seekable() else _unpacked(file, name)
     try:
-        table = parquet.ParquetFile(file if file.seekable() else _unpacked(file))
-        schema = table.schema_arrow
-        if options.text_field not in schema.names:
-            raise missing_field(name, options.text_field, schema.names, "column")
-        kind = schema.field(options.text_field).type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise DataError(f"{name}: the column '{options.text_field}' holds {kind}, not strings.")
+        table = parquet.ParquetFile(file)
+        column = _find_column(table, options.text_field, name)
+        coded = parquet.ParquetFile(
+            file, metadata=table.metadata, read_dictionary=[options.text_field], buffer_size=_CHUNK_BYTES
+        )
         first = 0
         for group in range(table.num_row_groups):
             num_rows = table.metadata.row_group(group).num_rows
             if row < first + num_rows:
+                batch_rows = _most_rows(coded, group, column, options.text_field, name)
                 # Of a group that was begun, what is done is read again and passed over.
-                for batch in table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=[options.text_field]):
+                for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[options.text_field]):
                     if row < first + len(batch):
-                        yield from _read_batch(batch.column(0).slice(row - first), name, row)
+                        texts = batch.column(0).slice(row - first)
+                        if pyarrow.types.is_dictionary(texts.type):
+                            texts = texts.dictionary_decode()
+                        yield from _read_batch(texts, name, row)
                         row = first + len(batch)
                     first += len(batch)
             else:
                 first += num_rows
     except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{name} is not a readable Parquet file: {error}.") from None
+        raise DataError(f"{name} is not a readable Parquet file: {str(error).rstrip('.')}.") from None
+
+
+def _find_column(table: parquet.ParquetFile, field: str, name: str) -> int:
+    """Return the number of the column of text among those stored. Raises DataError."""
+    from pyarrow import types
+
+    schema = table.schema_arrow
+    if schema.names.count(field) != 1:
+        if field in schema.names:
+            raise DataError(f"{name} has {schema.names.count(field)} columns '{field}'. Rename all but one.")
+        raise missing_field(name, field, schema.names, "column")
+    kind = schema.field(field).type
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(value) or types.is_large_string(value)):
+        raise DataError(
+            f"{name}: the column '{field}' holds {kind}, not strings. Legal: string, large_string, a dictionary of "
+            "these. Convert it, or name another column with --text-field."
+        )
+    return next(k for k in range(len(table.schema)) if table.schema.column(k).path == field)
+
+
+def _most_rows(coded: parquet.ParquetFile, group: int, column: int, field: str, name: str) -> int:
+    """Return how many rows of a group may be in memory at once: a value of its dictionary may stand in each of them.
+
+    Raises DataError for a column that unfolds.
+    """
+    from pyarrow import compute
+
+    sizes = coded.metadata.row_group(group).column(column)
+    if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
+        raise unfolds(f"{name}, column '{field}',", sizes.total_compressed_size)
+    longest = 0
+    for batch in coded.iter_batches(1, row_groups=[group], columns=[field]):
+        longest = compute.max(compute.binary_length(batch.column(0).dictionary)).as_py() or 0
+        break
+    return max(1, min(_BATCH_ROWS, source.MAX_DOCUMENT_BYTES // max(1, longest)))
 
 
 def _read_batch(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
@@ -87,9 +127,19 @@ def _read_batch(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
             yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", contents, (place,))
 
 
-def _unpacked(file: BinaryIO) -> BinaryIO:
-    """Parquet is read from its end, so a compressed one is unpacked whole: into a file that has no name."""
+def _unpacked(file: BinaryIO, name: str) -> BinaryIO:
+    """Parquet is read from its end, so a compressed one is unpacked whole: into a file that has no name.
+
+    Raises DataError.
+    """
     unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # gone when the reader lets go of it
-    shutil.copyfileobj(file, unpacked, _CHUNK_BYTES)
+    while chunk := file.read(_CHUNK_BYTES):
+        try:
+            unpacked.write(chunk)
+        except OSError as error:
+            where = tempfile.gettempdir()
+            raise DataError(
+                f"{name} cannot be unpacked in {where}: {error.strerror}. Set TMPDIR to a larger disk."
+            ) from None
     unpacked.seek(0)
     return cast(BinaryIO, unpacked)

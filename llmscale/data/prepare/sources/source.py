@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from llmscale.data.shards.compressed import most_unpacked_bytes, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 
@@ -14,6 +15,8 @@ from llmscale.errors import DataError
 Place = tuple[int, ...]
 #: A longer record, which cannot be read in parts, is set aside.
 MAX_DOCUMENT_BYTES = 64 << 20
+#: Added to the bytes of a record, of which a file may repeat an empty one without end.
+_RECORD_BYTES = 64
 #: Names of fields that an error lists.
 _MOST_FIELDS = 20
 
@@ -68,6 +71,14 @@ class ReadOptions:
     """Leave out text files that are not UTF-8 and count them."""
     passed_over: Counter[str] = field(default_factory=Counter)
     """Where files that are not read are counted by suffix."""
+    is_plain: bool = False
+    """Whether every file is text, whatever it holds."""
+    has_plain: bool = False
+    """Whether some names are those of plain text: among these, a JSON object without the field is text."""
+
+
+class UndecodableError(DataError):
+    """A text file is not in the encoding that it should be in."""
 
 
 class Source(ABC):
@@ -97,6 +108,10 @@ class Source(ABC):
     def fingerprint(self) -> str:
         """A cheap identity of the contents: equal when nothing has changed."""
 
+    def has_fields(self) -> bool:
+        """Return whether a record may have fields, of which one is the text. Raises DataError."""
+        return True
+
     def parts(self) -> list[Source]:
         """Sources that have these documents one after the other: as many as can be read apart from each other."""
         return [self]
@@ -111,9 +126,24 @@ class Source(ABC):
             yield record.content
 
 
+def within_budget(records: Iterable[Record], name: str, size_bytes: int) -> Iterator[Record]:
+    """Yield records until they hold more than a file of `size_bytes` may unfold to, whatever unfolds it.
+
+    An empty record counts too: it takes time. Raises DataError.
+    """
+    left_bytes = most_unpacked_bytes(size_bytes)
+    for record in records:
+        left_bytes -= _RECORD_BYTES + len(record.content if isinstance(record, Document) else record.contents)
+        if left_bytes < 0:
+            raise unfolds(name, size_bytes)
+        yield record
+
+
 def missing_field(where: str, text_field: str, fields: list[str], word: str = "field") -> DataError:
     """What to say of a file whose first record has no such field."""
-    return DataError(f"{where}: {lacks_field(text_field, fields, word)}; name one with --text-field.")
+    return DataError(
+        f"{where}: {lacks_field(text_field, fields, word)}; name one with --text-field, or leave the file out."
+    )
 
 
 def lacks_field(text_field: str, fields: list[str], word: str = "field") -> str:

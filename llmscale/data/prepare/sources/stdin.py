@@ -13,12 +13,10 @@ from llmscale.errors import DataError
 
 STDIN = "-"
 _CHUNK_BYTES = 1 << 20
-_SUFFIXES = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 class StandardInput(InputFile):
-    """Everything that stdin holds, in a file without a name in TMPDIR; its stamp is the sha256. JSON lines where it
-    begins with a brace or is compressed, else text."""
+    """Everything that stdin holds, in a file without a name in TMPDIR; its stamp is the sha256."""
 
     def __init__(self) -> None:
         """Reads to the end. Raises DataError: a terminal, nothing there, disk full."""
@@ -38,13 +36,9 @@ class StandardInput(InputFile):
             ) from None
         if not self.size_bytes:
             raise DataError("--input - reads standard input, and it is empty.")
-        self._file.seek(0)
-        head = self._file.read(_CHUNK_BYTES)
-        packed = next((suffix for magic, suffix in _SUFFIXES.items() if head.startswith(magic)), "")
-        kind = ".jsonl" if packed or head.lstrip().startswith(b"{") else ".txt"
-        self.name, self.relative, self.stamp = f"stdin{kind}{packed}", STDIN, digest.hexdigest()
+        self.name, self.relative, self.stamp = "stdin", STDIN, digest.hexdigest()
 
     def open(self) -> BinaryIO:
         descriptor = os.dup(self._file.fileno())
         os.lseek(descriptor, 0, os.SEEK_SET)
-        return os.fdopen(descriptor, "rb")
+        return open(descriptor, "rb", _CHUNK_BYTES)

@@ -9,17 +9,12 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from llmscale.data.prepare.sources.jsonl import without_lone_surrogates
-from llmscale.data.prepare.sources.source import Document, Place, ReadOptions, Record, TokenRules
-from llmscale.errors import DataError
+from llmscale.data.prepare.sources.source import Document, Place, ReadOptions, Record, TokenRules, UndecodableError
 
 #: A longer text file is many documents, of _PIECE_CHARACTERS each.
 MAX_TEXT_BYTES = 16 << 20
 _PIECE_CHARACTERS = 1 << 20
 _CHUNK_BYTES = 1 << 20
-
-
-class UndecodableError(DataError):
-    """A text file is not in the encoding that it should be in."""
 
 
 def read_text(
@@ -40,7 +35,7 @@ def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
     head = file.read(_CHUNK_BYTES)
     encoding = "utf-8-sig"
     try:
-        if name.endswith(".py"):
+        if name.lower().endswith(".py"):
             encoding = tokenize.detect_encoding(io.BytesIO(head).readline)[0]
         b" ".decode(encoding)  # refuses codecs that are no text encodings, such as zlib
         decoder = codecs.getincrementaldecoder(encoding)()
