@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +37,17 @@ def describe_circumstances(
         "machine": {**machine, "load_average_after": [round(load, 2) for load in os.getloadavg()]},
         "settings": {name: getattr(args, name) for name in settings},
     }
+
+
+def median_and_range(values: Iterable[float]) -> dict[str, float]:
+    """Return the median of repeated measurements with the smallest and the largest one."""
+    found = list(values)
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def show_range(found: Mapping[str, float], form: str = ".2f") -> str:
+    """Return "median (smallest-largest)", as every result prints a median."""
+    return f"{found['median']:{form}} ({found['min']:{form}}-{found['max']:{form}})"
 
 
 def save_result(path: Path | None, result: Mapping[str, object]) -> None:

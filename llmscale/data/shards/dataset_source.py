@@ -8,19 +8,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_generation, parse_manifest
+from llmscale.data.shards.manifest import (
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    Manifest,
+    load_manifest,
+    parse_generation,
+    parse_manifest,
+)
 from llmscale.data.shards.set_rules import ORIGIN_NAME, TOKENIZER_FILES, TOKENIZER_FOLDER, check_no_links
 from llmscale.data.shards.tokenizer_origin import load_origin
 from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
 from llmscale.data.storage import faults
-from llmscale.data.storage.transport import open_downloader
-from llmscale.errors import DataError
+from llmscale.data.storage.transport import download, open_downloader
+from llmscale.errors import DataError, UnreachableError
 from llmscale.files.whole import write_durably
-from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import check_regular, read_regular
 
 DEFAULT_CACHE = Path("~/.cache/llmscale/data")
-_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,29 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
 def _find_remote(data: str, scratch: Path) -> tuple[Manifest, str]:
     """A set and where its files lie: at the URL, or in the folder below that its manifest names. Raises DataError."""
     remote = data.rstrip("/")
-    contents = _download(remote, MANIFEST_NAME, scratch)
+    try:
+        contents = _download(remote, MANIFEST_NAME, scratch)
+    except UnreachableError:
+        raise
+    except DataError as error:
+        raise _explain_unfinished(remote, scratch) or error from None
     if generation := parse_generation(contents, f"{remote}/{MANIFEST_NAME}"):
         remote = f"{remote}/{generation}"
         contents = _download(remote, MANIFEST_NAME, scratch)
     return parse_manifest(contents, f"{remote}/{MANIFEST_NAME}"), remote
+
+
+def _explain_unfinished(remote: str, scratch: Path) -> DataError | None:
+    """Return what to say of a set that `prepare` has begun and not ended; None where there is none."""
+    try:
+        request = parse_json(_download(remote, UNFINISHED_NAME, scratch), Rules(DataError), UNFINISHED_NAME)
+    except DataError:
+        return None
+    flags = (f"{name} {value}" for name, value in request.items() if name in ("--input", "--tokenizer", "--seq-len"))
+    return DataError(
+        f"{remote} is not finished: `llmscale data prepare` has begun it and not ended. Give the command that began it "
+        f"again, which continues: llmscale data prepare {' '.join(flags)[:300]} --out {remote} (with its other flags)."
+    )
 
 
 def find_moved(location: SetLocation) -> SetLocation | None:
@@ -114,9 +138,7 @@ def _download(remote: str, relative: str, scratch: Path) -> bytes:
         check_source(remote, relative)
         with _make_folder(scratch) as folder:
             target = Path(folder) / "file"
-            faults.with_retries(
-                lambda: open_downloader(remote).download(source, str(target), _TIMEOUT_S), what, url=remote
-            )
+            download(lambda: open_downloader(remote), source, target, what)
             return read_regular(target, MAX_BYTES)
     except OSError as error:
         raise faults.fault(error, what, url=remote) from error
