@@ -10,7 +10,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
@@ -147,23 +147,25 @@ def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataErr
 
 def may_pass(error: BaseException, url: str = "") -> bool:
     """Return whether a fault is transient: of the connection, of bytes on their way, or of the store for the moment."""
-    causes = list(_chain(error))
-    if any(_TRANSIENT_WORDS.search(str(cause)) for cause in causes):
-        return True
-    status = _status(error)
-    if status is not None:
-        # The Hub refuses a commit while another one is under way.
-        is_overtaken = status in (409, 412) and url.startswith("hf://")
-        return status in (408, 429) or status >= 500 or is_overtaken
-    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
-    return bool(names & _TRANSIENT) and not names & {*_CREDENTIALS, "SSLCertVerificationError"}
+    if _names(_chain(error)) & {*_CREDENTIALS, "SSLCertVerificationError"}:
+        return False
+    for cause in _chain(error):
+        # Before the status: aiohttp gives a broken connection one.
+        if _names([cause]) & _TRANSIENT or _TRANSIENT_WORDS.search(str(cause)):
+            return True
+        if (status := _status(cause)) is not None:
+            # The Hub refuses a commit while another one is under way.
+            is_overtaken = status in (409, 412) and url.startswith("hf://")
+            return status in (408, 429) or status >= 500 or is_overtaken
+    return False
 
 
 def lacks_credentials(error: BaseException) -> bool:
+    """Return whether the store refuses these credentials, or there are none."""
     # A client's own PermissionError names no file: one that does is of this machine.
-    causes = [cause for cause in _chain(error) if getattr(cause, "filename", None) is None]
-    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
-    return _status(error) in (401, 403) or bool(names & _CREDENTIALS)
+    names = _names(cause for cause in _chain(error) if getattr(cause, "filename", None) is None)
+    statuses = (status for cause in _chain(error) if (status := _status(cause)) is not None)
+    return next(statuses, None) in (401, 403) or bool(names & _CREDENTIALS)
 
 
 def summarise(error: BaseException) -> str:
@@ -182,16 +184,19 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or getattr(error, "last_exception", None) or error.__context__
 
 
+def _names(errors: Iterable[BaseException]) -> set[str]:
+    return {kind.__name__ for error in errors for kind in type(error).__mro__}
+
+
 def _status(error: BaseException) -> int | None:
-    """The status of HTTP that an answer had, if there was one."""
-    for cause in _chain(error):
-        response = getattr(cause, "response", None)
-        found = (
-            response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if isinstance(response, dict)
-            else getattr(response, "status_code", None)
-        )
-        for status in (found, *(getattr(cause, name, None) for name in ("status_code", "status", "code"))):
-            if isinstance(status, int) and 300 <= status < 600:
-                return int(status)
+    """Return the HTTP status of the answer that an exception reports."""
+    response = getattr(error, "response", None)
+    found = (
+        response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if isinstance(response, dict)
+        else getattr(response, "status_code", None)
+    )
+    for status in (found, *(getattr(error, name, None) for name in ("status_code", "status", "code"))):
+        if isinstance(status, int) and 300 <= status < 600:
+            return int(status)
     return None
