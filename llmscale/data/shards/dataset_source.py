@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from llmscale.data.shards.manifest import (
     MANIFEST_NAME,
@@ -26,6 +27,7 @@ from llmscale.files.whole import write_durably
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import check_regular, read_regular
 
+_T = TypeVar("_T")
 DEFAULT_CACHE = Path("~/.cache/llmscale/data")
 
 
@@ -60,26 +62,44 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
     for split in manifest.splits:
         relative = f"{split}/{INDEX_NAME}"
         if not (folder / relative).is_file():
-            contents = _download(remote, relative, cache)
-            parse_index(contents, split, manifest, f"{remote}/{relative}")
-            _write(folder / relative, contents)
+
+            def check(contents: bytes, where: str, split: str = split) -> bytes:
+                parse_index(contents, split, manifest, where)
+                return contents
+
+            _write(folder / relative, _fetch_parsed(remote, relative, cache, check))
     _write(folder / MANIFEST_NAME, manifest.to_json().encode())
     return SetLocation(data, manifest, folder, remote)
 
 
 def _find_remote(data: str, scratch: Path) -> tuple[Manifest, str]:
-    """A set and where its files lie: at the URL, or in the folder below that its manifest names. Raises DataError."""
+    """Return a set and where its files are: at the URL, or in the folder below that its manifest names. Raises
+    DataError."""
     remote = data.rstrip("/")
+
+    def parse(contents: bytes, where: str) -> str | Manifest:
+        return parse_generation(contents, where) or parse_manifest(contents, where)
+
     try:
-        contents = _download(remote, MANIFEST_NAME, scratch)
+        found = _fetch_parsed(remote, MANIFEST_NAME, scratch, parse)
     except UnreachableError:
         raise
     except DataError as error:
         raise _explain_unfinished(remote, scratch) or error from None
-    if generation := parse_generation(contents, f"{remote}/{MANIFEST_NAME}"):
-        remote = f"{remote}/{generation}"
-        contents = _download(remote, MANIFEST_NAME, scratch)
-    return parse_manifest(contents, f"{remote}/{MANIFEST_NAME}"), remote
+    if isinstance(found, Manifest):
+        return found, remote
+    return _fetch_parsed(f"{remote}/{found}", MANIFEST_NAME, scratch, parse_manifest), f"{remote}/{found}"
+
+
+def _fetch_parsed(remote: str, relative: str, scratch: Path, parse: Callable[[bytes, str], _T]) -> _T:
+    """Return what `parse` makes of a small remote file and its name. Where it finds damage the file is fetched again:
+    it may have come so. Raises DataError."""
+    try:
+        return parse(_download(remote, relative, scratch), f"{remote}/{relative}")
+    except UnreachableError:
+        raise
+    except DataError:
+        return parse(_download(remote, relative, scratch), f"{remote}/{relative}")
 
 
 def _explain_unfinished(remote: str, scratch: Path) -> DataError | None:
@@ -131,7 +151,7 @@ def _fetch(name: str, folder: Path, remote: str) -> None:
 
 
 def _download(remote: str, relative: str, scratch: Path) -> bytes:
-    """The contents of a small remote file, by Streaming's transport; `relative` is a name that was checked."""
+    """Return the contents of a small remote file; `relative` is a name that was checked. Raises DataError."""
     source = f"{remote}/{relative}"
     what = f"Cannot fetch {source}"
     try:
