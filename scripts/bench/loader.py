@@ -146,14 +146,14 @@ def summarize(
 
 def print_table(result: dict[str, dict[str, dict[str, object]]]) -> None:
     columns = [f"{words}_{base}" for base in BASELINES for words in CLOCKS.values()]
-    print(f"{'tokens/s, as a multiple of':30}{BASELINES['once']:^36}{BASELINES['each']:^36}")
-    heading = "".join(f"{words + ' (range)':>18}" for _ in BASELINES for words in CLOCKS.values())
+    print(f"{'tokens/s, as a multiple of':30}{BASELINES['once']:^40}{BASELINES['each']:^40}")
+    heading = "".join(f"{words + ' (range)':>20}" for _ in BASELINES for words in CLOCKS.values())
     print(f"{'':30}{heading}{'first batch s':>15}{'resident MiB':>14}")
     for name, found in result["contestants"].items():
         if "problem" in found:
             print(f"{name:30}  {found['problem']}")
             continue
-        ratios = "".join(f"{show_range(found[key]) if key in found else '-':>18}" for key in columns)  # type: ignore[arg-type]
+        ratios = "".join(f"{show_range(found[key]) if key in found else '-':>20}" for key in columns)  # type: ignore[arg-type]
         resident = found["resident_bytes"] / 2**20  # type: ignore[operator]
         print(f"{name:30}{ratios}{found['first_batch_s']:15.3f}{resident:14.0f}")
     resume = result["resume"]

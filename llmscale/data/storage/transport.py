@@ -85,13 +85,10 @@ def download(
 
 
 def _count_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder whose files come and go."""
-    num_bytes = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(FileNotFoundError):
-                num_bytes += os.stat(os.path.join(place, name)).st_size
-    return num_bytes
+    """Return the bytes of all files below a folder; -1 where one goes meanwhile."""
+    with suppress(OSError):
+        return sum(path.stat().st_size for path in folder.rglob("*"))
+    return -1
 
 
 def _kind_of(url: str) -> str:
@@ -114,8 +111,7 @@ class _S3Uploads:
 
     def upload(self, path: Path, url: str) -> None:
         bucket, _, name = path_of(url).partition("/")
-        acl = os.environ.get("S3_CANNED_ACL")
-        extra = {"ACL": acl} if acl else {}
+        extra = {"ACL": os.environ["S3_CANNED_ACL"]} if "S3_CANNED_ACL" in os.environ else {}
         self._client.upload_file(str(path), bucket, name, ExtraArgs=extra, Config=self._transfer)
 
 
