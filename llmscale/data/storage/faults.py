@@ -147,7 +147,7 @@ def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataErr
 
 def may_pass(error: BaseException, url: str = "") -> bool:
     """Return whether a fault is transient: of the connection, of bytes on their way, or of the store for the moment."""
-    if _names(_chain(error)) & {*_CREDENTIALS, "SSLCertVerificationError"}:
+    if _names(_chain(error)) & {*_CREDENTIALS, "SSLCertVerificationError", "OfflineModeIsEnabled"}:
         return False
     for cause in _chain(error):
         # Before the status: aiohttp gives a broken connection one.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
@@ -117,7 +118,13 @@ class Store:
         return self._retried(fetch, f"Cannot read {url}{where}", url, stop, (end or begin) - begin)
 
     def remove(self, url: str) -> None:
-        self._retried(lambda: self._files.rm_file(path_of(url)), f"Cannot remove {url}", url)
+        """Remove an object, which a try without an answer may have done already."""
+
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(path_of(url))
+
+        self._retried(remove, f"Cannot remove {url}", url)
 
     def _retried(
         self, action: Callable[[], _T], what: str, url: str, stop: threading.Event | None = None, num_bytes: int = 0
