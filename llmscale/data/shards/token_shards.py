@@ -98,7 +98,7 @@ class TokenShards:
         # Counted from the shard's end, where the windows are.
         num_bytes = self.manifest.window_bytes
         places = self._num_bytes[shard_ids] - (self._ends[shard_ids] - sample_ids) * num_bytes
-        contents = memoryview(windows.reshape(-1).view(np.uint8))
+        contents = windows.reshape(-1).view(np.uint8).data
         wanted: dict[int, list[tuple[int, memoryview]]] = {}
         begin = 0
         # Plain numbers and slices: for one window numpy's cost several times as much as the read.
