@@ -23,6 +23,10 @@ class DataError(LlmscaleError):
     """A data set is missing, empty, damaged, or does not belong to this model."""
 
 
+class UnreachableError(DataError):
+    """Data could not be fetched or kept here. This says nothing about the data themselves."""
+
+
 class CheckpointError(LlmscaleError):
     """A checkpoint is missing, damaged, or does not belong to this run."""
 

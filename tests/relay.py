@@ -1,12 +1,14 @@
-"""An HTTP server that passes everything on to another one, and fails where a test says so."""
+"""An HTTP server that passes everything on to another one, and fails or does harm where a test says so."""
 
 from __future__ import annotations
 
 import http.client
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
 
+from tests.conftest import HANG_S
 from tests.loopback import serving
 
 #: Of a request's method and path, whether it is to fail.
@@ -22,6 +24,10 @@ class Relay:
         self.url = ""
         self.requests: list[tuple[str, str]] = []
         self.fails: Failing = lambda method, path: False
+        self.harm: Callable[[str, str], str] = lambda method, path: ""
+        """Of an answer: "hang" before it, "stall" in the middle of its body, "cut" the body there, "flip" a byte."""
+        self.released = threading.Event()
+        """Set, ends all that hang and stall."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -38,12 +44,15 @@ class _Handler(BaseHTTPRequestHandler):
         if self.relay.fails(self.command, self.path):
             self._send(500, [], b"")
             return
+        harm = self.relay.harm(self.command, self.path)
+        if harm == "hang":
+            self.relay.released.wait(HANG_S)
         upstream = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
         upstream.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
         answer = upstream.getresponse()
         data = answer.read()
-        self._send(answer.status, answer.getheaders(), data)
+        self._send(answer.status, answer.getheaders(), data, harm)
         upstream.close()
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = do_PATCH = _pass_on  # http.server's names
@@ -58,7 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _send(self, status: int, headers: list[tuple[str, str]], body: bytes) -> None:
+    def _send(self, status: int, headers: list[tuple[str, str]], body: bytes, harm: str = "") -> None:
         length = dict((name.lower(), value) for name, value in headers).get("content-length", str(len(body)))
         self.send_response_only(status)
         for name, value in headers:
@@ -66,8 +75,15 @@ class _Handler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("Content-Length", length if self.command == "HEAD" else str(len(body)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        if self.command == "HEAD":
+            return
+        half = len(body) // 2
+        if harm == "flip" and body:
+            body = body[:half] + bytes([body[half] ^ 1]) + body[half + 1 :]
+        self.wfile.write(body[:half] if harm in ("cut", "stall") else body)
+        if harm == "stall":
+            self.relay.released.wait(HANG_S)
+        self.close_connection = harm in ("cut", "stall")
 
 
 @contextmanager
@@ -76,3 +92,4 @@ def relay_to(port: int) -> Iterator[Relay]:
     relay = Relay()
     with serving(type("Handler", (_Handler,), {"relay": relay, "port": port})) as relay.url:
         yield relay
+        relay.released.set()

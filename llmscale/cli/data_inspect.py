@@ -170,7 +170,7 @@ def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
     from llmscale.data.shards.dataset_source import fetch_tokenizer
     from llmscale.data.shards.token_shards import TokenShards
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-    from llmscale.errors import DataError
+    from llmscale.errors import DataError, UnreachableError
 
     fetch_tokenizer(location)
     load_set_tokenizer(location.folder, location.manifest)
@@ -180,6 +180,8 @@ def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
         for number, shard in enumerate(split.shards):
             try:
                 shards.verify(number)
+            except UnreachableError:
+                raise
             except DataError as error:
                 yield shard.bytes, str(error)
             else:

@@ -106,23 +106,28 @@ class Feed(Iterator[MicroBatch]):
         can_fork = "fork" in multiprocessing.get_all_start_methods()
         together = max(1, _WINDOWS_AT_ONCE // plan.micro_batch_size) if num_workers else 1
         ahead = 2 * plan.gradient_accumulation_steps // (together * max(1, num_workers))
-        loader = DataLoader(
-            _WindowDataset(shards),
-            # Each worker sends one alone at first, which is what the first step waits for.
-            batch_sampler=_MessageIds(order, plan, start_sample, together=together, num_alone=num_workers),
-            collate_fn=_as_is,
-            num_workers=num_workers,
-            # Two steps ahead, so that a worker that fetches a shard or checks its hash holds nobody up.
-            prefetch_factor=max(2, ahead) if num_workers else None,
-            # Forked workers start in milliseconds where spawned ones import torch and the main module again.
-            # They read files and copy memory: no CUDA, no collective, one thread.
-            multiprocessing_context="fork" if num_workers and can_fork else None,
-            worker_init_fn=functools.partial(_start_worker, os.getpid()),
-        )
+        dataset = _WindowDataset(shards)
+        # Each worker sends one alone at first, which is what the first step waits for.
+        ids = _MessageIds(order, plan, start_sample, together=together, num_alone=num_workers)
         self._waits = False
         self._killed: str | None = None
-        with _deaf_children(), _own_sigchld():
-            self._messages: Iterator[_Message] | None = iter(loader)
+        # DataLoader itself takes as long per message as reading ten windows, so it is there for workers alone.
+        self._messages: Iterator[_Message] | None = map(dataset.__getitems__, ids)
+        if num_workers:
+            loader = DataLoader(
+                dataset,
+                batch_sampler=ids,
+                collate_fn=_as_is,
+                num_workers=num_workers,
+                # Two steps ahead, so that a worker that fetches a shard or checks its hash holds nobody up.
+                prefetch_factor=max(2, ahead),
+                # Forked workers start in milliseconds where spawned ones import torch and the main module again.
+                # They read files and copy memory: no CUDA, no collective, one thread.
+                multiprocessing_context="fork" if can_fork else None,
+                worker_init_fn=functools.partial(_start_worker, os.getpid()),
+            )
+            with _deaf_children(), _own_sigchld():
+                self._messages = iter(loader)
         self._received: deque[_Windows] = deque()
         self._failure: str | None = None
         self._workers: list[BaseProcess] = getattr(self._messages, "_workers", [])
@@ -241,7 +246,8 @@ class _WindowDataset(Dataset[_Message]):
     def __getitems__(self, sample_ids: list[NDArray[np.int64]]) -> _Message:
         """sample_ids: of some micro-batches, each [micro_batch_size]."""
         try:
-            tokens = np.split(self._shards.read(np.concatenate(sample_ids)), len(sample_ids))
+            windows = self._shards.read(np.concatenate(sample_ids))
+            tokens = windows.reshape(len(sample_ids), -1, windows.shape[1])
         except DataError as error:
             return _Message([], str(error)) if len(sample_ids) == 1 else self._until_failure(sample_ids)
         return _Message(list(map(_Windows, tokens, sample_ids)), None)

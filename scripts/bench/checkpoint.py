@@ -32,7 +32,7 @@ import traceback
 from pathlib import Path
 
 from flag_types import output_file, whole_number
-from machine import describe_circumstances, describe_machine, save_result
+from machine import describe_circumstances, describe_machine, median_and_range, peak_bytes, save_result, show_range
 from paced_ranks import REPOSITORY, Job, Orders, free_port
 
 sys.path.insert(0, str(REPOSITORY))
@@ -168,17 +168,13 @@ def convert(source: Path, target: Path) -> dict[str, float]:
 
 def run_conversion(source: str, target: str) -> None:
     """Inside the process that converts: what is measured begins when everything is imported."""
-    import resource
-
     from deepspeed.checkpoint import ds_to_universal
 
     sys.argv = ["ds_to_universal", "--input_folder", source, "--output_folder", target, "--inject_missing_state"]
     began = time.perf_counter()
     ds_to_universal.main(ds_to_universal.parse_arguments())
     seconds = time.perf_counter() - began
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    peak = max(resource.getrusage(kind).ru_maxrss * 1024 for kind in kinds)
-    print(json.dumps({"seconds": seconds, "peak_rss_bytes": peak}))
+    print(json.dumps({"seconds": seconds, "peak_rss_bytes": peak_bytes()}))
 
 
 def folder_bytes(folder: Path) -> int:
@@ -229,19 +225,22 @@ def format_result(args: argparse.Namespace, result: dict) -> str:
             return statistics.median(values[key] for values in taken[name])
 
         def spread(name: str, taken: Taken = found["measurements"]) -> str:
-            seconds = [values["seconds"] for values in taken[name]]
             peak = max(values["peak_rss_bytes"] for values in taken[name]) / 2**20
-            text = f"{statistics.median(seconds):6.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
-            return f"{text}, largest process {peak:,.0f} MiB"
+            return f"{seconds(name)}, largest process {peak:,.0f} MiB"
+
+        def seconds(name: str, key: str = "seconds", taken: Taken = found["measurements"]) -> str:
+            shown = show_range(median_and_range(values[key] for values in taken[name])).partition(" ")
+            return f"{shown[0]:>6} s {shown[2]}"
 
         lines.append(f"{stage} x{saver}, {found['parameters'] / 1e6:.1f}M parameters, {args.precision}")
         lines.append(
-            f"  save ours        {spread('save ours')}; training held up for {median('save ours', 'held_s'):.2f} s; "
+            f"  save ours        {spread('save ours')}; training held up for {seconds('save ours', 'held_s').strip()}; "
             f"{median('save ours', 'bytes') / 2**20:,.0f} MiB on disk"
         )
         lines.append(
-            f"  save DeepSpeed   {spread('save deepspeed')}, all held up, + {median('save deepspeed', 'sync_s'):.2f} "
-            f"s to sync; {median('save deepspeed', 'bytes') / 2**20:,.0f} MiB on disk"
+            f"  save DeepSpeed   {spread('save deepspeed')}, all held up, + "
+            f"{seconds('save deepspeed', 'sync_s').strip()} to sync; "
+            f"{median('save deepspeed', 'bytes') / 2**20:,.0f} MiB on disk"
         )
         lines.append(f"  resume at the same {saver} ranks")
         lines.append(f"    ours           {spread(f'resume ours {saver} to {saver}')}")

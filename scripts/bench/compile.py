@@ -16,14 +16,13 @@ import itertools
 import os
 import re
 import signal
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 from engine_overhead import add_run_arguments, prepare_text, slowest
 from flag_types import whole_number
-from machine import describe_circumstances, describe_machine, save_result
+from machine import describe_circumstances, describe_machine, median_and_range, save_result, show_range
 from paced_ranks import REPOSITORY, Job, Orders
 
 sys.path.insert(0, str(REPOSITORY))
@@ -93,8 +92,8 @@ def compete(args: argparse.Namespace, stage: int, mode: str, folder: Path) -> di
     said = {way: (folder / f"{way}.log").read_text() for way in WAYS}
     first_steps = {way: float(re.findall(r"first step (\d+\.\d+)", said[way])[0]) for way in WAYS}
     return {
-        "ratio": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
-        "eager_tokens_per_second": args.steps * args.batch * args.seq_len / statistics.median(r["off"] for r in rounds),
+        "ratio": median_and_range(ratios),
+        "eager_tokens_per_second": median_and_range(args.steps * args.batch * args.seq_len / r["off"] for r in rounds),
         "first_step_s": first_steps,
         "blocks": re.findall(r"(?:blocks: |WARNING: )(.*compiled? .*|.*compiled nothing.*)", said["on"])[-1],
         "last_losses": losses,
@@ -128,7 +127,7 @@ def run_rank_job(args: argparse.Namespace) -> None:
 
 def format_row(row: dict) -> str:
     ratio, first, losses = row["ratio"], row["first_step_s"], row["last_losses"]
-    spread = f"{ratio['median']:.2f} ({ratio['min']:.2f}-{ratio['max']:.2f})"
+    spread = show_range(ratio)
     starts = f"{first['off']:.1f} -> {first['on']:.1f} s"
     losses = f"{losses['off']:.5f} {losses['on']:.5f}"
     return f"{row['zero_stage']:<6}{row['checkpointing']:<15}{spread:<24}{starts:<18}{row['blocks'][:60]:<22}  {losses}"

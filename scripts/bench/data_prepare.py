@@ -16,7 +16,6 @@ import argparse
 import hashlib
 import json
 import os
-import resource
 import subprocess
 import sys
 import sysconfig
@@ -26,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from flag_types import output_file, whole_number, whole_or_zero
-from machine import describe_circumstances, describe_machine, save_result
+from machine import describe_circumstances, describe_machine, peak_bytes, save_result
 
 ROOT = Path(__file__).resolve().parents[2]
 SEQ_LEN = 1024
@@ -236,8 +235,7 @@ def compete(name: str, corpus: Path, ranks: Path, out: Path, workers: int) -> No
     begin_s = time.monotonic()
     work()
     took_s = time.monotonic() - begin_s
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) >> 10
-    print(json.dumps({"wall_s": took_s, "processor_s": processor_s() - before, "peak_mib": peak}))
+    print(json.dumps({"wall_s": took_s, "processor_s": processor_s() - before, "peak_mib": peak_bytes() >> 20}))
 
 
 def processor_s() -> float:

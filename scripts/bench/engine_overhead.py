@@ -35,7 +35,7 @@ import time
 from pathlib import Path
 
 from flag_types import output_file, preset_name, whole_number, whole_or_zero
-from machine import describe_circumstances, describe_machine, gpu_names, save_result
+from machine import describe_circumstances, describe_machine, gpu_names, median_and_range, save_result, show_range
 from paced_ranks import REPOSITORY, Job, Orders
 
 sys.path.insert(0, str(REPOSITORY))
@@ -276,12 +276,16 @@ def format_result(result: dict) -> str:
     def column(values: dict[str, float]) -> str:
         return f"{values['ratio']:.3f} ({values['min']:.3f}-{values['max']:.3f})"
 
-    lines = [f"{'':<18}{'tokens/s':>10}  {'of the plain loop, wall':<26}{'by processor time':<26}{'last loss':>10}"]
+    lines = [f"{'':<18}{'tokens/s':<22}{'of the plain loop, wall':<26}{'by processor time':<26}{'last loss':>10}"]
     for name, wall in result["wall"].items():
-        rate, loss = result["tokens_per_block"] / wall["block_s"], result["last_losses"][name]
+        blocks, loss = (
+            [taken[name]["seconds"] for rounds in result["sets"] for taken in rounds],
+            result["last_losses"][name],
+        )
+        rate = show_range(median_and_range(result["tokens_per_block"] / seconds for seconds in blocks), ",.0f")
         columns = f"{column(wall):<26}{column(result['processor'][name]):<26}"
-        lines.append(f"{name:<18}{rate:>10,.0f}  {columns}{loss:>10.5f}")
-    lines.append("median (smallest-largest) of the sets' medians; tokens/s is the median round's")
+        lines.append(f"{name:<18}{rate:<22}{columns}{loss:>10.5f}")
+    lines.append("median (smallest-largest) of the sets' medians; tokens/s: of all rounds")
     if {"Trainer, ZeRO-2", "train.py, ZeRO-2"} <= set(result["wall"]):
         pair = [ratio(result["sets"], key, "train.py, ZeRO-2", "Trainer, ZeRO-2") for key in ("seconds", "cpu_s")]
         lines.append(f"train.py of Trainer, both at ZeRO-2: wall {column(pair[0])}, processor {column(pair[1])}")

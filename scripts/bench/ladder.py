@@ -26,7 +26,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,7 +37,7 @@ from engine_overhead import prepare_text, slowest
 from flag_types import output_file, picture_file, whole_number, whole_or_zero
 from ladder_rungs import MODELS, VOCAB_SIZE, flags, is_parallel, list_rungs, switches, why_not
 from ladder_table import Row, closing_lines, compare_memory, heading, judge, row_line
-from machine import describe_circumstances, describe_machine, gpu_names, save_result
+from machine import describe_circumstances, describe_machine, gpu_names, median_and_range, save_result
 from paced_ranks import REPOSITORY, Job, Orders
 
 sys.path.insert(0, str(REPOSITORY))
@@ -181,7 +180,7 @@ def measure_rung(args: argparse.Namespace, model: str, number: int, first: RungJ
         "ranks": ranks,
         "speed": compare(rounds, "seconds", 1),
         "processor": None if gpu_names() else compare(rounds, "cpu_s", ranks),
-        "tokens_per_second_per_rank": tokens / statistics.median(taken["rung"]["seconds"] for taken in rounds),
+        "tokens_per_second_per_rank": median_and_range(tokens / taken["rung"]["seconds"] for taken in rounds),
         "memory_bytes": max(taken["rung"]["memory_bytes"] for taken in rounds),
         "first_loss": read_first_loss(place / "run"),
         "rounds": rounds,
@@ -192,7 +191,7 @@ def compare(rounds: Sequence[dict], key: str, share: int) -> dict[str, float]:
     """How many times less a rung took than the first one in the same round, `share` being what its number is shared
     by: the median over the rounds, and the range."""
     ratios = [taken["first"][key] / (taken["rung"][key] / share) for taken in rounds]
-    return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+    return median_and_range(ratios)
 
 
 class RungJob:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ladder_rungs import MODELS, VOCAB_SIZE
+from machine import show_range
 
 #: Times the first rung's speed, and a part of its memory, on a GPU.
 CLAIM = 10.0
@@ -41,7 +42,7 @@ def judge(rows: Sequence[Row], *, is_gpu: bool) -> dict[str, object]:
 
 def heading(name: str, batch: int, *, is_gpu: bool) -> list[str]:
     m, place = MODELS[name], "GPU" if is_gpu else "CPU"
-    head = f"{'':<34}{'ranks':>5}{'tok/s/rank':>12}  {'speed':<18}{'by processor':<18}{place + ' GiB':>9}{'':>7}"
+    head = f"{'':<34}{'ranks':>5}  {'tok/s/rank':<22}{'speed':<18}{'by processor':<18}{place + ' GiB':>9}{'':>7}"
     return [
         f"{name}: {m.n_layer} blocks, {m.seq_len} tokens, width {m.n_embd}, vocabulary {VOCAB_SIZE:,}; {place}: "
         f"{batch} sequences per rank; dry run: {m.batch} per GPU",
@@ -57,7 +58,7 @@ def row_line(row: Row) -> str:
         why = f"not on this machine: {row['not_here']}" if "not_here" in row else f"failed: {row['problem'][:80]}"
         return f"{name:<34}{why}; dry run{counted}"
     return (
-        f"{name:<34}{row['ranks']:>5}{row['tokens_per_second_per_rank']:>12,.0f}  "
+        f"{name:<34}{row['ranks']:>5}  {show_range(row['tokens_per_second_per_rank'], ',.0f'):<22}"
         f"{_spread(row['speed']):<18}{_spread(row['processor']):<18}"
         f"{row['memory_bytes'] / GIB:9.2f}{row['memory_ratio']:6.1f}x{counted}  {row['first_loss']:.4f}"
     )

@@ -4,20 +4,21 @@
     python scripts/bench/loader.py --json scripts/bench/results/loader.json
 
 Every contestant gives micro-batches of int64 windows [b, T + 1], shuffled, from the same tokens on the same disk. Each
-is a process of its own that waits for its turn: a round asks each for as many batches, so other load falls on all of
-them, and the ratio to nanoGPT's get_batch (a random offset into one memory map, which keeps no epochs, no order and no
-place to resume) is taken within each round. Workers are warm and nobody trains, so this is the most that a loader
-gives; a training step takes far longer. Beside it: seconds from the start of the process to its first batch, imports
-left out, resident memory after the rounds, and how long ours takes to the first ids at 90 % of --resume-samples
-samples.
+is a process of its own that waits for its turn. A round asks each for as many batches, so that other load falls on all
+of them. Ratios are taken within a round, by wall clock and by processor time (workers included), to two baselines:
+nanoGPT's get_batch as it is, which opens its memory map again for every batch, and the same on a map that is opened
+once. Both take a random offset, and keep no epochs, no order and no place to resume. Workers are warm and nobody
+trains, so this is the most that a loader gives. Workers read ahead between turns, which their processor time counts
+and the wall clock does not. Beside it: seconds from the start of the process to its first batch, imports left out,
+resident memory after the rounds, and how long ours takes to the first ids at 90 % of --resume-samples samples.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,15 +28,18 @@ from pathlib import Path
 
 import numpy as np
 from flag_types import output_file, whole_number, whole_or_zero
-from machine import describe_circumstances, describe_machine, save_result
+from machine import describe_circumstances, describe_machine, median_and_range, save_result, show_range
 from paced_ranks import REPOSITORY, Job, Orders
 
 sys.path.insert(0, str(REPOSITORY))
 
-BASELINE = "nanoGPT memmap"
+#: What others are compared with, under the names that the result has for them.
+BASELINES = {"once": "map opened once", "each": "nanoGPT memmap"}
+CLOCKS = {"seconds": "wall", "processor_s": "processor"}
 #: Contestant -> (kind, data workers).
 CONTESTANTS = {
-    BASELINE: ("memmap", 0),
+    "map opened once": ("memmap-once", 0),
+    "nanoGPT memmap": ("memmap", 0),
     "llmscale, 0 workers": ("llmscale", 0),
     "llmscale, 1 worker": ("llmscale", 1),
     "llmscale, 2 workers": ("llmscale", 2),
@@ -72,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--batch", type=whole_number, default=12, help="windows of a micro-batch (default: 12, nanoGPT's)"
     )
-    parser.add_argument("--rounds", type=whole_number, default=7, help="default: 7")
+    parser.add_argument("--rounds", type=whole_number, default=25, help="default: 25")
     parser.add_argument("--batches", type=whole_number, default=300, help="of a round (default: 300)")
     parser.add_argument("--resume-samples", type=whole_or_zero, default=10_000_000, help="default: 10,000,000")
     parser.add_argument("--scratch", metavar="DIR", help="where the data are made; default: the system's")
@@ -99,11 +103,13 @@ def make_data(folder: Path, args: argparse.Namespace) -> None:
     text.astype(np.uint16).tofile(folder / "train.bin")
 
 
-def measure(folder: Path, args: argparse.Namespace) -> tuple[dict[str, list[float]], dict[str, dict[str, object]]]:
-    """Seconds of each contestant's rounds, and what each says of itself."""
+def measure(
+    folder: Path, args: argparse.Namespace
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, dict[str, object]]]:
+    """Return seconds, by both clocks, of each contestant's rounds, and what each says of itself."""
     facts: dict[str, dict[str, object]] = {}
     jobs: dict[str, Job] = {}
-    seconds: dict[str, list[float]] = {}
+    rounds: dict[str, list[dict[str, float]]] = {}
     try:
         for name in args.only or CONTESTANTS:
             kind, workers = CONTESTANTS[name]
@@ -116,39 +122,41 @@ def measure(folder: Path, args: argparse.Namespace) -> tuple[dict[str, list[floa
         for number in range(args.rounds):
             for name in list(jobs) if number % 2 == 0 else list(jobs)[::-1]:
                 (answer,) = jobs[name].order(str(args.batches))
-                seconds.setdefault(name, []).append(answer["seconds"])
+                rounds.setdefault(name, []).append({clock: answer[clock] for clock in CLOCKS})
                 facts[name]["resident_bytes"] = answer["resident_bytes"]
     finally:
         for job in jobs.values():
             job.kill()
-    return seconds, facts
+    return rounds, facts
 
 
-def summarize(rounds: dict[str, list[float]], facts: dict[str, dict[str, object]]) -> dict[str, object]:
-    """Ratios of tokens/s to the baseline's of the same round, and the rest."""
+def summarize(
+    rounds: dict[str, list[dict[str, float]]], facts: dict[str, dict[str, object]]
+) -> dict[str, dict[str, dict[str, object]]]:
+    """Return ratios of tokens/s to the baselines' of the same round, and the rest."""
     found: dict[str, dict[str, object]] = {}
     for name, fact in facts.items():
         found[name] = dict(fact)
-        if name in rounds and BASELINE in rounds:
-            ratios = [base / own for base, own in zip(rounds[BASELINE], rounds[name], strict=True)]
-            found[name] |= {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios)}
+        for base in (base for base in BASELINES if name in rounds and BASELINES[base] in rounds):
+            for clock, words in CLOCKS.items():
+                pairs = zip(rounds[BASELINES[base]], rounds[name], strict=True)
+                found[name][f"{words}_{base}"] = median_and_range(theirs[clock] / own[clock] for theirs, own in pairs)
     return {"contestants": found}
 
 
-def print_table(result: dict[str, object]) -> None:
-    contestants = result["contestants"]
-    assert isinstance(contestants, dict)
-    print(f"{'':30}{'tokens/s':>10}{'(range)':>16}{'first batch s':>15}{'resident MiB':>14}")
-    for name, found in contestants.items():
+def print_table(result: dict[str, dict[str, dict[str, object]]]) -> None:
+    columns = [f"{words}_{base}" for base in BASELINES for words in CLOCKS.values()]
+    print(f"{'tokens/s, as a multiple of':30}{BASELINES['once']:^40}{BASELINES['each']:^40}")
+    heading = "".join(f"{words + ' (range)':>20}" for _ in BASELINES for words in CLOCKS.values())
+    print(f"{'':30}{heading}{'first batch s':>15}{'resident MiB':>14}")
+    for name, found in result["contestants"].items():
         if "problem" in found:
             print(f"{name:30}  {found['problem']}")
             continue
-        spread = f"({found['lowest']:.2f}-{found['highest']:.2f})" if "ratio" in found else ""
-        ratio = f"{found['ratio']:.2f} x" if "ratio" in found else "-"
-        resident = found["resident_bytes"] / 2**20
-        print(f"{name:30}{ratio:>10}{spread:>16}{found['first_batch_s']:15.3f}{resident:14.0f}")
+        ratios = "".join(f"{show_range(found[key]) if key in found else '-':>20}" for key in columns)  # type: ignore[arg-type]
+        resident = found["resident_bytes"] / 2**20  # type: ignore[operator]
+        print(f"{name:30}{ratios}{found['first_batch_s']:15.3f}{resident:14.0f}")
     resume = result["resume"]
-    assert isinstance(resume, dict)
     print(f"llmscale's first ids at 90 % of {resume['samples']:,} samples: {resume['seconds']:.4f} s")
 
 
@@ -174,11 +182,14 @@ def run_contestant(kind: str, workers: int, folder: Path, args: argparse.Namespa
     batches = start()
     touch += size_of(next(batches), args)
     orders.answer({"first_batch_s": time.perf_counter() - began})
+    busy_s = processor_s()
     while order := orders.wait():
         began = time.perf_counter()
         for _ in range(int(order)):
             touch += size_of(next(batches), args)
-        orders.answer({"seconds": time.perf_counter() - began, "resident_bytes": resident_bytes(), "touched": touch})
+        took_s, busy_before_s, busy_s = time.perf_counter() - began, busy_s, processor_s()
+        answer = {"seconds": took_s, "processor_s": busy_s - busy_before_s}
+        orders.answer({**answer, "resident_bytes": resident_bytes(), "touched": touch})
 
 
 def size_of(batch: object, args: argparse.Namespace) -> int:
@@ -197,19 +208,29 @@ def resident_bytes() -> int:
     return sum(int(path.read_text().split()[1]) for path in pages) * resource.getpagesize()
 
 
+def processor_s() -> float:
+    """Return processor seconds of this process and of its workers so far."""
+    # The clock of another process, as clock_getcpuclockid makes it.
+    return time.process_time() + sum(time.clock_gettime(~int(child) << 3 | 2) for child in children())
+
+
 def children() -> list[str]:
     text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     return text.split()
 
 
-def start_memmap(folder: Path, workers: int, args: argparse.Namespace) -> Callable[[], Batches]:
-    """get_batch of nanoGPT's train.py (karpathy/nanoGPT, 93a43d9), with inputs and targets in one window."""
+def start_memmap(
+    folder: Path, workers: int, args: argparse.Namespace, *, opens_again: bool = True
+) -> Callable[[], Batches]:
+    """Run get_batch of nanoGPT's train.py (karpathy/nanoGPT, 93a43d9), with inputs and targets in one window."""
     import torch
 
     def batches() -> Batches:
+        data = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r")
         while True:
-            # Made anew for every batch, as there, against a leak of numpy's.
-            data = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r")
+            # There the map is opened again for every batch, against a leak of numpy's.
+            if opens_again:
+                data = np.memmap(folder / "train.bin", dtype=np.uint16, mode="r")
             places = torch.randint(len(data) - args.seq_len - 1, (args.batch,))
             windows = [torch.from_numpy(data[i : i + args.seq_len + 1].astype(np.int64)) for i in places]
             yield torch.stack(windows)
@@ -311,6 +332,7 @@ def start_litdata(folder: Path, workers: int, args: argparse.Namespace) -> Calla
 
 STARTS = {
     "memmap": start_memmap,
+    "memmap-once": functools.partial(start_memmap, opens_again=False),
     "llmscale": start_llmscale,
     "streaming": start_streaming,
     "datasets": start_datasets,

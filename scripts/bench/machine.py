@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
+import statistics
 import subprocess
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -36,6 +38,27 @@ def describe_circumstances(
         "machine": {**machine, "load_average_after": [round(load, 2) for load in os.getloadavg()]},
         "settings": {name: getattr(args, name) for name in settings},
     }
+
+
+def median_and_range(values: Iterable[float]) -> dict[str, float]:
+    """Return the median of repeated measurements with the smallest and the largest one."""
+    found = list(values)
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
+
+
+def show_range(found: Mapping[str, float], form: str = ".2f") -> str:
+    """Return "median (smallest-largest)", as every result prints a median."""
+    return f"{found['median']:{form}} ({found['min']:{form}}-{found['max']:{form}})"
+
+
+def peak_bytes() -> int:
+    """Return the largest resident memory that this process, or a child of it that has ended, has had.
+
+    Its own is the kernel's mark for this program. ru_maxrss begins with that of the process that started it.
+    """
+    status = Path("/proc/self/status").read_text()
+    own_kib = int(next(line for line in status.splitlines() if line.startswith("VmHWM:")).split()[1])
+    return max(own_kib, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024
 
 
 def save_result(path: Path | None, result: Mapping[str, object]) -> None:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from children import why_it_failed
 from flag_types import output_file
-from machine import describe_machine, gpu_names, save_result
+from machine import describe_machine, gpu_names, median_and_range, save_result
 from memory_cells import Cell, list_cells
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -100,7 +99,7 @@ def summarize_errors(rows: Sequence[Row], estimator: str) -> dict[str, float | i
     if not errors:
         return {"cells": 0}
     within = sum(error <= 0.05 for error in errors)
-    return {"cells": len(errors), "within_5_percent": within, "median": statistics.median(errors), "worst": max(errors)}
+    return {"cells": len(errors), "within_5_percent": within, **_median_and_worst(errors)}
 
 
 def relative_reserve(row: Row) -> float | None:
@@ -113,7 +112,12 @@ def relative_reserve(row: Row) -> float | None:
 def summarize_reserve(rows: Sequence[Row]) -> dict[str, float | int]:
     """Over all cells that were measured: how many, median and largest."""
     found = [reserve for row in rows if (reserve := relative_reserve(row)) is not None]
-    return {"cells": len(found), "median": statistics.median(found), "worst": max(found)} if found else {"cells": 0}
+    return {"cells": len(found), **_median_and_worst(found)} if found else {"cells": 0}
+
+
+def _median_and_worst(values: Sequence[float]) -> dict[str, float]:
+    found = median_and_range(values)
+    return {"median": found["median"], "least": found["min"], "worst": found["max"]}
 
 
 def heading() -> str:
@@ -133,7 +137,7 @@ def summary_line(name: str, errors: dict[str, float | int]) -> str:
     if not errors["cells"]:
         return f"{name}: no cell"
     return (
-        f"{name}: median error {errors['median']:.1%}, worst {errors['worst']:.1%}, "
+        f"{name}: median error {errors['median']:.1%} ({errors['least']:.1%} to {errors['worst']:.1%}), "
         f"{errors['within_5_percent']} of {errors['cells']} cells within 5 %"
     )
 
@@ -141,7 +145,8 @@ def summary_line(name: str, errors: dict[str, float | int]) -> str:
 def reserve_line(reserve: dict[str, float | int]) -> str:
     if not reserve["cells"]:
         return "allocator: no cell"
-    return f"allocator: beyond the peak it needs {reserve['median']:.1%} (median), at most {reserve['worst']:.1%}"
+    spread = f"{reserve['median']:.1%} ({reserve['least']:.1%} to {reserve['worst']:.1%})"
+    return f"allocator: beyond the peak it needs {spread}"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 from flag_types import output_file
-from machine import describe_machine, save_result
+from machine import describe_machine, median_and_range, save_result, show_range
 
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
@@ -116,7 +116,7 @@ def measure_batches(orderer: Orderer, sizes: np.ndarray) -> dict[str, dict[str, 
     found = [[spread(places, n, batch) for batch in BATCHES] for places in (orderer(sizes, s) for s in range(SEEDS))]
     ratios, lags = np.moveaxis(np.array(found), 2, 0)
     return {
-        str(batch): {"ratio": float(np.sqrt((ratios[:, i] ** 2).mean())), "lag": float(np.median(lags[:, i]))}
+        str(batch): {"ratio": float(np.sqrt((ratios[:, i] ** 2).mean())), "lag": median_and_range(lags[:, i].tolist())}
         for i, batch in enumerate(BATCHES)
     }
 
@@ -224,11 +224,12 @@ def measure_prepare(folder: Path, rounds: int = 3) -> dict[str, float]:
 
 
 def print_batches(title: str, rows: dict[str, dict[str, dict[str, float]]]) -> None:
-    print(f"\n{title}: ratio of standard deviations, (largest autocorrelation over its noise)")
-    print(f"{'':26}" + "".join(f"{batch:>14}" for batch in BATCHES))
+    print(f"\n{title}: ratio of standard deviations, largest autocorrelation over its noise (range of the seeds)")
+    print(f"{'':26}" + "".join(f"{batch:>26}" for batch in BATCHES))
     for name, row in rows.items():
         print(
-            f"{name:26}" + "".join(f"{row[str(b)]['ratio']:7.2f} ({row[str(b)]['lag']:.1f})".rjust(14) for b in BATCHES)
+            f"{name:26}"
+            + "".join(f"{row[str(b)]['ratio']:.2f} {show_range(row[str(b)]['lag'], '.1f')}".rjust(26) for b in BATCHES)
         )
 
 

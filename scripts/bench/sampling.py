@@ -2,19 +2,19 @@
 
 usage: python scripts/bench/sampling.py [--json FILE] [--threads 1] [--rounds 3] [--tokens 192]
 
-Everything is a ratio within one run, the median over the rounds. Models have random weights, and no text ends early.
+Everything is a ratio within one run, the median (smallest-largest) over the rounds. Models have random weights, and no
+text ends early.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Sequence
 
 import torch
 from flag_types import output_file, whole_number
-from machine import describe_circumstances, describe_machine, save_result
+from machine import describe_circumstances, describe_machine, median_and_range, save_result, show_range
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.evaluate.sampling import SamplingSettings, sample
@@ -61,9 +61,9 @@ def measure(model: GPT, args: argparse.Namespace) -> dict[str, object]:
     by_round = zip(*rates.values(), strict=True)
     ratios = [(cached / uncached, at_once / alone) for uncached, cached, alone, at_once in by_round]
     return {
-        "tokens_per_second": {name: round(statistics.median(of_way), 1) for name, of_way in rates.items()},
-        "cached_over_uncached": round(statistics.median(ratio for ratio, _ in ratios), 2),
-        "batch_over_singles": round(statistics.median(ratio for _, ratio in ratios), 2),
+        "tokens_per_second": {name: show_range(median_and_range(of_way), ".1f") for name, of_way in rates.items()},
+        "cached_over_uncached": show_range(median_and_range(ratio for ratio, _ in ratios)),
+        "batch_over_singles": show_range(median_and_range(ratio for _, ratio in ratios)),
         "same_texts": texts["uncached"] == texts["cached"] and texts["8 one by one"] == texts["8 at once"],
     }
 

@@ -51,8 +51,11 @@ def shard_batch(positions: IntArray, rows: IntArray, layout: RankLayout) -> IntA
             "the world size must divide it."
         )
     share = len(positions) // layout.data_parallel_size
+    begin = layout.data_parallel_rank * share
+    if len(layout.ranks_per_node) == 1:  # every row prefers it, so that sorting would change nothing
+        return positions[begin : begin + share]
     order = np.argsort(preferred_nodes(rows, layout.ranks_per_node), kind="stable")
-    return positions[order[layout.data_parallel_rank * share : (layout.data_parallel_rank + 1) * share]]
+    return positions[order[begin : begin + share]]
 
 
 def preferred_nodes(rows: IntArray, ranks_per_node: Sequence[int]) -> IntArray:

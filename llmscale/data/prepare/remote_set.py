@@ -27,6 +27,7 @@ from llmscale.data.prepare.work_folder import WorkFolder
 from llmscale.data.shards.manifest import (
     GENERATION,
     MANIFEST_NAME,
+    UNFINISHED_NAME,
     Manifest,
     PrepareRequest,
     generation_json,
@@ -44,7 +45,6 @@ from llmscale.untrusted.documents import MAX_BYTES
 from llmscale.untrusted.terminal import print_visible
 
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
-UNFINISHED_NAME = "unfinished.json"
 _JOURNAL_NAME = "uploaded.txt"
 #: What a new data set of the Hub has.
 _HUB_NAMES = (".gitattributes", "README.md")
@@ -225,16 +225,23 @@ class RemoteSet(Destination):
             self._uploader.upload(path, url)
             self._check(path, url)
 
-        faults.with_retries(upload, f"Cannot upload {url}", url=url, remedy=_REMEDY, stop=self._stop)
+        faults.with_retries(
+            upload,
+            f"Cannot upload {url}",
+            url=url,
+            remedy=_REMEDY,
+            stop=self._stop,
+            num_bytes=path.stat().st_size,
+        )
 
     def _check(self, path: Path, url: str) -> None:
-        """Raises ShortAnswer, DataError."""
+        """Raises DamagedInTransit, DataError."""
         stored, size_bytes = self._store.describe(url, stop=self._stop), path.stat().st_size
         if stored.size_bytes != size_bytes:
-            raise faults.ShortAnswer(f"{stored.size_bytes:,} bytes came there instead of {size_bytes:,}")
+            raise faults.DamagedInTransit(f"{stored.size_bytes:,} bytes came there instead of {size_bytes:,}")
         # An ETag that is none of ours is another store's, or of an encrypted object: the bytes themselves say.
         if url.startswith("s3:") and stored.stamp != etag_of(path) and not self._is_equal(path, url):
-            raise faults.ShortAnswer("other bytes came there")
+            raise faults.DamagedInTransit("other bytes came there")
 
     def _is_equal(self, path: Path, url: str) -> bool:
         place = 0
@@ -250,7 +257,7 @@ class RemoteSet(Destination):
         size_bytes = self._store.describe(url).size_bytes
         if size_bytes > MAX_BYTES:
             raise DataError(f"{url} has {size_bytes:,} bytes, and is none of llmscale's files.")
-        return self._store.read(url)
+        return self._store.read(url, 0, size_bytes)
 
     def _find_differences(self, request: PrepareRequest) -> str:
         """Of what is being prepared there; empty when it is the same. Raises DataError."""

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_generation, parse_manifest
+from llmscale.data.shards.manifest import (
+    MANIFEST_NAME,
+    UNFINISHED_NAME,
+    Manifest,
+    load_manifest,
+    parse_generation,
+    parse_manifest,
+)
 from llmscale.data.shards.set_rules import ORIGIN_NAME, TOKENIZER_FILES, TOKENIZER_FOLDER, check_no_links
 from llmscale.data.shards.tokenizer_origin import load_origin
 from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
 from llmscale.data.storage import faults
-from llmscale.data.storage.transport import open_downloader
-from llmscale.errors import DataError
+from llmscale.data.storage.transport import download, open_downloader
+from llmscale.errors import DataError, UnreachableError
 from llmscale.files.whole import write_durably
-from llmscale.untrusted.documents import MAX_BYTES
+from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import check_regular, read_regular
 
+_T = TypeVar("_T")
 DEFAULT_CACHE = Path("~/.cache/llmscale/data")
-_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -54,21 +62,57 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
     for split in manifest.splits:
         relative = f"{split}/{INDEX_NAME}"
         if not (folder / relative).is_file():
-            contents = _download(remote, relative, cache)
-            parse_index(contents, split, manifest, f"{remote}/{relative}")
-            _write(folder / relative, contents)
+
+            def check(contents: bytes, where: str, split: str = split) -> bytes:
+                parse_index(contents, split, manifest, where)
+                return contents
+
+            _write(folder / relative, _fetch_parsed(remote, relative, cache, check))
     _write(folder / MANIFEST_NAME, manifest.to_json().encode())
     return SetLocation(data, manifest, folder, remote)
 
 
 def _find_remote(data: str, scratch: Path) -> tuple[Manifest, str]:
-    """A set and where its files lie: at the URL, or in the folder below that its manifest names. Raises DataError."""
+    """Return a set and where its files are: at the URL, or in the folder below that its manifest names. Raises
+    DataError."""
     remote = data.rstrip("/")
-    contents = _download(remote, MANIFEST_NAME, scratch)
-    if generation := parse_generation(contents, f"{remote}/{MANIFEST_NAME}"):
-        remote = f"{remote}/{generation}"
-        contents = _download(remote, MANIFEST_NAME, scratch)
-    return parse_manifest(contents, f"{remote}/{MANIFEST_NAME}"), remote
+
+    def parse(contents: bytes, where: str) -> str | Manifest:
+        return parse_generation(contents, where) or parse_manifest(contents, where)
+
+    try:
+        found = _fetch_parsed(remote, MANIFEST_NAME, scratch, parse)
+    except UnreachableError:
+        raise
+    except DataError as error:
+        raise _explain_unfinished(remote, scratch) or error from None
+    if isinstance(found, Manifest):
+        return found, remote
+    return _fetch_parsed(f"{remote}/{found}", MANIFEST_NAME, scratch, parse_manifest), f"{remote}/{found}"
+
+
+def _fetch_parsed(remote: str, relative: str, scratch: Path, parse: Callable[[bytes, str], _T]) -> _T:
+    """Return what `parse` makes of a small remote file and its name. Where it finds damage the file is fetched again:
+    it may have come so. Raises DataError."""
+    try:
+        return parse(_download(remote, relative, scratch), f"{remote}/{relative}")
+    except UnreachableError:
+        raise
+    except DataError:
+        return parse(_download(remote, relative, scratch), f"{remote}/{relative}")
+
+
+def _explain_unfinished(remote: str, scratch: Path) -> DataError | None:
+    """Return what to say of a set that `prepare` has begun and not ended; None where there is none."""
+    try:
+        request = parse_json(_download(remote, UNFINISHED_NAME, scratch), Rules(DataError), UNFINISHED_NAME)
+    except DataError:
+        return None
+    flags = (f"{name} {value}" for name, value in request.items() if name in ("--input", "--tokenizer", "--seq-len"))
+    return DataError(
+        f"{remote} is not finished: `llmscale data prepare` has begun it and not ended. Give the command that began it "
+        f"again, which continues: llmscale data prepare {' '.join(flags)[:300]} --out {remote} (with its other flags)."
+    )
 
 
 def find_moved(location: SetLocation) -> SetLocation | None:
@@ -119,16 +163,14 @@ def copy_description(location: SetLocation, folder: Path, *, with_tokenizer: boo
 
 
 def _download(remote: str, relative: str, scratch: Path) -> bytes:
-    """The contents of a small remote file, by Streaming's transport; `relative` is a name that was checked."""
+    """Return the contents of a small remote file; `relative` is a name that was checked. Raises DataError."""
     source = f"{remote}/{relative}"
     what = f"Cannot fetch {source}"
     try:
         check_source(remote, relative)
         with _make_folder(scratch) as folder:
             target = Path(folder) / "file"
-            faults.with_retries(
-                lambda: open_downloader(remote).download(source, str(target), _TIMEOUT_S), what, url=remote
-            )
+            download(lambda: open_downloader(remote), source, target, what)
             return read_regular(target, MAX_BYTES)
     except OSError as error:
         raise faults.fault(error, what, url=remote) from error

@@ -36,6 +36,8 @@ from llmscale.untrusted.documents import Rules, parse_json
 from llmscale.untrusted.paths import read_regular
 
 MANIFEST_NAME = "manifest.json"
+#: The marker of a set in a store that `prepare` has not ended; it holds the request.
+UNFINISHED_NAME = "unfinished.json"
 #: Raised whenever older code could misread the folder.
 FORMAT_VERSION = 1
 #: Of a manifest that only names the folder beside it that holds the set.

@@ -23,13 +23,12 @@ from llmscale.data.shards.manifest import ShardInfo
 from llmscale.data.shards.set_rules import check_no_links
 from llmscale.data.shards.verify_shards import hash_file
 from llmscale.data.storage import faults
-from llmscale.data.storage.transport import Downloader, open_downloader
-from llmscale.errors import DataError
+from llmscale.data.storage.transport import Downloader, download, open_downloader
+from llmscale.errors import DataError, UnreachableError
 from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
 
 _CHUNK_BYTES = 1 << 20
 _CHECKSUM = "wrong checksum"
-_TIMEOUT_S = 120.0
 #: A peer may be downloading the shard that we want over a slow line.
 _LOCK_TIMEOUT_S = 900.0
 
@@ -73,7 +72,7 @@ class ShardFetcher:
                     self._remove(file)
                     self._fetch_locked(shard, file)
         except lock_module.Timeout:
-            raise DataError(
+            raise UnreachableError(
                 f"Waited {_LOCK_TIMEOUT_S:.0f} s for another process to fetch shard {shard.name}."
             ) from None
         except OSError as error:
@@ -95,12 +94,10 @@ class ShardFetcher:
         free_bytes = shutil.disk_usage(self._folder).free
         if free_bytes < needed_bytes:
             raise OSError(errno.ENOSPC, f"{free_bytes:,} bytes free, {needed_bytes:,} needed")
-        faults.with_retries(
-            lambda: self._bring_from_where_it_lies(shard, file),
-            f"Cannot fetch {self._describe(shard)}",
-            url=self._location.name,
-            explain=lambda error: self._explain(error, shard),
-        )
+        try:
+            self._bring_from_where_it_lies(shard, file)
+        except Exception as error:  # each client raises its own kinds
+            raise self._explain(error, shard) from error
         if not _has_size(self._folder / shard.name, shard.bytes):
             self._remove(file)
             raise DataError(f"Shard {shard.name} of {self._location.name} has another size than its index says.")
@@ -121,7 +118,7 @@ class ShardFetcher:
         """Download and unpack it, a second time when it came here damaged. Raises whatever the transport raises."""
         for is_last in (False, True):
             try:
-                self._download(file.zip_data or file.raw_data)
+                self._download(file.zip_data or file.raw_data, shard)
                 if file.zip_data:
                     self._unpack(file.zip_data, shard)
                 return
@@ -133,13 +130,19 @@ class ShardFetcher:
                 self._remove(file)
                 raise
 
-    def _download(self, stored: FileInfo) -> None:
+    def _download(self, stored: FileInfo, shard: ShardInfo) -> None:
         """Bring one file here, unless it is here, and check it. Raises whatever the transport raises, DamagedError."""
         path = self._folder / stored.basename
         remote = self._location.remote
         if remote is not None:
             check_source(remote, f"{self._split}/{stored.basename}")
-            self._open_downloader(remote).download(f"{remote}/{self._split}/{stored.basename}", str(path), _TIMEOUT_S)
+            download(
+                lambda: self._open_downloader(remote),
+                f"{remote}/{self._split}/{stored.basename}",
+                path,
+                f"Cannot fetch {self._describe(shard)}",
+                explain=lambda error: error,
+            )
         algorithm = self._location.manifest.hash_algorithm
         # The size first: what a source sends instead may be of any length.
         if not _has_size(path, stored.bytes) or hash_file(path, algorithm) != stored.hashes[algorithm]:
@@ -173,6 +176,8 @@ class ShardFetcher:
         for name in names:
             with suppress(FileNotFoundError):
                 os.remove(self._folder / name)
+        for left in self._folder.glob(f".download-{file.raw_data.basename}*"):  # by a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
 
     def _evict(self, keep: str) -> None:
         """Drop the shards that were fetched or opened longest ago until the cache is within its limit.
@@ -199,12 +204,14 @@ class ShardFetcher:
             return error
         where = self._describe(shard)
         if _is_full(error):
-            return DataError(
+            return UnreachableError(
                 f"The disk of the data cache {self._folder} is full: {where} needs {shard.bytes:,} bytes "
                 f"({_reason(error)}). Free space, choose another --data-cache, or set --cache-limit-gib."
             )
         if _is_forbidden(error):
-            return DataError(f"Cannot write {where} to {self._folder}: {_reason(error)}. Choose another --data-cache.")
+            return UnreachableError(
+                f"Cannot write {where} to {self._folder}: {_reason(error)}. Choose another --data-cache."
+            )
         if str(error) == _CHECKSUM:
             return DataError(f"The checksum of {where} is wrong at its source, twice. Prepare or copy it again.")
         return faults.fault(error, f"Cannot fetch {where}", url=self._location.name)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import os
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -25,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.shards.dataset_source import SetLocation
-from llmscale.data.shards.manifest import ShardInfo, get_split
+from llmscale.data.shards.manifest import get_split
 from llmscale.data.shards.shard_cache import ShardFetcher, ShardFile
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import check_files, check_hash, check_offsets, check_size, load_index
@@ -65,8 +66,9 @@ class TokenShards:
         self.location = location
         self.manifest = location.manifest
         self.split = split
-        self._folder = location.folder / split
         self._shards = get_split(location.manifest, split, location.name).shards
+        self._paths = [location.folder / split / shard.name for shard in self._shards]
+        self._num_bytes = np.array([shard.bytes for shard in self._shards], np.int64)
         self.samples_per_shard = np.array([shard.num_samples for shard in self._shards], np.int64)
         self._ends = np.cumsum(self.samples_per_shard)
         entries = load_index(location.folder, split, location.manifest)
@@ -78,7 +80,7 @@ class TokenShards:
             self._fetcher = ShardFetcher(location, split, limit_bytes)
         # What is open takes its place on the disk, even when the cache has dropped it.
         most_open = _MOST_OPEN if cache_limit_bytes is None else _MOST_OPEN_OF_A_LIMITED_CACHE
-        self._files = _OpenFiles(max(1, most_open // num_sets))
+        self._files = _OpenFiles(self._paths, max(1, most_open // num_sets))
         if location.remote is None:
             check_files(location.folder, split, location.manifest)
         self._verified: dict[int, _Identity] = {}
@@ -93,11 +95,18 @@ class TokenShards:
             raise DataError(f"Sample ids must be in 0..{len(self) - 1}, not {sample_ids.min()}..{sample_ids.max()}.")
         windows = np.empty((len(sample_ids), self.manifest.seq_len + 1), self.manifest.dtype)
         shard_ids = np.searchsorted(self._ends, sample_ids, side="right")
-        for shard_id in np.unique(shard_ids).tolist():
-            rows = np.flatnonzero(shard_ids == shard_id)
-            # Counted from the shard's end, where the windows are.
-            behind = self._ends[shard_id] - sample_ids[rows]
-            self._read_windows(shard_id, behind.tolist(), [windows[row] for row in rows.tolist()])
+        # Counted from the shard's end, where the windows are.
+        num_bytes = self.manifest.window_bytes
+        places = self._num_bytes[shard_ids] - (self._ends[shard_ids] - sample_ids) * num_bytes
+        contents = windows.reshape(-1).view(np.uint8).data
+        wanted: dict[int, list[tuple[int, memoryview]]] = {}
+        begin = 0
+        # Plain numbers and slices: for one window numpy's cost several times as much as the read.
+        for shard_id, place in zip(shard_ids.tolist(), places.tolist(), strict=True):
+            wanted.setdefault(shard_id, []).append((place, contents[begin : begin + num_bytes]))
+            begin += num_bytes
+        for shard_id in sorted(wanted):
+            self._read_windows(shard_id, wanted[shard_id])
         if windows.size and windows.max() >= self.manifest.vocab_size:
             raise DataError(
                 f"{self.location.name} holds token id {windows.max()}, beyond its vocabulary of "
@@ -105,17 +114,17 @@ class TokenShards:
             )
         return windows
 
-    def _read_windows(self, shard_id: int, behind: list[int], windows: list[NDArray[np.unsignedinteger]]) -> None:
-        """Fill `windows` with those that begin so many windows before the shard's end."""
-        shard, path, num_bytes = self._shards[shard_id], self._path(self._shards[shard_id]), self.manifest.window_bytes
+    def _read_windows(self, shard_id: int, wanted: list[tuple[int, memoryview]]) -> None:
+        """Fill each window, of a byte offset and a buffer, from one shard."""
+        path = self._paths[shard_id]
         for _ in range(_ATTEMPTS):
             if shard_id not in self._verified:
-                self._files.close(path)
+                self._files.close(shard_id)
                 self._verified[shard_id] = self.verify(shard_id)
             try:
-                file = self._files.open(path)
-                for back, window in zip(behind, windows, strict=True):
-                    if os.preadv(file, [window.data], shard.bytes - back * num_bytes) != num_bytes:
+                file = self._files.open(shard_id)
+                for place, window in wanted:
+                    if os.preadv(file, (window,), place) != len(window):
                         raise OSError(errno.EIO, "it ends before its last window")
                 # Behind the reads: what was written before or among them shows.
                 if _identify(os.fstat(file)) == self._verified[shard_id]:
@@ -124,7 +133,7 @@ class TokenShards:
             except FileNotFoundError:
                 del self._verified[shard_id]
             except OSError as error:
-                self._check(shard)
+                self._check(shard_id)
                 raise DataError(f"Shard {path} cannot be read: {error.strerror}.") from error
         raise DataError(
             f"Shard {path} was removed or changed {_ATTEMPTS} times while it was needed. Of a cache, --cache-limit-gib "
@@ -136,25 +145,24 @@ class TokenShards:
         checked. Raises DataError."""
         shard = self._shards[shard_id]
         if self._fetcher is None:
-            return self._check(shard)
+            return self._check(shard_id)
         source = self._sources[shard_id]
         self._fetcher.fetch(shard, source)
         try:
-            return self._check(shard)
+            return self._check(shard_id)
         except DataError:
             self._fetcher.discard(shard, source)
             self._fetcher.fetch(shard, source)
-            return self._check(shard)
+            return self._check(shard_id)
 
-    def _check(self, shard: ShardInfo) -> _Identity:
-        # Of before: one that is written to meanwhile is another one when it is read.
-        found = _identify(check_size(self._path(shard), shard.bytes))
-        check_hash(self._path(shard), self.manifest.hash_algorithm, shard.hash)
-        check_offsets(self._path(shard), shard, self.manifest)
+    def _check(self, shard_id: int) -> _Identity:
+        """Return which file was checked. Raises DataError."""
+        shard, path = self._shards[shard_id], self._paths[shard_id]
+        # Taken before the file is read: one that is written to meanwhile is another one afterwards.
+        found = _identify(check_size(path, shard.bytes))
+        check_hash(path, self.manifest.hash_algorithm, shard.hash)
+        check_offsets(path, shard, self.manifest)
         return found
-
-    def _path(self, shard: ShardInfo) -> Path:
-        return self._folder / shard.name
 
 
 def _identify(status: os.stat_result) -> _Identity:
@@ -162,25 +170,25 @@ def _identify(status: os.stat_result) -> _Identity:
 
 
 class _OpenFiles:
-    """Those that were used last."""
+    """The shards that were used last, kept open."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._files: OrderedDict[Path, BinaryIO] = OrderedDict()
+    def __init__(self, paths: Sequence[Path], limit: int) -> None:
+        self._paths, self._limit = paths, limit
+        self._files: OrderedDict[int, BinaryIO] = OrderedDict()
 
-    def open(self, path: Path) -> int:
-        """A descriptor for positioned reads. Raises OSError."""
-        file = self._files.get(path)
+    def open(self, shard_id: int) -> int:
+        """Return a descriptor for positioned reads. Raises OSError."""
+        file = self._files.get(shard_id)
         if file is None:
-            file = self._files[path] = open_regular(path, follow_links=False)
+            file = self._files[shard_id] = open_regular(self._paths[shard_id], follow_links=False)
             if len(self._files) > self._limit:
                 self._files.popitem(last=False)[1].close()
         else:
-            self._files.move_to_end(path)
+            self._files.move_to_end(shard_id)
         return file.fileno()
 
-    def close(self, path: Path) -> None:
-        """Forget a file: another one may have taken its place."""
-        file = self._files.pop(path, None)
+    def close(self, shard_id: int) -> None:
+        """Close a file, because another one may have taken its place."""
+        file = self._files.pop(shard_id, None)
         if file is not None:
             file.close()

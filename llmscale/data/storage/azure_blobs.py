@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
+from llmscale.data.storage.faults import STALL_S
 from llmscale.data.storage.schemes import SCHEMES, path_of
 from llmscale.errors import DataError
 
@@ -47,10 +47,11 @@ class AzureBlobs:
 
         login = find_login(url)
         # No retries of its own: whoever asks tries again, and says so.
+        limits: dict[str, Any] = {"retry_total": 0, "connection_timeout": STALL_S, "read_timeout": STALL_S}
         if "connection_string" in login:
-            return cls(BlobServiceClient.from_connection_string(login["connection_string"], retry_total=0))
+            return cls(BlobServiceClient.from_connection_string(login["connection_string"], **limits))
         account_url = f"https://{login['account_name']}.blob.core.windows.net"
-        return cls(BlobServiceClient(account_url, credential=login["account_key"] or _ask_identity(), retry_total=0))
+        return cls(BlobServiceClient(account_url, credential=login["account_key"] or _ask_identity(), **limits))
 
     @classmethod
     def of_container(cls, name: str) -> AzureBlobs:
@@ -69,14 +70,8 @@ class AzureBlobs:
     def download(self, remote: str, local: str, timeout: float) -> None:
         """Raises whatever the client raises."""
         container, _, name = path_of(remote).partition("/")
-        partial = Path(f"{local}.tmp")
-        try:
-            with partial.open("wb") as file:
-                self._service.get_blob_client(container, name).download_blob(timeout=int(timeout)).readinto(file)
-            partial.replace(local)
-        finally:
-            with suppress(FileNotFoundError):
-                partial.unlink()
+        with Path(local).open("wb") as file:
+            self._service.get_blob_client(container, name).download_blob(timeout=int(timeout)).readinto(file)
 
 
 def _ask_identity() -> TokenCredential:

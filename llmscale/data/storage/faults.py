@@ -1,30 +1,50 @@
-"""What went wrong at a store: whether it may pass, tries with pauses between them, and what to tell the user.
+"""Requests to a store: a limit for each, retries of transient faults, and what the user is told.
 
-Each store's client has its own kinds of exceptions and wraps those of others, so they are known by their names and by
-the status of HTTP that they carry, along the chain of what caused what.
+Each store's client has its own kinds of exceptions and wraps those of others. They are recognised by class name and by
+HTTP status, along the chain of causes.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
 from llmscale.config.shipped import install_command
 from llmscale.data.storage.schemes import SCHEMES
-from llmscale.errors import DataError
+from llmscale.errors import DataError, UnreachableError
 from llmscale.untrusted.terminal import print_visible
 
 _T = TypeVar("_T")
 #: Pauses between tries.
 RETRY_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
-_PASSING = {
-    *("ConnectionError", "TimeoutError", "IncompleteRead", "ProtocolError", "TransportError", "HTTPClientError"),
-    *("ClientConnectionError", "ClientPayloadError", "ServerDisconnectedError", "ServiceRequestError"),
-    *("ServiceResponseError", "ResponseStreamingError", "ShortAnswer"),
+#: A try ends after this time without a byte; clients take it as their timeout.
+STALL_S = 30.0
+#: Where bytes cannot be seen as they move, a try gets a second more for this many.
+_BYTES_PER_S = 128 << 10
+#: A waiting try prints a line after this time, and then at this interval.
+_LINE_S = 5.0, 10.0
+_TRANSIENT = {
+    # The connection, or the time that it takes.
+    *("ConnectionError", "TimeoutError", "Timeout", "TimeoutException", "TransportError", "HTTPClientError"),
+    *("ClientConnectionError", "ServerDisconnectedError", "ServiceRequestError", "ServiceResponseError"),
+    *("RetriesExceededError", "RetryError"),
+    # Bytes that were lost or changed on their way, in a body or in an answer.
+    *("IncompleteRead", "IncompleteReadError", "ProtocolError", "ResponseStreamingError", "ClientPayloadError"),
+    *("PayloadEncodingError", "ChecksumError", "FlexibleChecksumError", "DataCorruption", "DamagedInTransit"),
+    *("ChunkedEncodingError", "ContentDecodingError", "DecodeError", "ResponseParserError", "InvalidJSONError"),
 }
+#: A store's answer 400 to bytes that came there damaged or late, by its code or its words; and the Hub's client's
+#: words for a file that came here short, for which it has no class.
+_TRANSIENT_WORDS = re.compile(
+    "BadDigest|IncompleteBody|RequestTimeout|XAmzContentSHA256Mismatch|XAmzContentChecksumMismatch|Md5Mismatch|"
+    "Crc64Mismatch|doesn't match calculated|Consistency check failed"
+)
 _CREDENTIALS = {
     *("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"),
     *("TokenRetrievalError", "UnauthorizedSSOTokenError", "DefaultCredentialsError", "RefreshError"),
@@ -33,7 +53,7 @@ _CREDENTIALS = {
 }
 
 
-class ShortAnswer(Exception):
+class DamagedInTransit(Exception):
     """A store gave other bytes than it said it has, or has other bytes than it was given."""
 
 
@@ -45,65 +65,107 @@ def with_retries(
     remedy: str = "",
     stop: threading.Event | None = None,
     explain: Callable[[Exception], Exception] | None = None,
+    num_bytes: int = 0,
+    progress: Callable[[], int] | None = None,
 ) -> _T:
-    """The result of `action`; a fault that may pass is said in one line and tried again after a pause, unless `stop`
+    """Return the result of `action`. A transient fault prints one line and is tried again after a pause, unless `stop`
     is set.
 
-    `what` begins the sentence of a fault. Raises DataError: credentials and how to give them, or what is wrong and
-    `remedy`; or what `explain` makes of a fault.
+    Each try is limited: to STALL_S in which `progress` does not change, or to STALL_S and what `num_bytes` may take.
+    `what` begins with "Cannot", and the sentence of a fault with it. Raises DataError: credentials and how to give
+    them, or what is wrong and `remedy`; or what `explain` makes of a fault.
     """
     stop = stop or threading.Event()
     explain = explain or partial(fault, what=what, url=url, remedy=remedy)
-    for number, pause_s in enumerate(RETRY_PAUSES_S, start=1):
+    limit_s = STALL_S + num_bytes / _BYTES_PER_S
+    for number, pause_s in enumerate((*RETRY_PAUSES_S, None), start=1):
         try:
-            return action()
+            return _within_limit(action, what, limit_s, stop, progress or (lambda: 0))
         except DataError:
             raise
         except Exception as error:  # each client raises its own kinds
-            if not may_pass(error, url) or stop.is_set():
-                raise explain(error) from error
+            if pause_s is not None and may_pass(error, url) and not stop.is_set():
+                print_visible(
+                    f"{what}: {summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of "
+                    f"{len(RETRY_PAUSES_S)}).",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                if not stop.wait(pause_s):
+                    continue
+            explained = explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+    raise AssertionError("the last try returns or raises")
+
+
+def _within_limit(
+    action: Callable[[], _T], what: str, limit_s: float, stop: threading.Event, progress: Callable[[], int]
+) -> _T:
+    """Return the result of `action`. It runs in a thread, because some clients have requests without any timeout; a
+    thread that is given up ends with the process. Raises TimeoutError, and whatever the action raises."""
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(action())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    seen, since_s, line_s = progress(), time.monotonic(), _LINE_S[0]
+    while not wait([answer], timeout=min(1.0, limit_s / 4)).done:
+        if (now := progress()) != seen:
+            seen, since_s, line_s = now, time.monotonic(), _LINE_S[0]
+        waited_s = time.monotonic() - since_s
+        if waited_s >= limit_s or stop.is_set():
+            raise TimeoutError(f"no answer within {waited_s:.0f} s")
+        if waited_s >= line_s:
+            line_s += _LINE_S[1]
             print_visible(
-                f"{what}: {summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of {len(RETRY_PAUSES_S)}).",
+                f"Waiting to {what.removeprefix('Cannot ')}: no answer for {waited_s:.0f} s, of at most "
+                f"{limit_s:.0f} s.",
                 file=sys.stderr,
                 flush=True,
             )
-            if stop.wait(pause_s):
-                raise explain(error) from error
-    try:
-        return action()
-    except DataError:
-        raise
-    except Exception as error:
-        raise explain(error) from error
+    return answer.result()
 
 
 def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataError:
-    """What to tell the user."""
+    """Return what to tell the user: an UnreachableError where nothing was learnt about the data."""
     scheme = SCHEMES.get(url.partition("://")[0])
     said = f"{what}: {summarise(error)[:300]}."
     if scheme is not None and lacks_credentials(error):
-        return DataError(f"{said} Credentials are missing, or may not do that. Give {scheme.credentials}.")
+        return UnreachableError(f"{said} Credentials are missing, or may not do that. Give {scheme.credentials}.")
     if isinstance(error, ImportError):
-        return DataError(f"{said} Install what {url.partition('://')[0]}:// needs: `{install_command('remote')}`.")
-    return DataError(f"{said} {remedy}".rstrip())
+        needed = f"Install what {url.partition('://')[0]}:// needs: `{install_command('remote')}`."
+        return UnreachableError(f"{said} {needed}")
+    kind = UnreachableError if may_pass(error, url) else DataError
+    return kind(f"{said} {remedy}".rstrip())
 
 
 def may_pass(error: BaseException, url: str = "") -> bool:
-    """Whether it is a fault of the connection, or of the store for the moment."""
-    status = _status(error)
-    if status is not None:
-        # The Hub refuses a commit while another one is under way.
-        is_overtaken = status in (409, 412) and url.startswith("hf://")
-        return status in (408, 429) or status >= 500 or is_overtaken
-    names = {kind.__name__ for cause in _chain(error) for kind in type(cause).__mro__}
-    return bool(names & _PASSING) and not names & _CREDENTIALS
+    """Return whether a fault is transient: of the connection, of bytes on their way, or of the store for the moment."""
+    if _names(_chain(error)) & {*_CREDENTIALS, "SSLCertVerificationError", "OfflineModeIsEnabled"}:
+        return False
+    for cause in _chain(error):
+        # Before the status: aiohttp gives a broken connection one.
+        if _names([cause]) & _TRANSIENT or _TRANSIENT_WORDS.search(str(cause)):
+            return True
+        if (status := _status(cause)) is not None:
+            # The Hub refuses a commit while another one is under way.
+            is_overtaken = status in (409, 412) and url.startswith("hf://")
+            return status in (408, 429) or status >= 500 or is_overtaken
+    return False
 
 
 def lacks_credentials(error: BaseException) -> bool:
+    """Return whether the store refuses these credentials, or there are none."""
     # A client's own PermissionError names no file: one that does is of this machine.
-    causes = [cause for cause in _chain(error) if getattr(cause, "filename", None) is None]
-    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
-    return _status(error) in (401, 403) or bool(names & _CREDENTIALS)
+    names = _names(cause for cause in _chain(error) if getattr(cause, "filename", None) is None)
+    statuses = (status for cause in _chain(error) if (status := _status(cause)) is not None)
+    return next(statuses, None) in (401, 403) or bool(names & _CREDENTIALS)
 
 
 def summarise(error: BaseException) -> str:
@@ -118,19 +180,23 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         if error is None:
             return
         yield error
-        error = error.__cause__ or error.__context__
+        # boto3 keeps the last of its tries there.
+        error = error.__cause__ or getattr(error, "last_exception", None) or error.__context__
+
+
+def _names(errors: Iterable[BaseException]) -> set[str]:
+    return {kind.__name__ for error in errors for kind in type(error).__mro__}
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of HTTP that an answer had, if there was one."""
-    for cause in _chain(error):
-        response = getattr(cause, "response", None)
-        found = (
-            response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-            if isinstance(response, dict)
-            else getattr(response, "status_code", None)
-        )
-        for status in (found, *(getattr(cause, name, None) for name in ("status_code", "status", "code"))):
-            if isinstance(status, int) and 300 <= status < 600:
-                return int(status)
+    """Return the HTTP status of the answer that an exception reports."""
+    response = getattr(error, "response", None)
+    found = (
+        response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        if isinstance(response, dict)
+        else getattr(response, "status_code", None)
+    )
+    for status in (found, *(getattr(error, name, None) for name in ("status_code", "status", "code"))):
+        if isinstance(status, int) and 300 <= status < 600:
+            return int(status)
     return None

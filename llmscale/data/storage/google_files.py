@@ -6,15 +6,18 @@ pyarrow's asks for other credentials than Streaming's transport does, and hides 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fsspec import AbstractFileSystem
+
+from llmscale.data.storage.faults import STALL_S
 
 if TYPE_CHECKING:
     from google.cloud.storage import Blob, Client
 
 _T = TypeVar("_T")
+#: Options of every request. The client's own retries are off: whoever asks tries again, and says so.
+LIMITS: dict[str, Any] = {"retry": None, "timeout": STALL_S}
 _Info = dict[str, Any]
 
 
@@ -26,12 +29,12 @@ class GoogleFiles(AbstractFileSystem):
     def __init__(self, *, for_reading: bool) -> None:
         """`for_reading`: without credentials, what is public can be read. Raises DefaultCredentialsError."""
         super().__init__()
-        self._client = _open_client(is_public=for_reading)
+        self._client = open_client(is_public=for_reading)
 
     def info(self, path: str, **_: object) -> _Info:
         """Raises FileNotFoundError."""
         bucket, _, name = self._strip_protocol(path).partition("/")
-        blob: Any = self._ask(partial(self._client.bucket(bucket).get_blob, name, retry=None)) if name else None
+        blob: Any = self._ask(self._client.bucket(bucket).get_blob, name) if name else None
         if blob is not None:
             return _describe(blob, bucket)
         if self.ls(path, detail=True):
@@ -42,8 +45,8 @@ class GoogleFiles(AbstractFileSystem):
         """Names right below, folders included. Raises FileNotFoundError: no such bucket."""
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
-        pages = self._client.list_blobs(bucket, prefix=prefix, delimiter="/", retry=None)
-        blobs: list[Any] = self._ask(lambda: list(pages))
+        pages = self._client.list_blobs(bucket, prefix=prefix, delimiter="/", **LIMITS)
+        blobs: list[Any] = self._ask(lambda **_: list(pages))
         infos = [_describe(blob, bucket) for blob in blobs if blob.name != prefix]
         infos += [{"name": f"{bucket}/{name.rstrip('/')}", "size": 0, "type": "directory"} for name in pages.prefixes]
         return infos if detail else [info["name"] for info in infos]
@@ -52,7 +55,7 @@ class GoogleFiles(AbstractFileSystem):
         """Everything below in one listing."""
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
-        blobs: list[Any] = self._ask(lambda: list(self._client.list_blobs(bucket, prefix=prefix, retry=None)))
+        blobs: list[Any] = self._ask(lambda **limits: list(self._client.list_blobs(bucket, prefix=prefix, **limits)))
         found = {f"{bucket}/{blob.name}": _describe(blob, bucket) for blob in blobs if not blob.name.endswith("/")}
         return found if options.get("detail") else sorted(found)
 
@@ -63,20 +66,20 @@ class GoogleFiles(AbstractFileSystem):
         if end is not None and end <= (start or 0):
             return b""
         last = None if end is None else end - 1
-        return bytes(self._ask(partial(blob.download_as_bytes, start=start, end=last, raw_download=True, retry=None)))
+        return bytes(self._ask(blob.download_as_bytes, start=start, end=last, raw_download=True))
 
     def rm_file(self, path: str) -> None:
         """Raises FileNotFoundError."""
         bucket, _, name = self._strip_protocol(path).partition("/")
-        self._ask(partial(self._client.bucket(bucket).blob(name).delete, retry=None))
+        self._ask(self._client.bucket(bucket).blob(name).delete)
 
-    def _ask(self, action: Callable[[], _T]) -> _T:
-        """The client's own retries are off: whoever asks tries again, and says so. Raises FileNotFoundError for what is
-        not there, else whatever the client raises."""
+    def _ask(self, request: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
+        """Return the answer to a request. Raises FileNotFoundError for what is not there, else whatever the client
+        raises."""
         from google.cloud.exceptions import NotFound
 
         try:
-            return action()
+            return request(*arguments, **options, **LIMITS)
         except NotFound as error:
             raise FileNotFoundError(str(error)) from error
 
@@ -91,7 +94,8 @@ def _describe(blob: Blob, bucket: str) -> _Info:
     }
 
 
-def _open_client(*, is_public: bool) -> Client:
+def open_client(*, is_public: bool = False) -> Client:
+    """Return a client. Raises DefaultCredentialsError."""
     from google.auth import default
     from google.auth.exceptions import DefaultCredentialsError
     from google.cloud.storage import Client

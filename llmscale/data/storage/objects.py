@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from llmscale.data.storage import faults
 from llmscale.data.storage.azure_blobs import find_login
 from llmscale.data.storage.schemes import path_of, scheme_of
-from llmscale.errors import DataError
 
 _T = TypeVar("_T")
-_GOOGLE_S3_URL = "https://storage.googleapis.com"
+GOOGLE_S3_URL = "https://storage.googleapis.com"
+#: Settings of Amazon's clients. They do not try again by themselves: whoever asks does, and says so.
+S3_LIMITS = {"connect_timeout": faults.STALL_S, "read_timeout": faults.STALL_S, "retries": {"total_max_attempts": 1}}
 
 
 class FileSystem(Protocol):
@@ -56,12 +58,9 @@ class Store:
         self._remedy = remedy
         self._prefix = url.partition("://")[0]
         scheme_of(url)
-        try:
-            self._files = _open_filesystem(url, for_reading=for_reading)
-        except DataError:
-            raise
-        except Exception as error:  # each client raises its own kinds
-            raise faults.fault(error, f"Cannot open {url}", url=url) from error
+        self._files = faults.with_retries(
+            lambda: _open_filesystem(url, for_reading=for_reading), f"Cannot open {url}", url=url
+        )
 
     def find(self, url: str) -> list[StoredObject]:
         """The object of that name, those that match a pattern, or all below it, by name."""
@@ -112,17 +111,25 @@ class Store:
         def fetch() -> bytes:
             data = self._files.cat_file(path_of(url), start=begin, end=end)
             if end is not None and len(data) != end - begin:
-                raise faults.ShortAnswer(f"{len(data):,} bytes instead of {end - begin:,}")
+                raise faults.DamagedInTransit(f"{len(data):,} bytes instead of {end - begin:,}")
             return bytes(data)
 
         where = f", from byte {begin:,}" if begin else ""
-        return self._retried(fetch, f"Cannot read {url}{where}", url, stop)
+        return self._retried(fetch, f"Cannot read {url}{where}", url, stop, (end or begin) - begin)
 
     def remove(self, url: str) -> None:
-        self._retried(lambda: self._files.rm_file(path_of(url)), f"Cannot remove {url}", url)
+        """Remove an object, which a try without an answer may have done already."""
 
-    def _retried(self, action: Callable[[], _T], what: str, url: str, stop: threading.Event | None = None) -> _T:
-        return faults.with_retries(action, what, url=url, remedy=self._remedy, stop=stop)
+        def remove() -> None:
+            with suppress(FileNotFoundError):
+                self._files.rm_file(path_of(url))
+
+        self._retried(remove, f"Cannot remove {url}", url)
+
+    def _retried(
+        self, action: Callable[[], _T], what: str, url: str, stop: threading.Event | None = None, num_bytes: int = 0
+    ) -> _T:
+        return faults.with_retries(action, what, url=url, remedy=self._remedy, stop=stop, num_bytes=num_bytes)
 
     def _describe(self, info: dict[str, Any]) -> StoredObject:
         path = str(info["name"]).strip("/")
@@ -139,7 +146,7 @@ def _open_filesystem(url: str, *, for_reading: bool) -> FileSystem:
     if kind == "gs":
         key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
         if key and secret:
-            return _open_s3(_GOOGLE_S3_URL, key=key, secret=secret)
+            return _open_s3(GOOGLE_S3_URL, key=key, secret=secret)
         from llmscale.data.storage.google_files import GoogleFiles
 
         return cast(FileSystem, GoogleFiles(for_reading=for_reading))
@@ -164,7 +171,9 @@ def _open_s3(
         key=key,
         secret=secret,
         endpoint_url=endpoint_url,
+        config_kwargs=S3_LIMITS,
         use_listings_cache=False,
         skip_instance_cache=True,
     )
+    made.retries = 1
     return cast(FileSystem, made)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,7 @@ from llmscale.errors import DataError
 from tests import warm_start
 from tests.conftest import HANG_S, Ranks, build_train_command, read_losses
 from tests.object_store import BUCKET, ObjectStore
+from tests.relay import Relay, relay_to
 
 OPTIONS = PrepareOptions(seq_len=16, val_fraction=0.1, shard_bytes=4096)
 URL = f"s3://{BUCKET}/sets/a"
@@ -506,3 +507,85 @@ def test_the_commands_take_urls(
     assert "train" in capsys.readouterr().err
     for flags in (["--out", "folder", "--work-dir", "x"], ["--out", "s3:/bucket/a"]):
         assert main([*prepare_it, *flags]) == 2
+
+
+@pytest.fixture
+def relay(object_store: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Iterator[Relay]:
+    """Lead to the store through a relay that can damage answers. Tries end early."""
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (0.0, 0.0))
+    with relay_to(int(object_store.url.rpartition(":")[2])) as relay:
+        monkeypatch.setenv("S3_ENDPOINT_URL", relay.url)
+        yield relay
+
+
+def _harm(relay: Relay, harm: str, name: str, times: int) -> None:
+    left = iter(range(times))
+    relay.harm = lambda method, path: harm if method == "GET" and name in path and next(left, None) is not None else ""
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "index.json", "shard.00000"])
+@pytest.mark.parametrize("harm", ["cut", "flip"])
+def test_bytes_damaged_on_their_way_are_fetched_again(
+    harm: str,
+    name: str,
+    corpus: Path,
+    object_store: ObjectStore,
+    relay: Relay,
+    tmp_path: Path,
+) -> None:
+    _prepare(corpus, tmp_path / "work")
+    _local(corpus, tmp_path / "set")
+    _harm(relay, harm, name, 1)
+    assert main(["data", "verify", URL]) == 0
+    _harm(relay, harm, name, 1)
+    assert _read(URL, tmp_path / "cache") == _read(str(tmp_path / "set"))
+
+
+def test_text_cut_on_its_way_is_read_again(corpus: Path, object_store: ObjectStore, relay: Relay) -> None:
+    object_store.put("in/a.jsonl", corpus.read_bytes())
+    expected = list(open_source(str(corpus)).documents())
+    _harm(relay, "cut", "/in/a.jsonl", 1)
+    assert list(open_source(f"s3://{BUCKET}/in/a.jsonl").documents()) == expected
+    _harm(relay, "cut", "list-type", 1)
+    assert list(open_source(f"s3://{BUCKET}/in").documents()) == expected
+
+
+@pytest.mark.parametrize(("harm", "name"), [("hang", "manifest.json"), ("stall", "shard.0")])
+def test_a_store_that_stalls_is_given_up_and_no_shard_is_called_damaged(
+    harm: str,
+    name: str,
+    corpus: Path,
+    object_store: ObjectStore,
+    relay: Relay,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _prepare(corpus, tmp_path / "work")
+    monkeypatch.setattr(faults, "STALL_S", 4.0)
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", ())
+    monkeypatch.setattr(faults, "_LINE_S", (1.0, 10.0))
+    _harm(relay, harm, name, 1000)
+    assert main(["data", "verify", URL]) == 2
+    said = capsys.readouterr()
+    assert "Waiting to fetch " in said.err
+    assert "no answer" in said.err.splitlines()[-1] and "damaged" not in said.out
+
+
+def test_an_unfinished_set_says_so_and_how_to_end_it(
+    corpus: Path,
+    object_store: ObjectStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", ())
+    object_store.fails = lambda method, path: method == "PUT" and "shard.00001" in path
+    with pytest.raises(DataError):
+        _prepare(corpus, tmp_path / "work")
+    object_store.fails = lambda method, path: False
+    for command in ("inspect", "verify"):
+        assert main(["data", command, URL]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"{URL} is not finished" in line
+        assert f"llmscale data prepare --input {corpus} --tokenizer bytes --seq-len 16 --out {URL}" in line

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import errno
+import json
+import ssl
 import threading
+import time
+from http.client import IncompleteRead
 
+import aiohttp
+import azure.core.exceptions
+import botocore.exceptions
+import botocore.parsers
+import google.cloud.storage.exceptions
 import pytest
-from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+import requests
+import s3transfer.exceptions
+from botocore.exceptions import (
+    ChecksumError,
+    ClientError,
+    EndpointConnectionError,
+    FlexibleChecksumError,
+    NoCredentialsError,
+    ResponseStreamingError,
+)
 
 from llmscale.data.storage import faults
-from llmscale.errors import DataError
+from llmscale.errors import DataError, UnreachableError
 from tests.conftest import HANG_S
 
 URL = "s3://bucket/name"
@@ -17,6 +35,16 @@ URL = "s3://bucket/name"
 
 def _answered(status: int) -> ClientError:
     return ClientError({"Error": {"Code": "X"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")  # type: ignore[typeddict-item]
+
+
+def _refused(status: int, code: str) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")  # type: ignore[typeddict-item]
+
+
+def _with_code(error: Exception, code: int) -> Exception:
+    """Return it as aiohttp raises it, caused by an error that has a status."""
+    error.__cause__ = aiohttp.http_exceptions.HttpProcessingError(code=code, message="cut")
+    return error
 
 
 def _wrapped(cause: Exception) -> Exception:
@@ -39,6 +67,27 @@ def _wrapped(cause: Exception) -> Exception:
         (_answered(403), False),
         (EndpointConnectionError(endpoint_url="http://x"), True),
         (ConnectionResetError(), True),
+        # Bytes that were damaged or lost on their way, by every client.
+        (FlexibleChecksumError(error_msg="x"), True),
+        (ChecksumError(checksum_type="crc32", expected_checksum="a", actual_checksum="b"), True),
+        (ResponseStreamingError(error="x"), True),
+        (botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2), True),
+        (botocore.parsers.ResponseParserError("cut XML"), True),
+        (s3transfer.exceptions.RetriesExceededError(IncompleteRead(b"")), True),
+        (_refused(400, "BadDigest"), True),
+        (_refused(400, "RequestTimeout"), True),
+        (_refused(400, "InvalidRequest"), False),
+        (_with_code(aiohttp.ClientPayloadError("cut"), 400), True),
+        (_wrapped(_with_code(aiohttp.ClientPayloadError("cut"), 400)), True),
+        (google.cloud.storage.exceptions.DataCorruption(None, "x"), True),
+        (requests.exceptions.ChunkedEncodingError("cut"), True),
+        (requests.exceptions.ContentDecodingError("gzip"), True),
+        (requests.exceptions.JSONDecodeError("cut", "{", 1), True),
+        (requests.exceptions.ReadTimeout(), True),
+        (azure.core.exceptions.IncompleteReadError(), True),
+        (OSError("Consistency check failed: file should be of size 2 but has size 1"), True),
+        (json.JSONDecodeError("a manifest", "{", 1), False),
+        (ssl.SSLCertVerificationError("expired"), False),
         (NoCredentialsError(), False),
         (FileNotFoundError(), False),
         (ValueError("bug"), False),
@@ -116,3 +165,41 @@ def test_the_last_fault_names_the_reason_and_the_remedy(monkeypatch: pytest.Monk
 def test_missing_credentials_say_which(url: str, variable: str) -> None:
     for error in (NoCredentialsError(), _answered(403)):
         assert variable in str(faults.fault(error, "Cannot", url=url))
+
+
+def _hang() -> None:
+    threading.Event().wait(2.0 * HANG_S)
+
+
+def test_a_request_that_hangs_says_so_and_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(faults, "RETRY_PAUSES_S", (0.0,))
+    monkeypatch.setattr(faults, "STALL_S", 0.4)
+    monkeypatch.setattr(faults, "_LINE_S", (0.1, 10.0))
+    with pytest.raises(UnreachableError, match="Cannot list s3://a: TimeoutError: no answer within"):
+        faults.with_retries(_hang, "Cannot list s3://a", url=URL)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["Waiting to list s3", "Cannot list s3", "Waiting to list s3"]
+
+
+def test_a_slow_transfer_is_left_alone_while_bytes_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "STALL_S", 0.4)
+    moved = [0]
+
+    def act() -> int:
+        for _ in range(10):
+            time.sleep(0.1)
+            moved[0] += 1
+        return moved[0]
+
+    assert faults.with_retries(act, "Cannot read", url=URL, progress=lambda: moved[0]) == 10
+    monkeypatch.setattr(faults, "_BYTES_PER_S", 1)
+    assert faults.with_retries(act, "Cannot read", url=URL, num_bytes=60) == 20
+
+
+def test_a_request_that_hangs_ends_when_nobody_waits_any_more() -> None:
+    stop = threading.Event()
+    threading.Timer(0.05, stop.set).start()
+    with pytest.raises(DataError):
+        faults.with_retries(_hang, "Cannot act", url=URL, stop=stop)

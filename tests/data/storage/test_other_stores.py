@@ -63,6 +63,9 @@ class _Emulated:
     def fail(self, fails: Failing) -> None:
         self._server.relay.fails = fails
 
+    def damage(self, harm: Callable[[str, str], str]) -> None:
+        self._server.relay.harm = harm
+
 
 class _OnTheHub:
     def __init__(self, hub: Hub) -> None:
@@ -113,6 +116,7 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
         monkeypatch.delenv(name, raising=False)
     yield _Emulated(server)
     server.relay.fails = lambda method, path: False
+    server.relay.harm = lambda method, path: ""
     server.clear()
 
 
@@ -194,6 +198,26 @@ def test_what_fails_once_is_tried_again(
     assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
     assert not left
     assert "Trying again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("store", KINDS[:2], indirect=True)
+def test_bytes_cut_on_their_way_are_fetched_again(corpus: Path, store: _Emulated, tmp_path: Path) -> None:
+    _prepare(corpus, RemoteSet(store.out, work_dir=tmp_path / "work"))
+    _local(corpus, tmp_path / "set")
+    store.put("in/a.jsonl", corpus.read_bytes())
+    texts = list(open_source(str(corpus)).documents())
+    left = {"shard.00000", "index.json", "in%2Fa.jsonl", "in/a.jsonl"}
+
+    def once(method: str, path: str) -> str:
+        is_body = method == "GET" and ("alt=media" in path or "comp=list" not in path)
+        hit = next((name for name in left if name in path and is_body), None)
+        left.discard(hit or "")
+        return "cut" if hit else ""
+
+    store.damage(once)
+    assert np.array_equal(_read(store.out, tmp_path / "cache"), _read(str(tmp_path / "set")))
+    assert list(open_source(f"{store.url}/in/a.jsonl").documents()) == texts
+    assert len(left) == 1
 
 
 def test_the_hub_is_asked_for_one_commit_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,7 @@ def _without_removed(found: Sequence[StoredObject], store: Store, root: str) -> 
         there = store.find(f"{scheme}://{folder}/{CLEAN_MANIFEST_NAME}")
         if len(there) != 1 or there[0].size_bytes > MAX_BYTES:
             return False
-        return parse_clean_manifest(store.read(there[0].url), there[0].url) is not None
+        return parse_clean_manifest(store.read(there[0].url, 0, there[0].size_bytes), there[0].url) is not None
 
     scheme = found[0].url.partition("://")[0] if found else ""
     by_path = {PurePosixPath(one.path): one for one in found}
