@@ -88,7 +88,8 @@ class Supervisor:
     def _check_before_anything(self) -> None:
         """The mistakes that need no host to be found, with all hosts there."""
         if self._choose_layout(self._options.hosts) is None:
-            raise ConfigError(f"--min-hosts {self._options.min_hosts}: there are {len(self._options.hosts)} hosts.")
+            num_hosts = len(self._options.hosts)
+            raise ConfigError(f"--min-hosts {self._options.min_hosts} is more than the number of hosts, {num_hosts}.")
 
     def _choose_layout(self, hosts: Sequence[Host]) -> Layout | None:
         """The layout that the run allows on these hosts. Raises what train.py would say when it allows none."""
