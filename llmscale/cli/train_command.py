@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.shipped import is_checkout
+from llmscale.config.shipped import is_in_checkout
 from llmscale.planning.largest_micro_batch import Fit, Machines
 
 
 def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
     """With the ds_config `ds` on the row's machines. `keys` are those of the run that neither it nor the row says; a
     vocabulary and a context that are not among them come from the data set."""
-    words = [*launcher_words(fit.machines, in_checkout=is_checkout()), "--ds", ds]
+    words = [*launcher_words(fit.machines, in_checkout=is_in_checkout()), "--ds", ds]
     for key, value in keys.items():
         words += flag_words(key, value)
     words += flag_words("global_batch_size", fit.plan.global_batch_size)

@@ -47,8 +47,8 @@ class Need(NamedTuple):
                 shown = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
                 if self.other.startswith("with "):
                     raise ConfigError(f"{where}{flag} {shown} has no effect {self.other}. Drop one of them.")
-                shown = f"{shown or 'it'} has no effect: add that, or drop {flag}"
-                raise ConfigError(f"{where}{flag} needs {self.other}. Without it {shown}.")
+                shown = f"{shown or 'it'} has no effect: add it, or drop {flag}"
+                raise ConfigError(f"{where}{flag} needs {self.other}. Without that {shown}.")
 
 
 class FittingHelp(argparse.HelpFormatter):

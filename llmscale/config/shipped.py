@@ -67,12 +67,17 @@ def is_checkout() -> bool:
     return (_PACKAGE.parent / "pyproject.toml").is_file()
 
 
+def is_in_checkout() -> bool:
+    """Return whether the current folder is the checkout: `deepspeed llmscale/train.py` works there alone."""
+    return is_checkout() and Path.cwd() == _PACKAGE.parent
+
+
 def install_command(extras: str) -> str:
     """Return the pip command that adds `extras` (`eval`, `train,data`) to this llmscale, which is on no index: those of
     the checkout, or what the installed wheel needs and does not have."""
     if is_checkout():
         folder = _PACKAGE.parent
-        return "pip install -e " + shlex.quote(f"{'.' if folder == Path.cwd() else folder}[{extras}]")
+        return "pip install -e " + shlex.quote(f"{'.' if is_in_checkout() else folder}[{extras}]")
     from importlib import metadata  # takes longer to import than a command's answer
 
     pattern = rf"(([\w.-]+)[^;]*);.*extra == [\"']({extras.replace(',', '|')})[\"']"

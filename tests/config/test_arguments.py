@@ -159,3 +159,36 @@ def test_the_environment_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_saved_config_can_be_read_back() -> None:
     config = parse_run_config(["--steps=5", "--run=r", "--allow-changed=data", "--lr=1e-4"])
     assert build_run_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "said"),
+    [
+        (["--eval-tasks", "text=a"], "", "--eval-tasks needs --eval-every N"),
+        (["--val-every", "0", "--val-samples", "5"], "", "--val-samples needs --val-every N"),
+        (["--wandb-name", "x"], "", "--wandb-name needs --wandb"),
+        (
+            ["--schedule", "constant", "--min-lr-frac", "0"],
+            "",
+            "--min-lr-frac 0.0 has no effect with --schedule constant",
+        ),
+        (["--no-shuffle", "--shuffle-block-size", "8"], "", "has no effect with --no-shuffle"),
+        (["--cache-limit-gib", "1"], "", "--cache-limit-gib needs --data-cache FOLDER or a remote --data"),
+        ([], "eval_tasks: [text=a]", r"--config .*run.yaml: --eval-tasks needs --eval-every N"),
+        (["--steps", "3"], "wandb_name: x", "--wandb-name needs --wandb"),
+        # A file's key may equal its default, and a flag may switch off what the file sets up.
+        ([], "wandb_project: llmscale\nval_samples: 256\nval_every: 0", None),
+        (["--no-wandb", "--eval-every", "0"], "wandb: true\nwandb_name: x\neval_every: 5\neval_tasks: [text=a]", None),
+        (["--eval-every", "3"], "eval_tasks: [text=a]", None),
+        (["--keep-every", "0", "--save-every", "0"], "", None),
+    ],
+)
+def test_a_key_without_effect_is_refused(tmp_path: Path, flags: list[str], file: str, said: str | None) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(file or "steps: 3")
+    argv = [*flags, "--config", str(path)]
+    if said is None:
+        parse_run_config(argv)
+        return
+    with pytest.raises(ConfigError, match=said):
+        parse_run_config(argv)

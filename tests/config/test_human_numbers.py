@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.human_numbers import format_quantity, parse_bytes, parse_quantity
+from llmscale.config.human_numbers import format_quantity, parse_bytes, parse_quantity, with_singulars
 
 
 @pytest.mark.parametrize(
@@ -64,3 +64,9 @@ def test_sizes_have_a_unit(text: str, value: int) -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_bytes(text)
+
+
+def test_one_of_something_is_singular() -> None:
+    assert with_singulars("1 ranks on 1 nodes, 1 warm-up steps") == "1 rank on 1 node, 1 warm-up step"
+    other = "11 ranks, 0.1 steps, 1,001 tokens, step-1 files, 1 has"
+    assert with_singulars(other) == other

@@ -113,7 +113,7 @@ def test_a_ds_config_that_contradicts_the_batch_is_refused() -> None:
         (["--global-batch-size", "8", "--micro-batch-size", "3"], "Legal micro-batches: 1, 2."),
         (["--global-batch-size", "8", "--steps", "5", "--warmup-steps", "9"], "warmup_steps 9 must be less than the 5"),
         (["--model", "gpt5"], "model 'gpt5' is not a preset."),
-        (["--muon-lr-factor", "2"], "--muon-lr-factor needs --optimizer muon. Without it 2.0 has no effect"),
+        (["--muon-lr-factor", "2"], "--muon-lr-factor needs --optimizer muon. Without that 2.0 has no effect"),
         (["--keep-zeros", "--optimizer", "muon"], "--keep-zeros does not work with --optimizer muon"),
     ],
 )

@@ -16,7 +16,7 @@ from llmscale.config.choices import preset_words, shape_changes
 from llmscale.config.hardware import GPUS
 from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS
-from llmscale.config.shipped import is_checkout
+from llmscale.config.shipped import is_in_checkout
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
 from llmscale.planning.law_table import LawRow, central, law_rows
@@ -202,7 +202,7 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if plan.placement is None or request.gpus is None:
         trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
         yield f"llmscale estimate {_flags(asked)} --gpu NAME --emit ds.json"
-        start = "deepspeed llmscale/train.py" if is_checkout() else "llmscale train"
+        start = "deepspeed llmscale/train.py" if is_in_checkout() else "llmscale train"
         yield f"{start} --ds ds.json {_flags(trained)}"
         return
     machines, gpu = plan.placement.machines, request.gpus.gpu

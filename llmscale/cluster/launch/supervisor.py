@@ -94,7 +94,8 @@ class Supervisor:
         """Raise what is wrong without asking a host, as if all hosts are there."""
         layout = self._choose_layout(self._options.hosts)
         if layout is None:
-            raise ConfigError(f"--min-hosts {self._options.min_hosts}: there are {len(self._options.hosts)} hosts.")
+            num_hosts = len(self._options.hosts)
+            raise ConfigError(f"--min-hosts {self._options.min_hosts} is more than the number of hosts, {num_hosts}.")
         check_start(prepare_run(parse_run_config(self._arguments()), layout.world_size))
 
     def _choose_layout(self, hosts: Sequence[Host]) -> Layout | None:

@@ -62,8 +62,12 @@ def test_mistakes_are_one_line_before_anything_is_started(tmp_path: Path, tiny_s
     for text, words, error in (
         (None, ("--hostfile", str(hosts)), "does not exist"),
         ("", ("--hostfile", str(hosts)), "names no host"),
-        ("a slots=1\n", ("--hostfile", str(hosts), "--slots", "2"), "--slots is said by the hostfile"),
-        ("a slots=1\n", ("--hostfile", str(hosts), "--min-hosts", "2"), "--min-hosts 2: there are 1 hosts"),
+        ("a slots=1\n", ("--hostfile", str(hosts), "--slots", "2"), "--slots 2 has no effect with --hostfile"),
+        (
+            "a slots=1\n",
+            ("--hostfile", str(hosts), "--min-hosts", "2"),
+            "--min-hosts 2 is more than the number of hosts, 1.",
+        ),
         (None, ("--env", "NOT_THERE"), "this shell has no such variable"),
         (None, ("--master-port", "70000"), "at least 1 and at most 65,535, not '70000'"),
         (None, ("--lost-after-s", "1"), "at least 4"),

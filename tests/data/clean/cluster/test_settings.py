@@ -11,7 +11,7 @@ import pytest
 from llmscale.cli import data
 from llmscale.config.flag_parser import FlagParser
 from llmscale.data.clean.cluster.settings import RaySettings, SlurmSettings, read_settings
-from llmscale.errors import DataError
+from llmscale.errors import DataError, LlmscaleError
 
 
 def test_what_is_given_arrives(tmp_path: Path) -> None:
@@ -64,17 +64,17 @@ def _call(*words: str) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--tasks", "3"), "--tasks is for --executor slurm or ray"),
-        (("--executor-options", "x.yaml"), "--executor-options is for --executor slurm or ray"),
+        (("--tasks", "3"), "--tasks needs --executor slurm or ray"),
+        (("--executor-options", "x.yaml"), "--executor-options needs --executor slurm or ray"),
         (("--executor", "ray", "--input", "-"), "no other machine can read this one's standard input"),
-        (("--eot-token", "<end>"), "--eot-token is given, and no --tokenizer"),
+        (("--eot-token", "<end>"), "--eot-token needs --tokenizer NAME"),
         (("--tokenizer", "byte"), "Tokenizer 'byte' is neither .* Did you mean 'bytes'"),
     ],
 )
 def test_flags_that_do_not_fit_together(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Some words.")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(LlmscaleError, match=message):
         _call("--input", str(tmp_path / "text.txt"), "--out", str(tmp_path / "out"), "--steps", "exact", *words)
     assert sorted(tmp_path.iterdir()) == before
 
