@@ -4,11 +4,11 @@
 # The first Python in the supported range, or the one that $PYTHON names. Prints its path.
 find_python() {
     local candidate version found=""
-    for candidate in ${PYTHON:-python3 python python3.12 python3.11 python3.10}; do
+    for candidate in ${PYTHON:-python3 python python3.13 python3.12 python3.11 python3.10}; do
         # A version manager's stand-in may be on the PATH for a Python that is not there: ask it to run.
         version=$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) || continue
         case $version in
-            3.10 | 3.11 | 3.12)
+            3.10 | 3.11 | 3.12 | 3.13)
                 if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
                     # Of a virtual environment the Python it was made of: it may be the one that is made anew.
                     "$candidate" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'
@@ -19,7 +19,7 @@ find_python() {
             *) found+=" $candidate is $version;" ;;
         esac
     done
-    echo "error: llmscale needs Python 3.10, 3.11 or 3.12.${found:- No Python was found;}" \
+    echo "error: llmscale needs Python 3.10, 3.11, 3.12 or 3.13.${found:- No Python was found;}" \
         "install one, or name it: PYTHON=/path/to/python3.11 $0" >&2
     return 1
 }
