@@ -16,7 +16,7 @@ SEQUENCES=12 # per step
 
 main() {
     local num_processes
-    ensure_environment
+    ensure_environment "$FOR_TRAINING"
     SECONDS=0 # bash counts on from here: what follows is the time after the installation
 
     step "Tokenizer: a BPE of 4,096 tokens, trained on the standard library"

@@ -12,6 +12,7 @@ from pathlib import Path
 from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
+from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed
@@ -155,7 +156,7 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
     """Ranks that mean the same, with the weights that the run begins with on each of their disks. Collective."""
     with clock.phase("ranks", "joining the ranks"):
         world = join_world()
-        run = run if is_gpu() else run.on_cpu()
+        run = run if is_gpu() else _on_cpu(run, world)
         allow_tf32(run.resolved.precision)
         together(world.control, lambda: check_device(run.resolved))
         check_ranks_agree(run, world)
@@ -164,6 +165,18 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
     with clock.phase("published weights", "fetching and checking the published weights"):
         weights = complete_published_weights(run.weights, run.sets.first, world, progress)
     return replace(run, weights=weights), world
+
+
+def _on_cpu(run: PreparedRun, world: World) -> PreparedRun:
+    """Return the run as these CPUs train it. Report a precision that depends on them. Collective."""
+    if on_main_rank(world.control, has_bf16_instructions):
+        return run.on_cpu()
+    report, wanted, run = report_on_main(world), run.resolved.precision, run.on_cpu(has_bf16=False)
+    if run.resolved.precision != wanted:
+        report("precision: fp32, because this CPU has no bf16 instructions; --precision bf16 trains in bf16, slowly")
+    elif wanted in ("bf16", "autocast"):
+        report(f"WARNING: {wanted} is slow here: this CPU has no bf16 instructions. --precision fp32 is faster")
+    return run
 
 
 def choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -40,6 +39,8 @@ from ladder_rungs import MODELS, VOCAB_SIZE, flags, is_parallel, list_rungs, swi
 from ladder_table import Row, closing_lines, compare_memory, heading, judge, row_line
 from machine import describe_circumstances, describe_machine, gpu_names, save_result
 from paced_ranks import REPOSITORY, Job, Orders
+
+from llmscale.config.hardware import has_bf16_instructions
 
 sys.path.insert(0, str(REPOSITORY))
 
@@ -106,12 +107,6 @@ def parse_arguments() -> argparse.Namespace:
     if args.precision == "auto":
         args.precision = "bf16" if is_gpu or has_bf16_instructions() else "fp32"
     return args
-
-
-def has_bf16_instructions() -> bool:
-    """Of this processor; without them bf16 is slower than fp32."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and bool(re.search("avx512_bf16|amx_bf16", info.read_text()))
 
 
 def measured_batch(args: argparse.Namespace, model: str) -> int:

@@ -1,6 +1,12 @@
 # Sourced by the scripts beside it. Makes the repository's own virtual environment, .venv, and keeps it up to date.
 # shellcheck shell=bash
 
+# Extras of pyproject.toml: what training on prepared text needs, and what all tests and checks need.
+readonly FOR_TRAINING=train,data
+readonly FOR_TESTS=train,data,remote,clean,clean-cluster,eval,dev
+# Where torch's builds without CUDA are.
+readonly CPU_INDEX=https://download.pytorch.org/whl/cpu
+
 # The first Python in the supported range, or the one that $PYTHON names. Prints its path.
 find_python() {
     local candidate version found=""
@@ -16,6 +22,7 @@ find_python() {
                 fi
                 found+=" $candidate is $version but has no venv module (Debian: apt install python$version-venv);"
                 ;;
+            3.14) found+=" $candidate is 3.14, for which the numpy below 2.2 that mosaicml-streaming wants has no wheel;" ;;
             *) found+=" $candidate is $version;" ;;
         esac
     done
@@ -24,22 +31,36 @@ find_python() {
     return 1
 }
 
-# Make .venv or bring it up to date, and put it first on the PATH. Does nothing when what it was made from is unchanged.
+# Make .venv or bring it up to date, and put it first on the PATH. $1: the extras that it needs; one that has the tests'
+# keeps them. Does nothing when what it was made from is unchanged.
 ensure_environment() {
-    local stamp=.venv/installed-from made_from python
+    local extras=$1 stamp=.venv/installed-from made_from="" files python
     # The place counts: a virtual environment that was moved runs the Python of the old place.
-    made_from=$(pwd && cat pyproject.toml constraints.txt)
-    if [[ ! -f $stamp || $(<"$stamp") != "$made_from" ]] || ! .venv/bin/python -c '' 2>/dev/null; then
+    if [[ -f $stamp ]]; then made_from=$(<"$stamp"); fi
+    if [[ $made_from == "$PWD"$'\n'"$FOR_TESTS"$'\n'* ]]; then extras=$FOR_TESTS; fi
+    files=$(cat pyproject.toml constraints.txt)
+    if [[ $made_from != "$PWD"$'\n'"$extras"$'\n'"$files" ]] || ! .venv/bin/python -c '' 2>/dev/null; then
         python=$(find_python)
         echo "== Installing into .venv with $python (a few minutes the first time)"
-        if [[ ! -f $stamp || $(head -n 1 "$stamp") != "$PWD" ]]; then
+        if [[ $made_from != "$PWD"$'\n'* ]] || ! .venv/bin/python -c '' 2>/dev/null; then
             "$python" -m venv --clear .venv
         fi
         rm -f "$stamp"
-        .venv/bin/python -m pip install -qq --disable-pip-version-check \
-            --editable '.[train,data,remote,clean,clean-cluster,eval,dev]' --constraint constraints.txt
-        printf '%s\n' "$made_from" >"$stamp"
+        .venv/bin/python -m pip install -qq --disable-pip-version-check --editable ".[$extras]" --constraint constraints.txt
+        remove_broken_torchvision
+        printf '%s\n' "$PWD" "$extras" "$files" >"$stamp"
     fi
     export VIRTUAL_ENV=$PWD/.venv PATH=$PWD/.venv/bin:$PATH
     unset PYTHONHOME PYTHONPATH
+}
+
+# Streaming brings torchvision. PyPI's does not load beside a torch without CUDA, and takes transformers with it, which
+# does without.
+remove_broken_torchvision() {
+    if .venv/bin/python -c 'import torchvision' >/dev/null 2>&1; then
+        return
+    fi
+    .venv/bin/python -m pip uninstall -qq --yes torchvision
+    echo "Removed torchvision: PyPI's needs CUDA, and this torch has none. llmscale does without it; a program with" \
+        "'import streaming' needs: .venv/bin/pip install torchvision --constraint constraints.txt --index-url $CPU_INDEX"
 }
