@@ -168,14 +168,13 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
 
 
 def _on_cpu(run: PreparedRun, world: World) -> PreparedRun:
-    """Return the run as these CPUs train it. Report a precision that depends on them. Collective."""
-    if on_main_rank(world.control, has_bf16_instructions):
-        return run.on_cpu()
-    report, wanted, run = report_on_main(world), run.resolved.precision, run.on_cpu(has_bf16=False)
-    if run.resolved.precision != wanted:
-        report("precision: fp32, because this CPU has no bf16 instructions; --precision bf16 trains in bf16, slowly")
-    elif wanted in ("bf16", "autocast"):
-        report(f"WARNING: {wanted} is slow here: this CPU has no bf16 instructions. --precision fp32 is faster")
+    """Return the run as these CPUs train it, and report whether they are slow in its precision. Collective."""
+    has_bf16, wanted = on_main_rank(world.control, has_bf16_instructions), run.resolved.precision
+    run = run.on_cpu(has_bf16=has_bf16)
+    if not has_bf16 and wanted in ("bf16", "autocast"):
+        is_asked = run.resolved.precision == wanted
+        chosen = f"WARNING: {wanted}, though it" if is_asked else "precision: fp32, because --precision bf16"
+        report_on_main(world)(f"{chosen} is slow on this CPU, which has no bf16 instructions")
     return run
 
 

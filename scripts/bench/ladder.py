@@ -40,9 +40,9 @@ from ladder_table import Row, closing_lines, compare_memory, heading, judge, row
 from machine import describe_circumstances, describe_machine, gpu_names, save_result
 from paced_ranks import REPOSITORY, Job, Orders
 
-from llmscale.config.hardware import has_bf16_instructions
-
 sys.path.insert(0, str(REPOSITORY))
+
+from llmscale.config.hardware import has_bf16_instructions
 
 SETTINGS = ("model", "batch", "precision", "world_size", "gpus", "threads", "rounds", "steps")
 RUNGS = list_rungs(REPOSITORY / "ds_configs")
