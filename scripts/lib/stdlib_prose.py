@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -28,10 +29,15 @@ def documents() -> Iterator[str]:
             continue
         if path == REFERENCE:
             topics = next(node.value for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign)))
-            yield from dict.fromkeys(ast.literal_eval(topics).values())
+            yield from dict.fromkeys(map(without_tables, ast.literal_eval(topics).values()))
         else:
             found = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
             yield "\n\n".join(filter(None, found))
+
+
+def without_tables(text: str) -> str:
+    """Return a text without the rows and rules of its tables, and without rows of underlining."""
+    return "\n".join(line for line in text.split("\n") if not re.match(r"\s*([|+]|[-=*~^\"' ]+$)", line))
 
 
 def main() -> None:
