@@ -10,8 +10,8 @@ from llmscale.config.hardware import (
     custom_gpu,
     find_gpu,
     get_gpu,
-    has_bf16_instructions,
     gpu_table_rows,
+    has_bf16_instructions,
     model_flops_utilisation,
 )
 from llmscale.errors import ConfigError
