@@ -14,7 +14,7 @@ RUN=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 PROMPT='Return '
 # Two to three minutes on two CPU cores with bf16 instructions, twice that without, seconds on a GPU.
 RECIPE=('model: tiny-1m' 'norm: rmsnorm' 'bias: false' 'positions: rotary' 'activation: silu' 'gated_mlp: true'
-    'mlp_width: 384' 'qk_norm: head' 'optimizer: muon' 'lr: 1.0e-2' 'warmup_steps: 20' 'steps: 250' 'log_every: 10'
+    'mlp_width: 384' 'qk_norm: head' 'optimizer: muon' 'lr: 1.0e-2' 'warmup_steps: 10' 'steps: 250' 'log_every: 10'
     'val_every: 125' 'ds: ds_configs/zero2.json')
 SEQUENCES=48 # per step
 
