@@ -8,7 +8,7 @@ source scripts/lib/environment.sh
 
 main() {
     local failed=()
-    ensure_environment
+    ensure_environment "$FOR_TESTS"
     check ruff check .
     check ruff format --check .
     check mypy

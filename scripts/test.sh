@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib/environment.sh
 source scripts/lib/environment.sh
-ensure_environment
+ensure_environment "$FOR_TESTS"
 
 ./scripts/check.sh
 echo "== pytest"

@@ -212,7 +212,7 @@ def code_blocks(text: str) -> Iterator[str]:
 def test_the_readme_begins_with_the_two_commands() -> None:
     first, second = list(code_blocks(readme()))[:2]
     assert first.split("\n")[:2] == ["./scripts/quickstart.sh", "./scripts/test.sh"]
-    assert second.strip() == "llmscale train --ds ds_configs/zero2.json"
+    assert second.strip() == "llmscale train --ds ds_configs/zero2.json --model tiny-1m"
     assert "![" not in readme().split("```")[0], "no badges before the first command"
 
 

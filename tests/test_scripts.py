@@ -45,9 +45,9 @@ def test_entry_points_are_executable(script: str) -> None:
 
 
 def test_takes_the_first_python_in_range(tmp_path: Path) -> None:
-    make_python(tmp_path, "python3", "3.13")
+    make_python(tmp_path, "python3", "3.14")
     make_python(tmp_path, "python3.10", "3.10")
-    wanted = make_python(tmp_path, "python3.12", "3.12")
+    wanted = make_python(tmp_path, "python3.13", "3.13")
     assert find_python(tmp_path).stdout.strip() == str(wanted)
 
 
@@ -63,8 +63,101 @@ def test_an_unsuitable_python_is_named_in_one_line(tmp_path: Path) -> None:
     done = find_python(tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    for words in ("3.10, 3.11 or 3.12", "python3 is 3.9", "python3.12 is 3.12 but has no venv", "PYTHON=/path/to"):
+    for words in (
+        "3.10, 3.11, 3.12 or 3.13",
+        "python3 is 3.9",
+        "python3.12 is 3.12 but has no venv",
+        "PYTHON=/path/to",
+    ):
         assert words in done.stderr
+
+
+def test_python_3_14_is_refused_with_what_holds_it_back(tmp_path: Path) -> None:
+    make_python(tmp_path, "python3", "3.14")
+    done = find_python(tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert "numpy below 2.2 that mosaicml-streaming wants" in done.stderr
+
+
+#: Stands for .venv/bin/python: notes what pip installs, and imports torchvision only where TORCHVISION says so.
+FAKE_VENV_PYTHON = """#!/bin/bash
+case "$*" in
+    *"import torchvision"*) exit "${TORCHVISION_STATUS:-0}" ;;
+    *pip*) echo "$*" >>../pip.log ;;
+esac
+"""
+
+
+def ensure(place: Path, level: str, **environment: str) -> list[str]:
+    """Run ensure_environment in `place` with stand-ins. Returns what pip was called with."""
+    (place.parent / "pip.log").unlink(missing_ok=True)
+    done = subprocess.run(
+        [
+            "/bin/bash",
+            "-c",
+            f'set -euo pipefail; source {ROOT}/scripts/lib/environment.sh; ensure_environment "${level}"',
+        ],
+        env={"PATH": f"{place.parent}/bin:/usr/bin:/bin", "PYTHON": str(place.parent / "bin/python3"), **environment},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    log = place.parent / "pip.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A folder with what an environment is made from, and a Python that makes stand-ins of environments."""
+    place = tmp_path / "clone"
+    (tmp_path / "bin").mkdir()
+    place.mkdir()
+    for name in ("pyproject.toml", "constraints.txt"):
+        (place / name).write_text(name)
+    (tmp_path / "venv_python").write_text(FAKE_VENV_PYTHON)
+    (tmp_path / "venv_python").chmod(0o755)
+    python = tmp_path / "bin/python3"
+    python.write_text(f"""#!/bin/bash
+case "$*" in
+    *version_info*) echo 3.11 ;;
+    *executable*) echo "$0" ;;
+    "-m venv"*) rm -rf .venv; mkdir -p .venv/bin; cp {tmp_path}/venv_python .venv/bin/python ;;
+esac
+""")
+    python.chmod(0o755)
+    return place
+
+
+def test_the_environment_of_the_tests_serves_training_too(clone: Path) -> None:
+    (first,) = ensure(clone, "FOR_TRAINING")
+    assert ".[train,data] " in first
+    assert ensure(clone, "FOR_TRAINING") == []
+    (second,) = ensure(clone, "FOR_TESTS")
+    assert ".[train,data,remote," in second
+    assert ensure(clone, "FOR_TRAINING") == ensure(clone, "FOR_TESTS") == []
+
+
+def test_an_environment_keeps_its_extras_when_the_constraints_change(clone: Path) -> None:
+    ensure(clone, "FOR_TESTS")
+    (clone / "constraints.txt").write_text("other")
+    (again,) = ensure(clone, "FOR_TRAINING")
+    assert ".[train,data,remote," in again
+
+
+def test_a_moved_clone_gets_a_new_environment(clone: Path) -> None:
+    ensure(clone, "FOR_TESTS")
+    (clone / ".venv/old").touch()
+    (again,) = ensure(clone.rename(clone.parent / "moved"), "FOR_TRAINING")
+    assert ".[train,data] " in again
+    assert not (clone.parent / "moved/.venv/old").exists()
+
+
+def test_a_torchvision_that_cannot_be_imported_is_removed(clone: Path) -> None:
+    _, second = ensure(clone, "FOR_TRAINING", TORCHVISION_STATUS="1")
+    assert "uninstall" in second and second.endswith("torchvision")
 
 
 def test_no_python_at_all_is_one_line(tmp_path: Path) -> None:

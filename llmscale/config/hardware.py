@@ -4,6 +4,7 @@ guess. No torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.attention_kernels import AMPERE, ComputeCapability
@@ -17,6 +18,11 @@ def has_bf16(capability: ComputeCapability | None) -> bool:
     """Tensor cores that take bf16: Ampere's were the first. None: of a GPU that is not known, taken to be one of those
     or newer."""
     return capability is None or capability >= AMPERE
+
+
+def has_bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether this CPU multiplies bf16: avx512_bf16, amx_bf16, Arm's bf16. Without them torch emulates it."""
+    return cpuinfo.exists() and "bf16" in cpuinfo.read_text(errors="replace")
 
 
 @dataclass(frozen=True)

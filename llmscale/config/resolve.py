@@ -80,9 +80,10 @@ class ResolvedRun(ResolvedStep):
             "total_steps": self.total_steps,
         }
 
-    def on_cpu(self) -> ResolvedRun:
-        """The same where there is no GPU."""
-        return replace(self, ds_config=without_pinned_memory(self.ds_config))
+    def on_cpu(self, *, has_bf16: bool = True) -> ResolvedRun:
+        """Return the run for a CPU: no pinned memory, and fp32 in place of a default of bf16 without its arithmetic."""
+        ds = self.ds if has_bf16 or not self.ds.keys.leaves_precision_open else self.ds.with_precision("fp32")
+        return replace(self, ds=ds, ds_config=without_pinned_memory(resolve_ds_config(ds, self.shape, self.plan)))
 
 
 def resolve_step(

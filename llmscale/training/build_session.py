@@ -12,6 +12,7 @@ from pathlib import Path
 from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.checkpoint.retention import remove_leftovers
 from llmscale.checkpoint.run_state import RunState
+from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed, FeedPlan
@@ -153,7 +154,7 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
     """Ranks that mean the same, with the weights that the run begins with on each of their disks. Collective."""
     with clock.phase("ranks", "joining the ranks"):
         world = join_world()
-        run = run if is_gpu() else run.on_cpu()
+        run = run if is_gpu() else _on_cpu(run, world)
         allow_tf32(run.resolved.precision)
         together(world.control, lambda: check_device(run.resolved))
         check_ranks_agree(run, world)
@@ -162,6 +163,17 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
     with clock.phase("published weights", "fetching and checking the published weights"):
         weights = complete_published_weights(run.weights, run.sets.first, world, progress)
     return replace(run, weights=weights), world
+
+
+def _on_cpu(run: PreparedRun, world: World) -> PreparedRun:
+    """Return the run as these CPUs train it, and report whether they are slow in its precision. Collective."""
+    has_bf16, wanted = on_main_rank(world.control, has_bf16_instructions), run.resolved.precision
+    run = run.on_cpu(has_bf16=has_bf16)
+    if not has_bf16 and wanted in ("bf16", "autocast"):
+        is_asked = run.resolved.precision == wanted
+        chosen = f"WARNING: {wanted}, though it" if is_asked else "precision: fp32, because --precision bf16"
+        report_on_main(world)(f"{chosen} is slow on this CPU, which has no bf16 instructions")
+    return run
 
 
 def choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:

@@ -55,9 +55,9 @@ class PreparedRun:
     compilation: Compilation = EAGER
     """Decided where the device is known."""
 
-    def on_cpu(self) -> PreparedRun:
-        """The same where there is no GPU."""
-        return replace(self, resolved=self.resolved.on_cpu())
+    def on_cpu(self, *, has_bf16: bool = True) -> PreparedRun:
+        """Return the run for a CPU, with or without bf16 arithmetic."""
+        return replace(self, resolved=self.resolved.on_cpu(has_bf16=has_bf16))
 
     def identity(self, stream: Mapping[str, object]) -> dict[str, object]:
         """What a checkpoint must have in common with the run that continues it (run_config.CHANGES_THAT_BREAK), and

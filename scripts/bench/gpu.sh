@@ -9,6 +9,6 @@ HAS_ALL='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.
 if ! python -c "$HAS_ALL" accelerate deepspeed pydantic_settings streaming torch xxhash 2>/dev/null; then
     # shellcheck source=scripts/lib/environment.sh
     source scripts/lib/environment.sh
-    ensure_environment
+    ensure_environment "$FOR_TESTS"
 fi
 exec python scripts/bench/gpu.py --spent-s "$SECONDS" "$@"

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -41,6 +40,8 @@ from machine import describe_circumstances, describe_machine, gpu_names, median_
 from paced_ranks import REPOSITORY, Job, Orders
 
 sys.path.insert(0, str(REPOSITORY))
+
+from llmscale.config.hardware import has_bf16_instructions
 
 SETTINGS = ("model", "batch", "precision", "world_size", "gpus", "threads", "rounds", "steps")
 RUNGS = list_rungs(REPOSITORY / "ds_configs")
@@ -105,12 +106,6 @@ def parse_arguments() -> argparse.Namespace:
     if args.precision == "auto":
         args.precision = "bf16" if is_gpu or has_bf16_instructions() else "fp32"
     return args
-
-
-def has_bf16_instructions() -> bool:
-    """Of this processor; without them bf16 is slower than fp32."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and bool(re.search("avx512_bf16|amx_bf16", info.read_text()))
 
 
 def measured_batch(args: argparse.Namespace, model: str) -> int:

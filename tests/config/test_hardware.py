@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from llmscale.config.hardware import (
@@ -9,6 +11,7 @@ from llmscale.config.hardware import (
     find_gpu,
     get_gpu,
     gpu_table_rows,
+    has_bf16_instructions,
     model_flops_utilisation,
 )
 from llmscale.errors import ConfigError
@@ -119,3 +122,23 @@ def test_a_custom_card_keeps_what_nobody_said_unknown() -> None:
 def test_a_custom_card_needs_positive_numbers(memory: float, tflops: float, flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag} must be above 0"):
         custom_gpu(memory, tflops)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("flags\t\t: fpu avx512_vnni avx512_bf16 clzero", True),
+        ("flags\t\t: fpu amx_tile amx_bf16", True),
+        ("Features\t: fp asimd i8mm bf16", True),
+        ("flags\t\t: fpu avx2 avx512f avx512_vnni", False),
+        ("Features\t: fp asimd", False),
+    ],
+)
+def test_a_cpu_s_flags_tell_of_bf16(line: str, expected: bool, tmp_path: Path) -> None:
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\n{line}\n")
+    assert has_bf16_instructions(info) is expected
+
+
+def test_a_system_without_cpuinfo_has_no_known_bf16(tmp_path: Path) -> None:
+    assert not has_bf16_instructions(tmp_path / "cpuinfo")

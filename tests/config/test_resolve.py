@@ -97,6 +97,31 @@ def test_the_ds_config_is_resolved_with_the_run_and_flags_override_it() -> None:
     assert run.ds_config["gradient_clipping"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("flags", "ds", "without_bf16"),
+    [
+        ([], {"bf16": {"enabled": "auto"}}, "fp32"),
+        ([], {"bf16": {"enabled": True}}, "bf16"),
+        (["--precision", "bf16"], {"bf16": {"enabled": "auto"}}, "bf16"),
+        (["--precision", "autocast"], {"bf16": {"enabled": "auto"}}, "autocast"),
+        ([], {"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "bf16"}}, "bf16"),
+        ([], {"bf16": {"enabled": "auto"}, "data_types": {"grad_accum_dtype": "fp32"}}, "fp32"),
+        ([], {"fp16": {"enabled": True}, "bf16": {"enabled": "auto"}}, "fp16"),
+        ([], {}, "fp32"),
+    ],
+)
+def test_a_cpu_without_bf16_arithmetic_takes_fp32_where_nothing_names_bf16(
+    flags: list[str], ds: dict[str, object], without_bf16: str
+) -> None:
+    run = resolve(*flags, ds={"zero_optimization": {"stage": 2}, **ds})
+    there = run.on_cpu(has_bf16=False)
+    assert run.on_cpu().precision == run.precision
+    assert there.precision == without_bf16
+    assert there.ds_config["bf16"]["enabled"] is (without_bf16 == "bf16")  # type: ignore[index]
+    exchanged = {"autocast": "bf16"}.get(without_bf16, without_bf16)
+    assert there.ds_config["communication_data_type"] == exchanged
+
+
 def test_a_ds_config_that_contradicts_the_batch_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"my\.json: train_batch_size 7 contradicts the batch plan's 8"):
         resolve("--global-batch-size", "8", ds={"train_batch_size": 7})

@@ -176,6 +176,14 @@ def check_software(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
         lambda host: host.code and _describe_cuda(host.code.torch_cuda, host.code.nccl),
         "Install the same torch wheel everywhere: NCCL's versions must be equal.",
     )
+    if unfit := [host for host, found in facts.items() if found.code and not found.code.fits_torchvision]:
+        yield CheckRow(
+            "torchvision",
+            "ok",
+            f"llmscale needs none; a program's `import streaming` needs the CPU build on {listed(unfit)}",
+            "pip install --force-reinstall --no-deps torchvision -c constraints.txt --index-url "
+            "https://download.pytorch.org/whl/cpu",
+        )
     yield from _check_imports(facts)
 
 

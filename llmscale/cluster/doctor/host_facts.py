@@ -47,6 +47,8 @@ class CodeFacts:
     torch_cuda: str | None
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None
+    fits_torchvision: bool = True
+    """Whether torchvision, which Streaming brings, can be imported beside this torch."""
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ def gather_code() -> CodeFacts:
         libraries={name: installed_version(name) for name in LIBRARIES},
         torch_cuda=cuda,
         nccl=_nccl_version() if cuda else None,
+        fits_torchvision=cuda is not None or bool(re.search(r"\+cpu\b", _version_file("torchvision"))),
     )
 
 
@@ -61,12 +62,16 @@ def installed_version(distribution: str) -> str | None:
 
 def _torch_cuda() -> str | None:
     """The CUDA version in torch/version.py, which says it without an import of torch."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return None
-    text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
-    found = re.search(r"^cuda\b[^=]*= *'([^']+)'", text, flags=re.MULTILINE)
+    found = re.search(r"^cuda\b[^=]*= *'([^']+)'", _version_file("torch"), flags=re.MULTILINE)
     return found.group(1) if found else None
+
+
+def _version_file(package: str) -> str:
+    """Return the text of a package's version.py, empty where the package is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return ""
+    return (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
 
 
 def _nccl_version() -> str | None:

@@ -252,6 +252,13 @@ class DsFile(Section):
         return "fp32"
 
     @property
+    def leaves_precision_open(self) -> bool:
+        """Whether it is bf16 by an "auto" alone, so that another device may take another precision."""
+        types = self.data_types
+        names_bf16 = types is not None and "bf16" in (types.param_dtype, types.grad_accum_dtype)
+        return self.precision == "bf16" and self.bf16 is not None and self.bf16.enabled == AUTO and not names_bf16
+
+    @property
     def model_dtype(self) -> Dtype:
         """What the parameters are stored in between steps."""
         return "fp32" if self.precision == "autocast" else self.precision
