@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from llmscale.config.human_numbers import with_singulars
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.terminal.colour import paint
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import make_visible_line
 

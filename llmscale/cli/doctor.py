@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import Need
-from llmscale.config.human_numbers import with_singulars
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
 from llmscale.terminal.colour import Style, paint
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.terminal.table import output_width
 from llmscale.untrusted.terminal import make_visible
 

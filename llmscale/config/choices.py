@@ -8,12 +8,12 @@ from typing import cast
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
 from llmscale.config.hf_model import default_preset, is_published
-from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import RunConfig
 from llmscale.config.schedule import Schedule
 from llmscale.errors import ConfigError
+from llmscale.terminal.human_numbers import format_quantity
 
 #: A model whose size differs from its preset's name by more than this is not what the name says.
 _SAME_SIZE = 0.05

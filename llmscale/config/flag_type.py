@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from llmscale.config.human_numbers import parse_bytes, parse_quantity
 from llmscale.config.user_paths import check_path, check_path_or_url, check_text
+from llmscale.terminal.human_numbers import parse_bytes, parse_quantity
 
 _T = TypeVar("_T")
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.hardware import GPU
-from llmscale.config.human_numbers import format_quantity
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.optimizers import ADAMW
 from llmscale.memory.zero_settings import EngineLayout
 from llmscale.planning.kernels import kernel_efficiency
+from llmscale.terminal.human_numbers import format_quantity
 
 #: A size counts as that of a row up to so much beside it.
 _NEAR = 1.1

@@ -7,10 +7,10 @@ import math
 from dataclasses import replace
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
 from llmscale.planning.largest_model import LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape
+from llmscale.terminal.human_numbers import format_quantity
 
 #: Below GPT-3's smallest width its depths say nothing.
 _LEAST_DEPTH = 4

@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.human_numbers import format_quantity
 from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
 from llmscale.report.save_figure import save_figure
+from llmscale.terminal.human_numbers import format_quantity
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

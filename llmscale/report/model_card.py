@@ -14,11 +14,11 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_folder import CARD_MARK
 from llmscale.checkpoint.history import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
-from llmscale.config.human_numbers import with_singulars
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.run_history import load_history
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.run_folder import STARTS_NAME
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line

@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from llmscale.config.human_numbers import with_singulars
 from llmscale.terminal.colour import is_terminal, paint
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.terminal import make_visible_line
 
 #: Narrower is not taken seriously.

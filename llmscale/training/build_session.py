@@ -154,7 +154,7 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
     """Ranks that mean the same, with the weights that the run begins with on each of their disks. Collective."""
     with clock.phase("ranks", "joining the ranks"):
         world = join_world()
-        run = run if is_gpu() else _on_cpu(run, world)
+        run = run if is_gpu() else _on_cpu(run, world, report_on_main(world, clock.announcer))
         allow_tf32(run.resolved.precision)
         together(world.control, lambda: check_device(run.resolved))
         check_ranks_agree(run, world)
@@ -165,14 +165,14 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
     return replace(run, weights=weights), world
 
 
-def _on_cpu(run: PreparedRun, world: World) -> PreparedRun:
+def _on_cpu(run: PreparedRun, world: World, report: Callable[[str], None]) -> PreparedRun:
     """Return the run as these CPUs train it, and report whether they are slow in its precision. Collective."""
     has_bf16, wanted = on_main_rank(world.control, has_bf16_instructions), run.resolved.precision
     run = run.on_cpu(has_bf16=has_bf16)
     if not has_bf16 and wanted in ("bf16", "autocast"):
         is_asked = run.resolved.precision == wanted
         chosen = f"WARNING: {wanted}, though it" if is_asked else "precision: fp32, because --precision bf16"
-        report_on_main(world)(f"{chosen} is slow on this CPU, which has no bf16 instructions")
+        report(f"{chosen} is slow on this CPU, which has no bf16 instructions")
     return run
 
 

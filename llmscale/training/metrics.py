@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llmscale.config.human_numbers import with_singulars
 from llmscale.evaluate.task_scores import show_value
 from llmscale.files.append import AppendFile
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.display.display import Display, PlainLines
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION
 from llmscale.training.step_metrics import StepMetrics

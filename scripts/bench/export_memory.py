@@ -21,7 +21,7 @@ from pathlib import Path
 
 from llmscale.architecture.families.registry import family_of
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.human_numbers import parse_bytes
+from llmscale.terminal.human_numbers import parse_bytes
 
 SHAPES = {
     "gpt2": GPTShape(18, 16, 2048, 50_257, 1024, activation="gelu_tanh"),

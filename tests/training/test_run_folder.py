@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TextIO
 
 import pytest
-from llmscale.cluster.launch.attempt_log import ATTEMPTS_NAME, LOGS_NAME
 
 from llmscale import __version__
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.cluster.launch.agent import CLAIMS_NAME
+from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, LOGS_NAME
 from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError

@@ -14,7 +14,6 @@ from llmscale.cli.estimate.table import align
 from llmscale.cli.train_command import data_words, flag_words, train_command
 from llmscale.config.choices import preset_words, shape_changes
 from llmscale.config.hardware import GPUS
-from llmscale.config.human_numbers import format_quantity
 from llmscale.config.presets import PRESETS
 from llmscale.config.shipped import is_in_checkout
 from llmscale.memory.format_bytes import format_size
@@ -23,6 +22,7 @@ from llmscale.planning.law_table import LawRow, central, law_rows
 from llmscale.planning.placement import GPUPlacement
 from llmscale.planning.run_plan import Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
+from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import output_width
 
 _TIB = 2**40

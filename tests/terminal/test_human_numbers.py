@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.human_numbers import format_quantity, parse_bytes, parse_quantity, with_singulars
+from llmscale.terminal.human_numbers import format_quantity, parse_bytes, parse_quantity, with_singulars
 
 
 @pytest.mark.parametrize(
