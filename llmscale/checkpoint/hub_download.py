@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from llmscale.checkpoint.hf_files import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
-from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
+from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.engine.collectives import gather, together
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError

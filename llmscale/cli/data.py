@@ -154,7 +154,7 @@ def _add_train_tokenizer(commands: argparse._SubParsersAction[FlagParser]) -> No
 
 def _prepare(args: argparse.Namespace) -> int:
     from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-    from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
+    from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
     from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 
     options = PrepareOptions(

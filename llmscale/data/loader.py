@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from llmscale.data.order.rank_sharding import RankLayout, shard_batch
-from llmscale.data.order.stream_order import StreamOrder
+from llmscale.data.order.sample_order import RankLayout, StreamOrder, shard_batch
 from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 

@@ -27,7 +27,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.order.hash64 import mix64
+from llmscale.data.order.permutation import mix64
 from llmscale.errors import ConfigError, DataError
 from llmscale.files.append import AppendFile, warn_on_stderr
 from llmscale.files.whole import write_durably

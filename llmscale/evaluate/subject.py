@@ -24,8 +24,7 @@ from llmscale.config.run_config import RunConfig
 from llmscale.data.mix.training_sets import TrainingSets, open_kept_sets, open_recorded_sets, open_training_sets
 from llmscale.data.shards.dataset_source import fetch_tokenizer
 from llmscale.data.shards.manifest import check_set_matches
-from llmscale.data.tokenizers.belongs_to_weights import check_tokenizer_of_weights
-from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights, load_set_tokenizer, load_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.untrusted.documents import Rules, load_json

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.arguments import build_run_config
-from llmscale.data.mix.recipe import is_mix
+from llmscale.data.mix.training_sets import is_mix
 from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.run_history import RunHistory, load_run_manifest

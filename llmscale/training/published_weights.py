@@ -18,7 +18,7 @@ from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLI
 from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation
-from llmscale.data.tokenizers.vocabulary_files import VOCABULARY_NAMES
+from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, DataError
 from llmscale.untrusted.hub import is_known_absent, is_offline
 from llmscale.untrusted.paths import open_regular
@@ -154,7 +154,7 @@ def _match(
 def _check_tokenizer(folder: Path, location: SetLocation) -> list[str]:
     """Weights mean tokens: they are of use only with the tokenizer that they were trained with."""
     from llmscale.data.shards.dataset_source import fetch_tokenizer
-    from llmscale.data.tokenizers.belongs_to_weights import check_tokenizer_of_weights
+    from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights
 
     fetch_tokenizer(location)
     return [check_tokenizer_of_weights(location.folder, location.manifest, folder)]

@@ -12,11 +12,16 @@ from llmscale.checkpoint.run_state import RunState
 from llmscale.config.limits import MAX_BATCH
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
-from llmscale.data.mix.recipe import MAX_PERIOD
-from llmscale.data.mix.training_sets import RECORDED_SETS, TrainingSets
+from llmscale.data.mix.training_sets import MAX_PERIOD, RECORDED_SETS, TrainingSets
 from llmscale.data.order.build_order import OrderSettings, build_order
-from llmscale.data.order.sample_order import SampleOrder
-from llmscale.data.order.stream_order import MOST_POSITIONS, Ranges, SkippingOrder, StreamOrder, stream_positions
+from llmscale.data.order.sample_order import (
+    MOST_POSITIONS,
+    Ranges,
+    SampleOrder,
+    SkippingOrder,
+    StreamOrder,
+    stream_positions,
+)
 from llmscale.errors import CheckpointError
 from llmscale.training.run_inputs import PreparedRun
 from llmscale.training.skipped_steps import SKIPPED_KEY, Skip, as_plain_skips, place_skips, ranges, saved_skips

@@ -13,7 +13,7 @@ import numpy as np
 
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.step_range import parse_step_range
-from llmscale.data.order.stream_order import MOST_POSITIONS, Ranges, join_ranges, stream_positions
+from llmscale.data.order.sample_order import MOST_POSITIONS, Ranges, join_ranges, stream_positions
 from llmscale.errors import CheckpointError, ConfigError
 
 #: The key of a run's identity under which a checkpoint keeps what its run leaves out.

@@ -17,8 +17,13 @@ import tracemalloc
 
 import numpy as np
 
-from llmscale.data.order.rank_sharding import RankLayout, shard_batch
-from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
+from llmscale.data.order.sample_order import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_CANONICAL_NODES,
+    RankLayout,
+    SampleOrder,
+    shard_batch,
+)
 
 GLOBAL_BATCH = 512
 RANKS_PER_NODE = 8

@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from llmscale.data.prepare.sources import source, text_files
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
+from llmscale.data.tokenizers.hugging_face import load_huggingface
 from llmscale.data.tokenizers.tiktoken_tokenizer import load_ranks_file
 from llmscale.errors import DataError
 from tests import warm_start

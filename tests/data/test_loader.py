@@ -21,8 +21,7 @@ import torch
 from llmscale.data.loader import Feed, FeedPlan, rank_sample_ids
 from llmscale.data.order.build_order import WHOLE_SET_BYTES, OrderSettings, build_order
 from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.order.rank_sharding import RankLayout, shard_batch
-from llmscale.data.order.sample_order import SampleOrder
+from llmscale.data.order.sample_order import RankLayout, SampleOrder, shard_batch
 from llmscale.data.shards.dataset_source import SetLocation, open_set
 from llmscale.data.shards.manifest import ShardInfo
 from llmscale.data.shards.token_shards import TokenShards
@@ -242,7 +241,7 @@ LEAVE_OPEN = """
 import sys
 from llmscale.data.loader import Feed, FeedPlan
 from llmscale.data.order.build_order import OrderSettings, build_order
-from llmscale.data.order.rank_sharding import RankLayout
+from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.token_shards import TokenShards
 plan = FeedPlan(RankLayout(0, (1,)), int(sys.argv[3]), 4)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmscale.data.order.feistel import permute
-from llmscale.data.order.hash64 import fold64, key64
+from llmscale.data.order.permutation import fold64, key64, permute
 from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, IntArray, SampleOrder
 
 # Domains of the keys, with SampleOrder's of the spans.

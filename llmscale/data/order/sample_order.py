@@ -8,7 +8,7 @@ By default an epoch is a random permutation of the whole set, drawn from all of 
 what a node must hold of a remote set, and cost nothing where they are the default:
 
 - **Rows.** Positions go round R canonical rows in an order that is random in each round and fair to every number of
-  nodes that divides R (row_visits.py). A row is a part of the set that one node can hold, the same in every epoch. Rows
+  nodes that divides R (`RowVisits` below). A row is a part of the set that one node can hold, the same in every epoch. Rows
   are as alike as can be: each takes its share of shards from every region of the set. From eight shards to a row on,
   their means differ so little that the order cannot be told from a shuffle of the whole; a smaller set has one row.
 - **Blocks.** Each epoch, each row shuffles its shards and is cut into equal blocks of `block_size` samples or less,
@@ -23,20 +23,116 @@ change between versions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.order.feistel import permute
-from llmscale.data.order.hash64 import fold64, key64
-from llmscale.data.order.row_visits import scramble
+from llmscale.data.order.permutation import UInt64Array, fold64, key64, permute
 from llmscale.errors import ConfigError
 
 IntArray = NDArray[np.int64]
+#: Far beyond any run; positions are int64, and are added to.
+MOST_POSITIONS = 1 << 56
+#: [begin, end) of stream positions, ascending and apart.
+Ranges = tuple[tuple[int, int], ...]
+
+
+class StreamOrder(Protocol):
+    """A pure function from stream positions to samples: position g is the (g + 1)-th sample that a run sees."""
+
+    num_samples: int
+    """Samples there are; ids are below it."""
+
+    def rows(self, positions: IntArray) -> IntArray:
+        """Canonical row of each position [n], which decides the node that takes it (`RankLayout`)."""
+
+    def sample_ids(self, positions: IntArray) -> IntArray:
+        """Sample at each position [n]."""
+
+
+class SkippingOrder:
+    """An order that leaves ranges of the stream out, as if they had never been in it."""
+
+    def __init__(self, order: StreamOrder, skipped: Ranges) -> None:
+        self.num_samples = order.num_samples
+        self.order, self._skipped = order, skipped
+
+    def rows(self, positions: IntArray) -> IntArray:
+        """See StreamOrder."""
+        return self.order.rows(stream_positions(positions, self._skipped))
+
+    def sample_ids(self, positions: IntArray) -> IntArray:
+        """See StreamOrder."""
+        return self.order.sample_ids(stream_positions(positions, self._skipped))
+
+
+def stream_positions(seen: IntArray, skipped: Ranges) -> IntArray:
+    """Where in the stream the samples lie before which so many were seen: int64 of the same shape."""
+    moved = seen.copy()
+    for begin, end in skipped:
+        moved[moved >= begin] += end - begin
+    return moved
+
+
+def join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """[begin, end) ranges, ascending, those that touch made one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def scramble(turns: IntArray, num_rows: int, keys: UInt64Array) -> IntArray:
+    """The row visited at each turn, int64 [n], for `turns` [n] in 0..num_rows - 1 of rounds with `keys` [n]."""
+    rows = np.zeros_like(turns)
+    for prime, exponent in prime_powers(num_rows):
+        modulus = prime**exponent
+        others = num_rows // modulus
+        # 1 modulo `modulus`, 0 modulo the other prime powers.
+        unit = others * pow(others, -1, modulus) % num_rows
+        residues = _scramble_digits(turns, prime, exponent, fold64(keys, np.array([prime], np.uint64)))
+        rows = (rows + residues * unit) % num_rows
+    return rows
+
+
+def _scramble_digits(turns: IntArray, prime: int, exponent: int, keys: UInt64Array) -> IntArray:
+    """A nested permutation of turns modulo prime^exponent."""
+    images = np.zeros_like(turns)
+    weight = 1
+    for _ in range(exponent):
+        # weight + lower digits: another number for every place in the tree of digits.
+        draws = fold64(keys, (weight + turns % weight).astype(np.uint64))
+        # digit -> a digit + b modulo a prime permutes the digits for every a but 0.
+        factors = (draws % np.uint64(prime - 1)).astype(np.int64) + 1
+        shifts = ((draws >> np.uint64(32)) % np.uint64(prime)).astype(np.int64)
+        images += (turns // weight % prime * factors + shifts) % prime * weight
+        weight *= prime
+    return images
+
+
+def prime_powers(number: int) -> Iterator[tuple[int, int]]:
+    """(prime, exponent) of each prime factor, ascending."""
+    prime = 2
+    while prime * prime <= number:
+        exponent = 0
+        while number % prime == 0:
+            number //= prime
+            exponent += 1
+        if exponent:
+            yield prime, exponent
+        prime += 1
+    if number > 1:
+        yield number, 1
+
+
 #: Everything that decides an order, as a checkpoint keeps it.
 OrderIdentity = dict[str, str | int | bool | None]
 
@@ -224,3 +320,52 @@ def rows_that_do_not_show(samples_per_shard: IntArray) -> int:
     num_rows = DEFAULT_CANONICAL_NODES
     fits = int(samples_per_shard.max()) * SHARDS_PER_ROW * num_rows <= int(samples_per_shard.sum())
     return num_rows if fits else 1
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Where this rank stands among the data-parallel ones. Raises ConfigError when the numbers contradict."""
+
+    data_parallel_rank: int
+    """Ranks are numbered node by node, as DeepSpeed's launcher does."""
+    ranks_per_node: tuple[int, ...]
+    """Data-parallel ranks on each node, in the order of their ranks."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks_per_node or min(self.ranks_per_node) < 1:
+            raise ConfigError(f"Every node needs at least one rank, not {list(self.ranks_per_node)}.")
+        if not 0 <= self.data_parallel_rank < self.data_parallel_size:
+            raise ConfigError(f"rank must be in 0..{self.data_parallel_size - 1}, not {self.data_parallel_rank}.")
+
+    @property
+    def data_parallel_size(self) -> int:
+        return sum(self.ranks_per_node)
+
+
+def shard_batch(positions: IntArray, rows: IntArray, layout: RankLayout) -> IntArray:
+    """This rank's share of a global batch: `positions` [G] with their canonical rows [G] -> [G / D].
+
+    A stable sort by preferred node, cut into D = data_parallel_size equal parts. Raises ConfigError when D does
+    not divide G.
+    """
+    if len(positions) % layout.data_parallel_size:
+        raise ConfigError(
+            f"A global batch of {len(positions)} samples cannot be dealt to {layout.data_parallel_size} ranks equally: "
+            "the world size must divide it."
+        )
+    share = len(positions) // layout.data_parallel_size
+    begin = layout.data_parallel_rank * share
+    if len(layout.ranks_per_node) == 1:  # every row prefers it, so that sorting would change nothing
+        return positions[begin : begin + share]
+    order = np.argsort(preferred_nodes(rows, layout.ranks_per_node), kind="stable")
+    return positions[order[begin : begin + share]]
+
+
+def preferred_nodes(rows: IntArray, ranks_per_node: Sequence[int]) -> IntArray:
+    """The node that should hold each row: rows go round the nodes, as often as a node has ranks.
+
+    Equal nodes take row % num_nodes. Consecutive rows fill every node's share exactly.
+    """
+    turns = math.gcd(*ranks_per_node)
+    counts = np.array(ranks_per_node, np.int64) // turns
+    return np.repeat(np.arange(len(counts), dtype=np.int64), counts)[rows % counts.sum()]

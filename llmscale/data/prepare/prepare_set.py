@@ -19,12 +19,16 @@ from llmscale.data.prepare.split_writer import SplitWriter
 from llmscale.data.prepare.tokenise import Distributor, tokenise
 from llmscale.data.prepare.work_folder import WorkFolder, open_work_folder, remove_finished
 from llmscale.data.shards.manifest import (
+    HASH_ALGORITHM,
     MANIFEST_NAME,
+    MAX_SHARD_BYTES,
+    TOKENIZER_FOLDER,
+    Compression,
     Manifest,
     PrepareRequest,
     SplitManifest,
+    TokenDtype,
 )
-from llmscale.data.shards.set_rules import HASH_ALGORITHM, MAX_SHARD_BYTES, TOKENIZER_FOLDER, Compression, TokenDtype
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import DataError
 from llmscale.terminal.progress import show_progress

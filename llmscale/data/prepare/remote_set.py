@@ -27,6 +27,8 @@ from llmscale.data.prepare.work_folder import WorkFolder
 from llmscale.data.shards.manifest import (
     GENERATION,
     MANIFEST_NAME,
+    SHARD_NAME,
+    TOKENIZER_FOLDER,
     UNFINISHED_NAME,
     Manifest,
     PrepareRequest,
@@ -34,7 +36,6 @@ from llmscale.data.shards.manifest import (
     parse_generation,
     parse_manifest,
 )
-from llmscale.data.shards.set_rules import SHARD_NAME, TOKENIZER_FOLDER
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store

@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llmscale.data.shards.set_rules import HASH_ALGORITHM, TokenDtype
+from llmscale.data.shards.manifest import HASH_ALGORITHM, TokenDtype
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import INDEX_NAME
 from llmscale.files.whole import write_durably

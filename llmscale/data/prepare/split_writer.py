@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from llmscale.data.prepare.shard_files import Entry, ShardFiles
 from llmscale.data.prepare.tokenised_document import Tokens
 from llmscale.data.prepare.window_shuffle import Run, WindowShuffle
-from llmscale.data.shards.manifest import ShardInfo, SplitManifest
-from llmscale.data.shards.set_rules import HASH_ALGORITHM, TokenDtype
+from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype
 
 #: Tokens that are gathered before windows are cut off.
 _BUFFER_TOKENS = 1 << 18

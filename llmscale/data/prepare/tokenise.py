@@ -23,7 +23,7 @@ from llmscale.data.prepare.tokenise_batch import BatchTokeniser, TokenisedBatch
 from llmscale.data.prepare.tokenised_document import TokenisedDocument
 from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeeper, split_scores
 from llmscale.data.prepare.work_folder import WorkFolder
-from llmscale.data.shards.set_rules import TokenDtype
+from llmscale.data.shards.manifest import TokenDtype
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.terminal.progress import Progress
 

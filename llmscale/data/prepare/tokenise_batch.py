@@ -15,7 +15,7 @@ from llmscale.data.prepare.encoder import Encoder
 from llmscale.data.prepare.sources.source import Rejected
 from llmscale.data.prepare.tokenised_document import TokenisedDocument, Tokens
 from llmscale.data.prepare.train_val_split import hash_text, hash_tokens
-from llmscale.data.shards.set_rules import TokenDtype
+from llmscale.data.shards.manifest import TokenDtype
 from llmscale.data.tokenizers.byte_letters import letters_of_bytes
 from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
 

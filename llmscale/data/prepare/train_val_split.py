@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llmscale.data.order.hash64 import fold64, key64
+from llmscale.data.order.permutation import fold64, key64
 from llmscale.data.tokenizers.tokenizer import TokenArray
 
 _T = TypeVar("_T")

@@ -20,8 +20,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.order.hash64 import UInt64Array, fold64, key64
-from llmscale.data.shards.set_rules import TokenDtype
+from llmscale.data.order.permutation import UInt64Array, fold64, key64
+from llmscale.data.shards.manifest import TokenDtype
 
 #: Bytes of windows in memory that make a run; while it is sorted and written, as much again.
 BUFFER_BYTES = 128 << 20

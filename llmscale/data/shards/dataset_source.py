@@ -11,14 +11,17 @@ from typing import TypeVar
 
 from llmscale.data.shards.manifest import (
     MANIFEST_NAME,
+    ORIGIN_NAME,
+    TOKENIZER_FILES,
+    TOKENIZER_FOLDER,
     UNFINISHED_NAME,
     Manifest,
+    check_no_links,
     load_manifest,
+    load_origin,
     parse_generation,
     parse_manifest,
 )
-from llmscale.data.shards.set_rules import ORIGIN_NAME, TOKENIZER_FILES, TOKENIZER_FOLDER, check_no_links
-from llmscale.data.shards.tokenizer_origin import load_origin
 from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
 from llmscale.data.storage import faults
 from llmscale.data.storage.transport import download, open_downloader

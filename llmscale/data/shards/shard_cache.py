@@ -19,8 +19,7 @@ from typing import Protocol
 
 from llmscale.data.shards.compressed import DamagedError, open_zstd
 from llmscale.data.shards.dataset_source import SetLocation, check_source, find_moved
-from llmscale.data.shards.manifest import ShardInfo
-from llmscale.data.shards.set_rules import check_no_links
+from llmscale.data.shards.manifest import ShardInfo, check_no_links
 from llmscale.data.shards.verify_shards import hash_file
 from llmscale.data.storage import faults
 from llmscale.data.storage.transport import Downloader, download, open_downloader

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.data.shards.manifest import Manifest, ShardInfo, get_split
-from llmscale.data.shards.set_rules import HASH, LINK_REMEDY, check_no_links
+from llmscale.data.shards.manifest import HASH, LINK_REMEDY, Manifest, ShardInfo, check_no_links, get_split
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular

@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from llmscale.data.tokenizers.byte_letters import write_bytes
-from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer
-from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME
+from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from llmscale.data.prepare.atomic_folder import new_folder
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.tokenizers.hf_tokenizer import HuggingFaceTokenizer, load_huggingface
-from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME
+from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer, load_huggingface
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
 from llmscale.errors import DataError
 from llmscale.terminal.announcer import Announcer

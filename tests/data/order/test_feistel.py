@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.order.feistel import permute
+from llmscale.data.order.permutation import permute
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))

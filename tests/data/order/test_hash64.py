@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmscale.data.order.hash64 import fold64, key64, mix64
+from llmscale.data.order.permutation import fold64, key64, mix64
 
 
 def test_it_is_splitmix64() -> None:

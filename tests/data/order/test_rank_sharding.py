@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.order.rank_sharding import RankLayout, shard_batch
+from llmscale.data.order.sample_order import RankLayout, shard_batch
 from llmscale.errors import ConfigError
 
 LAYOUTS = st.lists(st.integers(1, 5), min_size=1, max_size=5)

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmscale.data.order.hash64 import key64
-from llmscale.data.order.row_visits import prime_powers, scramble
+from llmscale.data.order.permutation import key64
+from llmscale.data.order.sample_order import prime_powers, scramble
 
 
 def _rounds(num_rows: int, num_rounds: int) -> np.ndarray:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from llmscale.data.order.sample_order import SampleOrder
-from llmscale.data.order.stream_order import SkippingOrder, join_ranges, stream_positions
+from llmscale.data.order.sample_order import SampleOrder, SkippingOrder, join_ranges, stream_positions
 
 
 def test_what_is_left_out_is_as_if_it_had_never_been_there() -> None:

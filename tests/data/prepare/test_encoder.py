@@ -13,7 +13,7 @@ import pytest
 from llmscale.data.prepare import encoder as encoders
 from llmscale.data.prepare.encoder import GigatokenEncoder, ReferenceEncoder, choose_encoder
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
+from llmscale.data.tokenizers.hugging_face import load_huggingface
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
 from llmscale.data.tokenizers.train_tokenizer import train_tokenizer

@@ -10,8 +10,7 @@ import pytest
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.manifest import load_manifest
-from llmscale.data.tokenizers.belongs_to_weights import check_tokenizer_of_weights
-from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights, load_tokenizer
 from llmscale.data.tokenizers.save_for_transformers import save_for_transformers
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.train_tokenizer import train_tokenizer

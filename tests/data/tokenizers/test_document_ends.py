@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
+from llmscale.data.tokenizers.hugging_face import load_huggingface
 from llmscale.errors import DataError
 from tests.data.tokenizers.conftest import TEMPLATE, MakeModel
 

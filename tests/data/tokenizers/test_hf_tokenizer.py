@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
-from llmscale.data.tokenizers.hf_tokenizer import load_huggingface, load_saved
+from llmscale.data.tokenizers.hugging_face import load_huggingface, load_saved
 from llmscale.errors import DataError
 from tests.data.tokenizers.conftest import AWKWARD, SPECIAL, TEMPLATE, MakeModel
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.tokenizers.hf_tokenizer import load_huggingface
+from llmscale.data.tokenizers.hugging_face import load_huggingface
 from llmscale.errors import DataError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "

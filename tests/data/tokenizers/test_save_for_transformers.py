@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from llmscale.data.tokenizers.hf_tokenizer import load_huggingface, load_old_set, load_saved
+from llmscale.data.tokenizers.hugging_face import load_huggingface, load_old_set, load_saved
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer

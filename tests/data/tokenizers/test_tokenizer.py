@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.tokenizers.hf_tokenizer import load_saved
+from llmscale.data.tokenizers.hugging_face import load_saved
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer, cut_text

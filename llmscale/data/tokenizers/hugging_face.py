@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -17,15 +18,317 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.shards.set_rules import ORIGIN_NAME, check_no_links
-from llmscale.data.shards.tokenizer_origin import TokenizerOrigin, hash_files, load_origin
-from llmscale.data.tokenizers.document_ends import find_beginning, find_end_of_text, token_text
-from llmscale.data.tokenizers.model_files import CONFIG_NAME, JSON_NAME, ModelFiles, read_folder
-from llmscale.data.tokenizers.special_tokens import are_all_special, special_ids, with_special_markers, without_special
-from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
-from llmscale.data.tokenizers.vocabulary_files import tokens_by_id
-from llmscale.errors import DataError
-from llmscale.untrusted.documents import Rules, parse_json
+from llmscale.data.shards.manifest import (
+    MAX_VOCAB_SIZE,
+    ORIGIN_NAME,
+    TOKENIZER_EXTRAS,
+    TokenizerOrigin,
+    check_no_links,
+    hash_files,
+    load_origin,
+)
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
+from llmscale.errors import DataError, did_you_mean
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, load_json, parse_json
+from llmscale.untrusted.hub import read_hub_files
+from llmscale.untrusted.paths import read_regular
+
+#: How the markers of chats and of code filling are written (DeepSeek's with full-width bars), and nothing that people
+#: write.
+_MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
+_BRACKETED = re.compile(r"<.*>|\[.*\]", re.DOTALL)
+
+
+def with_special_markers(record: dict[str, object], template: str) -> dict[str, object]:
+    """The same tokenizer with every marker called special, which makes it text; `record` itself where all are.
+
+    Markers are added tokens of the form <|...|>, and those in brackets that the chat `template` writes: Qwen's
+    <|fim_prefix|> and <tool_call>. Other added tokens (runs of spaces, HTML tags, words) are how the model reads text.
+    """
+    entries = _added(record)
+    marks = [not entry.get("special") and _is_marker(str(entry.get("content")), template) for entry in entries]
+    if not any(marks):
+        return record
+    special = [{**entry, "special": True} if mark else entry for entry, mark in zip(entries, marks, strict=True)]
+    return {**record, "added_tokens": special}
+
+
+def special_ids(record: dict[str, object]) -> list[int]:
+    """Of the special tokens, without the one for what is unknown: that is what a text becomes."""
+    model = record.get("model")
+    unknown = (model.get("unk_token"), model.get("unk_id")) if isinstance(model, dict) else ()
+    ids = [(entry.get("id"), entry.get("content")) for entry in _added(record) if entry.get("special")]
+    return [token for token, text in ids if isinstance(token, int) and text not in unknown and token not in unknown]
+
+
+def without_special(record: dict[str, object]) -> dict[str, object]:
+    """The same tokenizer, which looks for no special token in a text and puts none around it."""
+    plain = [entry for entry in _added(record) if not entry.get("special")]
+    return {**record, "added_tokens": plain, "post_processor": None}
+
+
+def are_all_special(record: dict[str, object]) -> bool:
+    """Whether no added token is looked for in a text."""
+    return all(entry.get("special") for entry in _added(record))
+
+
+def _added(record: dict[str, object]) -> list[dict[str, object]]:
+    added = record.get("added_tokens")
+    return added if isinstance(added, list) else []
+
+
+def _is_marker(text: str, template: str) -> bool:
+    return bool(_MARKER.fullmatch(text)) or (bool(_BRACKETED.fullmatch(text)) and text in template)
+
+
+JSON_NAME = "tokenizer.json"
+#: GPT-2's older form, with its merges in another file; OPT has no other on the Hub.
+VOCAB_NAME = "vocab.json"
+ADDED_NAME = "added_tokens.json"
+#: Of these a folder needs one.
+VOCABULARY_NAMES = (JSON_NAME, VOCAB_NAME)
+
+
+def load_vocabulary(folder: Path) -> tuple[str, dict[int, str]]:
+    """The name of the file that states a folder's vocabulary, and its tokens by id; an empty name when there is none.
+
+    Raises DataError when the file is damaged.
+    """
+    for name, others in ((JSON_NAME, ()), (VOCAB_NAME, (ADDED_NAME,))):
+        if (folder / name).is_file():
+            record = load_json(folder / name, Rules(DataError))
+            if name == JSON_NAME:
+                return name, tokens_by_id(record, str(folder / name))
+            for other in others:
+                if (folder / other).is_file():
+                    record |= load_json(folder / other, Rules(DataError))
+            return name, _by_id(iter(record.items()), str(folder / name))
+    return "", {}
+
+
+def tokens_by_id(record: dict[str, object], where: str) -> dict[int, str]:
+    """Tokens by id of a tokenizer.json that was read: its model's, and those added to them. Raises DataError."""
+    model = record.get("model")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    added = record.get("added_tokens") or []
+    if not isinstance(vocab, (dict, list)) or not isinstance(added, list):
+        raise DataError(f"{where} is not a tokenizer that `tokenizers` can read: model.vocab or added_tokens is wrong.")
+    tokens = _by_id(iter(vocab.items()) if isinstance(vocab, dict) else _pieces(vocab, where), where)
+    for entry in added:
+        if not isinstance(entry, dict):
+            raise DataError(f"{where}: an entry of added_tokens is {str(entry)[:40]!r}, not an object.")
+        token, content = _checked_id(entry.get("id"), where), entry.get("content")
+        if not isinstance(content, str) or not content or tokens.setdefault(token, content) != content:
+            raise DataError(
+                f"{where}: the id {token} is {tokens.get(token, '')[:40]!r}, and added_tokens say "
+                f"{str(content)[:40]!r}. A token needs an id of its own, and a text."
+            )
+    return tokens
+
+
+def _pieces(vocab: list[object], where: str) -> Iterator[tuple[object, object]]:
+    """A Unigram model lists pieces with their scores, in the order of ids."""
+    for place, entry in enumerate(vocab):
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise DataError(f"{where}: entry {place} of model.vocab is {str(entry)[:40]!r}, not a piece and its score.")
+        yield entry[0], place
+
+
+def _by_id(entries: Iterator[tuple[object, object]], where: str) -> dict[int, str]:
+    tokens: dict[int, str] = {}
+    for token, number in entries:
+        if not isinstance(token, str):
+            raise DataError(f"{where}: the vocabulary has {str(token)[:40]!r} where a token's text should be.")
+        if tokens.setdefault(_checked_id(number, where), token) != token:
+            raise DataError(f"{where}: the tokens {tokens[int(str(number))][:40]!r} and {token[:40]!r} have one id.")
+    return tokens
+
+
+def _checked_id(number: object, where: str) -> int:
+    if type(number) is not int or not 0 <= number < MAX_VOCAB_SIZE:
+        raise DataError(
+            f"{where} has the token id {str(number)[:40]}. Legal: whole numbers below {MAX_VOCAB_SIZE:,}, since tables "
+            "have a row for every id."
+        )
+    return number
+
+
+CONFIG_NAME = "tokenizer_config.json"
+TEMPLATE_NAME = "chat_template.jinja"
+#: Read for what they say of end-of-text, and not kept.
+_MODEL_NAMES = ("config.json", "generation_config.json")
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What was read, so that nothing depends on the folder afterwards."""
+
+    name: str
+    """The folder as the user named it, or the Hub's NAME@COMMIT."""
+    tokenizer_json: bytes
+    others: dict[str, bytes]
+    """By file name; those that there are."""
+
+    def extras(self) -> dict[str, bytes]:
+        """The others that belong to the tokenizer and go where it goes."""
+        return {name: self.others[name] for name in TOKENIZER_EXTRAS if name in self.others}
+
+    def record(self, name: str) -> dict[str, object]:
+        """The JSON object in one of the others; empty when there is no such file. Raises DataError."""
+        if name not in self.others:
+            return {}
+        # Some models on the Hub have Infinity as a limit, most tokenizers 10^30.
+        rules = Rules(DataError, max_bytes=CONFIG_MAX_BYTES, not_finite=True, large_numbers=True)
+        return parse_json(self.others[name], rules, f"{self.name}/{name}")
+
+    def chat_template(self) -> str:
+        """All that is known of how the model's chats are written, templates one after the other; never run."""
+        inside = self.record(CONFIG_NAME).get("chat_template")
+        return self.others.get(TEMPLATE_NAME, b"").decode(errors="replace") + (
+            json.dumps(inside, ensure_ascii=False) if inside else ""
+        )
+
+
+def read_folder(folder: Path) -> ModelFiles:
+    """Raises DataError when there is no tokenizer.json, or a file cannot be read."""
+    if not (folder / JSON_NAME).is_file():
+        slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).exists()]
+        raise DataError(
+            f"{folder} holds no {JSON_NAME}{f', only {slow[0]}' if slow else ''}. A slow tokenizer can be converted "
+            "where transformers is installed, with `AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)`."
+        )
+    names = (*TOKENIZER_EXTRAS, *_MODEL_NAMES)
+    others = {name: _read(folder / name) for name in names if (folder / name).is_file()}
+    return ModelFiles(str(folder), _read(folder / JSON_NAME), others)
+
+
+def read_hub(name: str) -> ModelFiles:
+    """Raises DataError when the model cannot be had, or has no tokenizer.json."""
+    found = read_hub_files(name, JSON_NAME, (*TOKENIZER_EXTRAS, *_MODEL_NAMES), MAX_BYTES, DataError)
+    return ModelFiles(found.name, found.contents.pop(JSON_NAME), found.contents)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return read_regular(path, MAX_BYTES)
+    except OSError as error:
+        raise DataError(f"Cannot read the tokenizer {path}: {error.strerror}.") from None
+
+
+_MAP_NAME = "special_tokens_map.json"
+
+
+@dataclass(frozen=True)
+class EndOfText:
+    """The token that ends a document."""
+
+    token: int
+    origin: str
+    """What says so, for people."""
+
+
+def find_end_of_text(files: ModelFiles, tokens: dict[int, str], asked: str = "") -> EndOfText:
+    """The end-of-text token among `tokens` (by id): `asked`, else what the model's files agree on.
+
+    tokenizer_config.json (else special_tokens_map.json) names it by text, config.json and generation_config.json by
+    one or several ids; where none of them does, it is `<|endoftext|>`. Of several different ones, those that the chat
+    template writes end a turn, not a text: an instructed Llama 3 has <|eot_id|> and <|end_of_text|>. Raises DataError
+    when not exactly one is left.
+    """
+    ids = {text: token for token, text in tokens.items()}
+    if asked:
+        if asked not in ids:
+            hint = did_you_mean(asked, _marked(ids))
+            raise DataError(f"--eot-token '{asked[:80]}' is no token of {files.name}.{hint} {_examples(ids)}")
+        return EndOfText(ids[asked], "--eot-token")
+    named_by: dict[int, str] = {}
+    for token, origin in _named(files, ids):
+        if token not in tokens:
+            raise DataError(
+                f"{files.name}: {origin} names the token {token}, and {JSON_NAME} has no such token. Name the "
+                "end-of-text token with --eot-token."
+            )
+        named_by[token] = f"{named_by[token]} and {origin}" if token in named_by else origin
+    if not named_by and END_OF_TEXT in ids:
+        return EndOfText(ids[END_OF_TEXT], f"no file names one, and {JSON_NAME} has it")
+    if not named_by:
+        raise DataError(
+            f"{files.name} has no end-of-text token: no file names an eos_token, and '{END_OF_TEXT}' is not in its "
+            f"vocabulary. Name one that is with --eot-token. {_examples(ids)}"
+        )
+    left = named_by
+    if len(named_by) > 1:
+        template = files.chat_template()
+        left = {token: origin for token, origin in named_by.items() if tokens[token] not in template}
+    if len(left) != 1:
+        choice = "; ".join(f"'{tokens[token]}' ({origin})" for token, origin in named_by.items())
+        raise DataError(f"{files.name} names several end-of-text tokens: {choice}. Choose one with --eot-token.")
+    [(token, origin)] = left.items()
+    others = "".join(f"; '{tokens[other]}' ends a turn of its chats" for other in named_by if other != token)
+    return EndOfText(token, origin + others)
+
+
+def _marked(ids: dict[str, int]) -> list[str]:
+    return [text for text in ids if text.startswith("<") and text.endswith(">") and len(text) > 2]
+
+
+def _examples(ids: dict[str, int]) -> str:
+    return f"It has, for example, {', '.join(_marked(ids)[:6]) or 'no token in angle brackets'}."
+
+
+def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
+    """Ids that the files call end-of-text, each with what says so. Raises DataError."""
+    found: list[tuple[int, str]] = []
+    for name in (CONFIG_NAME, _MAP_NAME):
+        text = token_text(files, name, "eos_token")
+        if not text:
+            continue
+        if text not in ids:
+            raise DataError(
+                f"{files.name}/{JSON_NAME} has no end-of-text token: '{text[:80]}' is not in its vocabulary, and "
+                f"eos_token of {name} says so. Name one that is with --eot-token."
+            )
+        found.append((ids[text], f"eos_token of {name}"))
+        break
+    for name in ("config.json", "generation_config.json"):
+        named = files.record(name).get("eos_token_id")
+        for token in named if isinstance(named, list) else [named]:
+            if token is None:
+                continue
+            if type(token) is not int:
+                raise DataError(f"{files.name}/{name}: eos_token_id is {str(token)[:40]!r}, not a token's number.")
+            found.append((token, f"eos_token_id of {name}"))
+    return found
+
+
+def token_text(files: ModelFiles, name: str, key: str) -> str:
+    """The text of a special token that a file names, as a string or an object with its content; empty for none."""
+    named = files.record(name).get(key)
+    text = named.get("content") if isinstance(named, dict) else named
+    return text if isinstance(text, str) else ""
+
+
+def find_beginning(
+    files: ModelFiles, template: tuple[int, ...], tokens: dict[int, str], eot_token: int
+) -> tuple[int, ...]:
+    """The tokens that the model saw before every document: its begin-of-text token, or none.
+
+    `template` is what tokenizer.json puts before a text; add_bos_token of tokenizer_config.json overrules it, as in
+    transformers and llama.cpp. End-of-text is not put a second time: what ended the last document begins the next.
+    Raises DataError.
+    """
+    add = files.record(CONFIG_NAME).get("add_bos_token")
+    if add is not None and not isinstance(add, bool):
+        raise DataError(f"{files.name}/{CONFIG_NAME}: add_bos_token is {str(add)[:40]!r}, and must be true or false.")
+    if add and not template:
+        bos = token_text(files, CONFIG_NAME, "bos_token")
+        template = tuple(token for token, text in tokens.items() if text == bos)
+    beginning = () if add is False or template == (eot_token,) else template
+    unknown = [token for token in beginning if token not in tokens]
+    if unknown:
+        raise DataError(f"{files.name}/{JSON_NAME}: its template puts the token {unknown[0]} first, which it lacks.")
+    return beginning
+
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -58,7 +361,7 @@ class Ends:
 class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json with what the files beside it say of documents.
 
-    Special tokens and markers (special_tokens.py) in a text are ordinary text, unless `parse_special`.
+    Special tokens and markers in a text are ordinary text, unless `parse_special`.
     """
 
     def __init__(
