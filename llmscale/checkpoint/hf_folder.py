@@ -8,7 +8,7 @@ from pathlib import Path
 
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.config.user_paths import check_output_folder
-from llmscale.data.prepare.atomic_folder import find_writer
+from llmscale.data.prepare.output_folder import find_writer
 from llmscale.errors import ConfigError, DataError
 from llmscale.untrusted.paths import read_regular
 

@@ -17,7 +17,7 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
     from collections.abc import Iterator
 
-    from llmscale.data.prepare.destination import Destination
+    from llmscale.data.prepare.output_folder import Destination
     from llmscale.data.prepare.prepare_set import Prepared
     from llmscale.data.prepare.sources.source import Source
 
@@ -209,7 +209,7 @@ def _check_out(args: argparse.Namespace) -> Path | str:
 
 def _open_destination(args: argparse.Namespace) -> Destination:
     """Raises DataError: credentials missing, no such bucket."""
-    from llmscale.data.prepare.destination import LocalFolder
+    from llmscale.data.prepare.output_folder import LocalFolder
     from llmscale.data.prepare.remote_set import DEFAULT_WORK_DIR, RemoteSet
 
     if isinstance(args.out, str):

@@ -19,9 +19,7 @@ if TYPE_CHECKING:  # the real imports wait until a command runs
 
     from llmscale.data.clean.clean_manifest import Cleaned
     from llmscale.data.clean.cluster.settings import Cluster
-    from llmscale.data.clean.measure import Amount, TokenizerName
-    from llmscale.data.clean.step_report import StepReport
-    from llmscale.data.clean.steps import CleanOptions
+    from llmscale.data.clean.pipeline import Amount, CleanOptions, StepReport, TokenizerName
 
 #: As in steps.py, which --help must not load.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"
@@ -163,8 +161,8 @@ def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _options(args: argparse.Namespace) -> CleanOptions:
+    from llmscale.data.clean.pipeline import CleanOptions, default_steps, parse_steps
     from llmscale.data.clean.sketches import NearSettings
-    from llmscale.data.clean.steps import CleanOptions, default_steps, parse_steps
 
     languages = tuple(_listed(args.languages or ""))
     steps = default_steps(has_languages=bool(languages), has_evaluation_text=bool(args.decontaminate))
@@ -181,7 +179,7 @@ def _options(args: argparse.Namespace) -> CleanOptions:
 
 
 def _tokenizer(args: argparse.Namespace) -> TokenizerName | None:
-    from llmscale.data.clean.measure import TokenizerName
+    from llmscale.data.clean.pipeline import TokenizerName
 
     return None if args.tokenizer is None else TokenizerName(args.tokenizer, args.eot_token or "")
 

@@ -87,7 +87,7 @@ def open_source_of(args: argparse.Namespace) -> Source:
 
 def describe_reading(passed_over: Counter[str], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
     """What was read otherwise than one might think; `passed_over` are files by suffix."""
-    from llmscale.data.prepare.quarantine import rejected_path
+    from llmscale.data.prepare.output_folder import rejected_path
     from llmscale.data.prepare.sources.text_files import MAX_TEXT_BYTES
 
     if num_rejected:

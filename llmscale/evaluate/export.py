@@ -31,7 +31,7 @@ from llmscale.checkpoint.safetensors_files import (
 )
 from llmscale.checkpoint.stored_weights import StoredWeights
 from llmscale.config.hf_model import PublishedModel
-from llmscale.data.prepare.atomic_folder import new_folder
+from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError

@@ -16,7 +16,7 @@ from llmscale.checkpoint.hf_folder import CONFIG_NAME, GENERATION_NAME
 from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
 from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME
 from llmscale.config.hf_model import PublishedModel
-from llmscale.data.prepare.atomic_folder import new_folder
+from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, DataError

@@ -14,7 +14,7 @@ import torch
 from llmscale.checkpoint.history import record_history
 from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save_manifest
 from llmscale.cli.main import main
-from llmscale.data.prepare.atomic_folder import new_folder
+from llmscale.data.prepare.output_folder import new_folder
 from llmscale.evaluate.subject import open_subject
 from llmscale.training.run_folder import lock_run_folder
 from scripts.bench.transformers_package import import_transformers

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import llmscale
 from llmscale.data.clean.cleaned_set import FORMAT, FORMAT_VERSION, MANIFEST_NAME
-from llmscale.data.clean.evaluation_text import EvaluationNgrams
+from llmscale.data.clean.decontaminate import EvaluationNgrams
 from llmscale.data.clean.jsonl_files import FileFacts
-from llmscale.data.clean.measure import Amount
-from llmscale.data.clean.step_report import StepReport
-from llmscale.data.clean.steps import CleanOptions
-from llmscale.data.prepare.batches import Mark
+from llmscale.data.clean.pipeline import Amount, CleanOptions, StepReport
+from llmscale.data.prepare.tokenise import Mark
 from llmscale.errors import DataError
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.data.clean.cleaned_set import load_clean_manifest, request_of
-from llmscale.data.clean.evaluation_text import EvaluationNgrams
-from llmscale.data.clean.steps import CleanOptions
+from llmscale.data.clean.decontaminate import EvaluationNgrams
+from llmscale.data.clean.pipeline import CleanOptions
 from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError
 

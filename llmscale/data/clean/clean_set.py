@@ -13,20 +13,20 @@ from llmscale.data.clean.clean_request import CleanJob, describe_request, is_alr
 from llmscale.data.clean.cluster.clean_on_cluster import clean_on_cluster
 from llmscale.data.clean.cluster.settings import Cluster
 from llmscale.data.clean.compare import Comparison
-from llmscale.data.clean.evaluation_text import read_evaluation_text, save_hashes
+from llmscale.data.clean.decontaminate import read_evaluation_text, save_hashes
 from llmscale.data.clean.language import check_languages
-from llmscale.data.clean.look import LookedBatch
-from llmscale.data.clean.measure import Amount
 from llmscale.data.clean.near import index_bytes_per_document
-from llmscale.data.clean.pipeline import Pipeline
-from llmscale.data.clean.steps import CleanOptions
-from llmscale.data.clean.worker_processes import Look, start_workers
-from llmscale.data.prepare.atomic_folder import find_writer, new_folder, recover
-from llmscale.data.prepare.batches import Batch, Mark, gather
-from llmscale.data.prepare.encode_threads import work_in_order
-from llmscale.data.prepare.quarantine import Quarantine, rejected_path
+from llmscale.data.clean.pipeline import Amount, CleanOptions, Look, LookedBatch, Pipeline, start_workers
+from llmscale.data.prepare.output_folder import (
+    Quarantine,
+    find_writer,
+    new_folder,
+    recover,
+    rejected_path,
+    remove_finished,
+)
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.work_folder import remove_finished
+from llmscale.data.prepare.tokenise import Batch, Mark, gather, work_in_order
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, show_progress
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.config.user_paths import check_path_or_url
-from llmscale.data.prepare.atomic_folder import new_folder
+from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation, copy_description, open_set
 from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
 from llmscale.data.shards.token_shards import TokenShards

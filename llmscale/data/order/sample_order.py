@@ -8,7 +8,7 @@ By default an epoch is a random permutation of the whole set, drawn from all of 
 what a node must hold of a remote set, and cost nothing where they are the default:
 
 - **Rows.** Positions go round R canonical rows in an order that is random in each round and fair to every number of
-  nodes that divides R (`RowVisits` below). A row is a part of the set that one node can hold, the same in every epoch. Rows
+  nodes that divides R (`RowVisits`). A row is a part of the set that one node can hold, the same in every epoch. Rows
   are as alike as can be: each takes its share of shards from every region of the set. From eight shards to a row on,
   their means differ so little that the order cannot be told from a shuffle of the whole; a smaller set has one row.
 - **Blocks.** Each epoch, each row shuffles its shards and is cut into equal blocks of `block_size` samples or less,

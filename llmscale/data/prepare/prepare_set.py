@@ -8,16 +8,20 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.data.prepare.batches import Mark
-from llmscale.data.prepare.destination import Destination, LocalFolder
 from llmscale.data.prepare.encoder import EncoderName
-from llmscale.data.prepare.quarantine import Quarantine, rejected_path
-from llmscale.data.prepare.resume_state import ResumeState, load_resume_state
+from llmscale.data.prepare.output_folder import (
+    Destination,
+    LocalFolder,
+    Quarantine,
+    WorkFolder,
+    open_work_folder,
+    rejected_path,
+    remove_finished,
+)
 from llmscale.data.prepare.shard_files import ShardFiles
 from llmscale.data.prepare.sources.source import Source
 from llmscale.data.prepare.split_writer import SplitWriter
-from llmscale.data.prepare.tokenise import Distributor, tokenise
-from llmscale.data.prepare.work_folder import WorkFolder, open_work_folder, remove_finished
+from llmscale.data.prepare.tokenise import Distributor, Mark, ResumeState, load_resume_state, tokenise
 from llmscale.data.shards.manifest import (
     HASH_ALGORITHM,
     MANIFEST_NAME,

@@ -22,8 +22,7 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from llmscale.data.prepare.destination import Destination, check_same, describe_differences
-from llmscale.data.prepare.work_folder import WorkFolder
+from llmscale.data.prepare.output_folder import Destination, WorkFolder, check_same, describe_differences
 from llmscale.data.shards.manifest import (
     GENERATION,
     MANIFEST_NAME,

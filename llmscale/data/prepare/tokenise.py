@@ -2,30 +2,323 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import queue
+import threading
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import TypedDict, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.prepare import window_shuffle
-from llmscale.data.prepare.batches import Batch, Mark, gather
-from llmscale.data.prepare.encode_threads import work_in_order
 from llmscale.data.prepare.encoder import Encoder, EncoderName, choose_encoder
-from llmscale.data.prepare.quarantine import Quarantine
-from llmscale.data.prepare.resume_state import ResumeState, save_resume_state
-from llmscale.data.prepare.sources.source import Source, TokenRules
-from llmscale.data.prepare.split_writer import SplitWriter
-from llmscale.data.prepare.tokenise_batch import BatchTokeniser, TokenisedBatch
-from llmscale.data.prepare.tokenised_document import TokenisedDocument
-from llmscale.data.prepare.train_val_split import SplitAssigner, ValidationKeeper, split_scores
-from llmscale.data.prepare.work_folder import WorkFolder
+from llmscale.data.prepare.output_folder import Quarantine, WorkFolder
+from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
+from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument, Tokens
+from llmscale.data.prepare.train_val_split import (
+    Held,
+    SplitAssigner,
+    ValidationKeeper,
+    hash_text,
+    hash_tokens,
+    split_scores,
+)
 from llmscale.data.shards.manifest import TokenDtype
-from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.data.tokenizers.byte_letters import letters_of_bytes
+from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
 from llmscale.terminal.progress import Progress
+
+
+class _Facts(TypedDict):
+    mark: dict[str, object]
+    quarantine: list[int]
+    note: str
+    is_read: bool
+    splits: dict[str, tuple[int, int, list[int]]]
+    held: tuple[int, float, bool] | None
+    held_document: tuple[int, str] | None
+
+
+@dataclass(frozen=True)
+class ResumeState:
+    """What was done by a moment at which the documents until then were in their splits."""
+
+    mark: Mark
+    """Place in the source."""
+    quarantine: tuple[int, int]
+    """Bytes and records of the file of rejected records."""
+    splits: dict[str, SplitState]
+    held: Held[TokenisedDocument] | None
+    """None where the score alone decides about a document."""
+    note: str = ""
+    """How the validation split was made."""
+    is_read: bool = False
+    """Whether every document is in the splits, so that shards are all that may be missing."""
+
+    @property
+    def num_documents(self) -> int:
+        return sum(split.num_documents for split in self.splits.values())
+
+
+def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
+    """Raises OSError."""
+    held = state.held
+    document = held.document if held is not None else None
+    facts: _Facts = {
+        "mark": asdict(state.mark),
+        "quarantine": list(state.quarantine),
+        "note": state.note,
+        "is_read": state.is_read,
+        "splits": {
+            name: (split.num_documents, split.num_text_bytes, split.run_begins) for name, split in state.splits.items()
+        },
+        "held": None if held is None else (held.num_copies, held.score, held.has_others),
+        "held_document": None if document is None else (document.num_text_bytes, document.text_hash.hex()),
+    }
+    arrays: dict[str, NDArray[np.generic]] = {} if document is None else {"held": document.tokens}
+    for name, split in state.splits.items():
+        arrays |= {f"{name}_rest": split.rest, f"{name}_counts": split.counts}
+    work.save_state(facts, arrays)
+
+
+def load_resume_state(work: WorkFolder) -> ResumeState | None:
+    """None when nothing was saved. Raises OSError."""
+    saved = work.load_state()
+    if saved is None:
+        return None
+    facts, arrays = cast(_Facts, saved[0]), saved[1]
+    document = None
+    if facts["held_document"] is not None:
+        num_bytes, digest = facts["held_document"]
+        document = TokenisedDocument(
+            cast(NDArray[np.unsignedinteger], arrays["held"]), num_bytes, bytes.fromhex(digest)
+        )
+    mark = facts["mark"]
+    place = tuple(cast(list[int], mark.pop("place")))
+    [size_bytes, num_rejected] = facts["quarantine"]
+    return ResumeState(
+        mark=Mark(place=place, **cast(dict[str, int], mark)),  # type: ignore[arg-type]  # is_end is a bool
+        quarantine=(size_bytes, num_rejected),
+        splits={
+            name: SplitState(
+                cast(NDArray[np.unsignedinteger], arrays[f"{name}_rest"]),
+                cast(NDArray[np.int64], arrays[f"{name}_counts"]),
+                *numbers,
+            )
+            for name, numbers in facts["splits"].items()
+        },
+        held=None if facts["held"] is None else Held(document, *facts["held"]),
+        note=facts["note"],
+        is_read=facts["is_read"],
+    )
+
+
+#: Characters that a worker encodes at once.
+BATCH_CHARACTERS = 1 << 20
+#: Of a batch of records that hold next to nothing.
+_MOST_RECORDS = 1 << 14
+
+
+@dataclass(frozen=True)
+class Mark:
+    """How far a source was read, and what was found until then."""
+
+    place: Place = ()
+    read_bytes: int = 0
+    num_empty: int = 0
+    num_rejected: int = 0
+    num_cut: int = 0
+    num_skipped: int = 0
+    is_end: bool = False
+
+
+@dataclass
+class Batch:
+    """Neighbouring documents."""
+
+    documents: list[str | TokenArray] = field(default_factory=list)
+    rejected: list[Rejected] = field(default_factory=list)
+    mark: Mark = Mark()
+    """Behind the last of them."""
+    size: int = 0
+    """Characters, tokens, and bytes of what was rejected."""
+
+    @property
+    def weight(self) -> int:
+        """For how many usual batches it counts: one that is a document of many MB, for many."""
+        return max(1, self.size // BATCH_CHARACTERS)
+
+
+def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Generator[Batch]:
+    """The documents of a source behind `mark`, those without text left out and counted; without `rules` only text."""
+    if mark.is_end:
+        return
+    batch, size, num_empty, num_rejected = Batch(), 0, mark.num_empty, mark.num_rejected
+    source.num_cut, source.skipped = mark.num_cut, mark.num_skipped
+    place = mark.place
+    num_records = 0
+    for record in source.records(mark.place, rules):
+        place = record.place
+        num_records += 1
+        if isinstance(record, Rejected):
+            batch.rejected.append(record)
+            num_rejected += 1
+            size += len(record.contents)
+        elif len(record.content):
+            batch.documents.append(record.content)
+            size += len(record.content)
+        else:
+            num_empty += 1
+        if size >= BATCH_CHARACTERS or num_records == _MOST_RECORDS:
+            batch.mark = Mark(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped)
+            batch.size = size
+            yield batch
+            batch, size, num_records = Batch(), 0, 0
+    batch.mark = Mark(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped, is_end=True)
+    batch.size = size
+    yield batch
+
+
+@dataclass(frozen=True)
+class TokenisedBatch:
+    """A batch when it is tokens: its documents one behind the other, each with what stands around it."""
+
+    tokens: Tokens
+    """[tokens of all documents]."""
+    begins: Sequence[int]
+    """Where each document begins in `tokens`, and where the last one ends."""
+    num_text_bytes: Sequence[int]
+    """Of each document."""
+    text_hashes: Sequence[bytes]
+    """Of each document; equal for copies."""
+    rejected: list[Rejected]
+    mark: Mark
+    """Where its source was behind it."""
+
+    def tokens_of(self, first: int, end: int) -> Tokens:
+        """Of documents first .. end - 1. A small part is a copy, which does not keep the rest in memory."""
+        part = self.tokens[self.begins[first] : self.begins[end]]
+        return part if 2 * len(part) > len(self.tokens) else part.copy()
+
+    def document(self, number: int) -> TokenisedDocument:
+        tokens = self.tokens_of(number, number + 1)
+        return TokenisedDocument(tokens, self.num_text_bytes[number], self.text_hashes[number])
+
+
+class BatchTokeniser:
+    """What several threads do at once."""
+
+    def __init__(self, tokenizer: Tokenizer, encoder: Encoder, dtype: TokenDtype) -> None:
+        self._tokenizer = tokenizer
+        self._encoder = encoder
+        self._dtype = np.dtype(dtype)
+        self._before = np.array(tokenizer.bos_tokens, self._dtype)
+
+    def __call__(self, batch: Batch) -> TokenisedBatch:
+        texts = [document for document in batch.documents if isinstance(document, str)]
+        encoded = iter(self._encoder.encode(texts))
+        parts, num_text_bytes, hashes = [], [], []
+        for document in batch.documents:
+            if isinstance(document, str):
+                parts.append(next(encoded))
+                num_text_bytes.append(len(document) if document.isascii() else len(document.encode()))
+                hashes.append(hash_text(document))
+            else:
+                parts.append(document)
+                num_text_bytes.append(int(self._token_bytes[document].sum()))
+                hashes.append(hash_tokens(document))
+        tokens, begins = self._join(parts)
+        return TokenisedBatch(tokens, begins, num_text_bytes, hashes, batch.rejected, batch.mark)
+
+    def _join(self, parts: Sequence[TokenArray]) -> tuple[Tokens, list[int]]:
+        """The documents one behind the other, and where each begins."""
+        num_before = len(self._before)
+        begins = [0, *itertools.accumulate(num_before + len(part) + 1 for part in parts)]
+        whole: Tokens = np.empty(begins[-1], self._dtype)
+        for part, begin in zip(parts, begins, strict=False):
+            whole[begin + num_before : begin + num_before + len(part)] = part
+        edges = np.array(begins)
+        whole[edges[1:] - 1] = self._tokenizer.eot_token
+        for number, token in enumerate(self._before):
+            whole[edges[:-1] + number] = token
+        return whole, begins
+
+    @functools.cached_property
+    def _token_bytes(self) -> NDArray[np.int64]:
+        """Bytes of text that each token stands for, [vocab_size]; of a tokenizer that is not byte-level about that."""
+        return bytes_of_tokens(self._tokenizer)
+
+
+def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
+    """UTF-8 bytes of each token, [vocab_size]: letters of one that is byte-level."""
+    letters = set(letters_of_bytes().values())
+    lengths = np.zeros(tokenizer.vocab_size, np.int64)
+    for token, text in tokenizer.tokens().items():
+        lengths[token] = len(text) if letters.issuperset(text) else len(text.encode())
+    return lengths
+
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+#: Batches under way per worker: enough to keep it busy while the others read and write.
+READ_AHEAD = 3
+
+
+def work_in_order(
+    batches: Iterable[_T], work: Callable[[_T], _R], num_workers: int, *, weigh: Callable[[_T], int] = lambda _: 1
+) -> Generator[_R, None, None]:
+    """work(batch) for every batch, in the order given: the same for any number of workers.
+
+    `weigh` says for how many usual ones a batch counts in memory: while a very large one is under way, few others are.
+    `batches` is consumed by a thread of its own, which closes a generator when nothing more is wanted. What it or
+    `work` raises is raised here, in its place.
+    """
+    num_places = (num_workers + 1) * READ_AHEAD
+    places = threading.Semaphore(num_places)
+    results: queue.Queue[tuple[Future[_R], int] | None] = queue.Queue()
+    is_over = threading.Event()
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="encode")
+
+    def read() -> None:
+        failed: Future[_R] = Future()
+        try:
+            for batch in batches:
+                weight = min(weigh(batch), num_places)
+                for _ in range(weight):
+                    places.acquire()
+                if is_over.is_set():
+                    return
+                results.put((pool.submit(work, batch), weight))
+            results.put(None)
+        except BaseException as error:
+            failed.set_exception(error)
+            results.put((failed, 0))
+        finally:
+            # Whoever waits for a result may hold it: it would keep its files open.
+            if isinstance(batches, Generator):
+                batches.close()
+
+    reader = threading.Thread(target=read, name="read", daemon=True)
+    reader.start()
+    try:
+        while (entry := results.get()) is not None:
+            result, weight = entry
+            del entry
+            yield result.result()
+            del result
+            places.release(weight)
+    finally:
+        is_over.set()
+        places.release(num_places)
+        pool.shutdown(wait=False, cancel_futures=True)
+
 
 #: What an interrupted run loses at most, where documents need not wait for a validation split.
 CHECKPOINT_INTERVAL_S = 30.0

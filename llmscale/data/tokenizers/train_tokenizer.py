@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmscale.data.prepare.atomic_folder import new_folder
+from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.prepare.sources.source import Source
 from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer, load_huggingface
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text

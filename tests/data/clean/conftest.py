@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from llmscale.data.clean.steps import CleanOptions, StepName
+from llmscale.data.clean.pipeline import CleanOptions, StepName
 
 _STOP_WORDS = ["the", "be", "to", "of", "and", "that", "have", "with"]
 MakeProse = Callable[[random.Random, int], str]

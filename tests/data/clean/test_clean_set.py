@@ -19,8 +19,7 @@ from llmscale.config.flag_parser import FlagParser
 from llmscale.data.clean.clean_manifest import Cleaned
 from llmscale.data.clean.clean_set import clean
 from llmscale.data.clean.cleaned_set import MANIFEST_NAME, load_clean_manifest
-from llmscale.data.clean.measure import TokenizerName
-from llmscale.data.clean.steps import STEP_NAMES, CleanOptions
+from llmscale.data.clean.pipeline import STEP_NAMES, CleanOptions, TokenizerName
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
@@ -87,7 +86,7 @@ def test_any_number_of_workers_gives_the_same_bytes(
     crawl: tuple[Path, CleanOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, options = crawl
-    monkeypatch.setattr("llmscale.data.prepare.batches.BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr("llmscale.data.prepare.tokenise.BATCH_CHARACTERS", 20_000)
     outs = [tmp_path / f"out{workers}" for workers in (1, 2)]
     for workers, out in enumerate(outs, start=1):
         _clean(path, out, options, workers, shard_bytes=50_000)
@@ -191,10 +190,10 @@ import sys, time
 from pathlib import Path
 from llmscale.data.clean import pipeline
 from llmscale.data.clean.clean_set import clean
-from llmscale.data.clean.steps import CleanOptions
-from llmscale.data.prepare import batches
+from llmscale.data.clean.pipeline import CleanOptions
+from llmscale.data.prepare import tokenise
 from llmscale.data.prepare.sources.open_source import open_source
-batches.BATCH_CHARACTERS = 10_000
+tokenise.BATCH_CHARACTERS = 10_000
 add = pipeline.Pipeline.add
 def slowly(*args):
     time.sleep(0.02)

@@ -6,9 +6,8 @@ import multiprocessing
 
 import pytest
 
-from llmscale.data.clean import worker_processes
-from llmscale.data.clean.steps import CleanOptions
-from llmscale.data.clean.worker_processes import start_workers
+from llmscale.data.clean import pipeline
+from llmscale.data.clean.pipeline import CleanOptions, start_workers
 from llmscale.errors import MachineError
 
 
@@ -30,7 +29,7 @@ def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", fail)
+    monkeypatch.setattr(pipeline, "ProcessPoolExecutor", fail)
     workers = start_workers(CleanOptions(steps=("exact",)), None, 2)
     with pytest.raises(MachineError, match=r"No space left on device.*/dev/shm.*--workers 1"), workers:
         pass

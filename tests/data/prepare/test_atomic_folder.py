@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.prepare.atomic_folder import find_writer, new_folder, recover
-from llmscale.data.prepare.work_folder import open_work_folder
+from llmscale.data.prepare.output_folder import find_writer, new_folder, open_work_folder, recover
 from llmscale.errors import DataError, MachineError
 
 #: A process that lives: this one's parent.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llmscale.data.prepare.encode_threads import READ_AHEAD, work_in_order
+from llmscale.data.prepare.tokenise import READ_AHEAD, work_in_order
 from tests.conftest import HANG_S
 
 

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from llmscale.data.clean.evaluation_text import read_evaluation_text
+from llmscale.data.clean.decontaminate import read_evaluation_text
 from llmscale.data.prepare.sources import open_source as opening
 from llmscale.errors import DataError
 

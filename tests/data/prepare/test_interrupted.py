@@ -14,11 +14,10 @@ from unittest import mock
 
 import pytest
 
-from llmscale.data.prepare import batches, tokenise, work_folder
+from llmscale.data.prepare import tokenise, work_folder
+from llmscale.data.prepare.output_folder import open_work_folder, rejected_path
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.quarantine import rejected_path
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.prepare.work_folder import open_work_folder
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
@@ -29,13 +28,13 @@ from tests.conftest import HANG_S
 PREPARE = """
 import sys, time
 from pathlib import Path
-from llmscale.data.prepare import batches, shard_files, split_writer, tokenise, window_shuffle
-from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare import shard_files, split_writer, tokenise, window_shuffle
+from llmscale.data.prepare.prepare_set import (PrepareOptions, prepare)
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 source, out, workers, compression, shuffle = sys.argv[1:]
 tokenise.CHECKPOINT_INTERVAL_S = 0.02
-batches.BATCH_CHARACTERS = 50_000
+tokenise.BATCH_CHARACTERS = 50_000
 split_writer._BUFFER_TOKENS = 10_000
 window_shuffle.BUFFER_BYTES = 200_000
 gather = tokenise.gather
@@ -159,7 +158,7 @@ def test_killed_behind_the_set_it_is_made_again_and_not_out_of_what_is_gone(
 ) -> None:
     """The set is in its place and the work folder is still there: what the state speaks of is no longer in it."""
     monkeypatch.setattr(tokenise, "CHECKPOINT_INTERVAL_S", 0.0)
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 20_000)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 20_000)
     source = str(_write_corpus(tmp_path / "corpus", 60))
     options = PrepareOptions(seq_len=64, val_fraction=0.1)
 

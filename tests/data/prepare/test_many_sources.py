@@ -15,8 +15,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from llmscale.data.prepare.output_folder import rejected_path
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.quarantine import rejected_path
 from llmscale.data.prepare.sources import hugging_face
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Rejected

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.prepare import batches, split_writer, tokenise, window_shuffle
+from llmscale.data.prepare import split_writer, tokenise, window_shuffle
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.split_writer import unigram_entropy_nats
@@ -206,7 +206,7 @@ def test_what_does_not_fit_into_memory_changes_nothing(
 ) -> None:
     write_documents(tmp_path / "in.jsonl", 400)
     _prepare(tmp_path / "in.jsonl", tmp_path / "in_memory")
-    monkeypatch.setattr(batches, "BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 1000)
     monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 3000)
     _prepare(tmp_path / "in.jsonl", tmp_path / "spilled")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.prepare.quarantine import Quarantine
+from llmscale.data.prepare.output_folder import Quarantine
 from llmscale.data.prepare.sources.source import Rejected
 from llmscale.errors import DataError
 

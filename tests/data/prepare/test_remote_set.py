@@ -398,13 +398,13 @@ def test_ranks_train_on_it(
 KILLED = """
 import sys, time
 from pathlib import Path
-from llmscale.data.prepare import batches, shard_files, tokenise
-from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare import shard_files, tokenise
+from llmscale.data.prepare.prepare_set import (PrepareOptions, prepare)
 from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 tokenise.CHECKPOINT_INTERVAL_S = 0.02
-batches.BATCH_CHARACTERS = 2000
+tokenise.BATCH_CHARACTERS = 2000
 upload = RemoteSet._upload
 def upload_slowly(self, path, url):
     time.sleep(0.03)

@@ -23,11 +23,16 @@ from llmscale.data.clean.cluster.settings import Cluster, RaySettings
 from llmscale.data.clean.cluster.stages import plan_stages
 from llmscale.data.clean.cluster.work_files import WorkFiles
 from llmscale.data.clean.near import index_bytes_per_document
-from llmscale.data.prepare.atomic_folder import put_in_place, sync_tree
-from llmscale.data.prepare.quarantine import rejected_path
+from llmscale.data.prepare.output_folder import (
+    WorkFolder,
+    is_begun,
+    open_work_folder,
+    put_in_place,
+    rejected_path,
+    sync_tree,
+)
 from llmscale.data.prepare.sources.several import SeveralSources
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.work_folder import WorkFolder, is_begun, open_work_folder
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, count_words, show_progress
 

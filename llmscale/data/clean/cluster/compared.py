@@ -17,8 +17,7 @@ from llmscale.data.clean.cluster.looked import ComparedKeys, count_documents
 from llmscale.data.clean.cluster.work_files import Verdicts, WorkFiles, load_array, save_array
 from llmscale.data.clean.compare import Comparison
 from llmscale.data.clean.findings import ExactKey, Removed, SketchRow
-from llmscale.data.clean.pipeline import check_number
-from llmscale.data.clean.steps import CleanOptions
+from llmscale.data.clean.pipeline import CleanOptions, check_number
 
 _EXACT, _BAND = "exact", "band-"
 #: Documents that are looked up at once.

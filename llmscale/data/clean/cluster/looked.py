@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from llmscale.data.clean.cluster.work_files import WorkFiles, load_array, whole_folder
 from llmscale.data.clean.findings import ExactKey, Overlaps, SketchRow
-from llmscale.data.clean.look import LookedBatch, LookedDocument, Looker
+from llmscale.data.clean.pipeline import CleanOptions, LookedBatch, LookedDocument, Looker
 from llmscale.data.clean.sketches import Sketches
-from llmscale.data.clean.steps import CleanOptions
-from llmscale.data.prepare.batches import Mark, gather
-from llmscale.data.prepare.quarantine import Quarantine
+from llmscale.data.prepare.output_folder import Quarantine
 from llmscale.data.prepare.sources.source import Source
+from llmscale.data.prepare.tokenise import Mark, gather
 
 _BATCHES_NAME, _FACTS_NAME, REJECTED_NAME = "batches.zst", "facts.json", "rejected.jsonl"
 

@@ -15,13 +15,10 @@ from llmscale.data.clean.clean_manifest import Cleaned
 from llmscale.data.clean.cleaned_set import REMOVED_FOLDER, shard_name
 from llmscale.data.clean.cluster.looked import read_batches, read_facts
 from llmscale.data.clean.cluster.work_files import Verdicts, WorkFiles, load_array, whole_folder
-from llmscale.data.clean.evaluation_text import EvaluationNgrams
+from llmscale.data.clean.decontaminate import EvaluationNgrams
 from llmscale.data.clean.jsonl_files import FileFacts
-from llmscale.data.clean.measure import Amount
-from llmscale.data.clean.pipeline import Pipeline
-from llmscale.data.clean.step_report import StepReport
-from llmscale.data.clean.steps import CleanOptions
-from llmscale.data.prepare.batches import Mark
+from llmscale.data.clean.pipeline import Amount, CleanOptions, Pipeline, StepReport
+from llmscale.data.prepare.tokenise import Mark
 
 _FACTS_NAME = "facts.json"
 

@@ -25,9 +25,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.clean.evaluation_text import EvaluationNgrams
+from llmscale.data.clean.decontaminate import EvaluationNgrams
 from llmscale.data.clean.findings import ExactKey, Removed, SketchRow
-from llmscale.data.prepare.atomic_folder import sync_tree
+from llmscale.data.prepare.output_folder import sync_tree
 from llmscale.files.whole import write_durably
 
 _ITEMS_NAME, _LABELS_NAME = "evaluation_items.npy", "evaluation_labels.json"

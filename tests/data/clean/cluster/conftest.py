@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.data.clean.cleaned_set import load_clean_manifest
-from llmscale.data.clean.steps import CleanOptions
+from llmscale.data.clean.pipeline import CleanOptions
 from tests.data.clean.conftest import kept_of, removed_of
 
 

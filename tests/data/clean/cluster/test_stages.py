@@ -20,8 +20,7 @@ from llmscale.data.clean.cluster.compared import find_repeated
 from llmscale.data.clean.cluster.settings import Cluster, RaySettings
 from llmscale.data.clean.cluster.stages import Stage
 from llmscale.data.clean.cluster.work_files import WorkFiles
-from llmscale.data.clean.measure import TokenizerName
-from llmscale.data.clean.steps import CleanOptions, StepName
+from llmscale.data.clean.pipeline import CleanOptions, StepName, TokenizerName
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.errors import DataError, MachineError
 from llmscale.terminal.progress import Progress
