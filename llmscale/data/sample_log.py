@@ -35,14 +35,11 @@ from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_own, open_regular
 
 FOLDER = "samples"
-#: Magic of files without a first missing step in their head; still read.
-_OLD_MAGIC = b"LLMSIDS1"
 _MAGIC = b"LLMSIDS2"
 # File: magic, start step, world size, first missing step or -1. Record: step, number of ids, CRC-32 of (step, number,
 # ids); then the ids.
-_OLD_FILE_HEAD = struct.Struct("<8sqq")
 _FILE_HEAD = struct.Struct("<8sqqq")
-_MISSING_AT = _OLD_FILE_HEAD.size
+_MISSING_AT = struct.calcsize("<8sqq")
 _RECORD_HEAD = struct.Struct("<qII")
 _NONE_MISSING = -1
 _SESSION = re.compile(r"session-(\d+)$")
@@ -244,15 +241,14 @@ def _load_session(folder: Path) -> _Session | None:
                 contents = file.read()
         except OSError as error:
             raise DataError(f"Cannot read {path}: {error.strerror}.") from None
-        head = _OLD_FILE_HEAD if contents.startswith(_OLD_MAGIC) else _FILE_HEAD
-        if len(contents) < head.size:
+        if len(contents) < _FILE_HEAD.size:
             continue  # killed before the first byte was down
-        magic, start_step, world_size, *first_missing = head.unpack_from(contents)
-        if magic not in (_MAGIC, _OLD_MAGIC):
+        magic, start_step, world_size, first_missing = _FILE_HEAD.unpack_from(contents)
+        if magic != _MAGIC:
             raise DataError(f"{path} is not a record of samples.")
         heads.add((start_step, world_size))
-        missing += [step for step in first_missing if step != _NONE_MISSING]
-        for step, ids in _records(contents, head.size):
+        missing += [first_missing] if first_missing != _NONE_MISSING else []
+        for step, ids in _records(contents, _FILE_HEAD.size):
             parts.setdefault(step, []).append(ids)
     if not heads:
         return session

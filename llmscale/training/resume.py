@@ -15,8 +15,6 @@ from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig
-from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.order.sample_order import SampleOrder
 from llmscale.engine.collectives import on_main_rank
 from llmscale.errors import CheckpointError
 
@@ -68,9 +66,6 @@ def _check_point(
         )
     for warning in check_identity(state.identity, identity(state), config.allow_changed):
         report(f"WARNING: {warning}")
-    algorithm = state.saved_order.get("algorithm")
-    if algorithm == FeistelBlocksOrder.algorithm:
-        report(f"samples keep the order that the run began with, {algorithm}; new runs have {SampleOrder.algorithm}")
     return ResumePoint(folder, state)
 
 

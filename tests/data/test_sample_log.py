@@ -209,14 +209,6 @@ def test_a_gap_at_the_very_beginning_and_one_rank_s_gap_are_gaps(tmp_path: Path,
     assert list(read_recorded(tmp_path).steps) == []
 
 
-def test_a_record_without_the_first_missing_step_in_its_head_is_still_read(tmp_path: Path) -> None:
-    _record(tmp_path, 0, 1, 0, 3)
-    path = tmp_path / "samples" / "session-0000" / "rank-00000.bin"
-    contents = path.read_bytes()
-    path.write_bytes(b"LLMSIDS1" + contents[8:24] + contents[32:])
-    assert list(load_recorded(tmp_path)) == [0, 1, 2]
-
-
 def test_a_record_that_is_gone_is_not_begun_in_its_middle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorder = SampleRecorder(tmp_path, session=0, rank=0, world_size=1, start_step=0)
     recorder.end_step(0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
 from llmscale.data.order.sample_order import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_CANONICAL_NODES,
@@ -44,12 +43,10 @@ def build_order(location: SetLocation, settings: OrderSettings) -> SampleOrder:
     saved = settings.saved_order or {}
     num_rows = settings.num_canonical_nodes or _saved_number(saved, "num_canonical_nodes", MOST_CANONICAL_NODES)
     block_size = settings.block_size or _saved_number(saved, "block_size", 1 << 62)
-    is_old = saved.get("algorithm") == FeistelBlocksOrder.algorithm
-    if is_old or (not saved and _is_read_in_blocks(location, settings)):
+    if not saved and _is_read_in_blocks(location, settings):
         num_rows = num_rows or DEFAULT_CANONICAL_NODES
         block_size = block_size or DEFAULT_BLOCK_SIZE
-    kind = FeistelBlocksOrder if is_old else SampleOrder
-    return kind(
+    return SampleOrder(
         sizes, seed=settings.seed, shuffle=settings.shuffle, num_canonical_nodes=num_rows, block_size=block_size
     )
 

@@ -41,14 +41,10 @@ TOKENIZER_EXTRAS = (
     "tokenizer.model",
 )
 #: What `tokenizer_files` may say, and with it every file that a set's tokenizer needs; a tokenizer without files is
-#: `bytes`. Sets of older versions have tokenizer.json.
+#: `bytes`.
 TOKENIZER_FILES = {
     "": (),
     f"{TOKENIZER_FOLDER}/ranks.tiktoken": (f"{TOKENIZER_FOLDER}/ranks.tiktoken",),
-    f"{TOKENIZER_FOLDER}/tokenizer.json": (
-        f"{TOKENIZER_FOLDER}/tokenizer.json",
-        f"{TOKENIZER_FOLDER}/{TOKENIZER_CONFIG_NAME}",
-    ),
     f"{TOKENIZER_FOLDER}/{ORIGIN_NAME}": (f"{TOKENIZER_FOLDER}/tokenizer.json", f"{TOKENIZER_FOLDER}/{ORIGIN_NAME}"),
 }
 #: Sixty times the largest vocabulary in use: tables of this many rows are made before a token is read.

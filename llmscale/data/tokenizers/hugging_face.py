@@ -353,9 +353,6 @@ class Ends:
     bos_tokens: tuple[int, ...]
     origin: str
     """What says so, for people."""
-    from_old_set: bool = False
-    """Whether documents were written by an older version, which put nothing before them whatever the model's template
-    says."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -384,8 +381,7 @@ class HuggingFaceTokenizer(Tokenizer):
             self._fast.encode(_PROBE, add_special_tokens=False)
         self.files, self.spec, self._parse_special = files, files.name, parse_special
         self.vocab_size = max(tokens, default=0) + 1
-        if ends is None or not ends.from_old_set:
-            _check_same_tokens(self.tokens(), tokens, where)
+        _check_same_tokens(self.tokens(), tokens, where)
         self.ends = ends or self._decide_ends(tokens, asked_eot)
         self.eot_token, self.bos_tokens = self.ends.eot_token, self.ends.bos_tokens
         for token in (self.eot_token, *self.bos_tokens):
@@ -488,17 +484,6 @@ def load_saved(path: Path) -> HuggingFaceTokenizer:
     kept = {name: files.others[name] for name in origin.files}
     ends = Ends(origin.eot_token, origin.bos_tokens, origin.eot_origin)
     return HuggingFaceTokenizer(ModelFiles(files.name, files.tokenizer_json, kept), ends=ends)
-
-
-def load_old_set(path: Path) -> HuggingFaceTokenizer:
-    """The tokenizer.json of a set of an older version: its documents end with eos_token of the tokenizer_config.json
-    beside it, and have nothing before them. Raises DataError."""
-    files = read_folder(path.parent)
-    kept = {name: contents for name, contents in files.others.items() if name == CONFIG_NAME}
-    files = ModelFiles(files.name, files.tokenizer_json, kept)
-    tokens = tokens_by_id(parse_json(files.tokenizer_json, Rules(DataError), str(path)), str(path))
-    eot = find_end_of_text(files, tokens)
-    return HuggingFaceTokenizer(files, ends=Ends(eot.token, (), eot.origin, from_old_set=True))
 
 
 def _build(contents: bytes, where: str) -> FastTokenizer:

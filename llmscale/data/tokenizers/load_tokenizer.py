@@ -12,7 +12,6 @@ from llmscale.data.tokenizers.hugging_face import (
     JSON_NAME,
     HuggingFaceTokenizer,
     load_huggingface,
-    load_old_set,
     load_saved,
     load_vocabulary,
     read_hub,
@@ -67,7 +66,7 @@ def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> 
     elif path.name == ORIGIN_NAME:
         tokenizer = load_saved(path)
     else:
-        tokenizer = load_old_set(path) if path.name == JSON_NAME else load_ranks_file(path)
+        tokenizer = load_ranks_file(path)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise DataError(
             f"{path} is not the tokenizer that {folder} was prepared with (sha256 {tokenizer.sha256[:12]}, the "

@@ -37,11 +37,6 @@ def generation_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _save_files(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
     contents = tokenizer.files.tokenizer_json
-    if tokenizer.ends.from_old_set:
-        record = json.loads(contents)
-        # The data has nothing of what a template puts around a text.
-        record["post_processor"] = None
-        contents = json.dumps(record, ensure_ascii=False).encode()
     (folder / JSON_NAME).write_bytes(contents)
     extras = tokenizer.files.extras()
     for name, extra in extras.items():

@@ -5,10 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer as FastTokenizer
-from tokenizers.processors import TemplateProcessing
 
-from llmscale.data.tokenizers.hugging_face import load_huggingface, load_old_set, load_saved
+from llmscale.data.tokenizers.hugging_face import load_huggingface, load_saved
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
@@ -94,18 +92,6 @@ def test_a_folder_of_tokenizer_json_alone_gets_a_configuration(make_model: MakeM
     theirs = AutoTokenizer.from_pretrained(tmp_path)
     assert {name: getattr(theirs, name) for name in ("bos_token_id", "eos_token_id")} == generation_ids(tokenizer)
     assert theirs("hi").input_ids == [600, *tokenizer.encode("hi")]
-
-
-def test_what_a_template_puts_around_a_text_is_left_out_where_an_old_sets_data_lacks_it(tmp_path: Path) -> None:
-    save_for_transformers(ByteTokenizer(), tmp_path)
-    path = tmp_path / "tokenizer.json"
-    fast = FastTokenizer.from_file(str(path))
-    fast.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)])
-    fast.save(str(path))
-    exported = tmp_path / "exported"
-    exported.mkdir()
-    save_for_transformers(load_old_set(path), exported)
-    assert FastTokenizer.from_file(str(exported / "tokenizer.json")).encode("hi").ids == [104, 105]
 
 
 def test_a_token_of_any_length_takes_no_time(tmp_path: Path) -> None:
