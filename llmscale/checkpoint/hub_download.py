@@ -16,8 +16,16 @@ from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.engine.collectives import gather, together
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.untrusted.hub import hub_endpoint, is_offline, list_hub_files, offline_variable, read_token
-from llmscale.untrusted.hub_cache import find_snapshot, hub_cache, note_absent
+from llmscale.untrusted.hub import (
+    find_snapshot,
+    hub_cache,
+    hub_endpoint,
+    is_offline,
+    list_hub_files,
+    note_absent,
+    offline_variable,
+    read_token,
+)
 
 #: What describes a model and its tokens; nothing that is run.
 _DESCRIPTION = (

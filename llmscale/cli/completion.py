@@ -92,7 +92,7 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 def _known_names() -> Mapping[str, Iterable[str]]:
     """What stands for a flag's value, by the flag."""
-    from llmscale.cli.machine_flags import LIST
+    from llmscale.cli.flags import LIST
     from llmscale.config.hardware import GPUS
     from llmscale.config.interconnect import INTERCONNECTS
     from llmscale.config.presets import PRESETS

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from llmscale.cli import subject_flags
+from llmscale.cli import flags
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.untrusted.terminal import print_visible
@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `which` to `llmscale data`."""
     parser = commands.add_parser("which", help="the samples of a step's global batch: set, shard, index, text")
     parser.add_argument("run", type=flag_type.path, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
-    subject_flags.add_own_data(parser)
+    flags.add_own_data(parser)
     parser.add_argument(
         "--step",
         type=flag_type.whole(1, limits.MAX_STEPS),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from llmscale.cli import subject_flags
+from llmscale.cli import flags
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import Need
 from llmscale.config.user_paths import check_output_file, check_task, write_output_file
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from llmscale.evaluate.evaluation import Evaluation, Request
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
     from llmscale.evaluate.subject import Subject
-    from llmscale.evaluate.task_files import TaskFile
-    from llmscale.evaluate.task_scores import TaskResult
+    from llmscale.evaluate.tasks import TaskFile, TaskResult
 
 #: Accuracies, whose standard error follows from their value and the number of items.
 _SHARES = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "exact_match")
@@ -33,8 +32,8 @@ _SHARES = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "exact_match")
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `eval`."""
     parser = subparsers.add_parser("eval")
-    subject_flags.add_model(parser)
-    subject_flags.add_loss(parser)
+    flags.add_model(parser)
+    flags.add_loss(parser)
     parser.add_argument(
         "--tasks",
         type=check_task,
@@ -59,7 +58,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.lm_eval_tasks import go_offline
     from llmscale.evaluate.subject import find_subject, open_subject
-    from llmscale.evaluate.task_files import is_task_file, load_task_files
+    from llmscale.evaluate.tasks import is_task_file, load_task_files
     from llmscale.untrusted.terminal import print_visible
 
     def report(line: str) -> None:
@@ -139,7 +138,7 @@ def _evaluate(subject: Subject, request: Request) -> Evaluation:
 def result_lines(evaluation: Evaluation) -> Iterator[str]:
     """A line for each number, and below HellaSwag's what published models of that size have."""
     from llmscale.evaluate.evaluation import total_loss
-    from llmscale.evaluate.task_scores import show_value
+    from llmscale.evaluate.tasks import show_value
 
     subject = evaluation.subject
     size = subject.shape.num_parameters
@@ -167,7 +166,7 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
 
 
 def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
-    from llmscale.evaluate.task_scores import show_value
+    from llmscale.evaluate.tasks import show_value
 
     for metric, value in task.values.items():
         shown = show_value(value)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from llmscale.cli import subject_flags
+from llmscale.cli import flags
 from llmscale.config import flag_type, limits
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser.add_argument(
         "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
     )
-    subject_flags.add_own_data(parser)
+    flags.add_own_data(parser)
     parser.add_argument(
         "--to",
         type=flag_type.path,

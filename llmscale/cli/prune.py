@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from llmscale.cli import subject_flags
+from llmscale.cli import flags
 from llmscale.config import flag_type
 from llmscale.config.flag_parser import Need
 from llmscale.config.hardware import get_gpu
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `prune`."""
     parser = subparsers.add_parser("prune")
-    subject_flags.add_model(parser)
-    subject_flags.add_loss(parser)
+    flags.add_model(parser)
+    flags.add_loss(parser)
     parser.add_argument(
         "--to", type=flag_type.path, required=True, metavar="FOLDER", help="for AutoModelForCausalLM.from_pretrained"
     )

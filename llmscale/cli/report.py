@@ -19,7 +19,7 @@ from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.data.sample_log import read_recorded
 from llmscale.errors import ConfigError
 from llmscale.report.ascii_chart import draw_chart
-from llmscale.report.run_history import RunHistory, load_history, load_run_manifest
+from llmscale.report.history import RunHistory, load_history, load_run_manifest
 from llmscale.terminal.announcer import SOON_S, announced
 from llmscale.terminal.table import output_width, print_fitting
 from llmscale.training.failure import FAILURE_NAME
@@ -73,7 +73,7 @@ def _run(args: argparse.Namespace) -> int:
             _print_run(run)
         return 0
     # Takes longer to import than the terminal's report takes.
-    from llmscale.report.report_data import build_report
+    from llmscale.report.data import build_report
 
     with _announced_reading(args.runs):
         report = build_report(args.runs)
@@ -85,7 +85,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
     """Refuse, before anything is read, what could not be written."""
-    from llmscale.report.report_data import MOST_RUNS
+    from llmscale.report.data import MOST_RUNS
 
     if len(runs) > MOST_RUNS:
         raise ConfigError(f"{len(runs)} runs are more than a report shows; name at most {MOST_RUNS}.")

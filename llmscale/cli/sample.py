@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from llmscale.cli import subject_flags
+from llmscale.cli import flags
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import Need
 from llmscale.errors import ConfigError
@@ -37,7 +37,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         metavar="RUN",
         help="run folder of train.py, one checkpoint of it, or a folder of transformers",
     )
-    subject_flags.add_own_data(parser)
+    flags.add_own_data(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
     parser.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="one more text to continue; may be repeated"

@@ -10,7 +10,7 @@ from pathlib import Path
 from llmscale.errors import ConfigError, did_you_mean
 from llmscale.untrusted.terminal import is_visible
 
-#: Of items in JSON lines (llmscale.evaluate.task_files).
+#: Of items in JSON lines (llmscale.evaluate.tasks).
 TASK_FORMATS = ("hellaswag", "multiple_choice", "likelihood", "text")
 YAML_SUFFIXES = (".yaml", ".yml")
 #: Linux's NAME_MAX and PATH_MAX, the byte at the end included.

@@ -9,10 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from llmscale.data.validation import ValidationSplit, mean_bits_per_byte
-from llmscale.evaluate.published_results import PublishedResult, comparable_results
 from llmscale.evaluate.subject import Subject
-from llmscale.evaluate.task_files import TaskFile
-from llmscale.evaluate.task_scores import TaskResult, encode_task
+from llmscale.evaluate.tasks import PublishedResult, TaskFile, TaskResult, comparable_results, encode_task
 from llmscale.evaluate.validation_loss import ValidationLoss, open_validation_sets, validation_loss
 
 if TYPE_CHECKING:

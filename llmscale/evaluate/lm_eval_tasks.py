@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from llmscale.config.shipped import install_command
 from llmscale.config.user_paths import YAML_SUFFIXES
 from llmscale.errors import ConfigError
-from llmscale.evaluate.task_files import FORMATS
-from llmscale.evaluate.task_scores import TaskResult
+from llmscale.evaluate.tasks import FORMATS, TaskResult
 
 if TYPE_CHECKING:
     from lm_eval.api.task import Task

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from llmscale.evaluate.rows import Row, batches_by_length
+from llmscale.evaluate.scoring_requests import Row, batches_by_length
 from llmscale.model.gpt import GPT
 
 #: From tokens and targets, ids [batch, t], to the targets' scores [batch, t, 2] (model/token_scores.py).

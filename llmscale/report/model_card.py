@@ -17,7 +17,7 @@ from llmscale.checkpoint.manifest import CheckpointManifest
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.errors import LlmscaleError
-from llmscale.report.run_history import load_history
+from llmscale.report.history import load_history
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.run_folder import STARTS_NAME
 from llmscale.untrusted.documents import load_json_lines

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from llmscale.evaluate.task_scores import show_value
+from llmscale.evaluate.tasks import show_value
 from llmscale.files.append import AppendFile
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.display.display import Display, PlainLines

@@ -29,7 +29,7 @@ from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.prompts import read_prompts
-from llmscale.evaluate.task_files import TaskFile, load_task_files
+from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.terminal.announcer import REPEAT_S, SOON_S
 from llmscale.training.profiling.profiled_steps import parse_profiled

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
+import yaml
+
 from llmscale.errors import LlmscaleError
 from llmscale.untrusted.paths import open_regular, read_regular
 
@@ -118,7 +120,7 @@ def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
     # Most programs read none: YAML's parser takes longer to import than everything else here.
     import yaml
 
-    from llmscale.untrusted.strict_yaml import StrictLoader
+    from llmscale.untrusted.documents import StrictLoader
 
     text = _decode(contents, rules, where, "valid yaml")
     try:
@@ -251,3 +253,26 @@ def _too_deep(rules: Rules, where: str) -> LlmscaleError:
 def _fault(rules: Rules, what: str) -> LlmscaleError:
     end = "" if what.endswith((".", ".)")) else "."
     return rules.error(f"{what}{end} {rules.remedy}".rstrip())
+
+
+class StrictLoader(yaml.SafeLoader):
+    """Safe YAML without aliases, which unfold to gigabytes, and without keys that stand twice."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", event.start_mark)
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key '{name}' stands twice; keep one of them", key.start_mark
+                )
+            seen.add(name)
+        values: dict[object, object] = super().construct_mapping(node, deep=deep)
+        return values

@@ -28,7 +28,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from llmscale.cluster.doctor.build_ops import NVME_OPS  # noqa: E402
+from llmscale.cluster.doctor.system import NVME_OPS  # noqa: E402
 from scripts.bench.cluster_faults import STRIKES  # noqa: E402
 from scripts.bench.cluster_run import GOOD, STEPS, Chaos, Fault, train_arguments  # noqa: E402
 from scripts.bench.flag_types import output_file  # noqa: E402
@@ -83,7 +83,7 @@ def prepare_text(folder: Path) -> None:
 
 def build_ops(folder: Path) -> None:
     """The ops that NVMe offload needs, which the stale locks are planted on."""
-    command = [sys.executable, "-m", "llmscale.cluster.doctor.build_ops", *NVME_OPS]
+    command = [sys.executable, "-m", "llmscale.cluster.doctor.system", *NVME_OPS]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_EXTENSIONS_DIR": str(folder / "extensions")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:

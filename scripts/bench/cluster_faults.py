@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from llmscale.cluster.doctor.build_ops import NVME_OPS
+from llmscale.cluster.doctor.system import NVME_OPS
 from scripts.bench.cluster_run import REPOSITORY, Chaos
 
 

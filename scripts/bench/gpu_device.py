@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from children import why_it_failed
 from machine import gpu_names
 
-from llmscale.cluster.doctor.probe_system import gather_system
+from llmscale.cluster.doctor.system import gather_system
 from llmscale.config.hardware import GPU, find_gpu
 from llmscale.memory.estimate import MemoryEstimate
 

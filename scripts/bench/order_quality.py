@@ -25,8 +25,7 @@ import numpy as np
 from flag_types import output_file
 from machine import describe_machine, median_and_range, save_result, show_range
 
-from llmscale.data.order.feistel_blocks_1 import FeistelBlocksOrder
-from llmscale.data.order.sample_order import DEFAULT_BLOCK_SIZE, DEFAULT_CANONICAL_NODES, SampleOrder
+from llmscale.data.order.sample_order import DEFAULT_CANONICAL_NODES, SampleOrder
 from llmscale.data.prepare.window_shuffle import window_keys
 from llmscale.data.shards.streaming_import import streaming_module
 
@@ -59,13 +58,6 @@ def today(sizes: np.ndarray, seed: int) -> np.ndarray:
     return SampleOrder(sizes, seed=seed).sample_ids(np.arange(EPOCHS * int(sizes.sum())))
 
 
-def first_version(sizes: np.ndarray, seed: int) -> np.ndarray:
-    order = FeistelBlocksOrder(
-        sizes, seed=seed, num_canonical_nodes=DEFAULT_CANONICAL_NODES, block_size=DEFAULT_BLOCK_SIZE
-    )
-    return order.sample_ids(np.arange(EPOCHS * int(sizes.sum())))
-
-
 def numpy_permutation(sizes: np.ndarray, seed: int) -> np.ndarray:
     rng = np.random.default_rng(seed)
     return np.concatenate([rng.permutation(int(sizes.sum())) for _ in range(EPOCHS)])
@@ -94,7 +86,6 @@ def streaming(algorithm: str) -> Orderer:
 
 ORDERS: dict[str, Orderer] = {
     "llmscale": today,
-    "llmscale, first version": first_version,
     "NumPy's permutation": numpy_permutation,
     **{f"Streaming {name}": streaming(name) for name in STREAMING},
 }

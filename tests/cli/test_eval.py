@@ -147,8 +147,7 @@ def test_published_results_stand_below_ours() -> None:
     from types import SimpleNamespace
 
     from llmscale.evaluate.evaluation import Evaluation
-    from llmscale.evaluate.published_results import comparable_results
-    from llmscale.evaluate.task_scores import TaskResult
+    from llmscale.evaluate.tasks import TaskResult, comparable_results
 
     subject: Any = SimpleNamespace(folder=Path("run"), step=None, shape=SimpleNamespace(num_parameters=124_000_000))
     results = [TaskResult("hellaswag", {"acc": 0.25}, 101)]

@@ -12,7 +12,7 @@ import pytest
 
 from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
 from llmscale.checkpoint.manifest import StoredFile, find_damage, hash_file, hash_json, step_of
-from llmscale.report.run_history import load_history
+from llmscale.report.history import load_history
 from tests.conftest import Ranks, read_losses
 
 Train = Callable[..., str]

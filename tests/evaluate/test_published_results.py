@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from llmscale.config.presets import get_preset
-from llmscale.evaluate.published_results import comparable_results
+from llmscale.evaluate.tasks import comparable_results
 
 
 def test_a_model_stands_beside_those_of_its_size() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import DataError
-from llmscale.evaluate.rows import Row, batches_by_length, pair_row, rolling_rows
+from llmscale.evaluate.scoring_requests import Row, batches_by_length, pair_row, rolling_rows
 
 BYTES = ByteTokenizer()
 EOT = BYTES.eot_token

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import ConfigError, DataError
-from llmscale.evaluate.task_files import load_task_files
+from llmscale.evaluate.tasks import load_task_files
 
 GOOD = {
     "hellaswag": {"ctx": "A man", "endings": ["runs.", "sits."], "label": 1},

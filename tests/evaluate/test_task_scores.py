@@ -8,8 +8,7 @@ import pytest
 
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.evaluate.scoring import RowScore, in_order
-from llmscale.evaluate.task_files import load_task_files
-from llmscale.evaluate.task_scores import EncodedTask, encode_task, show_value
+from llmscale.evaluate.tasks import EncodedTask, encode_task, load_task_files, show_value
 
 
 def encoded(folder: Path, name: str, *records: object) -> EncodedTask:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN, Interval
-from llmscale.report.against_law import expect
+from llmscale.report.data import expect
 
 
 def test_is_the_law_at_the_runs_size() -> None:

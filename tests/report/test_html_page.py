@@ -4,8 +4,8 @@ import json
 import re
 from pathlib import Path
 
+from llmscale.report.data import build_report
 from llmscale.report.html_page import build_page, embed_json
-from llmscale.report.report_data import build_report
 from tests.report.runs import HOSTILE, full_run, hostile_run
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.report.data import build_report
 from llmscale.report.html_page import build_page
-from llmscale.report.report_data import build_report
 from tests.conftest import HANG_S
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from llmscale.errors import ConfigError
-from llmscale.report import report_data
-from llmscale.report.report_data import LEAST_POINTS, build_report
-from llmscale.report.run_columns import training_hours
-from llmscale.report.run_history import load_history
+from llmscale.report import data
+from llmscale.report.data import LEAST_POINTS, build_report, training_hours
+from llmscale.report.history import load_history
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 
 
@@ -50,7 +49,7 @@ def test_hours_of_a_run_from_anothers_checkpoint_are_its_own(tmp_path: Path) -> 
 
 
 def test_a_long_run_keeps_its_spikes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_data, "MOST_POINTS", LEAST_POINTS)
+    monkeypatch.setattr(data, "MOST_POINTS", LEAST_POINTS)
     num_steps = 3 * LEAST_POINTS
     records = (train(step, 99.0 if step == 1_234 else 2.0) for step in range(1, num_steps + 1))
     run = report_of(write_run(tmp_path, records))["runs"][0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import ConfigError
-from llmscale.report.run_history import load_history, load_run_manifest
+from llmscale.report.history import load_history, load_run_manifest
 from llmscale.training.run_folder import METRICS_VERSION
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import ConfigError
-from llmscale.report.report_data import build_report
+from llmscale.report.data import build_report
 from llmscale.report.run_plot import import_pyplot, plot_runs
 from tests.report.runs import full_run, hostile_run, start, train, write_run
 

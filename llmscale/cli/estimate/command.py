@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from llmscale.cli.machine_flags import LIST, add_machine_flags
+from llmscale.cli.flags import LIST, MODEL_KEYS, add_machine_flags, add_run_flags, add_shape_flags
 from llmscale.cli.quick_answer import quick_answer
-from llmscale.cli.run_flags import add_run_flags
-from llmscale.cli.shape_flags import MODEL_KEYS, add_shape_flags
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import Need
 from llmscale.config.interconnect import INTERCONNECTS

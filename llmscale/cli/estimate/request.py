@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.cli.machine_flags import DEFAULT_INTERCONNECT, LIST
-from llmscale.cli.shape_flags import given_model, resolve_model
+from llmscale.cli.flags import DEFAULT_INTERCONNECT, LIST, given_model, resolve_model
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
 from llmscale.config.deepspeed.sections import CheckpointingMode, Precision

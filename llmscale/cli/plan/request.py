@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.cli.estimate.request import read_gpu
-from llmscale.cli.shape_flags import given_model, resolve_model
+from llmscale.cli.flags import given_model, resolve_model
 from llmscale.config.arguments import build_run_config
 from llmscale.config.hf_model import default_preset
 from llmscale.config.interconnect import get_interconnect

@@ -9,16 +9,16 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmscale.cluster.doctor.all_reduce import RESULT_MARK, SPARE_S
 from llmscale.cluster.doctor.ask import Asker, last_words
-from llmscale.cluster.doctor.checks_network import (
+from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts
+from llmscale.cluster.doctor.network import (
     AllReduceResult,
     check_all_reduce,
     explain_failed_all_reduce,
     promised_bytes_per_s,
 )
-from llmscale.cluster.doctor.checks_run import SharedFolder
-from llmscale.cluster.doctor.checks_system import find_stale_locks
-from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts
 from llmscale.cluster.doctor.rows import CheckRow, green, red
+from llmscale.cluster.doctor.run import SharedFolder
+from llmscale.cluster.doctor.system import find_stale_locks
 from llmscale.cluster.hostfile import Host
 
 #: Seconds that a network file system may take to show a new file to another host, and for a host to answer.
@@ -110,7 +110,7 @@ def build_everywhere(asker: Asker, facts: Mapping[str, HostFacts], ops: Sequence
         ]
         for host in facts
     }
-    answers = asker.modules("llmscale.cluster.doctor.build_ops", arguments, _BUILD_TIMEOUT_S + 15)
+    answers = asker.modules("llmscale.cluster.doctor.system", arguments, _BUILD_TIMEOUT_S + 15)
     for path, owners in locks.items():
         yield green("build", f"removed {path} on {', '.join(owners)}")
     for host, answer in answers.items():

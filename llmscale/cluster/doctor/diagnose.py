@@ -12,9 +12,13 @@ from pathlib import Path
 
 from llmscale.cluster.doctor.active_checks import build_everywhere, try_all_reduce, try_shared_folder
 from llmscale.cluster.doctor.ask import Asker, last_words
-from llmscale.cluster.doctor.build_ops import needed_ops
-from llmscale.cluster.doctor.checks_devices import check_gpus
-from llmscale.cluster.doctor.checks_hosts import (
+from llmscale.cluster.doctor.devices import check_gpus, gather_gpus
+from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts, ProbeRequest, parse_facts, print_request
+from llmscale.cluster.doctor.network import check_network
+from llmscale.cluster.doctor.probe import SPARE_S
+from llmscale.cluster.doctor.rows import SEVERITY, CheckRow, yellow
+from llmscale.cluster.doctor.run import check_data, check_ds_config, check_plan, check_run_config, check_run_folder
+from llmscale.cluster.doctor.software import (
     ClockReading,
     check_clocks,
     check_late,
@@ -22,14 +26,7 @@ from llmscale.cluster.doctor.checks_hosts import (
     check_reach,
     check_software,
 )
-from llmscale.cluster.doctor.checks_network import check_network
-from llmscale.cluster.doctor.checks_plan import check_plan
-from llmscale.cluster.doctor.checks_run import check_data, check_ds_config, check_run_config, check_run_folder
-from llmscale.cluster.doctor.checks_system import check_system
-from llmscale.cluster.doctor.host_facts import DEFAULT_PORT, HostFacts, ProbeRequest, parse_facts, print_request
-from llmscale.cluster.doctor.probe import SPARE_S
-from llmscale.cluster.doctor.probe_devices import gather_gpus
-from llmscale.cluster.doctor.rows import SEVERITY, CheckRow, yellow
+from llmscale.cluster.doctor.system import check_system, needed_ops
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.remote import FAN_OUT, SSH_OPTIONS, Finished, is_this_machine
 from llmscale.config.arguments import parse_run_config

@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 
+from llmscale.cluster.doctor.devices import gather_gpus
 from llmscale.cluster.doctor.host_facts import HostFacts, ProbeRequest, parse_request, print_facts
-from llmscale.cluster.doctor.probe_code import gather_code, gather_imports
-from llmscale.cluster.doctor.probe_devices import gather_gpus
-from llmscale.cluster.doctor.probe_network import gather_network
-from llmscale.cluster.doctor.probe_run import gather_ds, gather_run
-from llmscale.cluster.doctor.probe_system import gather_system
+from llmscale.cluster.doctor.network import gather_network
 from llmscale.cluster.doctor.process_limit import process_limit
+from llmscale.cluster.doctor.run import gather_ds, gather_run
+from llmscale.cluster.doctor.software import gather_code, gather_imports
+from llmscale.cluster.doctor.system import gather_system
 from llmscale.errors import LlmscaleError
 
 #: Seconds beyond the request's limit after which the kernel ends the probe, should it not end itself.

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 from llmscale.engine.collectives import gather, together
-from llmscale.evaluate.rows import Row, batches_by_length
 from llmscale.evaluate.scoring import RowScore, in_order, score_batch
-from llmscale.evaluate.task_files import TaskFile
-from llmscale.evaluate.task_scores import EncodedTask, encode_task
+from llmscale.evaluate.scoring_requests import Row, batches_by_length
+from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from llmscale.cluster.doctor.checks_devices import check_gpus
-from llmscale.cluster.doctor.checks_hosts import (
-    check_late,
-    check_software,
-)
-from llmscale.cluster.doctor.checks_network import check_network
-from llmscale.cluster.doctor.checks_plan import check_plan
-from llmscale.cluster.doctor.checks_run import (
+from llmscale.cluster.doctor.devices import check_gpus
+from llmscale.cluster.doctor.host_facts import Gpu, HostFacts
+from llmscale.cluster.doctor.network import check_network
+from llmscale.cluster.doctor.rows import CheckRow
+from llmscale.cluster.doctor.run import (
     SharedFolder,
     check_data,
     check_ds_config,
+    check_plan,
     check_run_config,
     check_run_folder,
 )
-from llmscale.cluster.doctor.checks_system import check_system
-from llmscale.cluster.doctor.host_facts import Gpu, HostFacts
-from llmscale.cluster.doctor.rows import CheckRow
+from llmscale.cluster.doctor.software import (
+    check_late,
+    check_software,
+)
+from llmscale.cluster.doctor.system import check_system
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config

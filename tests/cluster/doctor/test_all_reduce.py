@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cluster.doctor.all_reduce import RESULT_MARK
-from llmscale.cluster.doctor.checks_network import (
+from llmscale.cluster.doctor.network import (
     AllReduceResult,
     check_all_reduce,
     explain_failed_all_reduce,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.doctor.build_ops import main, needed_ops
+from llmscale.cluster.doctor.system import main, needed_ops
 from llmscale.config.deepspeed.schema import parse_ds_config
 from tests.conftest import REPOSITORY
 
@@ -49,7 +49,7 @@ def test_an_op_is_really_built(tmp_path: Path) -> None:
     lock.parent.mkdir()
     lock.touch()
     done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.doctor.build_ops", "pin_memory", "--remove-lock", str(lock)],
+        [sys.executable, "-m", "llmscale.cluster.doctor.system", "pin_memory", "--remove-lock", str(lock)],
         capture_output=True,
         text=True,
         timeout=900,

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from llmscale.cluster.doctor.checks_run import SharedFolder, check_run_config, check_run_folder
 from llmscale.cluster.doctor.host_facts import FileFacts, FolderFacts, ImportFacts, Interface, Route
 from llmscale.cluster.doctor.rows import worst
+from llmscale.cluster.doctor.run import SharedFolder, check_run_config, check_run_folder
 from llmscale.cluster.extension_locks import ExtensionLock
 from tests.cluster.doctor.change_facts import (
     NVME_OPS,

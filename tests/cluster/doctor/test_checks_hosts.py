@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.cluster.doctor.checks_hosts import (
+from llmscale.cluster.doctor.rows import worst
+from llmscale.cluster.doctor.software import (
     ClockReading,
     check_clocks,
     check_probes,
     check_reach,
 )
-from llmscale.cluster.doctor.rows import worst
 from llmscale.cluster.remote import Finished
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.cluster.doctor.checks_plan import check_plan
 from llmscale.cluster.doctor.host_facts import FolderFacts
 from llmscale.cluster.doctor.rows import CheckRow
+from llmscale.cluster.doctor.run import check_plan
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config

@@ -169,7 +169,7 @@ def test_ops_are_built_where_they_are_asked_for(hostfile: Path, tmp_path: Path) 
     lock = ExtensionLock("/cache/async_io/lock", 900.0, False)
     cluster = Cluster(break_host(build_pair(), "node-1", "system", locks=(lock,), built_ops=()))
     diagnosis = ask(cluster, hostfile, ds=ds, build_ops=True)
-    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.doctor.build_ops" in line}
+    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.doctor.system" in line}
     assert "pin_memory async_io --timeout-s" in commands[("node-0",)]
     assert "pin_memory async_io --remove-lock /cache/async_io/lock" in commands[("node-1",)]
     assert any(row.name == "build" and "removed /cache/async_io/lock on node-1" in row.found for row in diagnosis.rows)

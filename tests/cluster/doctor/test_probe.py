@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.manifest import CheckpointManifest, StoredFile, save_manifest
+from llmscale.cluster.doctor.devices import gather_gpus
 from llmscale.cluster.doctor.host_facts import (
     GpuFacts,
     ProbeRequest,
@@ -22,12 +23,11 @@ from llmscale.cluster.doctor.host_facts import (
     print_facts,
     print_request,
 )
+from llmscale.cluster.doctor.network import gather_network
 from llmscale.cluster.doctor.probe import _gather, gather_facts
-from llmscale.cluster.doctor.probe_code import gather_code, hash_sources
-from llmscale.cluster.doctor.probe_devices import gather_gpus
-from llmscale.cluster.doctor.probe_network import gather_network
-from llmscale.cluster.doctor.probe_run import describe_folder, gather_ds, gather_run
-from llmscale.cluster.doctor.probe_system import gather_system
+from llmscale.cluster.doctor.run import describe_folder, gather_ds, gather_run
+from llmscale.cluster.doctor.software import gather_code, hash_sources
+from llmscale.cluster.doctor.system import gather_system
 from llmscale.cluster.extension_locks import find_locks
 from llmscale.errors import ConfigError
 from tests.cluster.doctor.healthy_facts import build_host

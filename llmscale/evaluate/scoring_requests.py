@@ -1,7 +1,7 @@
-"""From texts to the token sequences that a model scores: contexts with their continuations, and texts of any length.
+"""Turn texts into the token sequences that a model scores: contexts with continuations, and texts of any length.
 
-Where a text is cut into tokens is lm-eval's choice (lm_eval/api/model.py, TemplateLM._encode_pair; utils.py,
-get_rolling_token_windows), so that the numbers are the same. No torch.
+Texts are cut into tokens where lm-eval cuts them (lm_eval/api/model.py, TemplateLM._encode_pair; utils.py,
+get_rolling_token_windows), so that the numbers are equal. No torch.
 """
 
 from __future__ import annotations

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib
+import os
+import resource
+import shutil
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from llmscale.cluster.doctor.host_facts import HostFacts, SystemFacts
+from llmscale.cluster.doctor.process_limit import process_limit
 from llmscale.cluster.doctor.rows import CheckRow, green, listed, placed, red, yellow
-from llmscale.cluster.extension_locks import STALE_LOCK_S
+from llmscale.cluster.extension_locks import STALE_LOCK_S, extensions_folder, find_locks
+from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.engine.silence_libraries import quiet_libraries
 
 #: Docker gives 64 MiB, too little for NCCL's buffers and the data workers' batches.
 SHM_BYTES = 256 * 2**20
@@ -138,3 +150,103 @@ def _check_ops(systems: Mapping[str, SystemFacts], ops: Sequence[str]) -> Iterat
 def _lacking_tools(system: SystemFacts) -> str:
     lacks = [name for name, path in sorted(system.tools.items()) if path is None]
     return ", ".join(lacks if system.libaio else [*lacks, "libaio.h"])
+
+
+#: llmscale trains with torch's own AdamW. `async_io` reads and writes NVMe files, and loads `pin_memory` itself.
+NVME_OPS = ("pin_memory", "async_io")
+_BUILDERS = {"pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
+
+
+def needed_ops(ds: DsConfig) -> tuple[str, ...]:
+    """Names of the ops, in the order they are built. Without NVMe offload there are none."""
+    return NVME_OPS if "nvme" in (ds.offload_optimizer_device, ds.offload_param_device) else ()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print what was done in one line each; 1 when an op cannot be built here."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("ops", nargs="*", metavar="OP", help=", ".join(NVME_OPS))
+    parser.add_argument("--remove-lock", action="append", default=[], metavar="PATH")
+    parser.add_argument("--timeout-s", type=int, default=900)
+    args = parser.parse_args(argv)
+    for op in args.ops:
+        if op not in NVME_OPS:
+            parser.error(f"{op} is not one of {', '.join(NVME_OPS)}")
+    with process_limit(args.timeout_s):
+        for path in args.remove_lock:
+            with contextlib.suppress(FileNotFoundError):  # another host that shares the cache was faster
+                os.remove(path)
+        return _build_and_say(args.ops) if args.ops else 0
+
+
+def _build_and_say(ops: Sequence[str]) -> int:
+    began = time.perf_counter()
+    try:
+        build(ops)
+    except Exception as error:  # a compiler's, a linker's or DeepSpeed's own
+        words = str(error).strip().splitlines() or [type(error).__name__]
+        print(words[-1], file=sys.stderr)
+        return 1
+    print(f"{', '.join(ops)} built in {time.perf_counter() - began:.0f} s")
+    return 0
+
+
+def build(names: Sequence[str]) -> None:
+    """Compile and load each op. Raises what DeepSpeed's builders raise."""
+    quiet_libraries()
+    builders = importlib.import_module("deepspeed.ops.op_builder")
+    for name in names:
+        getattr(builders, _BUILDERS[name])().load(verbose=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+
+_SHM = Path("/dev/shm")
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_LIBAIO_HEADERS = ("/usr/include/libaio.h", "/usr/local/include/libaio.h")
+
+
+def gather_system() -> SystemFacts:
+    """Everything that is neither software version, GPU, network nor run."""
+    memlock, open_files = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
+    shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
+    folder = extensions_folder()
+    return SystemFacts(
+        open_files=sys.maxsize if open_files == resource.RLIM_INFINITY else open_files,
+        memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
+        shm_bytes=shm.total if shm else 0,
+        shm_free_bytes=shm.free if shm else 0,
+        memory_bytes=_memory(),
+        cpus=len(os.sched_getaffinity(0)),
+        tools={"c++": shutil.which(os.environ.get("CXX", "c++")), "ninja": _ninja()},
+        libaio=any(os.path.exists(header) for header in _LIBAIO_HEADERS),
+        built_ops=tuple(sorted(name for name in NVME_OPS if _is_built(folder, name))),
+        locks=tuple(find_locks(folder)),
+        extensions=str(folder),
+    )
+
+
+def _ninja() -> str | None:
+    """On the search path, or beside this Python, where pip puts it."""
+    return shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+
+
+def _memory() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # "max", or another version of cgroups
+            total = min(total, int(Path(path).read_text()))
+    return total
+
+
+def _is_built(folder: Path, op: str) -> bool:
+    """Whether this Python finds the op's library: in the cache, or built when DeepSpeed was installed."""
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
+    return any(folder.glob(f"{op}/{op}.so")) or any(folder.glob(f"{version}/{op}/{op}.so")) or _came_installed(op)
+
+
+def _came_installed(op: str) -> bool:
+    """DS_BUILD_*=1 at installation leaves the library within the package."""
+    return any(any(Path(entry or ".", "deepspeed", "ops").glob(f"*/{op}_op*.so")) for entry in sys.path)
