@@ -71,7 +71,6 @@ def open_source_of(args: argparse.Namespace) -> Source:
     from llmscale.data.prepare.sources.open_source import check_apart, open_source
 
     check_apart(args.input, args.out)
-    check_data_sets(args.input)
     source = open_source(
         *args.input,
         text_field=args.text_field,
@@ -80,6 +79,7 @@ def open_source_of(args: argparse.Namespace) -> Source:
         skip_undecodable=args.skip_undecodable,
         out=args.out,
     )
+    check_data_sets(args.input)
     if source.left_out:
         print_visible(source.left_out, file=sys.stderr)
     return source

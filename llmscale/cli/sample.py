@@ -90,7 +90,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         help="keep no keys and values: the same text with less memory, and slower",
     )
     parser.add_argument("--json", action="store_true", help="an object per text, a line each")
-    parser.needs = [Need("top_k top_p seed", "with --temperature 0", lambda args: args.temperature)]
+    parser.needs = [Need("top_k top_p", "with --temperature 0", lambda args: args.temperature)]
     parser.set_defaults(handler=_run)
 
 

@@ -321,7 +321,7 @@ DATA = [
     (f"{PREPARE} --input set/train --out o", r"--input set/train: set/train holds MDS shards"),
     (f"{PREPARE} --input set/train/shard.00000.mds --out o", r"holds MDS shards"),
     (f"{PREPARE} --input mixed --out o", r"mixed/prepared holds MDS shards|mixed/prepared/train holds MDS shards"),
-    (f"{PREPARE} --input nul.txt --out o", r"nul.txt holds zero bytes: it is binary, or in UTF-16"),
+    (f"{PREPARE} --input nul.txt --out o", r"nul.txt holds zero bytes or UTF-16"),
     (f"{PREPARE} --input latin.txt --out o", r"latin.txt is not UTF-8"),
     (f"{PREPARE} --input deep.jsonl --out o", r"deep.jsonl, line 1"),
     (f"{PREPARE} --input texts/0.txt --glob '*.py' --out o", r"--glob '\*.py' chooses among the files of a folder"),
@@ -330,12 +330,12 @@ DATA = [
         r"--glob 'json/\*' chooses among the files of a folder",
     ),
     (f"{PREPARE} --input hf:a/b --glob '*.txt' --out o", r"--glob '\*.txt' chooses among the files of a folder"),
-    (f"{PREPARE} --input texts --out empty/x", r"Cannot write empty/x|Not a directory"),
+    (f"{PREPARE} --input texts --out empty/x", r"--out empty/x: empty is a file; name a folder"),
     (f"{PREPARE} --input texts --out x/y/z --seq-len 100000", r"--seq-len is given twice: 16 and 100000"),
     ("llmscale data train-tokenizer --input texts --out texts/tok --vocab-size 260", r"lie within each other"),
     (
         "llmscale data train-tokenizer --input texts --out empty/x --vocab-size 260",
-        r"Cannot write empty/x: ",
+        r"--out empty/x: empty is a file; name a folder",
     ),
     ("llmscale data train-tokenizer --input texts --out '' --vocab-size 260", r"--out: must not be empty"),
     *[

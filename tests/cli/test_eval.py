@@ -76,7 +76,7 @@ def test_tasks_of_lm_eval_run_beside_those_of_files(trained_run: Path, items: Pa
         (("RUN", "--json", "."), "is a folder"),
         (("RUN", "--step", "7"), "no checkpoint of step 7"),
         (("RUN", "--val-samples", "0"), "nothing to do"),
-        (("RUN", "--task-folder", "x"), "it names none"),
+        (("RUN", "--task-folder", "x"), "--task-folder needs --tasks"),
         (("EMPTY",), "has no checkpoints yet"),
         (("gone",), "gone does not exist"),
     ],

@@ -415,7 +415,7 @@ def test_the_picture(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -
     assert path.stat().st_size > 20_000
     status, _, error = run(*COMMAND, "--plot", str(tmp_path / "memory.nonsense"))
     assert status == 2
-    assert "cannot be written" in error
+    assert "'.nonsense' is not legal. Legal: .png" in error
 
 
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
