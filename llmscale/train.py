@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         run_folder = config.run
         # Not before: --help that cannot be written is an error.
         make_output_patient()
-        with Announcer(is_silent=here.rank != 0) as announcer:
+        with Announcer(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
             stop.before_early_end.append(announcer.clear)
             announcer.begin("checking the configuration and the data", after_s=quiet_s(config))
             run = prepare_run(config, world_size=here.world_size)

@@ -58,7 +58,7 @@ def _run_ranks(words: Sequence[str]) -> int:
     # The ranks print; that nobody reads it is no reason to fail.
     make_output_patient()
     check_is_only_copy(os.environ, "llmscale train")
-    with announced("checking the configuration and the data", after_s=quiet_s(config)):
+    with announced("checking the configuration and the data", after_s=quiet_s(config), is_plain=config.plain):
         num_ranks = _count_ranks(asked)
         finished = check_start(prepare_run(config, world_size=num_ranks))
     if finished:

@@ -19,10 +19,10 @@ _STDERR = 2
 
 
 class Announcer:
-    """Announces one phase after the other; `is_silent` for all ranks but the main one."""
+    """Announces one phase after the other; `is_silent` for all ranks but the main one, `is_plain` for whole lines."""
 
-    def __init__(self, *, is_silent: bool = False) -> None:
-        self._is_silent = is_silent
+    def __init__(self, *, is_silent: bool = False, is_plain: bool = False) -> None:
+        self._is_silent, self._redraws = is_silent, not is_plain and can_redraw(sys.stderr)
         self._changed = threading.Condition()
         self._words, self._after_s = "", 0.0
         self._thread: threading.Thread | None = None
@@ -32,7 +32,7 @@ class Announcer:
         if self._is_silent:
             return
         if not after_s:
-            _say(f"{words} ...")
+            self._say(f"{words} ...")
         with self._changed:
             self._words, self._after_s = words, after_s
             self._changed.notify()
@@ -42,7 +42,7 @@ class Announcer:
 
     def clear(self) -> None:
         """Take the line from the terminal: something else is to be printed."""
-        if not self._is_silent and can_redraw(sys.stderr):
+        if not self._is_silent and self._redraws:
             _write("\r\x1b[2K")
 
     def __enter__(self) -> Announcer:
@@ -66,28 +66,29 @@ class Announcer:
             while words := self._words:
                 began_s, is_announced, wait_s = time.monotonic(), not self._after_s, self._after_s or REPEAT_S
                 while not self._changed.wait(wait_s):
-                    _say(f"still {words}: {time.monotonic() - began_s:.0f} s" if is_announced else f"{words} ...")
+                    self._say(f"still {words}: {time.monotonic() - began_s:.0f} s" if is_announced else f"{words} ...")
                     is_announced, wait_s = True, REPEAT_S
 
-
-@contextmanager
-def announced(words: str, *, after_s: float = 0.0, on_terminal_only: bool = False) -> Iterator[None]:
-    """Announce one phase."""
-    with Announcer(is_silent=on_terminal_only and not is_terminal(sys.stderr)) as announcer:
-        announcer.begin(words, after_s=after_s)
-        yield
-
-
-def _say(line: str) -> None:
-    if can_redraw(sys.stderr):
+    def _say(self, line: str) -> None:
+        if not self._redraws:
+            _write(f"{line}\n")
+            return
         import textwrap  # only here: every command would wait for it
 
         with suppress(OSError, ValueError):
             # A line that the terminal breaks cannot be taken back.
             line = textwrap.shorten(line, max(20, os.get_terminal_size(_STDERR).columns) - 1, placeholder=" ...")
         _write(f"\r\x1b[2K{line}")
-    else:
-        _write(f"{line}\n")
+
+
+@contextmanager
+def announced(
+    words: str, *, after_s: float = 0.0, on_terminal_only: bool = False, is_plain: bool = False
+) -> Iterator[None]:
+    """Announce one phase."""
+    with Announcer(is_silent=on_terminal_only and not is_terminal(sys.stderr), is_plain=is_plain) as announcer:
+        announcer.begin(words, after_s=after_s)
+        yield
 
 
 def _write(text: str) -> None:

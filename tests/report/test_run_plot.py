@@ -28,5 +28,5 @@ def test_draws_what_a_hostile_run_says_and_a_short_one(tmp_path: Path) -> None:
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"llmscale\[plot\]"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[plot\]"):
         import_pyplot()

@@ -12,7 +12,7 @@ from llmscale.terminal.announcer import Announcer, announced
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
-    monkeypatch.setattr(announcer, "_say", lines.append)
+    monkeypatch.setattr(Announcer, "_say", lambda _, line: lines.append(line))
     return lines
 
 
@@ -22,12 +22,12 @@ def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
     monkeypatch.setattr(announcer, "REPEAT_S", 0.01)
     again = threading.Event()
 
-    def say(line: str) -> None:
+    def say(_: Announcer, line: str) -> None:
         said.append(line)
         if len(said) == 3:
             again.set()
 
-    monkeypatch.setattr(announcer, "_say", say)
+    monkeypatch.setattr(Announcer, "_say", say)
     with announced("building"):
         assert said[0] == "building ..."
         assert again.wait(60)
@@ -36,7 +36,7 @@ def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
 
 def test_a_quiet_phase_is_announced_when_it_lasts(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     spoken = threading.Event()
-    monkeypatch.setattr(announcer, "_say", lambda line: (said.append(line), spoken.set()))
+    monkeypatch.setattr(Announcer, "_say", lambda _, line: (said.append(line), spoken.set()))
     with announced("checking", after_s=0.01):
         assert spoken.wait(60)
     assert said[0] == "checking ..."

@@ -59,7 +59,7 @@ ALIKE = {
     "tokens for steps": ["--tokens", str(10 * 8 * 32)],
     "tokens for sequences": ["--global-batch-tokens", str(8 * 32)],
     "the default, said": ["--gradient-clipping", "1.0"],
-    "wandb's name": ["--wandb-name", "x"],
+    "wandb and its name": ["--wandb", "--wandb-name", "x"],
     "lines": ["--plain"],
 }
 FLAGS = {"--steps": "10", "--lr": "0.001", "--global-batch-size": "8"}

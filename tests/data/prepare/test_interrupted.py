@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from llmscale.data.prepare import tokenise, work_folder
+from llmscale.data.prepare import output_folder, tokenise
 from llmscale.data.prepare.output_folder import open_work_folder, rejected_path
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
@@ -29,7 +29,7 @@ PREPARE = """
 import sys, time
 from pathlib import Path
 from llmscale.data.prepare import shard_files, split_writer, tokenise, window_shuffle
-from llmscale.data.prepare.prepare_set import (PrepareOptions, prepare)
+from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 source, out, workers, compression, shuffle = sys.argv[1:]
@@ -166,12 +166,12 @@ def test_killed_behind_the_set_it_is_made_again_and_not_out_of_what_is_gone(
         prepare(open_source(source), tmp_path / "set", load_tokenizer("bytes"), options, overwrite=True, max_rejected=9)
 
     with monkeypatch.context() as patch:
-        patch.setattr(work_folder, "shutil", mock.Mock(rmtree=mock.Mock(side_effect=KeyboardInterrupt)))
+        patch.setattr(output_folder, "shutil", mock.Mock(rmtree=mock.Mock(side_effect=KeyboardInterrupt)))
         with pytest.raises(KeyboardInterrupt):
             make()
     undisturbed = _files(tmp_path / "set")
-    assert work_folder.work_folder_of(tmp_path / "set").joinpath("state.npz").exists()
+    assert output_folder.work_folder_of(tmp_path / "set").joinpath("state.npz").exists()
     assert any(name.endswith(".mds") for name in undisturbed)
     make()
     assert _files(tmp_path / "set") == undisturbed
-    assert not work_folder.work_folder_of(tmp_path / "set").exists()
+    assert not output_folder.work_folder_of(tmp_path / "set").exists()
