@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.hf_folder import CONFIG_NAME
+from llmscale.checkpoint.hf_folder import CONFIG_NAME, GENERATION_NAME
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
-from llmscale.errors import CheckpointError
+from llmscale.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +19,12 @@ POSITIONS_NAME, POSITIONS = "positions.safetensors", "wpe.weight"
 
 
 def open_published(run: Path) -> PublishedModel | None:
-    """Return the model that a run folder keeps the description of, or None. Raises ConfigError for a damaged one."""
+    """Return the model that a run folder keeps the description of, or None. Raises ConfigError."""
     folder = run / PUBLISHED_NAME
+    # Whoever packed the run could make an export, or another run, contain any file of this machine.
+    for path in (folder, *(folder / name for name in (CONFIG_NAME, GENERATION_NAME, POSITIONS_NAME))):
+        if path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link. Put what it leads to in its place.")
     return read_published_model("the run's", f"{PREFIX}{folder}") if (folder / CONFIG_NAME).is_file() else None
 
 

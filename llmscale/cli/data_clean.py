@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the real imports wait until a command runs
     from llmscale.data.clean.cluster.settings import Cluster
     from llmscale.data.clean.pipeline import Amount, CleanOptions, StepReport, TokenizerName
 
-#: As in steps.py, which --help must not load.
+#: As in llmscale.data.clean.pipeline, which --help must not load.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"
 #: Whose rules take most of code, tables and lists.
 _FOR_PROSE = ("gopher-repetition", "gopher-quality", "c4", "fineweb")

@@ -1,6 +1,4 @@
-"""Tasks that need nothing but a file: items in JSON lines, each checked, told apart by the format that stands before
-the path (`hellaswag=FILE.jsonl`). No torch.
-"""
+"""Read tasks from JSON lines (`hellaswag=FILE.jsonl`), encode their items and score the answers. No torch."""
 
 from __future__ import annotations
 

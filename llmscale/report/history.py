@@ -1,4 +1,4 @@
-"""What a run's metrics.jsonl says, with the parts of its history that a restart abandoned left out. No torch."""
+"""Read a run's metrics.jsonl, without the parts of its history that a restart abandoned. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from llmscale.checkpoint.manifest import History, is_count, parse_history
 from llmscale.config.limits import MAX_STEPS, MAX_TOKENS
-from llmscale.data.mix.training_sets import open_kept_sets
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME, METRICS_VERSION
@@ -237,6 +236,8 @@ def load_history(run: Path) -> RunHistory:
 
 def load_run_manifest(run: Path) -> Manifest | None:
     """Return the manifest of the set that the run trains on; None for a mix, and where nothing describes the set."""
+    from llmscale.data.mix.training_sets import open_kept_sets  # here alone: it takes long to import
+
     try:
         described = load_json(run / CONFIG_NAME, Rules(ConfigError, not_finite=True))
         config, resolved = described.get("config"), described.get("resolved")

@@ -20,7 +20,7 @@ _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
 def build_page(report: Mapping[str, object], title: str) -> str:
-    """HTML of what report_data.build_report returned; `title` is plain text."""
+    """Return the HTML of what data.build_report returned; `title` is plain text."""
     parts = {
         "TITLE": html.escape(title),
         "STYLE": "\n".join(map(_read, _STYLES)),

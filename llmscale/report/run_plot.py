@@ -27,7 +27,7 @@ _SMOOTHING = 0.01
 _MOST_MARKED = 3
 _SIGNS = {"spike": "^", "nonfinite": "x", "slow": "d"}
 _GIB = 2**30
-Run = Mapping[str, Any]  # as report_data builds it
+Run = Mapping[str, Any]  # as data.build_report builds it
 
 
 #: The column that is no curve of its own in a report: the share of time by phase has it.
@@ -68,12 +68,12 @@ def import_pyplot() -> ModuleType:
 
 
 def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
-    """Draw what report_data.build_report returned to `path`, as `png` or `svg`. Raises ConfigError without matplotlib,
+    """Draw what data.build_report returned to `path`, as `png` or `svg`. Raises ConfigError without matplotlib,
     or when the file cannot be written."""
     pyplot = import_pyplot()
     from matplotlib import ticker
 
-    runs: Sequence[Run] = report["runs"]  # type: ignore[assignment]  # as report_data builds it
+    runs: Sequence[Run] = report["runs"]  # type: ignore[assignment]  # as data.build_report builds it
     panels = [panel for panel in _PANELS if any(_curve(panel, run) for run in runs)]
     rows = -(-len(panels) // 2)
     figure, grid = pyplot.subplots(rows, 2, figsize=(12, 3.1 * rows + 0.4), layout="constrained", squeeze=False)

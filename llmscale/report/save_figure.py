@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config.shipped import install_command
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.errors import ConfigError
 
@@ -23,7 +24,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"--plot {path}: '{path.suffix}' is not legal. Legal: {', '.join(filter(None, _SUFFIXES))}.")
     if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib: `pip install 'llmscale[plot]'`.")
+        raise ConfigError(f"--plot needs matplotlib: `{install_command('plot')}`.")
 
 
 def save_figure(figure: Figure, path: Path, flag: str = "--plot", format: str = "") -> None:

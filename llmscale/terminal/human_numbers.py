@@ -1,4 +1,4 @@
-"""Large numbers as people write them: 70B, 1.4T, 300e9, 5GB. No torch."""
+"""Numbers as people write them: parse 70B, 1.4T and 5GB, format them, and make `1 ranks` singular. No torch."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weights_files, list_safetensors
 from llmscale.checkpoint.hf_folder import CONFIG_NAME, GENERATION_NAME
 from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
-from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME
+from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME, open_published
 from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation
@@ -91,10 +91,11 @@ def complete_published_weights(
 def keep_published(found: FoundWeights | None, seq_len: int, source: Path | None, run: Path) -> None:
     """Keep in a new run folder the configurations of the model whose weights it begins with, and the positions beyond
     its sequences; or what the run of the checkpoint `source` kept. Raises LlmscaleError, OSError."""
-    place = found.model.folder if found is not None else None
-    if source is not None:
-        place = source.resolve().parent.parent / PUBLISHED_NAME
-    if (run / PUBLISHED_NAME).exists() or place is None or not (place / CONFIG_NAME).is_file():
+    if (run / PUBLISHED_NAME).exists():
+        return
+    model = open_published(source.resolve().parents[1]) if source is not None else found.model if found else None
+    place = model.folder if model is not None else None
+    if place is None or not (place / CONFIG_NAME).is_file():
         return
     with new_folder(run / PUBLISHED_NAME, replace=False) as folder:
         for name in (CONFIG_NAME, GENERATION_NAME, POSITIONS_NAME):

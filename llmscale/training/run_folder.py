@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import TextIO
 
 from llmscale import __version__
-from llmscale.checkpoint.published_files import PUBLISHED_NAME
-from llmscale.data.mix.training_sets import KEPT_NAME
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.files.append import AppendFile, warn_on_stderr
 from llmscale.files.whole import write_durably
@@ -36,8 +34,8 @@ OWN_FILES = (
     *(CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, LOCK_NAME),
     *(".launch.lock", "attempts.jsonl", "failure.json"),
 )
-#: Folders of a run that describe what it was made from.
-ORIGIN_FOLDERS = (KEPT_NAME, PUBLISHED_NAME)
+#: Folders of a run that describe what it was made from: KEPT_NAME and PUBLISHED_NAME of modules that import numpy.
+ORIGIN_FOLDERS = ("dataset", "published")
 OWN_FOLDERS = ("checkpoints", "logs", "profile", "samples", "tensorboard", "wandb", ".agents", *ORIGIN_FOLDERS)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")

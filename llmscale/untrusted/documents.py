@@ -13,12 +13,13 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NoReturn
-
-import yaml
+from typing import TYPE_CHECKING, BinaryIO, NoReturn
 
 from llmscale.errors import LlmscaleError
 from llmscale.untrusted.paths import open_regular, read_regular
+
+if TYPE_CHECKING:
+    import yaml
 
 #: Of a file that people write: run files, ds_configs, model configurations.
 CONFIG_MAX_BYTES = 1 << 20
@@ -117,14 +118,11 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
 
 def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
     """The mapping that `contents` is: safe YAML without aliases and keys that stand twice. Raises `rules.error`."""
-    # Most programs read none: YAML's parser takes longer to import than everything else here.
     import yaml
-
-    from llmscale.untrusted.documents import StrictLoader
 
     text = _decode(contents, rules, where, "valid yaml")
     try:
-        value = yaml.load(text, Loader=StrictLoader)
+        value = yaml.load(text, Loader=_strict_loader())
     except (yaml.YAMLError, ValueError) as error:
         raise _fault(rules, f"{where} is not valid yaml: {_yaml_problem(error)}") from None
     except RecursionError:
@@ -255,24 +253,30 @@ def _fault(rules: Rules, what: str) -> LlmscaleError:
     return rules.error(f"{what}{end} {rules.remedy}".rstrip())
 
 
-class StrictLoader(yaml.SafeLoader):
-    """Safe YAML without aliases, which unfold to gigabytes, and without keys that stand twice."""
+def _strict_loader() -> type[yaml.SafeLoader]:
+    # Most programs read no YAML: its parser takes longer to import than everything else here.
+    import yaml
 
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", event.start_mark)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        return node
+    class StrictLoader(yaml.SafeLoader):
+        """Safe YAML without aliases, which unfold to gigabytes, and without keys that stand twice."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            name = str(key.value)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key '{name}' stands twice; keep one of them", key.start_mark
-                )
-            seen.add(name)
-        values: dict[object, object] = super().construct_mapping(node, deep=deep)
-        return values
+        def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+            if self.check_event(yaml.AliasEvent):
+                event = self.peek_event()
+                raise yaml.composer.ComposerError(None, None, "aliases (*name) are not supported", event.start_mark)
+            node: yaml.Node | None = super().compose_node(parent, index)
+            return node
+
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+            seen: set[str] = set()
+            for key, _ in node.value:
+                name = str(key.value)
+                if name in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key '{name}' stands twice; keep one of them", key.start_mark
+                    )
+                seen.add(name)
+            values: dict[object, object] = super().construct_mapping(node, deep=deep)
+            return values
+
+    return StrictLoader

@@ -347,3 +347,18 @@ def test_special_tokens_that_the_model_lacks_are_replaced(tmp_path: Path) -> Non
     model = read_published_model("--init-from", f"hf:{tmp_path}")
     written, generation = export._configs(describe_export(model.shape, model, "fp32", 10**9), ByteTokenizer())
     assert [written["bos_token_id"], written["eos_token_id"], generation["eos_token_id"]] == [256] * 3
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "positions.safetensors"])
+def test_a_link_among_what_a_run_keeps_of_its_model_is_neither_exported_nor_copied(name: str, tmp_path: Path) -> None:
+    (tmp_path / "secret.json").write_text('{"auth": "secret"}')
+    kept = tmp_path / "run" / "published"
+    kept.mkdir(parents=True)
+    (kept / "config.json").write_text("{}")
+    (kept / name).unlink(missing_ok=True)
+    (kept / name).symlink_to(tmp_path / "secret.json")
+    with pytest.raises(ConfigError, match=f"published/{name} is a symbolic link"):
+        open_published(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is a symbolic link"):
+        keep_published(None, 16, tmp_path / "run" / "checkpoints" / "step_1", tmp_path / "new")
+    assert not (tmp_path / "new").exists()

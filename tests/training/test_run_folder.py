@@ -11,9 +11,11 @@ import pytest
 
 from llmscale import __version__
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
+from llmscale.checkpoint.published_files import PUBLISHED_NAME
 from llmscale.cluster.launch.agent import CLAIMS_NAME
 from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, LOGS_NAME
 from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
+from llmscale.data.mix.training_sets import KEPT_NAME
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError
 from llmscale.training import run_folder
@@ -104,6 +106,7 @@ def test_every_name_that_a_run_writes_to_is_guarded() -> None:
     assert {FAILURE_NAME, ATTEMPTS_NAME, LAUNCH_LOCK_NAME} < set(run_folder.OWN_FILES)
     folders = {CHECKPOINTS_NAME, LOGS_NAME, CLAIMS_NAME, SAMPLES_NAME, TENSORBOARD_NAME}
     assert folders < set(run_folder.OWN_FOLDERS)
+    assert run_folder.ORIGIN_FOLDERS == (KEPT_NAME, PUBLISHED_NAME)
 
 
 @pytest.mark.parametrize("name", [*run_folder.OWN_FILES, *run_folder.OWN_FOLDERS])

@@ -1,5 +1,4 @@
-"""Rows about the network between hosts: names, interfaces, the rendezvous, and the measured all-reduce. Pure
-functions."""
+"""Check names, interfaces and rendezvous between hosts, and judge the measured all-reduce. No torch."""
 
 from __future__ import annotations
 

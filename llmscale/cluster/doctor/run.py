@@ -1,4 +1,4 @@
-"""Rows about the run that is to start: its configuration on every host, data, run folder, disk. Pure functions."""
+"""Check the run that is to start: its configuration on every host, data, run folder, memory and disk. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows about reaching the hosts, their clocks, and whether they run the same software. Pure functions."""
+"""Check that every host is reached, has the right time and runs the same software. Facts are gathered on the host."""
 
 from __future__ import annotations
 

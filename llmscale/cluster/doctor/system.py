@@ -1,4 +1,4 @@
-"""Rows about each host's limits, shared memory, compiler, built ops and the locks of dead builds. Pure functions."""
+"""Check each host's limits, shared memory, compiler, built ops and stale locks. Facts are gathered on the host."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def needed_ops(ds: DsConfig) -> tuple[str, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print what was done in one line each; 1 when an op cannot be built here."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Build ops on this host, and remove the locks of dead builds.")
     parser.add_argument("ops", nargs="*", metavar="OP", help=", ".join(NVME_OPS))
     parser.add_argument("--remove-lock", action="append", default=[], metavar="PATH")
     parser.add_argument("--timeout-s", type=int, default=900)
@@ -197,10 +197,6 @@ def build(names: Sequence[str]) -> None:
     builders = importlib.import_module("deepspeed.ops.op_builder")
     for name in names:
         getattr(builders, _BUILDERS[name])().load(verbose=False)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
 
 
 _SHM = Path("/dev/shm")
@@ -250,3 +246,7 @@ def _is_built(folder: Path, op: str) -> bool:
 def _came_installed(op: str) -> bool:
     """DS_BUILD_*=1 at installation leaves the library within the package."""
     return any(any(Path(entry or ".", "deepspeed", "ops").glob(f"*/{op}_op*.so")) for entry in sys.path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

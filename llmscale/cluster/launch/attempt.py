@@ -1,4 +1,4 @@
-"""One attempt: gather the hosts, start the ranks, follow them to an end, and leave nothing running."""
+"""One attempt of a launch: lay out the ranks, start them, watch their progress, and classify how they end."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Outcome:
     """How an attempt ended, or is about to."""
 
     end: str
-    """One of `attempt_log.Attempt.end`."""
+    """One of `attempts.Attempt.end`."""
     reason: str
     host: str | None = None
     """To blame, when it is one."""

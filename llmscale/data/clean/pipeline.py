@@ -1,4 +1,4 @@
-"""Documents through the steps, in the order of the input: what the comparing steps say, and who gets what."""
+"""Run the steps of `data clean`: annotate documents in worker processes, compare them in input order, report each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--data` names: one prepared set, or the sets of a mix."""
+"""Open what `--data` names: one prepared set, or the sets of a mix in the proportions that its YAML gives."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ what a node must hold of a remote set, and cost nothing where they are the defau
   change blocks together and no block is short. This bounds what a node holds at a time, and is random only where
   neighbours in a shard are strangers: `prepare` shuffles what it writes.
 
-Every shuffle is a Feistel permutation (permute.py), so any position is found on its own: no list of samples, a few kB
-per shard, any start in milliseconds. Random bits are splitmix64's rather than NumPy's generators', whose streams may
+Every shuffle is a Feistel permutation (permutation.py), so any position is found on its own: no list of samples, a few
+kB per shard, any start in milliseconds. Random bits are splitmix64's rather than NumPy's generators', whose streams may
 change between versions.
 """
 

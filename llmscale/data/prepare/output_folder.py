@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all, whatever kills the process that writes it."""
+"""Write a folder of prepared data: atomically, resumably, with rejected records in a file beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A source's documents to the windows of their splits; what is done is kept now and then."""
+"""Tokenise a source's documents in worker threads, distribute them to splits, and save a state to resume from."""
 
 from __future__ import annotations
 

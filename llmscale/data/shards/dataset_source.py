@@ -1,4 +1,4 @@
-"""Where a prepared set lies: a local folder, or a remote one with a local cache."""
+"""Open a prepared set, in a local folder or in a store with a local cache, and copy its description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A published model's tokenizer, or any other tokenizer.json, through `tokenizers` (no transformers)."""
+"""Load a published model's tokenizer, or any tokenizer.json, and find its special tokens. No transformers."""
 
 from __future__ import annotations
 

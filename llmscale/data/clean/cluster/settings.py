@@ -6,13 +6,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from llmscale.errors import DataError, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
 
 ExecutorName = Literal["slurm", "ray"]
-EXECUTOR_NAMES: tuple[ExecutorName, ...] = get_args(ExecutorName)
 #: What stands on a line of an sbatch script as it is.
 _PLAIN = re.compile(r"[\w.,:;@%+/=()\[\]&|*-]+")
 _FLAG = re.compile(r"[a-z][a-z-]*")
