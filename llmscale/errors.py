@@ -49,10 +49,10 @@ def write_failure(error: OSError, out: Path) -> LlmscaleError:
     reason = error.strerror or str(error)
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return MachineError(f"{reason} while {out} was written. Raise the limit with `ulimit -n`.")
-    ours, named = os.path.abspath(out), error.filename
+    folder, named = os.path.dirname(os.path.abspath(out)), error.filename
     # Of a file that was opened before, the error names nothing: it is one of ours.
-    path = ours if named is None or isinstance(named, int) else os.path.abspath(os.fsdecode(named))
-    is_ours = path.startswith(os.path.dirname(ours)) or ours.startswith(path)
+    path = folder if named is None or isinstance(named, int) else os.path.abspath(os.fsdecode(named))
+    is_ours = os.path.commonpath((path, folder)) in (path, folder)
     return DataError(f"Cannot write {out}: {reason}." if is_ours else f"{path}: {reason}. It is needed to write {out}.")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import string
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -13,7 +15,7 @@ from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig
 from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
-from llmscale.errors import did_you_mean
+from llmscale.errors import did_you_mean, write_failure
 from llmscale.other_names import OTHER_NAMES
 
 CARDS = ("a100-80gb", "h100-80gb", "h100-80gb-pcie", "h200", "t4", "v100-16gb")
@@ -76,3 +78,18 @@ def test_a_name_that_the_word_begins_with_is_not_closer_than_one_edit() -> None:
 def test_a_suggestion_is_never_the_word_itself() -> None:
     assert did_you_mean("zero2", ["zero2", "zero3"]) == ""
     assert did_you_mean("Zero2", ["zero2"]) == " Did you mean 'zero2'?"
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (None, "Cannot write /data/out: "),
+        ("/data/out/shard", "Cannot write /data/out: "),
+        ("/data/.out.partial/shard", "Cannot write /data/out: "),
+        ("/data", "Cannot write /data/out: "),
+        ("/data2/crawl.jsonl", "/data2/crawl.jsonl: "),
+        ("/dat", "/dat: "),
+    ],
+)
+def test_a_failed_write_names_the_file_that_failed(named: str | None, said: str) -> None:
+    assert str(write_failure(OSError(errno.EACCES, "Denied", named), Path("/data/out"))).startswith(said)

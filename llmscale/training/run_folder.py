@@ -84,7 +84,7 @@ def _check_own(run: Path) -> None:
                     what = "a symbolic link" if path.is_symlink() else f"not a {kind}"
                     raise ConfigError(
                         f"--run {run}: {path.name} is {what}, and training would write to it. Put a {kind} in its "
-                        "place, or name another --run folder."
+                        "place, or name another --run folder, which may itself be a link to another disk."
                     )
 
 

@@ -21,6 +21,10 @@ from llmscale.errors import LlmscaleError
 from llmscale.untrusted.documents import Rules, parse_json
 from llmscale.untrusted.paths import is_plain_name, read_regular
 
+if TYPE_CHECKING:
+    import urllib.request
+    from http.client import HTTPMessage
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -114,10 +118,6 @@ def one_at_a_time(model: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
-
-if TYPE_CHECKING:
-    import urllib.request
-    from http.client import HTTPMessage
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _TIMEOUT_S = 10.0

@@ -57,7 +57,7 @@ def open_downloader(url: str) -> Downloader:
     if kind == "azure":
         return AzureBlobs.of_environment(url)
     if kind == "hf":
-        _show_no_bars()
+        _quieten_hub()
     found: Downloader = streaming_module("storage.download").CloudDownloader.get(url)
     return found
 
@@ -134,7 +134,7 @@ class _HubUploads:
     def __init__(self, url: str) -> None:
         from huggingface_hub import HfApi
 
-        _show_no_bars()
+        _quieten_hub()
         self._name = "/".join(path_of(url).split("/")[1:3])
         self._api = HfApi(token=os.environ.get("HF_TOKEN"))
         self._api.repo_info(self._name, repo_type="dataset")
@@ -151,10 +151,13 @@ class _HubUploads:
             self._api.create_commit(self._name, [added], repo_type="dataset", commit_message=f"Add {name}")
 
 
-def _show_no_bars() -> None:
-    """The Hub's client draws one for each file, unless the environment says what it shall do."""
+def _quieten_hub() -> None:
+    """Turn off the Hub client's bars and its warnings of each retry, unless the environment asks for them: waits and
+    retries are announced here."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils import disable_progress_bars, logging
 
     if constants.HF_HUB_DISABLE_PROGRESS_BARS is None:
         disable_progress_bars()
+    if "HF_HUB_VERBOSITY" not in os.environ:
+        logging.set_verbosity_error()

@@ -33,6 +33,9 @@ from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, loa
 from llmscale.untrusted.hub import read_hub_files
 from llmscale.untrusted.paths import read_regular
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as FastTokenizer
+
 #: How the markers of chats and of code filling are written (DeepSeek's with full-width bars), and nothing that people
 #: write.
 _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
@@ -329,9 +332,6 @@ def find_beginning(
         raise DataError(f"{files.name}/{JSON_NAME}: its template puts the token {unknown[0]} first, which it lacks.")
     return beginning
 
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as FastTokenizer
 
 #: A WordPiece model takes time by the square of a word, a Unigram model by its longest token; that takes 340 bytes for
 #: each character, too. Finding added tokens takes time by the squares of their lengths.

@@ -20,7 +20,7 @@ from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.dataset_source import open_set
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.data.storage import faults
+from llmscale.data.storage import faults, transport
 from llmscale.data.storage.transport import open_uploader
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
@@ -322,3 +322,15 @@ def test_ranks_train_on_it(
         ranks(command, 2).wait()
         losses.append(read_losses(tmp_path / name))
     assert losses[0] == losses[1] and len(losses[0]) == 3
+
+
+def test_the_hub_client_warns_of_no_retry_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub.utils.logging")
+    before = hub.get_verbosity()
+    monkeypatch.delenv("HF_HUB_VERBOSITY", raising=False)
+    try:
+        hub.set_verbosity_warning()
+        transport._quieten_hub()
+        assert hub.get_verbosity() == hub.ERROR
+    finally:
+        hub.set_verbosity(before)
