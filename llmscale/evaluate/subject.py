@@ -6,6 +6,7 @@ Everything but the weights is read first, so that mistakes are reported before t
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,7 +153,7 @@ def open_subject(
 
     sets, no_sets = None, ""
     if data is not None:
-        identity = trained.state.identity if data == trained.config.data else None
+        identity = trained.state.identity if os.path.abspath(data) == os.path.abspath(trained.config.data) else None
         sets = open_training_sets(data, identity=identity)
         manifest = trained.sets.manifest
         check_set_matches(

@@ -9,7 +9,7 @@ _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 #: Nouns that llmscale counts.
 _COUNTED = re.compile(
     r"(?<![\w.,:/+-])1 ((?:[a-z]+-up |tail |micro-)?(?:rank|host|node|GPU|step|sample|sequence|document|token|shard"
-    r"|record|row|layer|head|file|item|run|checkpoint|text|warning|task|attempt|epoch|minute))s\b"
+    r"|record|row|layer|head|file|item|run|checkpoint|text|warning|task|attempt|epoch|minute))s\b(?![./-]\w)"
 )
 
 

@@ -22,6 +22,7 @@ from llmscale.errors import CheckpointError, ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
 from llmscale.training.run_data import build_stream
+from llmscale.training.run_folder import check_own_files
 from llmscale.training.run_inputs import PreparedRun, as_plain, find_sources
 from llmscale.training.skipped_steps import check_skips
 
@@ -52,6 +53,7 @@ def check_start(run: PreparedRun) -> list[str]:
     Raises CheckpointError, ConfigError, DataError.
     """
     config, state = run.config, None
+    check_own_files(config.run)
     found = _find_source(run)
     if found is not None:
         _check_model(run, *found)

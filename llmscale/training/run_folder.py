@@ -48,7 +48,7 @@ def create_run_folder(run: Path) -> list[Path]:
 
     Raises ConfigError; then there is nothing that was not there before.
     """
-    _check_own(run)
+    check_own_files(run)
     made: list[Path] = []
     probe = run / f".writable-{os.getpid()}"
     try:
@@ -72,7 +72,7 @@ def create_run_folder(run: Path) -> list[Path]:
     return made
 
 
-def _check_own(run: Path) -> None:
+def check_own_files(run: Path) -> None:
     """Raise ConfigError where a link or another kind of file stands in the place of what a run writes.
 
     A run folder that somebody else has packed could lead the writing anywhere. The folder itself may be a link.

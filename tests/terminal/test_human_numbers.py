@@ -70,3 +70,7 @@ def test_one_of_something_is_singular() -> None:
     assert with_singulars("1 ranks on 1 nodes, 1 warm-up steps") == "1 rank on 1 node, 1 warm-up step"
     other = "11 ranks, 0.1 steps, 1,001 tokens, step-1 files, 1 has"
     assert with_singulars(other) == other
+
+
+def test_the_name_of_a_file_is_left_as_it_is() -> None:
+    assert with_singulars("cannot read 1 samples.txt of 1 files.") == "cannot read 1 samples.txt of 1 file."

@@ -150,6 +150,9 @@ def may_pass(error: BaseException, url: str = "") -> bool:
     if _names(_chain(error)) & {*_CREDENTIALS, "SSLCertVerificationError", "OfflineModeIsEnabled"}:
         return False
     for cause in _chain(error):
+        # NXDOMAIN, as glibc words it: another word in place of a name, or no network.
+        if "Name or service not known" in str(cause):
+            return False
         # Before the status: aiohttp gives a broken connection one.
         if _names([cause]) & _TRANSIENT or _TRANSIENT_WORDS.search(str(cause)):
             return True
