@@ -2,6 +2,8 @@
 # shellcheck shell=bash
 
 # Extras of pyproject.toml: what training on prepared text needs, and what all tests and checks need.
+# Read by the scripts that source this file.
+# shellcheck disable=SC2034
 readonly FOR_TRAINING=train,data
 readonly FOR_TESTS=train,data,remote,clean,clean-cluster,eval,dev
 # Where torch's builds without CUDA are.
