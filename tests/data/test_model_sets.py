@@ -91,24 +91,14 @@ def test_a_remote_sets_tokenizer_comes_with_its_files(prepare: Prepare, tmp_path
     assert load_set_tokenizer(location.folder, location.manifest).eot_token == 601
 
 
-def test_sets_of_older_versions_open_and_are_not_taken_for_new_ones(
-    prepare: Prepare, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_set_whose_tokenizer_does_not_say_where_documents_end_is_refused(prepare: Prepare, tmp_path: Path) -> None:
     assert prepare() == 0
     folder = tmp_path / "set"
     record = json.loads((folder / "manifest.json").read_text())
-    del record["request"]["tokens before a document"], record["request"]["--parse-special-tokens"]
     record["tokenizer_files"] = "tokenizer/tokenizer.json"
     (folder / "manifest.json").write_text(json.dumps(record))
-    (folder / "tokenizer/origin.json").unlink()
-    (folder / "tokenizer/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
-    tokenizer = load_set_tokenizer(folder)
-    assert (tokenizer.bos_tokens, tokenizer.eot_token) == ((), 601)
-    location = open_set(str(folder), tmp_path / "cache")
-    fetch_tokenizer(location)
-    assert load_set_tokenizer(location.folder, location.manifest).sha256 == tokenizer.sha256
-    assert prepare() == 2
-    assert "tokens before a document '' there, '600' now" in capsys.readouterr().err
+    with pytest.raises(DataError, match="Prepare the set again"):
+        load_set_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
