@@ -153,12 +153,14 @@ def environment_is_a_pipes() -> Iterator[None]:
     an evaluation within this process, which goes without the network, does not forbid it to what comes after."""
     names = ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     before = {name: os.environ[name] for name in names if name in os.environ}
-    for name in names[:3]:
+    # The last one: a command that is called within this process protects the children of all later tests, too.
+    for name in (*names[:3], "PYTHONSAFEPATH"):
         os.environ.pop(name, None)
     yield
     for name in names:
         os.environ.pop(name, None)
     os.environ.update(before)
+    os.environ.pop("PYTHONSAFEPATH", None)
 
 
 #: Signals by which a process ends unless it handles them.
