@@ -29,6 +29,7 @@ from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
 from llmscale.files.patient_output import make_output_patient
 from llmscale.terminal.announcer import announced
+from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.changes import check_start
 from llmscale.training.run_inputs import prepare_run, quiet_s
 from llmscale.training.stop_request import STOP_SIGNALS
@@ -69,7 +70,7 @@ def _run_ranks(words: Sequence[str]) -> int:
     port, _ = find_port(None)
     environments = rank_environment(os.environ, num_ranks, port, count_cpus())
     read_launcher_variables(environments[0])
-    _show(f"starting {num_ranks} rank{'s' * (num_ranks != 1)} ...")
+    _show(with_singulars(f"starting {num_ranks} ranks ..."))
     return LocalRanks(
         rank_command(PACKAGE / "train.py", arguments),
         environments,

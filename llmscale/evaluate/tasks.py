@@ -305,7 +305,13 @@ _NEAR_FRAC = 0.1
 
 @dataclass(frozen=True)
 class PublishedResult:
-    """Of one published model on HellaSwag."""
+    """A published model on HellaSwag's 10,042 validation items, without examples (zero-shot).
+
+    GPT-2: llm.c's completion style, which `llmscale eval --tasks hellaswag=...` follows; 124M and 1558M from the
+    heading of dev/data/hellaswag.py, the others (per token only) from dev/vislog.ipynb. GPT-3: Brown et al. 2020, table
+    H.1, column "zero-shot"; the paper takes the ending of the highest likelihood per token (section 2.4), from a prompt
+    of its own.
+    """
 
     model: str
     num_parameters: float

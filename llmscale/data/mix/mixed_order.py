@@ -47,7 +47,13 @@ class Pattern:
 
 @lru_cache(maxsize=16)
 def build_pattern(shares: tuple[int, ...]) -> Pattern:
-    """The pattern of a period of sum(shares) samples."""
+    """Return the pattern of a period of sum(shares) samples, as even as possible.
+
+    Sample j of a set with share n of a period K is placed in [floor(j K / n), ceil((j + 1) K / n)), earliest end first.
+    One processor is shared fairly in that way (Baruah et al., "Proportionate progress", Algorithmica 1996, theorem 1):
+    it always works out, and keeps every set within one sample of its share at every position. Nothing here is random:
+    the samples come in the random order of their own set.
+    """
     period = sum(shares)
     ranks, owners = np.empty(period, np.int64), np.empty(period, np.int64)
     waiting = [(0, owner) for owner, share in enumerate(shares) if share]

@@ -20,7 +20,13 @@ _MASK = (1 << 64) - 1
 
 
 def mix64(values: UInt64Array) -> UInt64Array:
-    """A bijection of 64-bit words in which every input bit changes every output bit with probability 1/2."""
+    """Permute 64-bit words so that every input bit changes every output bit with probability 1/2.
+
+    This is the finalizer of splitmix64 (Steele, Lea & Flood, "Fast splittable pseudorandom number generators", OOPSLA
+    2014; constants of variant 13 by Stafford), the only source of randomness of the sample order. It is written out
+    here because that order must never depend on a library version: NumPy does not promise that `Generator.permutation`
+    stays the same (NEP 19).
+    """
     mixed = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))

@@ -8,7 +8,7 @@ By default an epoch is a random permutation of the whole set, drawn from all of 
 what a node must hold of a remote set, and cost nothing where they are the default:
 
 - **Rows.** Positions go round R canonical rows in an order that is random in each round and fair to every number of
-  nodes that divides R (`RowVisits`). A row is a part of the set that one node can hold, the same in every epoch. Rows
+  nodes that divides R (`scramble`). A row is a part of the set that one node can hold, the same in every epoch. Rows
   are as alike as can be: each takes its share of shards from every region of the set. From eight shards to a row on,
   their means differ so little that the order cannot be told from a shuffle of the whole; a smaller set has one row.
 - **Blocks.** Each epoch, each row shuffles its shards and is cut into equal blocks of `block_size` samples or less,
@@ -91,7 +91,14 @@ def join_ranges(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def scramble(turns: IntArray, num_rows: int, keys: UInt64Array) -> IntArray:
-    """The row visited at each turn, int64 [n], for `turns` [n] in 0..num_rows - 1 of rounds with `keys` [n]."""
+    """Return the row visited at each turn, int64 [n], for `turns` [n] in 0..num_rows - 1 of rounds with `keys` [n].
+
+    A fixed order of the R rows would show as a period in batches smaller than a round; a free shuffle would leave such
+    a batch with more rows of one node than of another. So rows are scrambled digit by digit: for every divisor N of R,
+    the row modulo N is a permutation of the turn modulo N, and N turns from a multiple of N meet each of N nodes once.
+    For R a power of a prime these are Owen's nested scrambles (A. Owen, "Randomly permuted (t,m,s)-nets and
+    (t,s)-sequences", 1995), lowest digit first. Several primes are joined by the Chinese remainder theorem.
+    """
     rows = np.zeros_like(turns)
     for prime, exponent in prime_powers(num_rows):
         modulus = prime**exponent
