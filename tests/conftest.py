@@ -148,19 +148,19 @@ def start_ranks(
 
 
 @pytest.fixture(autouse=True)
-def environment_is_a_pipes() -> Iterator[None]:
-    """Output is for a pipe of any width, whatever the terminal of whoever runs the tests; xdist sets COLUMNS, too. And
-    an evaluation within this process, which goes without the network, does not forbid it to what comes after."""
-    names = ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    before = {name: os.environ[name] for name in names if name in os.environ}
-    # The last one: a command that is called within this process protects the children of all later tests, too.
-    for name in (*names[:3], "PYTHONSAFEPATH"):
+def environment_is_restored() -> Iterator[None]:
+    """Run each test with output to a pipe of any width, and undo what it set in this process's environment.
+
+    A command that runs within this process sets variables for its children. Left there, they would protect the children
+    of later tests, too, or make each of their ranks a real start (see `warm_start`). xdist sets COLUMNS.
+    """
+    before = dict(os.environ)
+    for name in ("COLUMNS", "NO_COLOR", "FORCE_COLOR"):
         os.environ.pop(name, None)
     yield
-    for name in names:
-        os.environ.pop(name, None)
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
     os.environ.update(before)
-    os.environ.pop("PYTHONSAFEPATH", None)
 
 
 #: Signals by which a process ends unless it handles them.
