@@ -34,8 +34,8 @@ TORCH_FREE = (
     *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
     *("checkpoint.manifest", "checkpoint.locate", "checkpoint.retention", "checkpoint.run_state"),
     *("checkpoint.history", "checkpoint.commit", "checkpoint.hf_folder"),
-    *("training.run_inputs", "training.stop_request", "training.launcher_chain"),
-    *("training.run_folder", "training.run_claim", "training.failure"),
+    *("training.prepare_run", "training.stop_request", "training.sample_stream"),
+    *("training.run_folder", "training.heartbeat"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (

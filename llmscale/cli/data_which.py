@@ -14,7 +14,7 @@ from llmscale.untrusted.terminal import print_visible
 
 if TYPE_CHECKING:
     from llmscale.data.tokenizers.tokenizer import Tokenizer
-    from llmscale.training.step_samples import StepSample
+    from llmscale.training.sample_stream import StepSample
 
 _TEXT_CHARACTERS = 100
 
@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
 def _which(args: argparse.Namespace) -> int:
     from llmscale.data.shards.dataset_source import fetch_tokenizer
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-    from llmscale.training.step_samples import find_step_samples
+    from llmscale.training.sample_stream import find_step_samples
 
     found = find_step_samples(args.run, args.step, args.data)
     fetch_tokenizer(found.sets.first)

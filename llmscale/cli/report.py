@@ -22,10 +22,10 @@ from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.history import RunHistory, load_history, load_run_manifest
 from llmscale.terminal.announcer import SOON_S, announced
 from llmscale.terminal.table import output_width, print_fitting
-from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import (
     CONFIG_NAME,
     DS_CONFIG_NAME,
+    FAILURE_NAME,
     LOCK_NAME,
     METRICS_NAME,
     ORIGIN_FOLDERS,

@@ -31,7 +31,7 @@ from llmscale.files.patient_output import make_output_patient
 from llmscale.terminal.announcer import announced
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.changes import check_start
-from llmscale.training.run_inputs import prepare_run, quiet_s
+from llmscale.training.prepare_run import announce_after_s, prepare_run
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible
@@ -59,7 +59,7 @@ def _run_ranks(words: Sequence[str]) -> int:
     # The ranks print; that nobody reads it is no reason to fail.
     make_output_patient()
     check_is_only_copy(os.environ, "llmscale train")
-    with announced("checking the configuration and the data", after_s=quiet_s(config), is_plain=config.plain):
+    with announced("checking the configuration and the data", after_s=announce_after_s(config), is_plain=config.plain):
         num_ranks = _count_ranks(asked)
         finished = check_start(prepare_run(config, world_size=num_ranks))
     if finished:

@@ -14,10 +14,9 @@ from pathlib import Path
 
 from llmscale.cluster.environment import search_path
 from llmscale.cluster.launch.process_tree import adopt_orphans, kill_descendants
-from llmscale.training.display.bottom_rows import GIVE_BACK
+from llmscale.training.bottom_rows import GIVE_BACK
 from llmscale.training.heartbeat import STACKS_SIGNAL
-from llmscale.training.launcher_chain import LAUNCHER_VARIABLE
-from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
 
 #: After one rank has failed, how long the others may take to say what they know of it.
 _LAST_WORDS_S = 5.0

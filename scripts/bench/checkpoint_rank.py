@@ -32,8 +32,8 @@ from llmscale.engine.process_group import is_gpu, join_world, leave_world
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
-from llmscale.training.actions.nonfinite_guard import check_weights
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.nonfinite import check_weights
+from llmscale.training.prepare_run import prepare_run
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -21,9 +21,9 @@ from llmscale.engine.step_seed import seed_step
 from llmscale.engine.timing import PhaseTimer
 from llmscale.engine.train_step import train_step
 from llmscale.engine.zero_shards import group_scalars
-from llmscale.training.build_session import open_feed
-from llmscale.training.run_data import build_stream
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.open_session import open_feed
+from llmscale.training.prepare_run import PreparedRun, prepare_run
+from llmscale.training.sample_stream import build_stream
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -23,7 +23,7 @@ from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import validation_sample_ids
 from llmscale.engine.optimizer import build_optimizer
 from llmscale.model.gpt import GPT
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 from tests import warm_start
 from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
 from tests.distributed.test_resume import forget_after

@@ -20,6 +20,7 @@ from llmscale.checkpoint import safetensors_files
 from llmscale.checkpoint.hf_files import find_weights_files
 from llmscale.checkpoint.hf_match import match_tensors
 from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
+from llmscale.checkpoint.initial_weights import PublishedWeights, keep_published
 from llmscale.checkpoint.published_files import open_published
 from llmscale.checkpoint.safetensors_files import ExportDtype
 from llmscale.config.hf_model import read_published_model
@@ -30,7 +31,6 @@ from llmscale.evaluate import export
 from llmscale.evaluate.export import ExportedModel, describe_export, export_model, write_model
 from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
-from llmscale.training.published_weights import FoundWeights, keep_published
 from scripts.bench.transformers_package import import_transformers
 from tests.checkpoint.written import write_tensors
 from tests.conftest import REPOSITORY
@@ -309,7 +309,7 @@ def test_an_export_says_what_the_published_model_said(name: str, tmp_path: Path)
     model = read_published_model("--init-from", f"hf:{tmp_path / 'published'}")
     stored = list_tensors(find_weights_files(tmp_path / "published"))
     pieces = match_tensors(stored, model.tensors, model.source)
-    keep_published(FoundWeights(model, pieces=pieces), 16, None, tmp_path / "run")
+    keep_published(PublishedWeights(model, pieces=pieces), 16, None, tmp_path / "run")
     shape = replace(model.shape, seq_len=16)
     exported = describe_export(shape, open_published(tmp_path / "run"), "fp32", 10**9)
     ours = GPT(shape, seed=0)

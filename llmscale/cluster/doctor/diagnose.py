@@ -33,7 +33,7 @@ from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.training.run_inputs import with_published_model
+from llmscale.training.prepare_run import with_published_model
 
 #: A login that takes longer than this would make every start as slow.
 _LOGIN_TIMEOUT_S = 20.0

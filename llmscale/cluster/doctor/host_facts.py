@@ -207,7 +207,7 @@ class RunFacts:
     data: DataFacts | None
     folder: FolderFacts | None
     problem: str | None
-    """What else would stop it (llmscale.training.run_inputs)."""
+    """What else would stop it (llmscale.training.prepare_run)."""
 
 
 @dataclass(frozen=True)

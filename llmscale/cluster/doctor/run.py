@@ -29,7 +29,7 @@ from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 
 
 @dataclass(frozen=True)

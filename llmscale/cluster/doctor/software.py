@@ -260,7 +260,7 @@ import json, os, sys
 from llmscale.engine.silence_libraries import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
-import llmscale.training.build_session
+import llmscale.training.open_session
 print("facts", json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]), flush=True)
 os._exit(0)
 """

@@ -28,8 +28,8 @@ from llmscale.cluster.launch.protocol import Hello
 from llmscale.config.arguments import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.changes import check_start
-from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
+from llmscale.training.run_folder import RunFolderClaim
 
 LAUNCH_LOCK_NAME = ".launch.lock"
 #: Between two tries to reach enough hosts.

@@ -15,7 +15,7 @@ from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
 from llmscale.config.arguments import parse_run_config
 from llmscale.planning.disk_usage import estimate_disk
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 
 
 def plan(capsys: pytest.CaptureFixture[str], words: str) -> str:
