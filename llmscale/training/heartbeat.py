@@ -61,7 +61,7 @@ class Heartbeat:
 
     @property
     def is_supervised(self) -> bool:
-        """Whether a supervisor started this rank, and ends it together with its launcher."""
+        """True if a supervisor started this rank and ends it together with its launcher."""
         return self._folder is not None
 
     def install(self) -> None:

@@ -44,7 +44,7 @@ class Run:
     history: History
     """History that the steps to come belong to."""
     estimate: MemoryEstimate | None
-    """Estimate of one rank's GPU memory; None if there is none for the optimizer."""
+    """Estimate of one rank's GPU memory; None for an optimizer without one."""
     startup_s: dict[str, float]
     """Seconds per phase of the start."""
 
@@ -122,7 +122,7 @@ class StepResult:
     loss: Tensor
     """This rank's mean loss in nats per token: a scalar on the device, not read yet."""
     was_skipped: bool
-    """Whether DeepSpeed left the weights unchanged because of overflow."""
+    """True if DeepSpeed left the weights unchanged because of overflow."""
 
 
 class StepAction(ABC):

@@ -95,7 +95,7 @@ class StopRequest:
 
     @property
     def ends_early(self) -> bool:
-        """Whether start-up was asked to stop: any failure now is a consequence of ranks that end."""
+        """True if start-up was asked to stop: any failure now is a consequence of ranks that end."""
         return self._starting and self._early_reason is not None
 
     def end_now(self) -> None:
@@ -215,7 +215,7 @@ class Launcher:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended, even if its parent has not noticed."""
+        """True if it has ended, even if its parent has not noticed."""
         stat = _stat(self.pid)
         return stat is None or stat.started != self.started or stat.state in "ZX"
 
