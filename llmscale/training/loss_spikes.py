@@ -107,7 +107,7 @@ class WatchSpikes:
         self._run, self._io, self._rollback, self._stop = run, io, rollback, stop
         self._detector = SpikeDetector()
 
-    def check(self, _step: int, window: LoggedWindow) -> None:
+    def check(self, step: int, window: LoggedWindow) -> None:
         """Judge the steps exchanged at a logged step. On rank 0."""
         for recent in window.steps:
             spike = self._detector.add(recent.step, recent.loss, recent.grad_norm)

@@ -74,7 +74,7 @@ def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
 
 def test_a_run_that_is_stopped_before_its_first_step_leaves_the_terminal_sane(train_command: Callable) -> None:
     """One rank with nobody above it who would mend the terminal."""
-    job = str(Path(__file__).parents[1] / "fault_job.py")
+    job = str(Path(__file__).with_name("fault_job.py"))
     command = [sys.executable, job, "stuck", *train_command(*FLAGS, "--steps", "9")[1:]]
     with Terminal(command, 100, 24, OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd()) as terminal:
         assert terminal.read_until(lambda: terminal.screen.margins is not None), terminal.text()
