@@ -93,11 +93,11 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 def _known_names() -> Mapping[str, Iterable[str]]:
     """What stands for a flag's value, by the flag."""
     from llmscale.cli.flags import LIST
+    from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
     from llmscale.config.hardware import GPUS
     from llmscale.config.interconnect import INTERCONNECTS
     from llmscale.config.presets import PRESETS
     from llmscale.config.run_config import RunConfig
-    from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
 
     literals = {key: tuple(_literals(field.annotation)) for key, field in RunConfig.model_fields.items()}
     return {f"--{key.replace('_', '-')}": values for key, values in literals.items() if values} | {

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.config import flag_type
-from llmscale.terminal.announcer import SOON_S, announced
 from llmscale.terminal.progress import show_progress
+from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.untrusted.terminal import make_visible, print_visible
 
@@ -99,7 +99,7 @@ def _print_statistics(location: SetLocation, split: str, tokenizer: Tokenizer, n
     shards = TokenShards(location, split)
     if not len(shards):
         return
-    with announced(f"reading samples of {split}", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow(f"reading samples of {split}"):
         found = read_statistics(shards, choose_windows(shards.samples_per_shard, num_windows), tokenizer.decode)
     most = f", of sample {found.most_copied[0]:,} alone {found.most_copied[1]:,}" if found.most_copied else ""
     print()

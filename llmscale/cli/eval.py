@@ -76,8 +76,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
     # From here on it takes a while: lm-eval is imported, the checkpoint is read, and torch is imported.
     from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import show_progress
+    from llmscale.terminal.status_line import show_if_slow
 
     quiet_libraries()
     harness = _find_harness(named, args, files) if named else None
@@ -87,7 +87,7 @@ def _run(args: argparse.Namespace) -> int:
         if not args.tasks:
             raise DataError(subject.no_sets)
         report(f"no validation loss: {subject.no_sets}")
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing torch"):
         from llmscale.evaluate.evaluation import Request
 
     request = Request(
@@ -105,9 +105,9 @@ def _run(args: argparse.Namespace) -> int:
 def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequence[TaskFile]) -> LmEvalTasks:
     """lm-eval's tasks. Raises ConfigError as `find_tasks`, and where a file has the name of one of them."""
     from llmscale.evaluate.lm_eval_tasks import find_tasks
-    from llmscale.terminal.announcer import SOON_S, announced
+    from llmscale.terminal.status_line import show_if_slow
 
-    with announced("importing lm-eval and its tasks", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing lm-eval and its tasks"):
         harness = find_tasks(named, args.task_folder, args.limit)
     for file in files:
         if file.name in harness.result_names:

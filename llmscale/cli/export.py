@@ -60,10 +60,10 @@ def _run(args: argparse.Namespace) -> int:
     checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr), step=args.step)
     check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
     # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import show_progress
+    from llmscale.terminal.status_line import show_if_slow
 
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing torch"):
         from llmscale.checkpoint.manifest import load_manifest
         from llmscale.evaluate.export import describe_export, export_model
         from llmscale.evaluate.subject import open_trained_checkpoint

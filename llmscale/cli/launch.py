@@ -19,7 +19,7 @@ from llmscale.cluster.local_ranks import count_gpus
 from llmscale.config import flag_type, limits
 from llmscale.config.flag_parser import FlagParser, Need
 from llmscale.config.launcher_variables import check_is_only_copy
-from llmscale.files.patient_output import make_output_patient
+from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.terminal import print_visible
 
@@ -115,7 +115,7 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
 def _launch(args: argparse.Namespace) -> int:
     check_is_only_copy(os.environ, "llmscale launch")
     # Nobody may read any more, or the disk of a log be full; the run must go on.
-    make_output_patient()
+    make_output_resilient()
     _warn_of_keys(args.env)
     launcher = args.launcher or ("slurm" if not args.hostfile and "SLURM_JOB_NODELIST" in os.environ else "ssh")
     options = LaunchOptions(

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from llmscale import __version__
 from llmscale.config.flag_parser import FlagParser
-from llmscale.last_words import guarded
+from llmscale.error_handling import run_cli
 from llmscale.terminal.colour import paint
 
 #: What each is for, in the order of the questions that they answer; each is a module of this folder, or a package with
@@ -120,11 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; a user's mistake is one line on stderr and exit status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
-        return guarded(_show_overview)
+        return run_cli(_show_overview)
     if argv[0] == "train":
         # All that follows is parsed with train.py's flags, in cli/train.py.
         argv = ["train", "--", *argv[1:]]
-    return guarded(lambda: _run(argv))
+    return run_cli(lambda: _run(argv))
 
 
 def _show_overview() -> int:

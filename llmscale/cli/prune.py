@@ -52,8 +52,8 @@ def _run(args: argparse.Namespace) -> int:
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu)
     from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import count_words, show_progress
+    from llmscale.terminal.status_line import show_if_slow
 
     quiet_libraries()
     with show_progress("Verifying the checkpoint") as verified:
@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     if subject.sets is None and args.val_samples:
         raise DataError(subject.no_sets)
     # torch is imported only now: mistakes are reported at once.
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing torch"):
         from llmscale.evaluate.evaluation import losses_on
         from llmscale.evaluate.prune import prune_linear_layers
         from llmscale.evaluate.validation_loss import open_validation_sets

@@ -20,7 +20,7 @@ from llmscale.data.sample_log import read_recorded
 from llmscale.errors import ConfigError
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.history import RunHistory, load_history, load_run_manifest
-from llmscale.terminal.announcer import SOON_S, announced
+from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, print_fitting
 from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import (
@@ -146,7 +146,7 @@ _WRITERS: Mapping[str, Callable[[Path, Mapping[str, object]], None]] = {
 def _announced_reading(runs: Sequence[Path]) -> AbstractContextManager[None]:
     """Of a long run it takes seconds."""
     what = make_visible_line(str(runs[0])) if len(runs) == 1 else f"{len(runs)} runs"
-    return announced(f"reading {what}", after_s=SOON_S, on_terminal_only=True)
+    return show_if_slow(f"reading {what}")
 
 
 def _print_run(run: Path) -> None:

@@ -105,8 +105,8 @@ class _Request:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.subject import find_subject, open_subject
-    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import count_words, show_progress
+    from llmscale.terminal.status_line import show_if_slow
     from llmscale.untrusted.terminal import print_visible
 
     prompts = _prompts(args)
@@ -114,14 +114,14 @@ def _run(args: argparse.Namespace) -> int:
     # torch is imported only now: a wrong folder is answered at once.
     from llmscale.engine.silence_libraries import quiet_libraries
 
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing torch"):
         from llmscale.evaluate.sampling import SamplingSettings, check_prompt
         from llmscale.evaluate.sampling_memory import check_memory
         from llmscale.evaluate.text import encode_prompt
 
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
-    with announced("loading the weights", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("loading the weights"):
         subject = open_subject(folder, args.data)
         model, shape = subject.load_model(), subject.shape
     tokens_of = [encode_prompt(subject.tokenizer, prompt) for prompt in prompts]

@@ -27,9 +27,9 @@ from llmscale.config.flag_parser import FlagParser
 from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE
 from llmscale.errors import ConfigError
-from llmscale.files.patient_output import make_output_patient
-from llmscale.terminal.announcer import announced
+from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.human_numbers import with_singulars
+from llmscale.terminal.status_line import show_status
 from llmscale.training.changes import check_start
 from llmscale.training.run_inputs import prepare_run, quiet_s
 from llmscale.training.stop_request import STOP_SIGNALS
@@ -57,9 +57,9 @@ def _run_ranks(words: Sequence[str]) -> int:
     asked, arguments = _split_flags(words)
     config = parse_run_config(arguments, _parser())
     # The ranks print; that nobody reads it is no reason to fail.
-    make_output_patient()
+    make_output_resilient()
     check_is_only_copy(os.environ, "llmscale train")
-    with announced("checking the configuration and the data", after_s=quiet_s(config), is_plain=config.plain):
+    with show_status("checking the configuration and the data", after_s=quiet_s(config), is_plain=config.plain):
         num_ranks = _count_ranks(asked)
         finished = check_start(prepare_run(config, world_size=num_ranks))
     if finished:

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.shipped import is_in_checkout
+from llmscale.config.bundled_files import is_in_checkout
 from llmscale.planning.largest_micro_batch import Fit, Machines
 
 

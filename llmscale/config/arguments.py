@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 from llmscale.config.flag_parser import FlagParser
 from llmscale.config.run_config import CHANGES_THAT_BREAK, NEEDS, RunConfig, describe_keys
 from llmscale.config.user_paths import check_path
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 from llmscale.terminal.colour import paint
 
 if TYPE_CHECKING:

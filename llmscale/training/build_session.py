@@ -29,7 +29,7 @@ from llmscale.engine.loss_scaling import get_scaler_state
 from llmscale.engine.node_network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.planning.compilation import Compilation, decide_compilation
-from llmscale.terminal.announcer import REPEAT_S, Announcer
+from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
@@ -67,7 +67,7 @@ from llmscale.untrusted.terminal import print_visible
 class StartupClock:
     """Seconds per phase of the start, which are announced; those that are short as a rule only when they are not."""
 
-    announcer: Announcer
+    announcer: StatusLine
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -79,7 +79,7 @@ class StartupClock:
 
 
 def open_session(
-    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: Announcer
+    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: StatusLine
 ) -> Session:
     """Everything up to the first step, which is announced last. Collective. Raises LlmscaleError on every rank when it
     cannot start on one."""
@@ -243,7 +243,7 @@ def _announce(live: LiveRun) -> None:
             report(line)
 
 
-def _begin(live: LiveRun, stop: StopRequest, announcer: Announcer) -> Session:
+def _begin(live: LiveRun, stop: StopRequest, announcer: StatusLine) -> Session:
     """Everything is there: what happens at steps may begin. Collective."""
     announcer.begin("preparing what happens at steps", after_s=REPEAT_S)
     with live.meter.pause("starting"):
@@ -257,7 +257,7 @@ def _begin(live: LiveRun, stop: StopRequest, announcer: Announcer) -> Session:
     return session
 
 
-def report_on_main(world: World, announcer: Announcer) -> Callable[[str], None]:
+def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]:
     """Return what prints a line on stdout from the main rank, in the place of what is announced, and wraps it."""
 
     def report(line: str) -> None:

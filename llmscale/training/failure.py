@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from llmscale.errors import LlmscaleError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 FAILURE_NAME = "failure.json"
 _MOST_CHARACTERS = 600

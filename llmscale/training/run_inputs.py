@@ -31,7 +31,7 @@ from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.prompts import read_prompts
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.planning.compilation import EAGER, Compilation
-from llmscale.terminal.announcer import REPEAT_S, SOON_S
+from llmscale.terminal.status_line import REPEAT_S, SOON_S
 from llmscale.training.profiling.profiled_steps import parse_profiled
 from llmscale.training.published_weights import FoundWeights, find_published_weights
 from llmscale.training.skipped_steps import parse_skip

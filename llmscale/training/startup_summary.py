@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from llmscale.config.choices import (
-    batch_words,
-    gradient_words,
-    optimizer_words,
-    preset_words,
-    rate_warning,
-    steps_words,
+from llmscale.config.describe_defaults import (
+    describe_batch,
+    describe_gradients,
+    describe_optimizer,
+    describe_preset,
+    describe_steps,
+    warn_of_learning_rate,
 )
 from llmscale.config.hf_model import is_published
 from llmscale.data.validation import describe_samples
@@ -34,7 +34,9 @@ def describe_run(live: LiveRun) -> None:
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
         f"{shape.num_parameters:,} parameters, {shape.flops_per_token:.3e} FLOPs per token"
     )
-    reshaped = f"its shape is from {config.model}" if is_published(config.model) else preset_words(config.model, shape)
+    reshaped = (
+        f"its shape is from {config.model}" if is_published(config.model) else describe_preset(config.model, shape)
+    )
     if reshaped:
         report(f"       {reshaped}")
     if shape.has_document_mask:
@@ -47,10 +49,10 @@ def describe_run(live: LiveRun) -> None:
     report(f"blocks: {run.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())
-    report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))
-    report(f"gradients: {gradient_words(plan, ds_config)}")
-    report(f"optimizer: {optimizer_words(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
-    if high_rate := rate_warning(config, resolved.schedule):
+    report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
+    report(f"gradients: {describe_gradients(plan, ds_config)}")
+    report(f"optimizer: {describe_optimizer(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
+    if high_rate := warn_of_learning_rate(config, resolved.schedule):
         report(f"WARNING: {high_rate}")
     report(
         f"data: {run.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
@@ -61,7 +63,7 @@ def describe_run(live: LiveRun) -> None:
         report(f"      evaluation every {config.eval_every:,} steps on {tasks}")
     for line in (*mix_lines(run, stream), *skip_lines(stream)):
         report(f"      {line}")
-    chosen = steps_words(config, resolved, num_samples)
+    chosen = describe_steps(config, resolved, num_samples)
     total = stream.samples_after(resolved.total_steps)
     report(
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {total * plan.seq_len:,} tokens, "

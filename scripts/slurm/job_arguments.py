@@ -21,7 +21,7 @@ from llmscale.cluster.launch.attempts import begins_somewhere, restart_arguments
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import LlmscaleError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 
 def job_arguments(arguments: Sequence[str], note: Path, restarts: int) -> list[str]:

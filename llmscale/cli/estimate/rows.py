@@ -13,8 +13,8 @@ from llmscale.cli.estimate.as_json import comparison_as_dict, ranking_as_dict, s
 from llmscale.cli.estimate.request import EstimateRequest, read_request
 from llmscale.cli.estimate.table import comparison_lines, legend_lines, moment_lines, row_lines
 from llmscale.cli.train_command import data_words, model_words, train_command
-from llmscale.config.choices import preset_words
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.describe_defaults import describe_preset
 from llmscale.config.hf_model import is_published
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.presets import PRESETS
@@ -94,7 +94,7 @@ def _lines(
         f"{model}: {shape.num_parameters:,} parameters ({shape.n_layer} layers, {shape.n_head} heads, width "
         f"{shape.n_embd}, vocabulary {shape.vocab_size:,}), sequences of {shape.seq_len:,}"
     )
-    reshaped = preset_words(model, shape, "a") if model in PRESETS else None
+    reshaped = describe_preset(model, shape, "a") if model in PRESETS else None
     if reshaped:
         yield f"  {reshaped}"
     if is_published(model) and shape.vocab_size != shape.padded_vocab_size:

@@ -12,10 +12,10 @@ from pathlib import Path
 from llmscale.cli.estimate.as_json import strategy_as_dict
 from llmscale.cli.estimate.table import align
 from llmscale.cli.train_command import data_words, flag_words, train_command
-from llmscale.config.choices import preset_words, shape_changes
+from llmscale.config.bundled_files import is_in_checkout
+from llmscale.config.describe_defaults import describe_preset, shape_changes
 from llmscale.config.hardware import GPUS
 from llmscale.config.presets import PRESETS
-from llmscale.config.shipped import is_in_checkout
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
 from llmscale.planning.law_table import LawRow, central, law_rows
@@ -110,7 +110,7 @@ def _run_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     if {"n_layer", "n_head", "n_embd"} & changes.keys():
         yield _line("", f"nearest preset: {plan.preset}, {preset.n_layer} layers, width {preset.n_embd}")
     else:
-        yield _line("", preset_words(plan.preset, shape, "a") or _preset_line(plan.preset, changes))
+        yield _line("", describe_preset(plan.preset, shape, "a") or _preset_line(plan.preset, changes))
     yield _line(
         "training",
         f"{format_quantity(plan.tokens)} tokens = {plan.steps:,} steps of {plan.tokens_per_step:,} tokens "

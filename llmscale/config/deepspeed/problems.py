@@ -13,7 +13,7 @@ from llmscale.config.deepspeed.fields import AUTO, show
 from llmscale.config.deepspeed.rules import refusals
 from llmscale.config.deepspeed.sections import DsFile, Section
 from llmscale.config.deepspeed.unsupported import UNSUPPORTED
-from llmscale.errors import did_you_mean
+from llmscale.suggestions import did_you_mean
 
 #: Where "auto" is filled in by llmscale.config.deepspeed.resolve. Anywhere else DeepSpeed would take its default.
 AUTO_KEYS = (

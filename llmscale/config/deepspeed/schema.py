@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.problems import find_problems
 from llmscale.config.deepspeed.rules import ignored_keys, refusals
 from llmscale.config.deepspeed.sections import (
@@ -17,7 +18,6 @@ from llmscale.config.deepspeed.sections import (
     Section,
     TorchAutocast,
 )
-from llmscale.config.shipped import DS_CONFIGS
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 

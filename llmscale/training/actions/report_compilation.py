@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llmscale.engine.collectives import gather
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.files.append import warn_on_stderr
+from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 from llmscale.training.rank_differences import describe_ranks

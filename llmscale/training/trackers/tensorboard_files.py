@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 from llmscale.training.trackers.tracker import Tracker, one_line
 

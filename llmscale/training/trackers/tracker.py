@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-from llmscale.files.append import warn_on_stderr
+from llmscale.files.buffered_log import warn_on_stderr
 
 
 class Tracker(ABC):

@@ -15,11 +15,11 @@ import pytest
 
 from llmscale.cli.main import main
 from llmscale.config.arguments import parse_run_config
+from llmscale.config.bundled_files import install_command
 from llmscale.config.deepspeed.schema import read_ds_config
 from llmscale.config.hf_model import with_published_shape
 from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.resolve import SetFacts, resolve_shape
-from llmscale.config.shipped import install_command
 from llmscale.training.run_inputs import prepare_run
 
 ROOT = Path(__file__).resolve().parents[3]

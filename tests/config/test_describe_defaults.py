@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from llmscale.config.arguments import build_run_config
-from llmscale.config.choices import (
-    batch_words,
-    gradient_words,
-    optimizer_words,
-    preset_words,
-    rate_warning,
-    steps_words,
-)
 from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.describe_defaults import (
+    describe_batch,
+    describe_gradients,
+    describe_optimizer,
+    describe_preset,
+    describe_steps,
+    warn_of_learning_rate,
+)
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
@@ -30,18 +30,18 @@ def resolved(num_samples: int = 1000, **keys: object) -> tuple[RunConfig, Resolv
 
 def test_a_preset_that_the_data_reshapes() -> None:
     config, run = resolved()
-    assert preset_words(config.model, run.shape) == (
+    assert describe_preset(config.model, run.shape) == (
         "gpt2-124m with the data set's vocabulary of 4,096 and a context of 256: 88.4M parameters, not 124M"
     )
     config, run = resolved(n_layer=6)
-    assert "gpt2-124m with n_layer 6, the data set's vocabulary" in (preset_words(config.model, run.shape) or "")
+    assert "gpt2-124m with n_layer 6, the data set's vocabulary" in (describe_preset(config.model, run.shape) or "")
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("tiny")])
 def test_a_preset_as_published_is_what_its_name_says(name: str) -> None:
     preset = PRESETS[name]
     shape = preset.shape(preset.vocab_size)
-    assert preset_words(name, shape) is None
+    assert describe_preset(name, shape) is None
     assert nominal_parameters(name) == pytest.approx(shape.num_parameters, rel=0.05)
 
 
@@ -58,12 +58,12 @@ def test_a_preset_as_published_is_what_its_name_says(name: str) -> None:
 )
 def test_what_the_default_steps_leave_unseen(num_samples: int, keys: dict, words: str | None) -> None:
     config, run = resolved(num_samples, **keys)
-    assert steps_words(config, run, num_samples) == words
+    assert describe_steps(config, run, num_samples) == words
 
 
 def test_sizes_that_were_given_are_not_explained() -> None:
-    assert list(batch_words(config_of(global_batch_size=8, micro_batch_size=1))) == []
-    assert list(batch_words(config_of())) == [
+    assert list(describe_batch(config_of(global_batch_size=8, micro_batch_size=1))) == []
+    assert list(describe_batch(config_of())) == [
         "the global batch is gpt2-124m's",
         "the micro-batch the largest within 16,384 tokens",
     ]
@@ -72,29 +72,29 @@ def test_sizes_that_were_given_are_not_explained() -> None:
 def test_types_in_which_gradients_are_added() -> None:
     ds = {"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"}
     _, run = resolved(micro_batch_size=2)
-    assert gradient_words(run.plan, ds) == "summed over 4 micro-steps in fp32, reduced over 2 ranks in bf16"
+    assert describe_gradients(run.plan, ds) == "summed over 4 micro-steps in fp32, reduced over 2 ranks in bf16"
     _, run = resolved(micro_batch_size=8)
-    assert gradient_words(run.plan, ds) == "reduced over 2 ranks in bf16"
+    assert describe_gradients(run.plan, ds) == "reduced over 2 ranks in bf16"
 
 
 def test_defaults_of_the_optimizer_are_written_out() -> None:
     config, run = resolved(16_000)
-    assert optimizer_words(config, run.schedule, 1.0) == (
+    assert describe_optimizer(config, run.schedule, 1.0) == (
         "adamw, learning rate 6.00e-04 (gpt2-124m's), 10 warm-up steps, cosine to 6.00e-05 by step 1,000, weight decay "
         "0.1, betas 0.9 and 0.95, clipping at 1, dropout 0"
     )
     config, run = resolved(16_000, lr=1e-3, schedule="constant", dropout=0.1)
-    words = optimizer_words(config, run.schedule, 0.0)
+    words = describe_optimizer(config, run.schedule, 0.0)
     assert "learning rate 1.00e-03, 10 warm-up steps, constant, " in words
     assert words.endswith("no clipping, dropout 0.1")
 
 
 def test_trained_weights_and_a_rate_for_new_ones_are_warned_of_once() -> None:
     config, run = resolved(init_from="runs/other")
-    assert rate_warning(config, run.schedule) == (
+    assert warn_of_learning_rate(config, run.schedule) == (
         "the weights are trained, and the peak learning rate of 6.00e-04 is gpt2-124m's for training from scratch. "
         "Continue with less, such as --lr 6.0e-05, or keep it with --lr 6.0e-04"
     )
     for keys in ({"init_from": "runs/other", "lr": 6e-4}, {}):
         config, run = resolved(**keys)
-        assert rate_warning(config, run.schedule) is None
+        assert warn_of_learning_rate(config, run.schedule) is None

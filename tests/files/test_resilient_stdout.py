@@ -9,8 +9,8 @@ import pytest
 
 CODE = """
 import sys
-from llmscale.files.patient_output import make_output_patient
-make_output_patient()
+from llmscale.files.resilient_stdout import make_output_resilient
+make_output_resilient()
 print("first", flush=True)
 {middle}
 print("last", flush=True)
@@ -69,7 +69,7 @@ def test_a_closed_stdout_is_none() -> None:
 
 def test_a_closed_stdout_is_no_lost_output_of_what_is_patient() -> None:
     """What `llmscale train >&-` ends with."""
-    code = "import sys; from llmscale.last_words import guarded; from llmscale.files.patient_output import *; "
-    code += "sys.exit(guarded(lambda: make_output_patient() or print('x') or 0))"
+    code = "import sys; from llmscale.error_handling import run_cli; from llmscale.files.resilient_stdout import *; "
+    code += "sys.exit(run_cli(lambda: make_output_resilient() or print('x') or 0))"
     done = subprocess.run([sys.executable, "-c", code], preexec_fn=lambda: os.close(1), stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, b"")

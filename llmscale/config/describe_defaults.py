@@ -19,7 +19,7 @@ from llmscale.terminal.human_numbers import format_quantity
 _SAME_SIZE = 0.05
 
 
-def preset_words(name: str, shape: GPTShape, vocabulary_of: str = "the data set's") -> str | None:
+def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the data set's") -> str | None:
     """`gpt2-124m with ...: 88.1M parameters, not 124M`; None where the name says it."""
     nominal = nominal_parameters(name)
     if abs(shape.num_parameters / nominal - 1) <= _SAME_SIZE:
@@ -48,7 +48,7 @@ def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
     return changed | {key: getattr(shape, key) for key in others if getattr(shape, key) != getattr(resized, key)}
 
 
-def gradient_words(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
+def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
     """In which types gradients are summed and reduced; `ds_config` is a resolved one."""
     types = cast("Mapping[str, str]", ds_config["data_types"])
     words = []
@@ -59,7 +59,7 @@ def gradient_words(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
     return ", ".join(words) or "one micro-step on one rank, nothing is summed"
 
 
-def batch_words(config: RunConfig) -> Iterator[str]:
+def describe_batch(config: RunConfig) -> Iterator[str]:
     """Where the sizes are from that were not given."""
     if config.global_batch_size is None and config.global_batch_tokens is None:
         yield f"the global batch is {_default_of(config)}"
@@ -67,19 +67,19 @@ def batch_words(config: RunConfig) -> Iterator[str]:
         yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens"
 
 
-def optimizer_words(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
+def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
     """Optimizer and schedule, with every default written out."""
     preset = "" if config.lr is not None else f" ({_default_of(config)})"
     adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer != "adafactor" else ""
     factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
     return (
-        f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}{factor}, {schedule_words(schedule)}, "
+        f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}{factor}, {describe_schedule(schedule)}, "
         f"weight decay {config.weight_decay:g}{adam}, "
         f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, dropout {config.dropout:g}"
     )
 
 
-def rate_warning(config: RunConfig, schedule: Schedule) -> str | None:
+def warn_of_learning_rate(config: RunConfig, schedule: Schedule) -> str | None:
     """Of a run that begins with trained weights and has a rate for new ones; None where there is nothing to say."""
     if config.init_from is None or config.lr is not None:
         return None
@@ -90,7 +90,7 @@ def rate_warning(config: RunConfig, schedule: Schedule) -> str | None:
     )
 
 
-def schedule_words(schedule: Schedule) -> str:
+def describe_schedule(schedule: Schedule) -> str:
     """`117 warm-up steps, cosine to 6.00e-05`."""
     floor = f" to {schedule.peak_lr * schedule.min_lr_frac:.2e}" if schedule.name != "constant" else ""
     over = {"constant": "", "wsd": f" in the last {schedule.decay_steps:,} steps"}.get(
@@ -99,7 +99,7 @@ def schedule_words(schedule: Schedule) -> str:
     return f"{schedule.warmup_steps:,} warm-up steps, {schedule.name}{floor}{over}"
 
 
-def steps_words(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:
+def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:
     """What the default of --steps leaves out or sees again, and how --tokens was rounded; None where nothing was
     decided."""
     size = resolved.plan.global_batch_size

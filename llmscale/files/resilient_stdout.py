@@ -1,4 +1,4 @@
-"""stdout and stderr that a full disk, or a terminal that is gone, cannot turn into the end of a training run."""
+"""Keep a training run alive when its output cannot be written: on a full disk, or after its terminal has closed."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from contextlib import suppress
 from typing import TextIO
 
 
-def make_output_patient() -> None:
-    """From now on what cannot be printed is dropped, and said as soon as something can be printed again.
+def make_output_resilient() -> None:
+    """Make stdout and stderr drop what cannot be written, and report the loss once writing works again.
 
-    A stream that somebody else has put in the place of stdout or stderr is left alone; one that was closed before the
-    start drops everything.
+    A stream that other code has put in the place of stdout or stderr is left alone. A stream that was closed before the
+    process started drops everything.
     """
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lasts
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout = _patient(sys.stdout)
+        sys.stdout = _resilient(sys.stdout)
     if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-        sys.stderr = _patient(sys.stderr)
+        sys.stderr = _resilient(sys.stderr)
 
 
-def _patient(stream: TextIO) -> TextIO:
+def _resilient(stream: TextIO) -> TextIO:
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError):
@@ -32,15 +32,15 @@ def _patient(stream: TextIO) -> TextIO:
     with suppress(OSError):
         stream.flush()
     return io.TextIOWrapper(
-        io.BufferedWriter(_PatientWriter(descriptor)),
+        io.BufferedWriter(_ResilientWriter(descriptor)),
         encoding=stream.encoding,
         errors=stream.errors,
         line_buffering=True,
     )
 
 
-class _PatientWriter(io.RawIOBase):
-    """Takes every byte, and passes on those that the descriptor takes."""
+class _ResilientWriter(io.RawIOBase):
+    """Accept every byte, and drop those that the descriptor refuses."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -1,6 +1,6 @@
-"""What a program says when it ends badly: one line, with the traceback in a file; and streams that cannot be written.
+"""Turn every exception into one line on stderr and an exit status, for `llmscale` and for every rank.
 
-Here and nowhere else whatever is not foreseen becomes something a user can read, under `llmscale` and on every rank.
+The traceback of an unexpected error goes to a file.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import make_visible_line
 
-#: With this variable set, the traceback goes to stderr too.
+#: Environment variable that also prints the traceback on stderr.
 DEBUG_VARIABLE = "LLMSCALE_DEBUG"
-#: A word of an error longer than this is cut: a value of 5,000 digits is recognised by its ends.
+#: Longer words of a message, such as a value of 5,000 digits, are cut in the middle.
 _LONGEST_WORD = 320
 _SHOWN = 60
 
 
-def guarded(program: Callable[[], int]) -> int:
-    """The exit status of `program`, whatever happens in it; what went wrong is one line on stderr.
+def run_cli(program: Callable[[], int]) -> int:
+    """Run `program` and return its exit status; report any error as one line on stderr.
 
-    1 for what the machine did, or nobody foresaw; 2 for the user's mistakes; 130 for Ctrl-C; SystemExit passes.
+    Status 1 is for failures of the machine and unexpected errors, 2 for the user's mistakes, 130 for Ctrl-C.
+    SystemExit passes through.
     """
     prepare_streams()
     protect_children()
     try:
         status = program()
-        return status if output_arrives() else status or 1
+        return status if flush_stdout() else status or 1
     except MachineError as error:
-        say_error(str(error))
+        print_error(str(error))
         return 1
     except LlmscaleError as error:
-        say_error(str(error))
+        print_error(str(error))
         return 2
     except KeyboardInterrupt:
         say("interrupted")
@@ -50,18 +51,21 @@ def guarded(program: Callable[[], int]) -> int:
         return 0
     except SystemExit:
         # --help and --version.
-        if output_arrives():
+        if flush_stdout():
             raise
         return 1
     except BaseException as error:  # a panic of a Rust library is no Exception
-        say_unexpected(error)
+        report_crash(error)
         return 1
 
 
 def prepare_streams() -> None:
-    """Characters that a stream's encoding lacks are written out (`\\xe9`) instead of ending the program, and a stream
-    that was closed before the start leaves no number free for the next file to take."""
-    # A file opened later would otherwise become descriptor 1, and take what is printed.
+    """Make stdout and stderr safe to print to.
+
+    Characters that an encoding lacks are printed as escapes (`\\xe9`). If a stream was closed before the start, its
+    descriptor is filled with /dev/null.
+    """
+    # Otherwise the next opened file would become descriptor 1 and receive what is printed.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -70,8 +74,8 @@ def prepare_streams() -> None:
             stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not every stream has it
 
 
-def output_arrives() -> bool:
-    """Flush stdout; False, and a line on stderr, when what was printed cannot be written anywhere."""
+def flush_stdout() -> bool:
+    """Flush stdout. Return False, and print a line on stderr, if the output cannot be written."""
     if sys.stdout is None:
         _say_lost_output(OSError(errno.EBADF, os.strerror(errno.EBADF)))
         return False
@@ -88,30 +92,30 @@ def output_arrives() -> bool:
 
 
 def _say_lost_output(error: OSError) -> None:
-    say_error(f"the output cannot be written: {error.strerror}.")
+    print_error(f"the output cannot be written: {error.strerror}.")
 
 
-def say_error(text: str) -> None:
-    """One line, whatever is in it."""
+def print_error(text: str) -> None:
+    """Print an error on stderr as one line, with control characters escaped."""
     say(f"{paint('error:', 'red', sys.stderr)} {make_visible_line(_shortened(with_singulars(text)))}")
 
 
 def say(text: str) -> None:
-    """A line on stderr; in vain where there is none."""
+    """Print a line on stderr, if there is one."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
-def say_unexpected(error: BaseException, run_folder: Path | None = None) -> None:
-    """One line about what nobody foresaw, and where its traceback lies: in `run_folder`/logs where there is such a
-    folder, else among the temporary files.
+def report_crash(error: BaseException, run_folder: Path | None = None) -> None:
+    """Report an unexpected error in one line, and save its traceback.
 
-    Of a host's ranks that fail in the same way, only the first speaks.
+    The traceback goes to `run_folder`/logs if that exists, else to the folder for temporary files. If several ranks of
+    a host fail in the same way, only the first one reports it.
     """
-    import traceback  # only where it is needed, as below: every command would wait for it
+    import traceback  # slow to import, like the modules imported below
 
     if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF):
-        # A semaphore in a full /dev/shm names no file either.
+        # Only failed prints count: a semaphore in a full /dev/shm gives an error without a file name, too.
         last = traceback.extract_tb(error.__traceback__)[-1]
         if "print(" in (last.line or "") or last.name == "_print_message" or "/rich/" in last.filename:
             _discard_output()
@@ -128,18 +132,18 @@ def say_unexpected(error: BaseException, run_folder: Path | None = None) -> None
     path, is_first = _keep_traceback(text, what, rank, run_folder)
     if path is None:
         say(text.rstrip())
-        say_error(f"{who}{what}{end} The traceback above could not be written to a file.")
+        print_error(f"{who}{what}{end} The traceback above could not be written to a file.")
     elif is_first:
-        say_error(f"{who}{what}{end} The traceback is in {path}; please report it.")
+        print_error(f"{who}{what}{end} The traceback is in {path}; please report it.")
 
 
 def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) -> tuple[Path | None, bool]:
-    """Where it was written, None for nowhere; and whether no other rank of this start had written it before."""
+    """Return the file with the traceback, or None, and whether this is the first rank of this start to write it."""
     import hashlib
     import tempfile
 
     folders = [] if run_folder is None or (run_folder / "logs").is_symlink() else [run_folder / "logs"]
-    # One name for all ranks that one launcher started here and that say the same.
+    # The same name for all ranks of one launcher on this host with the same error.
     digest = hashlib.blake2b(what.encode(errors="replace"), digest_size=4).hexdigest()
     start = os.getppid() if rank else os.getpid()
     for folder in (*folders, Path(tempfile.gettempdir())):
@@ -180,7 +184,7 @@ def _write(descriptor: int, text: str) -> bool:
 
 
 def _discard_output() -> None:
-    """What is still in stdout's buffer goes nowhere: Python flushes it once more at exit."""
+    """Redirect stdout to /dev/null, so that Python's flush at exit cannot fail."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(descriptor, sys.stdout.fileno())

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from llmscale.error_handling import print_error, report_crash, run_cli
 from llmscale.errors import ConfigError, MachineError
-from llmscale.last_words import guarded, say_error, say_unexpected
 from tests.conftest import REPOSITORY, free_port
 
 
@@ -43,7 +43,7 @@ class Panic(BaseException):
     ],
 )
 def test_what_is_foreseen(error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert guarded(lambda: failing(error)) == status
+    assert run_cli(lambda: failing(error)) == status
     assert capsys.readouterr().err == said
 
 
@@ -62,7 +62,7 @@ def test_what_is_foreseen(error: BaseException, status: int, said: str, capsys: 
 def test_what_is_not_foreseen_leaves_its_traceback_in_a_private_file(
     error: BaseException, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert guarded(lambda: failing(error)) == 1
+    assert run_cli(lambda: failing(error)) == 1
     said = capsys.readouterr().err
     (file,) = tmp_path.iterdir()
     assert said.startswith(f"error: unexpected {type(error).__name__}")
@@ -74,8 +74,8 @@ def test_what_is_not_foreseen_leaves_its_traceback_in_a_private_file(
 
 def test_the_run_folder_s_logs_take_it_where_they_are_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run" / "logs").mkdir(parents=True)
-    say_unexpected(ValueError("x"), tmp_path / "run")
-    say_unexpected(ValueError("y"), tmp_path / "no-run")
+    report_crash(ValueError("x"), tmp_path / "run")
+    report_crash(ValueError("y"), tmp_path / "no-run")
     assert [path.name for path in (tmp_path / "run" / "logs").iterdir()] != []
     assert not (tmp_path / "no-run").exists()
     assert capsys.readouterr().err.count("\n") == 2
@@ -85,7 +85,7 @@ def test_without_a_place_for_the_file_the_traceback_is_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    guarded(lambda: failing(ValueError("x")))
+    run_cli(lambda: failing(ValueError("x")))
     said = capsys.readouterr().err
     assert said.startswith("Traceback")
     assert said.splitlines()[-1].startswith("error: unexpected ValueError: x. The traceback above could not be written")
@@ -97,7 +97,7 @@ def test_of_ranks_that_fail_alike_one_speaks_and_says_which(
     monkeypatch.setenv("WORLD_SIZE", "4")
     for rank, text in (("1", "same"), ("2", "same"), ("3", "another")):
         monkeypatch.setenv("RANK", rank)
-        say_unexpected(ValueError(text))
+        report_crash(ValueError(text))
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("error: rank 1: unexpected ValueError: same.")
     assert second.startswith("error: rank 3: unexpected ValueError: another.")
@@ -106,18 +106,18 @@ def test_of_ranks_that_fail_alike_one_speaks_and_says_which(
 def test_a_file_planted_in_the_temporary_folder_is_not_written_to(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    say_unexpected(ValueError("x"))
+    report_crash(ValueError("x"))
     (file,) = tmp_path.iterdir()
     file.unlink()
     (tmp_path / "victim").write_text("mine")
     file.symlink_to(tmp_path / "victim")
-    say_unexpected(ValueError("x"))
+    report_crash(ValueError("x"))
     assert (tmp_path / "victim").read_text() == "mine"
     assert "The traceback is in" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_long_words_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    say_error(f"steps = {'9' * 5000}: too large.")
+    print_error(f"steps = {'9' * 5000}: too large.")
     said = capsys.readouterr().err
     assert len(said) < 200
     assert "(5,001 characters)" in said

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.files import append
-from llmscale.files.append import AppendFile, Missing
+from llmscale.files import buffered_log
+from llmscale.files.buffered_log import BufferedLog, Missing
 
 
 def line(step: int, size: int = 100) -> bytes:
@@ -59,12 +59,12 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(append, "_RETRY_S", 0.0)
+    monkeypatch.setattr(buffered_log, "_RETRY_S", 0.0)
 
 
-def open_log(path: Path, **options: int) -> tuple[AppendFile, list[str]]:
+def open_log(path: Path, **options: int) -> tuple[BufferedLog, list[str]]:
     said: list[str] = []
-    return AppendFile(path, warn=said.append, **options), said
+    return BufferedLog(path, warn=said.append, **options), said
 
 
 @pytest.mark.parametrize("number", ["ENOSPC", "EIO", "EDQUOT", "EROFS", "ESTALE", "EACCES"])
@@ -139,7 +139,7 @@ def test_a_record_larger_than_the_memory_set_aside_is_written_all_the_same(tmp_p
 def test_a_disk_that_refuses_is_not_asked_at_every_step(
     disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(append, "_RETRY_S", 3600.0)
+    monkeypatch.setattr(buffered_log, "_RETRY_S", 3600.0)
     log, _ = open_log(tmp_path / "log")
     disk.error = errno.EIO
     log.append(line(1), 1)
@@ -256,7 +256,7 @@ def test_a_file_that_is_nobodys_to_write_to_is_not_opened(tmp_path: Path) -> Non
             raise OSError(lost[0])
 
     said: list[str] = []
-    log = AppendFile(tmp_path / "log", warn=said.append, check=check)
+    log = BufferedLog(tmp_path / "log", warn=said.append, check=check)
     log.append(line(1), 1)
     lost.append("it is another run's")
     (tmp_path / "log").rename(tmp_path / "ours")

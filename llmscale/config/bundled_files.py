@@ -11,14 +11,14 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.errors import did_you_mean
+from llmscale.suggestions import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _NOT_ONE = "README.md"
 
 
 @dataclass(frozen=True)
-class ShippedFiles:
+class BundledFiles:
     """The files of one kind."""
 
     folder_name: str
@@ -58,8 +58,8 @@ class ShippedFiles:
         return file.name.removesuffix(self.suffix)
 
 
-DS_CONFIGS = ShippedFiles("ds_configs", ".json")
-HOSTFILES = ShippedFiles("hostfiles", "")
+DS_CONFIGS = BundledFiles("ds_configs", ".json")
+HOSTFILES = BundledFiles("hostfiles", "")
 
 
 def is_checkout() -> bool:

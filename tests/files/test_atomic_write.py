@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.files.append import AppendFile
-from llmscale.files.whole import write_durably, write_output
+from llmscale.files.atomic_write import write_durably, write_output
+from llmscale.files.buffered_log import BufferedLog
 from llmscale.untrusted.paths import open_own
 
 
@@ -77,7 +77,7 @@ def test_devices_and_pipes_are_written_to_and_never_replaced(tmp_path: Path) -> 
         write_output(full, "x")
     assert null.is_char_device()
     assert full.is_char_device()
-    code = "import llmscale.files.whole as w, pathlib; w.write_output(pathlib.Path('/dev/stdout'), 'x')"
+    code = "import llmscale.files.atomic_write as w, pathlib; w.write_output(pathlib.Path('/dev/stdout'), 'x')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "x"
     with open(tmp_path / "out", "w") as file:
@@ -110,7 +110,7 @@ def test_nothing_but_a_regular_file_is_opened_for_writing(tmp_path: Path, kind: 
     with pytest.raises(OSError, match="not a regular file"):
         open_own(path, os.O_RDWR | os.O_CREAT)
     warnings: list[str] = []
-    file = AppendFile(path, warn=warnings.append)
+    file = BufferedLog(path, warn=warnings.append)
     file.append(b"{}\n", 1)
     file.close()
     assert "not a regular file" in warnings[0]

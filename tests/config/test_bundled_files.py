@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config import shipped
-from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
+from llmscale.config import bundled_files
+from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
 
 
 @pytest.fixture(autouse=True)
@@ -55,14 +55,14 @@ def test_a_missing_file_is_answered_with_what_is_beside_it_or_with_all_names(tmp
 def test_the_advice_to_install_something_works_where_it_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Path(shipped.__file__).parents[2]
+    root = Path(bundled_files.__file__).parents[2]
     monkeypatch.chdir(root)
-    assert shipped.install_command("eval") == "pip install -e '.[eval]'"
+    assert bundled_files.install_command("eval") == "pip install -e '.[eval]'"
     monkeypatch.chdir(tmp_path)
-    assert shipped.install_command("train,data") == f"pip install -e {shlex.quote(f'{root}[train,data]')}"
+    assert bundled_files.install_command("train,data") == f"pip install -e {shlex.quote(f'{root}[train,data]')}"
     # The name llmscale is on no index: a wheel's user installs what the extra consists of.
-    monkeypatch.setattr(shipped, "is_checkout", lambda: False)
-    assert shipped.install_command("plot") == "pip install 'matplotlib>=3.8'"
+    monkeypatch.setattr(bundled_files, "is_checkout", lambda: False)
+    assert bundled_files.install_command("plot") == "pip install 'matplotlib>=3.8'"
     needs = ["numpy", 'torch>=2.6; extra == "train"', "no-such>=1; python_version >= '3' and extra == 'train'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
-    assert shipped.install_command("train,data") == "pip install 'no-such>=1'"
+    assert bundled_files.install_command("train,data") == "pip install 'no-such>=1'"

@@ -1,15 +1,12 @@
-"""What other tools and people call what llmscale has: the first place where a suggestion for an unknown name is sought.
-
-Data only. Their names are lower case with underscores, without leading dashes; of ours those that are legal where the
-unknown one stood are suggested, all of them when there are several.
-"""
+"""Suggestions for unknown names: first the names that other tools use for the same thing, then similar spellings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
-#: (our names, theirs), separated by spaces: nanoGPT's, transformers' TrainingArguments', DeepSpeed's, Megatron-LM's,
-#: torchtitan's, litgpt's, and plain habit.
+#: (our names, other tools' names), separated by spaces, in lower case with underscores. From nanoGPT, transformers'
+#: TrainingArguments, DeepSpeed, Megatron-LM, torchtitan, litgpt, and plain habit.
 _NAMES = (
     # how long
     ("steps tokens", "epochs epoch num_epochs num_train_epochs max_epochs"),
@@ -61,7 +58,6 @@ _NAMES = (
     ("bias", "use_bias add_bias_linear disable_bias_linear"),
     ("attention_bias", "qkv_bias add_qkv_bias attn_bias"),
     ("sliding_window", "window window_size attention_window"),
-    ("document_mask", "reset_attention_mask reset_position_ids"),
     ("dropout", "hidden_dropout"),
     ("document_mask", "reset_attention_mask reset_position_ids"),
     ("params", "num_params n_params parameters num_parameters"),
@@ -189,3 +185,52 @@ _NAMES = (
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     other: tuple(ours.split()) for ours, others in _NAMES for other in others.split()
 }
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `" Did you mean 'x'?"` for the name in `known` that `word` probably means, or an empty string.
+
+    Tried in this order: the same name in other letters (GPT2-124M, --n_layer); other tools' names for it (all that
+    are in `known`); a name that begins with the word and a separator (h100 is h100-80gb, not h200); a name one edit
+    away; a name that begins with the word; a similar name; a name with which the word begins. Never `word` itself.
+    """
+    names = {_plain(name): name for name in reversed(list(known)) if _plain(name)}
+    plain = _plain(word)
+    if not plain:
+        return ""
+    meant = [name for name in OTHER_NAMES.get(plain, ()) if _plain(name) in names]
+    if plain in names:
+        found = [plain]
+    elif meant:
+        found = [_plain(name) for name in meant]
+    else:
+        found = _nearest(plain, list(reversed(names)))
+    # `word` itself was refused by the caller.
+    meant = [names[name] for name in found if names[name] != word]
+    return f" Did you mean {' or '.join(map(repr, meant))}?" if meant else ""
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").lower().replace("-", "_")
+
+
+def _nearest(plain: str, names: list[str]) -> list[str]:
+    long_enough = [name for name in names if min(len(plain), len(name)) > 1]
+    # 0.75: two letters of four changed places (fats, fast); "epochs" and "eps" have 0.67.
+    found = (
+        [name for name in long_enough if name.startswith(f"{plain}_")]
+        or [name for name in long_enough if _is_one_edit(plain, name)]
+        or [name for name in long_enough if name.startswith(plain)]
+        or difflib.get_close_matches(plain, names, n=1, cutoff=0.75)
+        or sorted((name for name in long_enough if plain.startswith(f"{name}_")), key=len, reverse=True)
+    )
+    return found[:1]
+
+
+def _is_one_edit(word: str, name: str) -> bool:
+    """Return whether inserting, deleting or replacing one letter, or swapping two neighbours, makes them equal."""
+    differing = (at for at, (one, other) in enumerate(zip(word, name, strict=False)) if one != other)
+    same = next(differing, min(len(word), len(name)))
+    ours, theirs = word[same:], name[same:]
+    swapped = ours[1::-1] + ours[2:]
+    return swapped == theirs or ours[1:] == theirs[1:] or ours[1:] == theirs or ours == theirs[1:]

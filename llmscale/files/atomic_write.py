@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, whatever ends the process or fills the disk that they are written to."""
+"""Write files atomically: after a crash or on a full disk a file is complete or unchanged."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 def write_durably(path: Path, *content: str | bytes | memoryview) -> None:
-    """Replace a file at once and for good: a temporary beside it, fsync, rename, fsync of the folder.
+    """Replace a file atomically and durably: write a temporary file beside it, fsync, rename, fsync the folder.
 
-    Parts of `content` stand one behind the other; a memoryview is one of bytes. Raises OSError; then `path` is as it
-    was and the temporary is gone. A link of that name is replaced, not followed.
+    The parts of `content` are concatenated; memoryviews are of bytes. A link at `path` is replaced, not followed.
+    Raises OSError; then `path` is unchanged and the temporary file removed.
     """
     temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(4)}.partial")
     try:
-        # Never through a link or into a file that somebody else has put there.
+        # "x": never through a link or into a file that another user created.
         with open(temporary, "xb", buffering=0) as file:
             for part in content:
                 _write_all(file.fileno(), part)
@@ -30,10 +30,10 @@ def write_durably(path: Path, *content: str | bytes | memoryview) -> None:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write what the user asked for to where the user said, all of it or nothing. Raises OSError.
+    """Write a user's output file atomically. Raises OSError.
 
-    Unlike `write_durably` it follows links, and writes into what is no file (/dev/stdout, a pipe) instead of replacing
-    it.
+    Unlike `write_durably`, it follows links, and it writes into devices and pipes (/dev/stdout) instead of replacing
+    them.
     """
     if path.exists() and not path.is_file():
         with open(path, "wb", buffering=0) as file:
@@ -52,7 +52,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def _write_all(descriptor: int, content: str | bytes | memoryview) -> None:
-    """A memoryview is one of bytes."""
     rest = memoryview(content.encode() if isinstance(content, str) else content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]

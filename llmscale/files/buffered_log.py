@@ -1,4 +1,4 @@
-"""A file that grows by whole records and outlives a disk that fills, fails or comes back: it never raises."""
+"""A log that survives a full or failing disk: records wait in memory until they can be written; it never raises."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.terminal.human_numbers import count_nouns
 from llmscale.untrusted.paths import open_own
 
-#: Records that wait in memory for the disk; what comes beyond them is lost.
+#: Most bytes of records that wait in memory for the disk; later ones are lost.
 MOST_HELD_BYTES = 16 << 20
-#: Pause between two tries while the disk refuses.
+#: Pause between two attempts while the disk refuses.
 _RETRY_S = 1.0
-#: Where a try takes long, as on a network file system whose server is gone, the pause is so many times as long.
+#: After an attempt longer than this, as on a network file system without its server, the pause is 20 times as long.
 _SLOW_TRY_S = 0.05
 _PAUSE_OVER_TRY = 20.0
-#: How far back the last line's beginning is looked for.
+#: Bytes at the end of a file in which the last line must begin.
 _TAIL_BYTES = 1 << 20
 
 
 @dataclass
 class Missing:
-    """Neighbouring records that are not in the file."""
+    """A range of records that are not in the file."""
 
     first: int
-    """Label of the first one."""
+    """Label of the first record."""
     last: int
+    """Label of the last record."""
     why: str
-    """What the disk said."""
+    """Error message of the disk."""
     count: int = 1
 
     def describe(self, unit: str) -> str:
-        records = f"{self.count} record{'s' if self.count > 1 else ''}"
+        records = count_nouns(self.count, "record")
         which = f"{unit} {self.first}" if self.first == self.last else f"{unit}s {self.first} to {self.last}"
         return f"{records} of {which} ({self.why})"
 
 
 def warn_on_stderr(line: str) -> None:
-    """One line, at once."""
+    """Print a line on stderr, unbuffered."""
     print(line, file=sys.stderr, flush=True)
 
 
-class AppendFile:
-    """Appends records, each with a number (`label`, such as its step) that messages name it by.
+class BufferedLog:
+    """Appends records, each with a number (`label`, such as its step) for messages.
 
-    A record is in the file as a whole, in order, or not at all. While the disk refuses, records wait in memory and
-    are written when it takes them again. `warn` gets one line when writing begins to fail, one when it works again,
-    and one at the end when something is missing.
+    Records are written completely and in order, or not at all. While the disk refuses, they wait in memory. `warn` gets
+    one line when writing begins to fail, one when it works again, and one at the end if records are missing.
     """
 
     def __init__(
@@ -65,36 +66,36 @@ class AppendFile:
         most_held_bytes: int = MOST_HELD_BYTES,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`unit` is what a label counts. `are_lines`: the file is text, so a last line without its end is mended.
+        """Open the log. `unit` is the noun for labels; with `are_lines`, an unfinished last line is repaired.
 
-        `check` raises OSError while `path` is nobody's to write to; it is asked before the file is opened.
+        `check` is called before the file is opened, and raises OSError while `path` must not be written to.
         """
         self._path, self._warn, self._unit, self._are_lines = path, warn, unit, are_lines
         self._most_held_bytes, self._check = most_held_bytes, check
         self._descriptor = -1
         self._end = -1
-        """Where the last whole record ends; -1 before the file was opened."""
+        """Offset after the last complete record; -1 before the file was opened."""
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
         self._waited: Missing | None = None
-        """What has had to wait since writing began to fail."""
+        """Records that have waited since writing began to fail."""
         self._error: str | None = None
-        """Why the last try failed; None while all is well."""
+        """Reason why the last attempt failed; None while writing works."""
         self._is_losing = False
         self._retry_at = 0.0
         self.lost: list[Missing] = []
-        """What no memory was left for, or what waited until the end."""
+        """Records dropped for lack of memory, or still waiting when the log was closed."""
         self._try()
 
     @property
     def first_missing(self) -> int | None:
-        """Label of the first record that is not in the file."""
+        """Return the label of the first record that is not in the file, or None."""
         labels = [missing.first for missing in self.lost[:1]]
         labels += [self._held[0][0]] if self._held else []
         return min(labels, default=None)
 
     def append(self, record: bytes, label: int) -> None:
-        """Add one record, newline included where records are lines."""
+        """Add one record. The caller includes the newline."""
         if self._error is not None:
             self._note_waiting(label)
         if self._held_bytes + len(record) > self._most_held_bytes and self._held:
@@ -107,7 +108,7 @@ class AppendFile:
             self._try()
 
     def overwrite(self, offset: int, content: bytes) -> bool:
-        """Change bytes that are in the file already, which needs no room; whether it was possible."""
+        """Overwrite bytes already in the file, which needs no space; return whether it worked."""
         try:
             descriptor = open_own(self._path, os.O_WRONLY)
             try:
@@ -118,7 +119,7 @@ class AppendFile:
             return False
 
     def close(self) -> None:
-        """Write what waits, make all of it durable, and say what is missing."""
+        """Write the waiting records, fsync, and report the missing ones."""
         self._try()
         if self._descriptor >= 0:
             try:
@@ -134,7 +135,7 @@ class AppendFile:
             self._warn(f"WARNING: {self._path} lacks {self._describe_lost()}.")
 
     def _try(self) -> None:
-        """Write what waits, as far as the disk lets us."""
+        """Write the waiting records until the disk refuses."""
         began = time.monotonic()
         try:
             if not self._is_open():
@@ -145,7 +146,7 @@ class AppendFile:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._descriptor, self._end)
-            # Opened anew next time: the descriptor may be stale, and its file gone.
+            # Opened again next time: the descriptor may be stale, and its file deleted.
             self._close_descriptor()
             took_s = time.monotonic() - began
             pause_s = _PAUSE_OVER_TRY * took_s if took_s > _SLOW_TRY_S else _RETRY_S
@@ -155,7 +156,7 @@ class AppendFile:
             self._recover()
 
     def _is_open(self) -> bool:
-        """Whether `path` still names the file that was opened: it may be removed or renamed, or its folder."""
+        """Return whether `path` still names the opened file, which may have been removed or renamed."""
         try:
             return self._descriptor >= 0 and os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
         except FileNotFoundError:
@@ -167,7 +168,7 @@ class AppendFile:
         self._descriptor = open_own(self._path, os.O_RDWR | os.O_CREAT)
         size = os.fstat(self._descriptor).st_size
         if 0 <= self._end <= size:
-            # What stands beyond is part of a record whose writing failed.
+            # Any further bytes are part of a record whose writing failed.
             os.ftruncate(self._descriptor, self._end)
             return
         if size < self._end:
@@ -177,7 +178,7 @@ class AppendFile:
             self._mend_last_line()
 
     def _mend_last_line(self) -> None:
-        """End a last line that lacks only its newline; cut off a JSON object that a killed process left unfinished."""
+        """Add a missing newline to the last line, or cut off the JSON object that a killed process left unfinished."""
         begin = max(0, self._end - _TAIL_BYTES)
         *_, rest = os.pread(self._descriptor, self._end - begin, begin).split(b"\n")
         if not rest:
@@ -189,7 +190,7 @@ class AppendFile:
             self._write(b"\n")
 
     def _write(self, record: bytes) -> None:
-        """All of it, or the end stays where it was."""
+        """Write the complete record; on an error `_end` stays unchanged."""
         rest, offset = memoryview(record), self._end
         while rest:
             written = os.pwrite(self._descriptor, rest, offset)
@@ -200,8 +201,8 @@ class AppendFile:
         is_first, self._error = self._error is None, error.strerror or str(error)
         if is_first:
             self._warn(
-                f"WARNING: {self._path} cannot be written: {self._error}. Training goes on; what the file lacks waits "
-                "in memory until it can be."
+                f"WARNING: {self._path} cannot be written: {self._error}. Training continues; new records wait in "
+                "memory until the file can be written again."
             )
             for label, _ in self._held:
                 self._note_waiting(label)
