@@ -25,8 +25,8 @@ if __name__ == "__main__":
     stop_request = StopRequest()
     stop_request.install()
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
+from llmscale.config.run_config import parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
 from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmscale.config.arguments import build_run_config
+from llmscale.config.run_config import build_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmscale"

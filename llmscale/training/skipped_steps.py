@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from llmscale.checkpoint.run_state import RunState
-from llmscale.config.step_range import parse_step_range
+from llmscale.config.command_line import parse_step_range
 from llmscale.data.order.sample_order import MOST_POSITIONS, Ranges, join_ranges, stream_positions
 from llmscale.errors import CheckpointError, ConfigError
 

@@ -39,8 +39,8 @@ from gpu_run import WARM_STEPS, Enough, Step, cell_environment, run_train
 from memory_cells import list_cells
 from paced_ranks import REPOSITORY
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import model_flops_utilisation
+from llmscale.config.run_config import parse_run_config
 from llmscale.files.atomic_write import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning import compilation, kernels

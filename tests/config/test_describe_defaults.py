@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config
 from llmscale.config.describe_defaults import (
     describe_batch,
@@ -16,7 +15,7 @@ from llmscale.config.describe_defaults import (
 )
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, build_run_config
 
 
 def config_of(**keys: object) -> RunConfig:

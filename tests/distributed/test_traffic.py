@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.memory.zero_settings import build_layout
 from llmscale.planning.communication_time import Traffic, count_traffic
 from llmscale.training.run_inputs import prepare_run

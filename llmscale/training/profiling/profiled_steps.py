@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmscale.config.step_range import parse_step_range
+from llmscale.config.command_line import parse_step_range
 
 #: A trace has some thousand events per step and rank, which somebody wants to open.
 MOST_STEPS = 50

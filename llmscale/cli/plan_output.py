@@ -1,39 +1,46 @@
-"""What `llmscale plan` prints: text, JSON, a picture. No torch."""
+"""`llmscale plan`: from flags to a request, and from a plan to text, JSON or a picture. No torch."""
 
 from __future__ import annotations
 
+import argparse
 import json
-import shlex
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from llmscale.cli.estimate.as_json import strategy_as_dict
-from llmscale.cli.estimate.table import align
-from llmscale.cli.train_command import data_words, flag_words, train_command
+from llmscale.architecture.shape import GPTShape
+from llmscale.cli.estimate_answers import read_gpu
+from llmscale.cli.estimate_tables import align, strategy_as_dict
+from llmscale.cli.flags import describe_data, describe_flags, given_keys, resolve_model, train_command
 from llmscale.config.bundled_files import is_in_checkout
 from llmscale.config.describe_defaults import describe_preset, shape_changes
 from llmscale.config.hardware import GPUS
+from llmscale.config.hf_model import default_preset
+from llmscale.config.interconnect import get_interconnect
+from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS
+from llmscale.config.run_config import RunConfig, build_run_config
+from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
 from llmscale.planning.law_table import LawRow, central, law_rows
-from llmscale.planning.placement import GPUPlacement
-from llmscale.planning.run_plan import Lifetime, Plan, PlanRequest
-from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
+from llmscale.planning.placement import GPUPlacement, GPUs
+from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, Lifetime, Plan, PlanRequest
+from llmscale.planning.scaling_laws import BESIROGLU, FITTED_PARAMETERS, HOFFMANN, KAPLAN, Interval, Point
+from llmscale.planning.shape_for_size import suggest_shape
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import output_width
 
 _TIB = 2**40
-#: Of the model, beside its preset.
+#: Sizes of a model that a command names in addition to its preset.
 _SIZES = ("n_layer", "n_head", "n_embd")
-#: Columns of a line of text.
+#: Longest line of text.
 _MOST_WIDTH = 112
 
 
 def plan_lines(request: PlanRequest, plan: Plan, *, is_pue_given: bool) -> Iterator[str]:
-    """The whole answer."""
+    """Yield the complete answer."""
     yield from _law_lines(request, plan)
     yield ""
     yield from _run_lines(request, plan)
@@ -47,7 +54,7 @@ def plan_lines(request: PlanRequest, plan: Plan, *, is_pue_given: bool) -> Itera
 
 
 def _line(name: str, text: str) -> str:
-    """A name and what it is, wrapped."""
+    """Return a name and a text, wrapped."""
     return textwrap.fill(text, _width(), initial_indent=f"{name:11}", subsequent_indent=" " * 11)
 
 
@@ -93,7 +100,7 @@ def _with_range(value: Interval | float) -> str:
 
 
 def _preset_line(name: str, changes: Mapping[str, object]) -> str:
-    """Of a model with its preset's size."""
+    """Describe a model that has its preset's size."""
     if not changes:
         return f"that is the preset {name}"
     return f"the preset {name} with {', '.join(f'{key} {value}' for key, value in changes.items())}"
@@ -190,7 +197,7 @@ def _lifetime_lines(request: PlanRequest, plan: Plan, lifetime: Lifetime) -> Ite
 
 
 def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
-    """The words of the commands that come next."""
+    """Yield the commands that come next."""
     shape, preset = plan.shape, PRESETS[plan.preset]
     keys = {**request.given, **request.given_of_run}
     if request.chosen is None:
@@ -201,9 +208,9 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     yield ""
     if plan.placement is None or request.gpus is None:
         trained = keys | {"global_batch_size": plan.global_batch_size, "steps": plan.steps}
-        yield f"llmscale estimate {_flags(asked)} --gpu NAME --emit ds.json"
+        yield f"llmscale estimate {describe_flags(asked)} --gpu NAME --emit ds.json"
         start = "deepspeed llmscale/train.py" if is_in_checkout() else "llmscale train"
-        yield f"{start} --ds ds.json {_flags(trained)}"
+        yield f"{start} --ds ds.json {describe_flags(trained)}"
         return
     machines, gpu = plan.placement.machines, request.gpus.gpu
     if gpu in GPUS:
@@ -213,14 +220,10 @@ def _hint_lines(request: PlanRequest, plan: Plan) -> Iterator[str]:
     asked |= {"num_gpus": machines.gpus_per_node, "num_nodes": machines.num_nodes}
     if machines.num_nodes > 1:
         asked["interconnect"] = request.gpus.interconnect.name
-    yield f"llmscale estimate {_flags(asked)} --emit ds.json"
+    yield f"llmscale estimate {describe_flags(asked)} --emit ds.json"
     if plan.placement.row is not None:
         yield train_command("ds.json", plan.placement.row.fit, keys | {"steps": plan.steps})
-        yield data_words(shape, keys)
-
-
-def _flags(keys: dict[str, object]) -> str:
-    return shlex.join(word for key, value in keys.items() for word in flag_words(key, value))
+        yield describe_data(shape, keys)
 
 
 def _energy(kwh: float) -> str:
@@ -242,7 +245,7 @@ def _duration(hours: float) -> str:
 
 
 def to_json(request: PlanRequest, plan: Plan) -> str:
-    """Everything, unrounded."""
+    """Return all numbers, unrounded."""
     return json.dumps(
         {
             "goal": asdict(request.goal),
@@ -303,7 +306,7 @@ def _run_as_dict(request: PlanRequest, plan: Plan) -> dict[str, object] | None:
 
 
 def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
-    """Iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
+    """Draw iso-FLOP curves with the chosen point. Raises ConfigError without matplotlib."""
     from llmscale.report.isoflop_plot import plot_isoflops
 
     chosen = Point(plan.shape.num_parameters, plan.tokens, central(plan.loss))
@@ -312,3 +315,112 @@ def draw(path: Path, request: PlanRequest, plan: Plan) -> None:
     plot_isoflops(
         path, law, chosen, interval or law.optimal_parameters(plan.flops), f"{law.name}: loss at equal training FLOPs"
     )
+
+
+_LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
+_MODELS = ("--model", "--params")
+_OTHERS = ("--budget-usd", "--gpu-hours", "--flops", "--pf-days", "--tokens", "--loss")
+#: Keys of the model that do not need --model.
+_OF_ANY_MODEL = ("vocab_size", "seq_len")
+#: Keys of a run, in addition to the model's and the batch, that the printed commands repeat.
+_RUN_KEYS = ("optimizer", "loss_chunk_tokens")
+_DEFAULT_SEQ_LEN = 2048
+#: Preset whose vocabulary a planned model has by default.
+_SIZED_LIKE = "gpt3-125m"
+
+
+def read_request(args: argparse.Namespace) -> PlanRequest:
+    """Check all flags. Raises ConfigError."""
+    _check_goals(args)
+    config = build_run_config(given_keys(args, (*_RUN_KEYS, "global_batch_size", "keep_last", "keep_every")))
+    given = {key: getattr(config, key) for key in given_keys(args)}
+    chosen = _read_chosen_model(args, config, given)
+    shape = chosen.shape if chosen else _read_size(args, config)
+    run_keys = {key: getattr(config, key) for key in _RUN_KEYS if getattr(args, key) is not None}
+    return PlanRequest(
+        goal=_read_goal(args, shape),
+        shape=shape,
+        chosen=chosen,
+        given=given,
+        given_of_run=run_keys,
+        optimizer=get_optimizer(config.optimizer),
+        loss_chunk_tokens=config.loss_chunk_tokens,
+        law=_LAWS[args.law],
+        vocab_size=_vocab_size(config),
+        seq_len=shape.seq_len if shape else config.seq_len or _DEFAULT_SEQ_LEN,
+        global_batch_size=config.global_batch_size,
+        gpus=_read_gpus(args),
+        inference_tokens=args.inference_tokens or 0.0,
+        inference_mfu=args.inference_mfu,
+        keep_last=config.keep_last,
+        keep_every=config.keep_every,
+        usd_per_gpu_hour=args.price_per_gpu_hour,
+        pue=args.pue or DEFAULT_PUE,
+    )
+
+
+def _given(args: argparse.Namespace, flags: tuple[str, ...]) -> list[str]:
+    return [flag for flag in flags if getattr(args, flag.removeprefix("--").replace("-", "_")) is not None]
+
+
+def _check_goals(args: argparse.Namespace) -> None:
+    models, others = _given(args, _MODELS), _given(args, _OTHERS)
+    for flags in (models, others):
+        if len(flags) > 1:
+            raise ConfigError(f"{' and '.join(flags)} are two goals that contradict each other. Give one of them.")
+    if not models and not others:
+        raise ConfigError(
+            f"plan for what? Give one of {', '.join((*_OTHERS, *_MODELS))}, or a model and one of the others."
+        )
+
+
+def _has_gpu(args: argparse.Namespace) -> bool:
+    return bool(_given(args, ("--gpu", "--gpu-memory-gib", "--bf16-tflops")))
+
+
+def _read_gpus(args: argparse.Namespace) -> GPUs | None:
+    if not _has_gpu(args):
+        return None
+    network = get_interconnect(args.interconnect)
+    return GPUs(read_gpu(args), args.num_gpus, args.num_nodes, network, args.mfu)
+
+
+def _read_chosen_model(args: argparse.Namespace, config: RunConfig, given: Mapping[str, object]) -> ChosenModel | None:
+    """Return the model that --model names, changed by the flags of the model."""
+    if args.model is None:
+        others = [key for key in given if key not in _OF_ANY_MODEL]
+        if others:
+            flag = f"--{others[0].replace('_', '-')}"
+            raise ConfigError(f"{flag} changes a model: it needs --model PRESET.")
+        return None
+    config, shape = resolve_model(config, config.seq_len)
+    return ChosenModel(shape, default_preset(config))
+
+
+def _read_size(args: argparse.Namespace, config: RunConfig) -> GPTShape | None:
+    if args.params is not None:
+        return suggest_shape(args.params, _vocab_size(config), config.seq_len or _DEFAULT_SEQ_LEN)
+    return None
+
+
+def _vocab_size(config: RunConfig) -> int:
+    """Return the vocabulary size of a model that the plan chooses."""
+    return config.vocab_size or PRESETS[_SIZED_LIKE].vocab_size
+
+
+def _read_goal(args: argparse.Namespace, shape: GPTShape | None) -> Goal:
+    if args.budget_usd is not None:
+        return Goal("gpu_hours", args.budget_usd / args.price_per_gpu_hour)
+    if args.gpu_hours is not None:
+        return Goal("gpu_hours", args.gpu_hours)
+    if args.pf_days is not None:
+        return Goal("flops", args.pf_days * PF_DAY_FLOPS)
+    if args.flops is not None:
+        return Goal("flops", args.flops)
+    if args.tokens is not None:
+        return Goal("tokens", args.tokens)
+    if args.loss is not None:
+        return Goal("loss", args.loss)
+    if shape is None:
+        raise ConfigError("plan for what? Give a goal.")
+    return Goal("parameters", float(shape.num_parameters))

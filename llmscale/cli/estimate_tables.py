@@ -1,16 +1,19 @@
-"""The tables that `llmscale estimate` prints."""
+"""Tables and JSON of `llmscale estimate`."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmscale.config.hardware import GPU_TABLE_HEAD, gpu_table_rows
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
+from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.memory.format_bytes import GIB, format_size
-from llmscale.planning.largest_micro_batch import Fit
-from llmscale.planning.ranked_configs import RankedConfig
+from llmscale.planning.largest_micro_batch import Fit, Search
+from llmscale.planning.ranked_configs import RankedConfig, Ranking
+from llmscale.planning.strategy import Strategy
 from llmscale.planning.throughput import Throughput
 from llmscale.terminal.table import Column, output_width, table_lines
 
@@ -18,24 +21,24 @@ if TYPE_CHECKING:
     from llmscale.dry_run.comparison import Comparison
     from llmscale.planning.largest_model import LargestModel
 
-#: Heads of a Breakdown's fields, in their order.
+#: Headings of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
-#: Columns that hold text; numbers are set to the right.
+#: Columns of text, which are aligned to the left.
 _TEXT = {
     *("", "offload", "checkpt", "peak in", "  fits", "moment", "ds_config"),
     *("preset", "phase", "by", "GPU", "source", "network"),
 }
-#: What goes first where a line is too long, and what goes after that: whether a row fits, and how fast it is, stay.
+#: Columns to leave out of a table that is too wide, in this order; whether a row fits, and its rate, stay.
 _DROPPED_FIRST = (
     *("source", "preset", "peak in", "temp", "comm", "logits", "context", "reserve", "NVMe", "optim", "grad"),
     *("param", "activ", "host", "loss", "tokens D", "D/N", "layers", "heads", "width", "MFU", "difference", "total"),
 )
-#: Texts that may be cut, and to how much.
+#: Smallest widths of columns that may be cut.
 _LEAST = {"source": 20}
 
 
 def align(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines of a table that fits the terminal."""
+    """Yield the lines of a table that fits the terminal."""
     order = {name: len(_DROPPED_FIRST) - place for place, name in enumerate(_DROPPED_FIRST)}
     columns = [Column(name, name in _TEXT, order.get(name, 0), _LEAST.get(name, 0)) for name in head]
     return table_lines(columns, rows, output_width())
@@ -44,7 +47,7 @@ def align(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def row_lines(
     rows: Sequence[RankedConfig], recommended: int | None, names: Sequence[str] | None = None
 ) -> Iterator[str]:
-    """One line a row, GiB; `names` are ds_configs' files, else stages are set apart. `*` marks the recommended one."""
+    """Yield one line per row, in GiB; `*` marks the recommended one. `names` are the files of ds_configs."""
     some_host = any(row.fit.host_bytes_per_node for row in rows)
     some_nvme = any(row.fit.nvme_bytes_per_node for row in rows)
     some_rate = any(row.throughput for row in rows)
@@ -82,7 +85,7 @@ def _rate_cells(row: RankedConfig) -> list[str]:
 
 
 def verdict(fit: Fit) -> str:
-    """Whether a row fits, and by how much."""
+    """Return whether a row fits, and by how much."""
     if fit.spare_bytes < 0:
         return f"no, {-fit.spare_bytes / GIB:,.1f} over"
     host = fit.host_spare_bytes
@@ -92,7 +95,7 @@ def verdict(fit: Fit) -> str:
 
 
 def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
-    """What the columns mean, and what in them is assumed."""
+    """Yield the meaning of the columns, and their assumptions."""
     yield "GiB per GPU at the peak; host and NVMe in GiB per node; batch: micro-batch x accumulation."
     reserve = f"{RESERVED_PER_ALLOCATED - 1:.0%}"
     context = format_size(rows[0].fit.estimate.context_bytes)
@@ -117,7 +120,7 @@ def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
 
 
 def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
-    """In which type gradients of several micro-steps are summed."""
+    """Yield a note on the type in which gradients are summed."""
     types = {fit.layout.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
     if types:
         yield (
@@ -127,7 +130,7 @@ def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
 
 
 def _compiled_line(found: Sequence[Throughput]) -> str:
-    """What train's --compile is estimated to bring."""
+    """Return a note on the estimated gain of train's --compile."""
     gains = sorted(f"{row.compiled_tokens_per_second / row.tokens_per_second:.2f}" for row in found)
     gain = gains[0] if gains[0] == gains[-1] else f"{gains[0]} to {gains[-1]}"
     return (
@@ -137,8 +140,7 @@ def _compiled_line(found: Sequence[Throughput]) -> str:
 
 
 def _calibration_lines(found: Sequence[Throughput]) -> Iterator[str]:
-    """What the estimates rest on, and how far off it is known to be: once for all that are alike but for the ways in
-    which they lie beyond the rows."""
+    """Yield the sources of the estimates with their known errors, one line for all rows with the same source."""
     by_basis: dict[str, dict[str, dict[str, None]]] = {}
     for row in found:
         errors = by_basis.setdefault(row.rests_on, {})
@@ -154,7 +156,7 @@ def _calibration_lines(found: Sequence[Throughput]) -> Iterator[str]:
 
 
 def moment_lines(moments: Mapping[str, Breakdown], peak: str) -> Iterator[str]:
-    """Every moment of a step by category, GiB; `*` marks the peak."""
+    """Yield every moment of a step by category, in GiB; `*` marks the peak."""
     head = ["", "moment", *CATEGORIES, "allocated"]
     table = [
         ["*" if name == peak else "", name, *breakdown_cells(moment), gib(moment.total_bytes)]
@@ -164,7 +166,7 @@ def moment_lines(moments: Mapping[str, Breakdown], peak: str) -> Iterator[str]:
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """Both breakdowns of each phase, GiB."""
+    """Yield both breakdowns of each phase, in GiB."""
     fit = comparison.fit
     yield (
         f"dry run: {fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size}; the real DeepSpeed engine on "
@@ -187,7 +189,7 @@ def comparison_lines(comparison: Comparison) -> Iterator[str]:
 
 
 def largest_model_lines(models: Sequence[LargestModel]) -> Iterator[str]:
-    """One line a strategy."""
+    """Yield one line per strategy."""
     head = [
         "",
         "ZeRO",
@@ -224,7 +226,7 @@ def largest_model_lines(models: Sequence[LargestModel]) -> Iterator[str]:
 
 
 def gpu_lines() -> Iterator[str]:
-    """The hardware table, and below it where its numbers are from."""
+    """Yield the hardware table, and the sources of its numbers."""
     rows = gpu_table_rows()
     yield from align(GPU_TABLE_HEAD, [[*row[:-1], row[-1].partition(". Memory ")[0]] for row in rows])
     yield ""
@@ -237,12 +239,116 @@ def gpu_lines() -> Iterator[str]:
 
 
 def breakdown_cells(breakdown: Breakdown) -> list[str]:
-    """Under CATEGORIES."""
+    """Return the cells below CATEGORIES."""
     return [gib(value) for value in breakdown.as_dict().values()]
 
 
 def gib(num_bytes: int) -> str:
-    """One decimal; what is there but small is not shown as nothing."""
+    """Format bytes as GiB with one decimal; zero is `-`."""
     if num_bytes == 0:
         return "-"
     return f"{num_bytes / GIB:,.1f}" if num_bytes >= 0.05 * GIB else "0.0"
+
+
+if TYPE_CHECKING:
+    from llmscale.dry_run.comparison import Comparison
+    from llmscale.planning.largest_model import LargestModel
+
+
+def search_as_dict(search: Search) -> dict[str, object]:
+    """Return model, machines and assumptions."""
+    job, machines = search.job, search.job.machines
+    return {
+        "shape": {**asdict(job.shape), "num_parameters": job.shape.num_parameters},
+        "global_batch_size": job.global_batch_size,
+        "optimizer": job.optimizer.name,
+        "gpu": asdict(search.gpu),
+        "interconnect": search.interconnect.name,
+        "machines": {**asdict(machines), "world_size": machines.world_size},
+        "assumed": {"reserved_per_allocated": RESERVED_PER_ALLOCATED},
+    }
+
+
+def ranking_as_dict(ranking: Ranking, names: list[str] | None) -> dict[str, object]:
+    """Return every row, and the recommended one."""
+    chosen = ranking.recommendation
+    return {
+        "rows": [
+            {"ds_config": name, **_row_as_dict(row)}
+            for row, name in zip(ranking.configs, names or itertools.repeat(None, len(ranking.configs)), strict=True)
+        ],
+        "recommended": None if chosen is None else {"row": chosen.index, "why": chosen.why},
+    }
+
+
+def largest_models_as_list(models: list[LargestModel]) -> list[dict[str, object]]:
+    """Return one entry per strategy."""
+    return [
+        {
+            "strategy": strategy_as_dict(model.strategy),
+            "shape": None if model.shape is None else asdict(model.shape),
+            "num_parameters": None if model.shape is None else model.shape.num_parameters,
+            "preset": model.preset,
+            "total_bytes": None if model.fit is None else model.fit.estimate.total_bytes,
+        }
+        for model in models
+    ]
+
+
+def estimate_as_dict(estimate: MemoryEstimate) -> dict[str, object]:
+    """Return the bytes of one rank."""
+    return {
+        "moments": {name: moment.as_dict() for name, moment in estimate.moments.items()},
+        "peak_moment": estimate.peak_moment,
+        "peak": estimate.peak.as_dict(),
+        "allocated_bytes": estimate.allocated_bytes,
+        "reserved_bytes": estimate.reserved_bytes,
+        "context_bytes": estimate.context_bytes,
+        "total_bytes": estimate.total_bytes,
+        "host_bytes": estimate.host_bytes,
+        "nvme_bytes": estimate.nvme_bytes,
+    }
+
+
+def _row_as_dict(row: RankedConfig) -> dict[str, object]:
+    fit = row.fit
+    return {
+        "strategy": strategy_as_dict(fit.strategy),
+        "precision": fit.layout.precision,
+        "micro_batch_size": fit.plan.micro_batch_size,
+        "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps,
+        "grad_accum_dtype": fit.layout.grad_accum_dtype,
+        "estimate": estimate_as_dict(fit.estimate),
+        **_fit_as_dict(fit),
+        "throughput": None if row.throughput is None else asdict(row.throughput),
+    }
+
+
+def _fit_as_dict(fit: Fit) -> dict[str, object]:
+    return {
+        "fits": fit.fits,
+        "spare_bytes": fit.spare_bytes,
+        "host_bytes_per_node": fit.host_bytes_per_node,
+        "nvme_bytes_per_node": fit.nvme_bytes_per_node,
+    }
+
+
+def comparison_as_dict(comparison: Comparison) -> dict[str, object]:
+    """Return dry run and closed form by phase."""
+    return {
+        "zero_stage": comparison.fit.strategy.zero_stage,
+        "seconds": comparison.dry_run.seconds,
+        "resident": comparison.dry_run.resident.as_dict(),
+        "least_gpu_bytes": comparison.dry_run.least_gpu_bytes,
+        "phases": {
+            phase: {"dry_run": counted.as_dict(), "closed_form": calculated.as_dict()}
+            for phase, (counted, calculated) in comparison.phases.items()
+        },
+    }
+
+
+def strategy_as_dict(strategy: Strategy) -> dict[str, object]:
+    """Return a strategy with the names of flags and ds_configs."""
+    values = asdict(strategy)
+    values["activation_checkpointing"] = values.pop("checkpointing")
+    return values

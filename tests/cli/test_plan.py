@@ -13,7 +13,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.history import list_checkpoints
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.planning.disk_usage import estimate_disk
 from llmscale.training.run_inputs import prepare_run
 

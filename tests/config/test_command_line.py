@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.flag_parser import FlagParser, Need
+from llmscale.config.command_line import FlagParser, Need
 from llmscale.errors import ConfigError
 
 
