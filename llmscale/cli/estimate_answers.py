@@ -37,8 +37,8 @@ from llmscale.cli.flags import (
     resolve_model,
     train_command,
 )
-from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config, read_ds_config
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, read_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.describe_defaults import describe_preset
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.hf_model import is_published
@@ -216,7 +216,7 @@ def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
 
 def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
     """Write the row's ds_config atomically. Raises ConfigError."""
-    config = strategy_ds_config(fit.strategy, fit.layout.precision, nvme_path)
+    config = strategy_ds_config(fit.strategy, fit.step.precision, nvme_path)
     parse_ds_config(config, str(path))
     write_output_file("--emit", path, json.dumps(config, indent=2) + "\n")
 
@@ -235,7 +235,7 @@ def _answer_lines(
         yield f"  {reshaped}"
     if is_published(model) and shape.vocab_size != shape.padded_vocab_size:
         yield f"  its table of {shape.vocab_size:,} rows is padded to {shape.padded_vocab_size:,} here"
-    precisions = " and ".join(sorted({fit.layout.precision for fit in ranking.fits}))
+    precisions = " and ".join(sorted({fit.step.precision for fit in ranking.fits}))
     optimizer = "" if job.optimizer is ADAMW else f"{job.optimizer.name}, "
     yield (
         f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {job.global_batch_size:,} sequences "
@@ -259,8 +259,8 @@ def _explain(fit: Fit, name: str) -> Iterator[str]:
     """Yield one ds_config, moment by moment."""
     yield ""
     yield (
-        f"{name}: {fit.strategy.describe()}, {fit.layout.precision}, "
-        f"gradients summed in {fit.layout.grad_accum_dtype}; {fit.plan.describe()}"
+        f"{name}: {fit.strategy.describe()}, {fit.step.precision}, "
+        f"gradients summed in {fit.step.engine_config.grad_accum_dtype}; {fit.plan.describe()}"
     )
     for warning in fit.ds.warnings:
         yield f"  warning: {warning}"
@@ -361,7 +361,7 @@ def answer_largest(args: argparse.Namespace) -> int:
         if fit is not None and fit.plan.gradient_accumulation_steps > 1:
             said.append(
                 f"global batch {job.global_batch_size:,}: {fit.plan.gradient_accumulation_steps} micro-steps, whose "
-                f"gradients are summed in {fit.layout.grad_accum_dtype}."
+                f"gradients are summed in {fit.step.engine_config.grad_accum_dtype}."
             )
         said += [
             _shapes_line(model, family),
@@ -457,10 +457,10 @@ def answer_states(args: argparse.Namespace, model: HFModel) -> int:
 
 def _accumulation(global_batch_size: int | None, row: HFConfig) -> str:
     """Return a note on gradient accumulation, which is assumed without --global-batch-size."""
-    if row.layout.gradient_accumulation_steps == 1:
+    if row.ds_config.gradient_accumulation_steps == 1:
         return "one micro-step per step, as --global-batch-size has one sequence per GPU: no gradients are summed."
     why = "" if global_batch_size else " (assumed: --global-batch-size says how many)"
-    return f"gradients of several micro-steps{why} are summed in {row.layout.grad_accum_dtype}."
+    return f"gradients of several micro-steps{why} are summed in {row.ds_config.grad_accum_dtype}."
 
 
 def _states_lines(rows: list[HFConfig], machines: Machines) -> Iterator[str]:

@@ -121,7 +121,7 @@ def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
 
 def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
     """Yield a note on the type in which gradients are summed."""
-    types = {fit.layout.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
+    types = {fit.step.engine_config.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
     if types:
         yield (
             f"gradients of several micro-steps are summed in {' or '.join(sorted(types))}, counted in grad and comm "
@@ -314,10 +314,10 @@ def _row_as_dict(row: RankedConfig) -> dict[str, object]:
     fit = row.fit
     return {
         "strategy": strategy_as_dict(fit.strategy),
-        "precision": fit.layout.precision,
+        "precision": fit.step.precision,
         "micro_batch_size": fit.plan.micro_batch_size,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps,
-        "grad_accum_dtype": fit.layout.grad_accum_dtype,
+        "grad_accum_dtype": fit.step.engine_config.grad_accum_dtype,
         "estimate": estimate_as_dict(fit.estimate),
         **_fit_as_dict(fit),
         "throughput": None if row.throughput is None else asdict(row.throughput),

@@ -19,7 +19,7 @@ from llmscale import __version__
 from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
 from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
 from llmscale.config.run_flags import add_run_flags, describe_keys

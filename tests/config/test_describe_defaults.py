@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.describe_defaults import (
     describe_batch,
     describe_gradients,
