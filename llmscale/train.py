@@ -26,13 +26,13 @@ if __name__ == "__main__":
     stop_request = StopRequest()
     stop_request.install()
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
+from llmscale.config.run_config import parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
+from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError
-from llmscale.files.patient_output import make_output_patient
-from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
-from llmscale.terminal.announcer import Announcer
+from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import check_start
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
@@ -64,8 +64,8 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         config = parse_run_config(sys.argv[1:] if argv is None else argv)
         run_folder = config.run
         # After parsing: --help that cannot be written is an error.
-        make_output_patient()
-        with Announcer(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
+        make_output_resilient()
+        with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
             stop.before_early_end.append(announcer.clear)
             announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
             run = prepare_run(config, world_size=here.world_size)
@@ -79,33 +79,33 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
                 status = train(run, stop, heartbeat, began, announcer)
     except OutOfMemory as error:
         # It may have happened on this rank alone, so each rank reports it.
-        say_error(str(error))
+        print_error(str(error))
         status = 1
     except MachineError as error:
         if here is None or here.local_rank == 0 or not error.is_on_every_rank:
-            say_error(str(error))
+            print_error(str(error))
         status = 1
     except LlmscaleError as error:
         # Ranks of one host share files and flags, so one reports it.
         if here is None or here.local_rank == 0:
-            say_error(str(error))
+            print_error(str(error))
         status = 2
     except SystemExit as end:
         # --help; its output may fail.
         heartbeat.end(1)
-        if end.code or output_arrives():
+        if end.code or flush_stdout():
             raise
         status = 1
     except BaseException as error:
         if stop.ends_early:
             stop.end_now()
-        say_unexpected(error, run_folder)
+        report_crash(error, run_folder)
         status = 1
     heartbeat.end(status)
     return status
 
 
-def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: Announcer) -> int:
+def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: StatusLine) -> int:
     """Train a run that passed the checks. `began` is the start of the process on perf_counter's clock."""
     set_allocator_default(os.environ)
     announcer.begin("importing torch and DeepSpeed")

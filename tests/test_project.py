@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmscale.config.arguments import build_run_config
+from llmscale.config.run_config import build_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmscale"
@@ -360,5 +360,5 @@ def _writes(tree: ast.AST) -> Iterator[ast.Call]:
 def test_what_a_run_folder_holds_is_written_in_one_way(name: str) -> None:
     found = list(_writes(ast.parse(modules()[name].read_text())))
     assert len(found) == WRITES_ELSEWHERE.get(name, 0), (
-        f"{name} writes at lines {[call.lineno for call in found]}; use open_own, AppendFile or write_durably"
+        f"{name} writes at lines {[call.lineno for call in found]}; use open_own, BufferedLog or write_durably"
     )

@@ -24,7 +24,7 @@ from llmscale.checkpoint.manifest import (
 )
 from llmscale.checkpoint.retention import apply_retention
 from llmscale.errors import CheckpointError
-from llmscale.files.whole import sync_folder, write_durably
+from llmscale.files.atomic_write import sync_folder, write_durably
 
 
 @dataclass(frozen=True)

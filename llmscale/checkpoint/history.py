@@ -34,7 +34,7 @@ from llmscale.checkpoint.manifest import (
     step_of,
 )
 from llmscale.errors import CheckpointError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import Rules, load_json
 
 HISTORY_NAME = "history.json"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmscale.checkpoint.manifest import CHECKPOINT_NAME, checkpoints_folder
 from llmscale.errors import CheckpointError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import Rules, load_json
 
 KEPT_NAME = "kept.json"

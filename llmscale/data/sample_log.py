@@ -29,8 +29,8 @@ from numpy.typing import NDArray
 
 from llmscale.data.order.permutation import mix64
 from llmscale.errors import ConfigError, DataError
-from llmscale.files.append import AppendFile, warn_on_stderr
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
+from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_own, open_regular
 
@@ -110,7 +110,7 @@ class SampleRecorder:
             check()
             path.stat()  # what follows cannot be read without the head: a file that is gone is not begun again
 
-        self._file = AppendFile(path, are_lines=False, check=check_place)
+        self._file = BufferedLog(path, are_lines=False, check=check_place)
         self._missing = _NONE_MISSING
         self._pending: list[NDArray[np.int64]] = []
 

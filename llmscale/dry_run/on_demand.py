@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 from llmscale.memory.activations.recorded import NotRecorded, table_of
 from llmscale.memory.activations.recording_cache import cache_folder, write_recordings

@@ -7,7 +7,7 @@ import os
 
 from torch import Tensor
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 
 #: Logits of a row that one program holds; a power of two, as Liger has it.

@@ -14,7 +14,7 @@ import signal
 from pathlib import Path
 from typing import TextIO
 
-from llmscale.files.append import warn_on_stderr
+from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.training.stop_request import STOP_SIGNALS
 
 #: Names a folder on the host's own disk with a pipe per rank for its output; the rank adds its heartbeat and stacks.

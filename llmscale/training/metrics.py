@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmscale.evaluate.tasks import show_value
-from llmscale.files.append import AppendFile
+from llmscale.files.buffered_log import BufferedLog
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.training.live_view import Display, PlainLines
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION
@@ -34,7 +34,7 @@ class MetricsLog:
         self._total_steps, self._trackers = total_steps, trackers
         self.display = display or PlainLines(total_steps)
         # Unbuffered: a record survives whatever happens after its step.
-        self._file = AppendFile(run_folder / METRICS_NAME, check=check)
+        self._file = BufferedLog(run_folder / METRICS_NAME, check=check)
         self._step = 0
 
     def begin(self, step: int, **values: object) -> None:

@@ -32,7 +32,7 @@ from llmscale.engine.node_network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
 from llmscale.errors import CheckpointError
 from llmscale.planning.compilation import Compilation, decide_compilation
-from llmscale.terminal.announcer import REPEAT_S, Announcer
+from llmscale.terminal.status_line import REPEAT_S, StatusLine
 from llmscale.terminal.table import output_width, wrap_line
 from llmscale.training.changes import change_lines, finished_lines, hyperparameters
 from llmscale.training.evaluate_steps import EvaluateTasks, SampleText, Validate
@@ -84,7 +84,7 @@ _MAX_ROLLBACKS = 5
 class StartupClock:
     """Announces the phases of a start, and measures their seconds."""
 
-    announcer: Announcer
+    announcer: StatusLine
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
@@ -97,7 +97,7 @@ class StartupClock:
 
 
 def open_session(
-    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: Announcer
+    run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: StatusLine
 ) -> Session:
     """Do everything up to the first step. Collective. Raises LlmscaleError on every rank if one cannot start."""
     claim = RunFolderClaim(run.config.run)
@@ -291,7 +291,7 @@ def _announce(run: Run, io: RunIO) -> None:
             io.report(line)
 
 
-def report_on_main(world: World, announcer: Announcer) -> Callable[[str], None]:
+def report_on_main(world: World, announcer: StatusLine) -> Callable[[str], None]:
     """Return a function that prints a wrapped line on rank 0, in the place of the announcement."""
 
     def report(line: str) -> None:

@@ -13,6 +13,7 @@ from llmscale.checkpoint.initial_weights import PublishedWeights, find_published
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
+from llmscale.config.command_line import parse_step_range
 from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.hf_model import (
     PublishedModel,
@@ -24,7 +25,6 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
-from llmscale.config.step_range import parse_step_range
 from llmscale.config.user_paths import check_output_folder
 from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
@@ -32,7 +32,7 @@ from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.prompts import read_prompts
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.planning.compilation import EAGER, Compilation
-from llmscale.terminal.announcer import REPEAT_S, SOON_S
+from llmscale.terminal.status_line import REPEAT_S, SOON_S
 from llmscale.untrusted.hub import forgotten_prefix
 
 #: A trace has some thousand events per step and rank, and somebody wants to open it.

@@ -20,8 +20,8 @@ from typing import TextIO
 
 from llmscale import __version__
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.files.append import AppendFile, warn_on_stderr
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
+from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
 from llmscale.untrusted.paths import open_own
 
 CONFIG_NAME = "config.json"
@@ -312,7 +312,7 @@ def save_run_description(
         "llmscale": __version__,
         "versions": library_versions(),
     }
-    starts = AppendFile(run / STARTS_NAME, unit="start")
+    starts = BufferedLog(run / STARTS_NAME, unit="start")
     starts.append(json.dumps(start).encode() + b"\n", 0)
     starts.close()
 

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
-from llmscale.config.arguments import build_run_config
 from llmscale.config.limits import MAX_BATCH
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
 from llmscale.data.mix.training_sets import (
     MAX_PERIOD,

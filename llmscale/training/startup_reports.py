@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import cast
 
-from llmscale.config.choices import (
-    batch_words,
-    gradient_words,
-    optimizer_words,
-    preset_words,
-    rate_warning,
-    steps_words,
+from llmscale.config.describe_defaults import (
+    describe_batch,
+    describe_gradients,
+    describe_optimizer,
+    describe_preset,
+    describe_steps,
+    warn_of_learning_rate,
 )
 from llmscale.config.hf_model import is_published
 from llmscale.data.validation import describe_samples
@@ -21,7 +21,7 @@ from llmscale.engine.collectives import gather
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.device_memory import measured_memory
 from llmscale.engine.device_settings import describe_settings
-from llmscale.files.append import warn_on_stderr
+from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.training.live_run import Run, RunIO, StepAction, StepResult
 from llmscale.training.memory_report import measured_line
 from llmscale.training.prepare_run import PreparedRun
@@ -43,7 +43,9 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
         f"model: {shape.n_layer} layers, {shape.n_head} heads, width {shape.n_embd}, context {shape.seq_len}, "
         f"{shape.num_parameters:,} parameters, {shape.flops_per_token:.3e} FLOPs per token"
     )
-    reshaped = f"its shape is from {config.model}" if is_published(config.model) else preset_words(config.model, shape)
+    reshaped = (
+        f"its shape is from {config.model}" if is_published(config.model) else describe_preset(config.model, shape)
+    )
     if reshaped:
         report(f"       {reshaped}")
     if shape.has_document_mask:
@@ -56,10 +58,10 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
     report(f"blocks: {prepared.compilation.describe()}")
     if world.device.type != "cpu":
         report(describe_settings())
-    report("; ".join([f"batch: {plan.describe()}", *batch_words(config)]))
-    report(f"gradients: {gradient_words(plan, ds_config)}")
-    report(f"optimizer: {optimizer_words(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
-    if high_rate := rate_warning(config, resolved.schedule):
+    report("; ".join([f"batch: {plan.describe()}", *describe_batch(config)]))
+    report(f"gradients: {describe_gradients(plan, ds_config)}")
+    report(f"optimizer: {describe_optimizer(config, resolved.schedule, cast('float', ds_config['gradient_clipping']))}")
+    if high_rate := warn_of_learning_rate(config, resolved.schedule):
         report(f"WARNING: {high_rate}")
     report(
         f"data: {prepared.sets.name}, {num_samples:,} samples of {manifest.seq_len} tokens ({manifest.tokenizer}), "
@@ -70,7 +72,7 @@ def describe_run(run: Run, report: Callable[[str], None]) -> None:
         report(f"      evaluation every {config.eval_every:,} steps on {tasks}")
     for line in (*_mix_lines(run), *_skip_lines(run)):
         report(f"      {line}")
-    chosen = steps_words(config, resolved, num_samples)
+    chosen = describe_steps(config, resolved, num_samples)
     total = run.stream.samples_after(resolved.total_steps)
     report(
         f"run: {resolved.total_steps:,} steps{f' ({chosen})' if chosen else ''}, {total * plan.seq_len:,} tokens, "

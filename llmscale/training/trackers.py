@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from llmscale.config.bundled_files import install_command
 from llmscale.config.run_config import RunConfig
-from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
-from llmscale.files.append import warn_on_stderr
+from llmscale.files.buffered_log import warn_on_stderr
 
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter

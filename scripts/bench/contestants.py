@@ -18,7 +18,7 @@ from paced_ranks import Orders
 from transformers_package import import_transformers
 
 from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.training.prepare_run import PreparedRun, prepare_run
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.data.sample_log import load_recorded
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import validation_sample_ids

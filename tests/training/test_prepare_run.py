@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.prepare_run import PreparedRun, as_plain, prepare_run
 from tests.conftest import last_wins

@@ -160,7 +160,7 @@ def test_another_run_folder_on_one_rank_is_found_at_the_start(
 def one_rank(places: dict[str, str]) -> dict[str, str | None]:
     """What this rank hears in each case; rank 1 is the one that differs."""
     import llmscale
-    from llmscale.config.arguments import parse_run_config
+    from llmscale.config.run_config import parse_run_config
     from llmscale.engine.process_group import join_world
     from llmscale.errors import LlmscaleError
     from llmscale.training import rank_agreement

@@ -10,7 +10,8 @@ from llmscale.architecture.families.gpt2 import GPT2
 from llmscale.architecture.families.llama import LLAMA_LIKE
 from llmscale.architecture.families.opt import OPT
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE)}
 

@@ -13,14 +13,13 @@ from llmscale.checkpoint.history import find_checkpoints
 from llmscale.cluster.doctor.host_facts import DataFacts, FileFacts, FolderFacts, HostFacts, RunFacts
 from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, red, split_error, yellow
 from llmscale.cluster.hostfile import Host
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run, resolve_schedule, resolve_shape
-from llmscale.config.run_config import RunConfig
-from llmscale.config.shipped import DS_CONFIGS
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError

@@ -21,7 +21,7 @@ from llmscale.cluster.doctor.host_facts import CodeFacts, HostFacts, ImportFacts
 from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, placed, red, yellow
 from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.remote import SSH_FAILED, Finished
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import LIBRARIES
 from llmscale.untrusted.interpreter import code_command

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmscale.checkpoint.history import find_checkpoints
 from llmscale.config.run_config import RunConfig
-from llmscale.files.append import AppendFile
+from llmscale.files.buffered_log import BufferedLog
 from llmscale.untrusted.documents import load_json_lines
 
 ATTEMPTS_NAME = "attempts.jsonl"
@@ -85,7 +85,7 @@ def next_number(run: Path) -> int:
 def write_attempt(run: Path, attempt: Attempt) -> str | None:
     """Append an attempt. Why it could not be written (the disk may be full, and training may go on), else None."""
     problems: list[str] = []
-    file = AppendFile(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
+    file = BufferedLog(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
     file.append(json.dumps(asdict(attempt)).encode() + b"\n", attempt.number)
     file.close()
     return problems[-1] if problems else None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.cluster.launch.protocol import Output
-from llmscale.files.append import AppendFile
+from llmscale.files.buffered_log import BufferedLog
 
 #: A log that has grown so large becomes LOG.1, in place of the one before: twice this is on disk at most.
 LOG_BYTES = 64 << 20
@@ -202,10 +202,10 @@ class BoundedLog:
             self._append(f"\n[{num_lost:,} bytes came too fast and are left out here]\n".encode() + self._kept)
             self._num_left_out, self._kept = 0, b""
 
-    def _open(self) -> AppendFile:
+    def _open(self) -> BufferedLog:
         with contextlib.suppress(OSError):
             self._size = self._path.stat().st_size
-        return AppendFile(
+        return BufferedLog(
             self._path, warn=self._warnings.append, unit="byte", are_lines=False, most_held_bytes=MOST_HELD_BYTES
         )
 

@@ -25,7 +25,7 @@ from llmscale.cluster.launch.attempts import (
 )
 from llmscale.cluster.launch.hosts import HostPool
 from llmscale.cluster.launch.protocol import Hello
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
 from llmscale.training.changes import check_start
 from llmscale.training.prepare_run import prepare_run

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.rules import find_problems, ignored_keys, refusals
 from llmscale.config.deepspeed.schema import (
     AUTO,
@@ -27,7 +28,6 @@ from llmscale.config.deepspeed.schema import (
     Section,
     TorchAutocast,
 )
-from llmscale.config.shipped import DS_CONFIGS
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 
