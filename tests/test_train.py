@@ -25,7 +25,7 @@ def test_nothing_is_announced_while_the_last_checkpoint_is_written(
     session = SimpleNamespace(
         step=3 if is_done else 0,
         fetch=lambda step: [],
-        agree=lambda step: SimpleNamespace(go_back=False, save=True, stop=True),
+        agree=lambda step: SimpleNamespace(rollback=False, save=True, stop=True),
         agree_at_the_end=lambda: False,
         log_last=lambda: None,
         save=note("save"),

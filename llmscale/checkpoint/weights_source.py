@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 
-from llmscale.checkpoint.hf_match import Piece
-from llmscale.checkpoint.hf_tensors import fill_view
+from llmscale.checkpoint.hf_read import TensorSlice, fill_view
 from llmscale.checkpoint.load import load_weights
-from llmscale.engine.collectives import together
+from llmscale.engine.collectives import on_all_ranks
 from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
 from llmscale.errors import CheckpointError
 
@@ -50,13 +49,13 @@ class PublishedWeights:
     """Those of checked files of transformers."""
 
     name: str
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[TensorSlice, ...]]
     """Of each of our parameters."""
     progress: Callable[[], object]
     """Called before each of them is read."""
 
     def load_into(self, engine: DeepSpeedEngine, group: dist.ProcessGroup) -> None:
-        together(group, lambda: self._fill(engine))
+        on_all_ranks(group, lambda: self._fill(engine))
         refresh_low_precision_weights(engine)
 
     def _fill(self, engine: DeepSpeedEngine) -> None:

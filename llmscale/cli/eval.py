@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
     if not args.tasks and not args.val_samples:
         raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
     # From here on it takes a while: lm-eval is imported, the checkpoint is read, and torch is imported.
-    from llmscale.engine.silence_libraries import quiet_libraries
+    from llmscale.engine.deepspeed_patches import quiet_libraries
     from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import show_progress
 

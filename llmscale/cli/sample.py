@@ -112,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
     prompts = _prompts(args)
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr))
     # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.engine.silence_libraries import quiet_libraries
+    from llmscale.engine.deepspeed_patches import quiet_libraries
 
     with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
         from llmscale.evaluate.sampling import SamplingSettings, check_prompt

@@ -19,51 +19,51 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Decision:
+class StepVote:
     """What the ranks agreed on at a step boundary."""
 
     stop: bool
     """At least one rank was asked to stop."""
     save: bool
     """The main rank's clock says that a checkpoint is due."""
-    go_back: bool
+    rollback: bool
     """The main rank saw a spike that the run is to go back from."""
     ids_sum: int
     """Sum over ranks of the sample-id checksums, modulo 2^62."""
 
 
-def agree(
+def vote(
     group: dist.ProcessGroup,
     *,
     stop: bool = False,
     save: bool = False,
-    go_back: bool = False,
+    rollback: bool = False,
     ids_checksum: int = 0,
     failure: Exception | None = None,
-) -> Decision:
+) -> StepVote:
     """One small all-reduce. Collective: every rank must call it at the same boundary.
 
     When any rank reports a failure, every rank raises DataError with the text of all that failed, or MachineError when
     nothing else failed anywhere; a rank whose own failure nobody foresaw raises that one.
     """
     votes = torch.tensor(
-        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62, int(go_back)], dtype=torch.int64
+        [int(stop), int(save), int(failure is not None), ids_checksum % 2**62, int(rollback)], dtype=torch.int64
     )
     dist.all_reduce(votes, group=group)
     if votes[2]:
         _raise_together(group, failure)
-    return Decision(bool(votes[0]), bool(votes[1]), bool(votes[4]), int(votes[3]) % 2**62)
+    return StepVote(bool(votes[0]), bool(votes[1]), bool(votes[4]), int(votes[3]) % 2**62)
 
 
-def together(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
+def on_all_ranks(group: dist.ProcessGroup, action: Callable[[], _T]) -> _T:
     """Run `action` on every rank, and return what it returned here; when it raises on any, every rank raises, as in
-    `agree`. Collective."""
+    `vote`. Collective."""
     result, failure = None, None
     try:
         result = action()
     except Exception as error:
         failure = error
-    agree(group, failure=failure)
+    vote(group, failure=failure)
     return cast("_T", result)
 
 

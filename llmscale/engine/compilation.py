@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.engine.activation_checkpointing import save_products
 from llmscale.model.attention_context import AttentionContext
-from llmscale.model.block import Block, Remember
-from llmscale.model.gpt import GPT
+from llmscale.model.gpt import GPT, Block, CacheAppend
 from llmscale.planning.compilation import CompileBackend
 
 #: A block's training forward, with its context's tensors one by one: what a graph takes are tensors.
@@ -73,11 +72,11 @@ class BlockCompiler:
         compiled: _Forward,
         x: Tensor,
         context: AttentionContext,
-        remember: Remember | None = None,
+        append_to_cache: CacheAppend | None = None,
     ) -> Tensor:
         """In place of `Block.forward`."""
-        if not block.training or remember is not None:
-            return Block.forward(block, x, context, remember)
+        if not block.training or append_to_cache is not None:
+            return Block.forward(block, x, context, append_to_cache)
         tensors = (x, context.cos, context.sin, context.mask)
         if self.is_paused or self.failure is not None:
             return eager(block, *tensors)

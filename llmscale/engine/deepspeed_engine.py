@@ -10,25 +10,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.deepspeed.sections import Precision
 from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
-from llmscale.engine.autocast import compute_in_bf16, without_autocast
 from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.deepspeed_patches import (
+    compute_in_bf16,
+    keep_zeros,
+    needs_own_sums,
+    sum_gradients_in_fp32,
+    without_autocast,
+    without_memory_prints,
+    without_sum_dtype,
+)
 from llmscale.engine.device_memory import has_bf16
-from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
-from llmscale.engine.kept_zeros import keep_zeros
-from llmscale.engine.muon import Muon
-from llmscale.engine.optimizer import build_optimizer
-from llmscale.engine.silence_libraries import without_memory_prints
+from llmscale.engine.optimizers import Muon, build_optimizer
 from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer
-from llmscale.engine.zero_shards import forget_second_copies, reset_step_counts
+from llmscale.engine.zero_shards import invalidate_hpz_copies, reset_step_counts
 from llmscale.errors import ConfigError
-from llmscale.model.fused_loss import check_fused_loss
 from llmscale.model.gpt import GPT
+from llmscale.model.loss import check_fused_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -74,20 +78,20 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
-    ours = sums_are_ours(ds_config)
+    own_sums = needs_own_sums(ds_config)
     with without_memory_prints():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=without_autocast(without_sums(ds_config) if ours else ds_config),
+            config=without_autocast(without_sum_dtype(ds_config) if own_sums else ds_config),
             dist_init_required=False,
         )
-    if ours:
+    if own_sums:
         sum_gradients_in_fp32(engine)
     reset_step_counts(engine)
-    forget_second_copies(engine)
+    invalidate_hpz_copies(engine)
     if isinstance(optimizer, Muon):
-        optimizer.bind(engine, tensors)
+        optimizer.plan(engine, tensors)
     if config.keep_zeros:
         keep_zeros(model, tensors.kinds)
     keep_gradient_norm_of_plain_optimizer(engine)

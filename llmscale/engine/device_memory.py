@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.model.block import device_capability
+from llmscale.model.gpt import device_capability
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from llmscale.config.launcher_variables import check_started_alone
 from llmscale.engine.collectives import gather
-from llmscale.engine.network_interface import set_network_interface
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
+from llmscale.engine.network import set_network_interface
 from llmscale.errors import MachineError
 
 #: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once;

@@ -38,7 +38,7 @@ class ShardView:
 
 
 @dataclass(frozen=True)
-class Placement:
+class ParameterShard:
     """Where this rank keeps its part of one trainable parameter."""
 
     name: str
@@ -75,7 +75,7 @@ def check_deepspeed_version() -> None:
         )
 
 
-def placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
+def parameter_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     """Where this rank keeps each trainable parameter, in the module's order."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
@@ -122,7 +122,7 @@ def piece_of(param: torch.nn.Parameter) -> tuple[int, int, int]:
     return start, min(size, total - start), total
 
 
-def _stage0_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
+def _stage0_placements(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     zero, optimizer = engine.optimizer, inner_optimizer(engine)
     lows = getattr(zero, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
     masters = {
@@ -132,10 +132,10 @@ def _stage0_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
     }
     for name, param in _trainable(engine):
         flat, group_name = masters[id(param)]
-        yield Placement(name, group_name, flat, 0, 0, param.numel(), param.numel())
+        yield ParameterShard(name, group_name, flat, 0, 0, param.numel(), param.numel())
 
 
-def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
+def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     """Not by DeepSpeed's own `_hp_mapping`, which takes the parameters in the module's order where
     `round_robin_gradients` has laid them in another."""
     optimizer, rank = inner_optimizer(engine), dist.get_rank(shard_group(engine))
@@ -148,20 +148,20 @@ def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
         flat = group["params"][0]
         part = next((part for part in parts[name] if part.rank == rank), None)
         if part is None:
-            yield Placement(name, group["name"], flat, 0, 0, 0, param.numel())
+            yield ParameterShard(name, group["name"], flat, 0, 0, 0, param.numel())
         else:
             begin = _offset_in_flat(param, flats[index]) - rank * flat.numel()
-            yield Placement(name, group["name"], flat, begin + part.start, part.start, part.length, param.numel())
+            yield ParameterShard(name, group["name"], flat, begin + part.start, part.start, part.length, param.numel())
 
 
-def _stage3_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
+def _stage3_placements(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     zero, optimizer = engine.optimizer, inner_optimizer(engine)
     for name, param in _trainable(engine):
         sub_group, offset, _ = zero.grad_position[zero.get_param_id(param)]
         group = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]]
         start, length, total = piece_of(param)
         flat = zero.fp32_partitioned_groups_flat[sub_group]
-        yield Placement(name, group["name"], flat, offset, start, length, total)
+        yield ParameterShard(name, group["name"], flat, offset, start, length, total)
 
 
 def _equal_parts(param: torch.nn.Parameter, ranks: int) -> tuple[Part, ...]:

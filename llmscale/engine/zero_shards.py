@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmscale.engine.zero_layout import Placement, ShardView, inner_optimizer, piece_of, placements
+from llmscale.engine.zero_layout import ParameterShard, ShardView, inner_optimizer, parameter_shards, piece_of
 from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
                 else:
                     low.data.copy_(master.data)
         _let_go_of_whole_parameters(engine)
-        forget_second_copies(engine)
+        invalidate_hpz_copies(engine)
     elif hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
     elif hasattr(zero, "fp16_groups"):  # stage 0 in 16 bit
@@ -152,22 +152,22 @@ def _let_go_of_whole_parameters(engine: DeepSpeedEngine) -> None:
             parameter.partition()
 
 
-def forget_second_copies(engine: DeepSpeedEngine) -> None:
+def invalidate_hpz_copies(engine: DeepSpeedEngine) -> None:
     """Stage 3 with hpZ: the next forward pass gathers from all ranks again. Else it would use copies of the weights
     that were there before; zero.Init makes them too, of the first weights."""
     if hasattr(engine.optimizer, "invalidate_secondary_tensor"):
         engine.optimizer.invalidate_secondary_tensor()
 
 
-def _places_by_flat(engine: DeepSpeedEngine) -> list[list[Placement]]:
+def _places_by_flat(engine: DeepSpeedEngine) -> list[list[ParameterShard]]:
     """Placements that lie in the same flat tensor, together."""
-    flats: dict[int, list[Placement]] = {}
-    for place in placements(engine):
+    flats: dict[int, list[ParameterShard]] = {}
+    for place in parameter_shards(engine):
         flats.setdefault(id(place.flat), []).append(place)
     return list(flats.values())
 
 
-def _views_of(engine: DeepSpeedEngine, places: list[Placement]) -> Iterator[tuple[str, ShardView]]:
+def _views_of(engine: DeepSpeedEngine, places: list[ParameterShard]) -> Iterator[tuple[str, ShardView]]:
     """Master weights and optimizer states of parameters that lie in one flat tensor."""
     state = inner_optimizer(engine).state.get(places[0].flat, {})
     for place in places:

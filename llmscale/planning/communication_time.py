@@ -18,9 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from llmscale.architecture.description import Architecture
-from llmscale.architecture.layers import together
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import Architecture, ParameterTensors, combined_layer
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.config.hardware import GPU
@@ -125,7 +123,9 @@ def _count_stage3(
 @lru_cache(maxsize=16)
 def _of_compiled_blocks(model: Architecture) -> ParameterTensors:
     """DeepSpeed gathers a compiled block as one module."""
-    return ParameterTensors(replace(model, block=(together("", *model.block_as_made),), made_order=()))
+    return ParameterTensors(
+        replace(model, block=(combined_layer("", *model.block_in_parameter_order),), parameter_order=())
+    )
 
 
 def ring_bytes_per_s(gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect: Interconnect) -> float:

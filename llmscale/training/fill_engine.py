@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.weights_source import CheckpointWeights, PublishedWeights, WeightsSource
 from llmscale.config.hf_model import PREFIX
-from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World
+from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.training.resume import ResumePoint, find_named_checkpoint
 from llmscale.training.run_inputs import PreparedRun
 

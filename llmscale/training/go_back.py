@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from llmscale.checkpoint.history import Checkpoint
+from llmscale.checkpoint.inventory import Checkpoint
 from llmscale.engine.collectives import gather, on_main_rank
 from llmscale.errors import CheckpointError
 from llmscale.training.actions.save_checkpoints import SaveCheckpoints

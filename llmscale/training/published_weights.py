@@ -11,10 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weights_files, list_safetensors
-from llmscale.checkpoint.hf_folder import CONFIG_NAME, GENERATION_NAME
-from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
-from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME, open_published
+from llmscale.checkpoint.hf_read import (
+    StoredTensor,
+    TensorSlice,
+    WeightsFiles,
+    find_weights_files,
+    has_unused_head,
+    list_safetensors,
+    match_tensors,
+)
+from llmscale.checkpoint.hf_write import (
+    CONFIG_NAME,
+    GENERATION_NAME,
+    POSITIONS,
+    POSITIONS_NAME,
+    PUBLISHED_NAME,
+    open_published,
+)
 from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation
@@ -36,7 +49,7 @@ class FoundWeights:
 
     model: PublishedModel
     files: tuple[Path, ...] = ()
-    pieces: Mapping[str, tuple[Piece, ...]] | None = None
+    pieces: Mapping[str, tuple[TensorSlice, ...]] | None = None
     """What makes each of our parameters; None until torch has read a pickle, or the Hub has sent the files."""
     notes: tuple[str, ...] = ()
     """What the user should know, a line each."""
@@ -70,14 +83,14 @@ def complete_published_weights(
     """The rest: download what is on the Hub and verify it, look into a pickle. Collective; `progress` is called while
     it gets on. Raises as find_published_weights."""
     from llmscale.checkpoint.hub_download import provide_model
-    from llmscale.engine.collectives import gather, together
+    from llmscale.engine.collectives import gather, on_all_ranks
 
     model, folder = found.model, found.model.folder if found.files else None
     if any(gather(world.control, model.hub_name is not None)):
         folder = provide_model(model.hub_name, model.source, folder, world, progress)
 
     def complete() -> FoundWeights:
-        from llmscale.checkpoint.hf_tensors import list_tensors
+        from llmscale.checkpoint.hf_read import list_tensors
 
         if found.pieces is not None:
             return found
@@ -85,7 +98,7 @@ def complete_published_weights(
         files = find_weights_files(folder)
         return _match(replace(found, model=replace(model, folder=folder)), files, list_tensors(files), location)
 
-    return together(world.control, complete)
+    return on_all_ranks(world.control, complete)
 
 
 def keep_published(found: FoundWeights | None, seq_len: int, source: Path | None, run: Path) -> None:
@@ -105,11 +118,11 @@ def keep_published(found: FoundWeights | None, seq_len: int, source: Path | None
             _save_positions(found.model.shape, found.pieces[POSITIONS], seq_len, folder / POSITIONS_NAME)
 
 
-def _save_positions(shape: GPTShape, pieces: Sequence[Piece], seq_len: int, path: Path) -> None:
+def _save_positions(shape: GPTShape, pieces: Sequence[TensorSlice], seq_len: int, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from llmscale.checkpoint.hf_tensors import fill_view
+    from llmscale.checkpoint.hf_read import fill_view
     from llmscale.engine.zero_layout import ShardView
 
     rows = torch.empty(shape.seq_len - seq_len, shape.n_embd)

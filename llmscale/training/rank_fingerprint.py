@@ -22,7 +22,7 @@ import llmscale
 from llmscale.checkpoint.manifest import MANIFEST_NAME
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.shards.manifest import Manifest
-from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.files.source_hashes import hash_or_reason, source_hashes
 from llmscale.training.published_weights import FoundWeights, fingerprint_weights
@@ -80,14 +80,14 @@ def check_same_checkpoint(folder: Path | None, world: World) -> None:
 
 def check_same_weights(weights: FoundWeights, world: World) -> None:
     """The same for published weights that this rank begins with. Collective."""
-    compare_ranks({"weights": together(world.control, lambda: fingerprint_weights(weights))}, world.control)
+    compare_ranks({"weights": on_all_ranks(world.control, lambda: fingerprint_weights(weights))}, world.control)
 
 
 def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
     """Have the main rank claim the run folder. Raise on every rank unless it can and all see it. Collective."""
     owner = on_main_rank(world.control, claim.take)
     # Not on the main rank itself: closing a second handle of a locked file releases the lock.
-    together(world.control, lambda: None if world.is_main else claim.check_is_seen(owner))
+    on_all_ranks(world.control, lambda: None if world.is_main else claim.check_is_seen(owner))
 
 
 def run_sections(run: PreparedRun, device_type: str) -> dict[str, Section]:

@@ -9,9 +9,16 @@ from pathlib import Path
 import torch.distributed as dist
 
 from llmscale.checkpoint.commit import point_latest
-from llmscale.checkpoint.history import Checkpoint, find_checkpoints, history_after, is_of_run, record_history
+from llmscale.checkpoint.inventory import (
+    Checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    history_after,
+    is_of_run,
+    read_state,
+    record_history,
+)
 from llmscale.checkpoint.load import find_damage_together, find_newest_good
-from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig

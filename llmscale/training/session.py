@@ -11,12 +11,10 @@ import torch
 
 from llmscale.data.loader import MicroBatch
 from llmscale.data.sample_log import ids_checksum
-from llmscale.engine.collectives import Decision, agree, gather
+from llmscale.engine.collectives import StepVote, gather, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
-from llmscale.engine.loss_scaling import explain_smallest_scale
 from llmscale.engine.process_group import leave_world
-from llmscale.engine.step_seed import seed_step
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import explain_smallest_scale, seed_step, train_step
 from llmscale.errors import DataError
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.actions.log_steps import LogSteps
@@ -69,7 +67,7 @@ class Session:
             action.begin(self.step)
 
     def fetch(self, step: int) -> list[MicroBatch]:
-        """This rank's micro-batches of a step. Whatever fails is kept for `agree`, where every rank hears of it."""
+        """This rank's micro-batches of a step. Whatever fails is kept for `vote`, where every rank hears of it."""
         live = self.live
         live.meter.phases.mark("data_wait")
         try:
@@ -84,13 +82,13 @@ class Session:
         self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy()) if due else 0
         return batches
 
-    def agree(self, step: int) -> Decision:
+    def agree(self, step: int) -> StepVote:
         """Decide with all ranks whether to stop or save before this step, and that all have their data."""
-        decision = agree(
+        decision = vote(
             self.live.world.control,
             stop=bool(self.stop.received),
             save=self.checkpoints.due_by_clock(),
-            go_back=self.live.spikes.go_back_from is not None,
+            rollback=self.live.spikes.go_back_from is not None,
             ids_checksum=self._ids_checksum,
             failure=self._fetch_failure,
         )
@@ -101,8 +99,8 @@ class Session:
     def agree_at_the_end(self) -> bool:
         """Whether the run is to go back from its last step, after which no other one asks. Collective."""
         wanted = self.live.spikes.go_back_from is not None
-        decision = agree(self.live.world.control, stop=bool(self.stop.received), go_back=wanted)
-        return decision.go_back and not decision.stop
+        decision = vote(self.live.world.control, stop=bool(self.stop.received), rollback=wanted)
+        return decision.rollback and not decision.stop
 
     def train(self, step: int, batches: list[MicroBatch]) -> DoneStep:
         """One optimizer step."""

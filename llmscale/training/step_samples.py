@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.arguments import build_run_config
 from llmscale.data.mix.training_sets import MixedShards, TrainingSets, open_recorded_sets

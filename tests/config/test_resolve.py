@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.schema import parse_ds_config

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.training.skipped_steps import Skip
 from llmscale.training.watch_spikes import how_to_go_back
 from tests.conftest import read_losses

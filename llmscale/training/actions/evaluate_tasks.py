@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-from llmscale.engine.collectives import gather, together
+from llmscale.engine.collectives import gather, on_all_ranks
 from llmscale.evaluate.scoring import RowScore, in_order, score_batch
 from llmscale.evaluate.scoring_requests import Row, batches_by_length
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
@@ -26,7 +26,7 @@ class EvaluateTasks(StepAction):
 
     def __init__(self, live: LiveRun, files: Sequence[TaskFile]) -> None:
         self._live = live
-        self._tasks = together(live.world.control, lambda: self._encode(files))
+        self._tasks = on_all_ranks(live.world.control, lambda: self._encode(files))
 
     def due(self, step: int) -> bool:
         run = self._live.run

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from llmscale.config.hardware import model_flops_utilisation
 from llmscale.engine.device_memory import peak_memory_bytes
-from llmscale.engine.loss_scaling import loss_scale
+from llmscale.engine.train_step import loss_scale
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.arithmetic_probe import ArithmeticProbe
 from llmscale.training.failure import forget_failure

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.engine.collectives import gather
-from llmscale.engine.loss_scaling import loss_scale
 from llmscale.engine.nonfinite_search import NonfiniteParameters, NonfiniteSearch
+from llmscale.engine.train_step import loss_scale
 from llmscale.errors import TrainingError
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmscale.data.sample_log import SampleRecorder, begin_session
-from llmscale.engine.collectives import on_main_rank, together
+from llmscale.engine.collectives import on_all_ranks, on_main_rank
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 
@@ -24,7 +24,9 @@ class RecordSamples(StepAction):
         number = on_main_rank(world.control, lambda: begin_session(folder, step, history, records=self._records))
         place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": step}
         if self._records:
-            self._recorder = together(world.control, lambda: SampleRecorder(folder, **place, check=live.claim.check))
+            self._recorder = on_all_ranks(
+                world.control, lambda: SampleRecorder(folder, **place, check=live.claim.check)
+            )
 
     def due(self, step: int) -> bool:
         return self._records

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-from llmscale.engine.collectives import on_main_rank, together
+from llmscale.engine.collectives import on_all_ranks, on_main_rank
 from llmscale.evaluate.sampling import SamplingSettings
 from llmscale.evaluate.text import encode_prompt, generate_text
 from llmscale.training.actions.action import DoneStep, StepAction
@@ -22,7 +22,9 @@ class SampleText(StepAction):
     def __init__(self, live: LiveRun) -> None:
         self._live = live
         location = live.run.sets.first
-        self._tokenizer = together(live.world.control, lambda: load_set_tokenizer(location.folder, location.manifest))
+        self._tokenizer = on_all_ranks(
+            live.world.control, lambda: load_set_tokenizer(location.folder, location.manifest)
+        )
 
     def due(self, step: int) -> bool:
         config, total_steps = self._live.run.config, self._live.run.resolved.total_steps

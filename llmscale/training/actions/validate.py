@@ -15,7 +15,7 @@ from llmscale.data.validation import (
     mean_bits_per_byte,
     validation_batches,
 )
-from llmscale.engine.collectives import together
+from llmscale.engine.collectives import on_all_ranks
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 
@@ -37,7 +37,7 @@ class Validate(StepAction):
         live = self._live
         with live.meter.pause("evaluating"):
             # Read everything first: a rank that cannot read must not leave the others waiting in a forward pass.
-            batches = together(live.world.control, lambda: [self._read(split) for split in self._splits])
+            batches = on_all_ranks(live.world.control, lambda: [self._read(split) for split in self._splits])
             losses = [validation_loss(live.engine, of_split, live.world.device) for of_split in batches]
         total = sum(num_samples for _, num_samples in losses)
         mean = sum(loss * num_samples for loss, num_samples in losses) / total

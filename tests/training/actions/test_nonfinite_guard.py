@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.errors import TrainingError
 from llmscale.report.run_list import read_run
 from llmscale.training.actions.nonfinite_guard import PATIENCE_STEPS, EndWhenLost, LostSteps, check_weights

@@ -52,7 +52,7 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
 
 def test_text_is_sampled_wherever_the_model_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last step too, whatever it is a multiple of."""
-    monkeypatch.setattr(sample_text, "together", lambda *_: None)
+    monkeypatch.setattr(sample_text, "on_all_ranks", lambda *_: None)
     config, resolved = SimpleNamespace(sample_every=0, eval_every=4), SimpleNamespace(total_steps=10)
     run = SimpleNamespace(config=config, resolved=resolved, sets=SimpleNamespace(first=None))
     live: Any = SimpleNamespace(run=run, world=SimpleNamespace(control=None))

@@ -10,17 +10,20 @@ brought together on one rank each, and every rank gets its own part back (`llmsc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterKind, ParameterTensors
 from llmscale.config.muon import NEWTON_SCHULZ_STEPS, Matrix, matrices_of, plan_rounds
-from llmscale.engine.zero_layout import Placement, parts_of_all_ranks, placements, shard_group
+from llmscale.config.optimizers import OptimizerSpec
+from llmscale.engine.device_memory import has_bf16
+from llmscale.engine.process_group import is_gpu
+from llmscale.engine.zero_layout import ParameterShard, parameter_shards, parts_of_all_ranks, shard_group
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -93,7 +96,7 @@ class _Work:
 class Muon(torch.optim.AdamW):
     """AdamW (torch's fused kernel), but for the groups named in `orthogonalised`.
 
-    `bind` must be called before the first step with a learning rate.
+    `plan` must be called before the first step with a learning rate.
     """
 
     def __init__(
@@ -115,13 +118,13 @@ class Muon(torch.optim.AdamW):
         self._group: dist.ProcessGroup | None = None
         self._device = torch.device("cpu")
 
-    def bind(self, engine: DeepSpeedEngine, tensors: ParameterTensors) -> None:
+    def plan(self, engine: DeepSpeedEngine, tensors: ParameterTensors) -> None:
         """Learn which part of which matrix lies where. `tensors`: those of the engine's model."""
         self._group, self._device = shard_group(engine), torch.device(engine.device)
         parameters = {tensor.name: tensor.parameter for tensor in tensors.all}
         parts = parts_of_all_ranks(engine)
         found: dict[int, list[tuple[int, Matrix]]] = {}
-        for place in placements(engine):
+        for place in parameter_shards(engine):
             if place.group in self._orthogonalised:
                 parameter = parameters[place.name]
                 matrices = matrices_of(parameter.matrix_rows, parameter.shape[1], parts.get(place.name, ()))
@@ -149,7 +152,7 @@ class Muon(torch.optim.AdamW):
         momentum, gradient = self._momentum_of(flat), flat.grad
         assert gradient is not None
         momentum.lerp_(gradient, 1 - MOMENTUM)
-        if lr == 0:  # also DeepSpeed's own steps at start-up, before `bind`
+        if lr == 0:  # also DeepSpeed's own steps at start-up, before `plan`
             return
         # Nesterov's momentum. Nobody reads a gradient after the step, so the update takes its place.
         update = gradient.lerp_(momentum, MOMENTUM)
@@ -190,7 +193,7 @@ class Muon(torch.optim.AdamW):
             part.copy_(result)
 
 
-def _with_offsets(place: Placement, matrices: Iterable[tuple[int, Matrix]]) -> Iterator[tuple[int, Matrix]]:
+def _with_offsets(place: ParameterShard, matrices: Iterable[tuple[int, Matrix]]) -> Iterator[tuple[int, Matrix]]:
     """(first element of the matrix in the flat tensor, the matrix): before the tensor's begin where this rank has only
     the end of it."""
     for begin, matrix in matrices:
@@ -221,3 +224,68 @@ def _plan(matrices: list[tuple[int, Matrix]], rank: int, world_size: int) -> _Wo
                 receive_sizes[part.rank] = part.length
         rounds.append(_Round(tuple(slices), tuple(send_sizes), shape, tuple(receive_sizes)))
     return _Work(tuple(here), tuple(rounds))
+
+
+class ParameterGroup(TypedDict):
+    """One torch parameter group; `name` is how a checkpoint finds its hyperparameters again."""
+
+    name: str
+    params: list[nn.Parameter]
+    weight_decay: float
+
+
+def build_parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]],
+    kinds: Mapping[str, ParameterKind],
+    spec: OptimizerSpec,
+    weight_decay: float,
+) -> list[ParameterGroup]:
+    """The optimizer's groups; `kinds` says what each parameter is, which ZeRO-3 has flattened.
+
+    Groups without parameters are left out: DeepSpeed would drop them and shift the numbers of the others.
+    """
+    groups: dict[str, ParameterGroup] = {
+        group.name: {"name": group.name, "params": [], "weight_decay": weight_decay if group.decays else 0.0}
+        for group in spec.groups
+    }
+    for name, parameter in named:
+        if parameter.requires_grad:
+            groups[spec.group_of(kinds[name]).name]["params"].append(parameter)
+    return [group for group in groups.values() if group["params"]]
+
+
+def build_optimizer(
+    model: nn.Module,
+    kinds: Mapping[str, ParameterKind],
+    spec: OptimizerSpec,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> torch.optim.Optimizer:
+    """A torch optimizer over the model's parameters; Muon must be bound to the engine.
+
+    AdamW is torch's own fused kernel on every device: on a CPU, where offloaded states live, it needs no extension to
+    be compiled, which DeepSpeed's CPUAdam does.
+    """
+    groups = [dict(group) for group in build_parameter_groups(model.named_parameters(), kinds, spec, weight_decay)]
+    if spec.name == "adafactor":
+        return torch.optim.Adafactor(groups, lr=lr, weight_decay=weight_decay)
+    if spec.name == "muon":
+        orthogonalised = {group.name for group in spec.groups if group.is_orthogonalised}
+        return Muon(
+            groups,
+            orthogonalised=orthogonalised,
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            eps=eps,
+            dtype=newton_schulz_dtype(),
+        )
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+
+
+def newton_schulz_dtype() -> torch.dtype:
+    """bf16 on GPUs that have it, as Muon was published; a CPU has nothing faster than fp32."""
+    return torch.bfloat16 if is_gpu() and has_bf16() else torch.float32
