@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 from llmscale.architecture.layers import ParameterKind
-from llmscale.config.deepspeed.sections import DsFile
+from llmscale.config.deepspeed.schema import DsFile
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

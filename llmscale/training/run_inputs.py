@@ -12,7 +12,7 @@ from typing import cast
 from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.hf_model import (
     PublishedModel,
     is_published,
