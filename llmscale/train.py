@@ -119,7 +119,7 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
             step = session.step
             micro_batches = session.fetch(step)
             decision = session.decide(step)
-            if decision.go_back and not decision.stop and roll_back(session, heartbeat):
+            if decision.rollback and not decision.stop and roll_back(session, heartbeat):
                 continue
             if decision.stop:
                 announcer.end()

@@ -32,8 +32,8 @@ TORCH_FREE = (
     "report",
     *("cluster", "cli", "train"),
     *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
-    *("checkpoint.manifest", "checkpoint.locate", "checkpoint.retention", "checkpoint.run_state"),
-    *("checkpoint.history", "checkpoint.commit", "checkpoint.hf_folder"),
+    *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
+    *("checkpoint.commit", "checkpoint.hf_write"),
     *("training.prepare_run", "training.stop_request", "training.sample_stream"),
     *("training.run_folder", "training.heartbeat"),
 )
@@ -336,8 +336,8 @@ WRITES_ELSEWHERE = {
     "training.heartbeat": 3,  # the watch folder, which the agent made for itself
     "cluster.launch.node_ranks": 1,  # the pipe in it
     "cluster.launch.tls": 1,  # a file in memory
-    "checkpoint.json_storage": 1,  # the folder of a checkpoint that is being made
-    "checkpoint.safetensors_files": 2,  # the folder of an export that is being made
+    "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
+    "checkpoint.hf_write": 2,  # the folder of an export that is being made
     "checkpoint.hub_download": 1,  # the Hub's cache
 }
 

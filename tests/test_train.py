@@ -25,7 +25,7 @@ def test_nothing_is_announced_while_the_last_checkpoint_is_written(
     session = SimpleNamespace(
         step=3 if is_done else 0,
         fetch=lambda step: [],
-        decide=lambda step: SimpleNamespace(go_back=False, save=True, stop=True),
+        decide=lambda step: SimpleNamespace(rollback=False, save=True, stop=True),
         rolls_back_at_end=lambda: False,
         log_last=lambda: None,
         save=note("save"),

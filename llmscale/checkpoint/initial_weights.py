@@ -14,10 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_files import StoredTensor, WeightsFiles, find_weights_files, list_safetensors
-from llmscale.checkpoint.hf_folder import CONFIG_NAME, GENERATION_NAME
-from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
-from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME, open_published
+from llmscale.checkpoint.hf_read import (
+    StoredTensor,
+    TensorSlice,
+    WeightsFiles,
+    find_weights_files,
+    has_unused_head,
+    list_safetensors,
+    match_tensors,
+)
+from llmscale.checkpoint.hf_write import (
+    CONFIG_NAME,
+    GENERATION_NAME,
+    POSITIONS,
+    POSITIONS_NAME,
+    PUBLISHED_NAME,
+    open_published,
+)
 from llmscale.config.hf_model import PREFIX, PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation
@@ -42,7 +55,7 @@ class PublishedWeights:
 
     model: PublishedModel
     files: tuple[Path, ...] = ()
-    pieces: Mapping[str, tuple[Piece, ...]] | None = None
+    pieces: Mapping[str, tuple[TensorSlice, ...]] | None = None
     """Sources of each of our parameters; None until torch has read a pickle, or the Hub has sent the files."""
     notes: tuple[str, ...] = ()
     """Lines for the user."""
@@ -83,14 +96,14 @@ def complete_published_weights(
     Raises DataError, CheckpointError like find_published_weights.
     """
     from llmscale.checkpoint.hub_download import provide_model
-    from llmscale.engine.collectives import gather, together
+    from llmscale.engine.collectives import gather, on_all_ranks
 
     model, folder = weights.model, weights.model.folder if weights.files else None
     if any(gather(world.control, model.hub_name is not None)):
         folder = provide_model(model.hub_name, model.source, folder, world, progress)
 
     def complete() -> PublishedWeights:
-        from llmscale.checkpoint.hf_tensors import list_tensors
+        from llmscale.checkpoint.hf_read import list_tensors
 
         if weights.pieces is not None:
             return weights
@@ -98,7 +111,7 @@ def complete_published_weights(
         files = find_weights_files(folder)
         return _match(replace(weights, model=replace(model, folder=folder)), files, list_tensors(files), location)
 
-    return together(world.control, complete)
+    return on_all_ranks(world.control, complete)
 
 
 def load_published_weights(
@@ -108,8 +121,8 @@ def load_published_weights(
 
     `progress` is called before each parameter is read. Raises CheckpointError on every rank.
     """
-    from llmscale.checkpoint.hf_tensors import fill_view
-    from llmscale.engine.collectives import together
+    from llmscale.checkpoint.hf_read import fill_view
+    from llmscale.engine.collectives import on_all_ranks
     from llmscale.engine.zero_shards import refresh_low_precision_weights, weights_to_fill
 
     assert weights.pieces is not None
@@ -127,7 +140,7 @@ def load_published_weights(
         if left:
             raise CheckpointError(f"{weights.name} holds '{min(left)}', which this run's model has no place for.")
 
-    together(group, fill)
+    on_all_ranks(group, fill)
     refresh_low_precision_weights(engine)
 
 
@@ -150,11 +163,11 @@ def keep_published(weights: PublishedWeights | None, seq_len: int, source: Path 
             _save_positions(weights.model.shape, weights.pieces[POSITIONS], seq_len, folder / POSITIONS_NAME)
 
 
-def _save_positions(shape: GPTShape, pieces: Sequence[Piece], seq_len: int, path: Path) -> None:
+def _save_positions(shape: GPTShape, pieces: Sequence[TensorSlice], seq_len: int, path: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from llmscale.checkpoint.hf_tensors import fill_view
+    from llmscale.checkpoint.hf_read import fill_view
     from llmscale.engine.zero_layout import ShardView
 
     rows = torch.empty(shape.seq_len - seq_len, shape.n_embd)

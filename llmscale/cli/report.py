@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.config.command_line import flag, local_path
 from llmscale.config.user_paths import check_output_file, write_output_file

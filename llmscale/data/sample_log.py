@@ -2,8 +2,9 @@
 
 Every start of a run is a session, and every rank of a session appends to a file of its own,
 `samples/session-0002/rank-00003.bin`: one record per step, written when the step is done. `session.json` beside it has
-the session's history, as a checkpoint has (checkpoint/history.py); the branches of the last one lead to the steps that
-count. Within a history a session that starts at step s supersedes earlier records of steps >= s. Four bytes per sample.
+the session's history, as a checkpoint has (checkpoint/inventory.py); the branches of the last one lead to the steps
+that count. Within a history a session that starts at step s supersedes earlier records of steps >= s. Four bytes per
+sample.
 
 A disk that fills does not end training, so a record may be incomplete, and says so: its head names the first step that
 is not in it from the moment when writing fails. That needs no room on the disk.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -9,15 +13,296 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.attention_kernels import ComputeCapability, has_flash_attention
+from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
-from llmscale.model.attention_context import AttentionContext, build_context, compute_dtype, positions_in_documents
-from llmscale.model.block import Block
-from llmscale.model.head import OutputHead, TiedHead
-from llmscale.model.kv_cache import KVCache, Places
-from llmscale.model.layers import Embedding, build_norm
+from llmscale.model.attention_context import (
+    AttentionContext,
+    CachePositions,
+    KVCache,
+    build_context,
+    compute_dtype,
+    positions_in_documents,
+)
+from llmscale.model.loss import chunked_cross_entropy, score_tokens
+
+#: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
+INIT_STD = 0.02
+
+#: Numbers drawn from one seed. A core draws 10^8 a second, 29 minutes for GPT-3 175B, so large tensors are
+#: drawn in pieces on all threads; pieces also keep the fp32 memory on top of the weights to 64 MiB a thread.
+CHUNK_ELEMENTS = 2**24
+
+
+def residual_std(n_layer: int) -> float:
+    """Standard deviation of the projections that end in the residual stream.
+
+    Each of the n_layer blocks adds two of them, so 1/sqrt(2 n_layer) keeps the variance of their sum that of
+    one (Radford et al. 2019, section 2.3).
+    """
+    return INIT_STD / math.sqrt(2 * n_layer)
+
+
+def fill_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """Overwrite `parameter` with numbers from N(0, std^2), whatever the number of threads.
+
+    `generator` gives the seed of each piece. Parameters on the meta device, and fake ones, hold nothing and are left
+    alone.
+    """
+    if parameter.is_meta or isinstance(parameter, FakeTensor):
+        return
+    pieces = parameter.detach().view(-1).split(CHUNK_ELEMENTS)
+    seeds = [int(torch.randint(2**63 - 1, (1,), generator=generator)) for _ in pieces]
+    stds = [std] * len(pieces)
+    if len(pieces) == 1:
+        _fill_piece(pieces[0], stds[0], seeds[0])
+        return
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        list(pool.map(_fill_piece, pieces, stds, seeds))
+
+
+def _fill_piece(piece: Tensor, std: float, seed: int) -> None:
+    # Not empty().normal_(): zero.Init replaces torch.empty by one that ignores the wanted dtype, and a
+    # draw in bf16 is another sequence than one in fp32.
+    generator = torch.Generator().manual_seed(seed)
+    size = (piece.numel(),)
+    piece.copy_(torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu"))
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with weights from N(0, std^2) and a bias of zeros."""
+
+    def __init__(
+        self, inputs: int, outputs: int, generator: torch.Generator, *, bias: bool, std: float = INIT_STD
+    ) -> None:
+        super().__init__(inputs, outputs, bias)
+        fill_normal_(self.weight, std, generator)
+        if bias:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., inputs] -> [..., outputs].
+
+        The product is taken in two dimensions, because ZeRO-3's replacement of `F.linear` then adds the
+        bias within it, as PyTorch does. In three it adds the bias in place in a second pass: slower, rounded
+        twice, and a silent change of what selective activation checkpointing has saved.
+        """
+        return F.linear(input.flatten(0, -2), self.weight, self.bias).unflatten(0, input.shape[:-1])
+
+    def reset_parameters(self) -> None:
+        """Skips `nn.Linear`'s own draw: it is thrown away, and it would move the global generator."""
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` with rows from N(0, 0.02^2)."""
+
+    def __init__(self, rows: int, width: int, generator: torch.Generator) -> None:
+        super().__init__(rows, width)
+        fill_normal_(self.weight, INIT_STD, generator)
+
+    def reset_parameters(self) -> None:
+        """Skips `nn.Embedding`'s own draw, as `Linear` does."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in its weights' type: under autocast in fp32, as CUDA's autocast has it and a CPU's has not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] -> [..., width]."""
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
+
+
+def build_norm(shape: GPTShape) -> nn.Module:
+    """A norm of the residual stream."""
+    if shape.norm == "rmsnorm":
+        return RMSNorm(shape.n_embd, shape.norm_eps)
+    return nn.LayerNorm(shape.n_embd, shape.norm_eps, bias=shape.bias)
+
+
+#: Keeps a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all that are kept of it so far.
+CacheAppend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """The MLP's non-linearity, element by element."""
+    if activation == "relu":
+        return F.relu(x)
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a position sees itself and what came before it; key-value heads may be shared."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.shape = shape
+        width, bias = shape.n_embd, shape.attention_bias
+        # One matrix product for q, k and v of all heads: columns are [q | k | v], each of them head by head.
+        self.qkv = Linear(width, shape.qkv_heads * shape.head_dim, generator, bias=bias != "none")
+        if shape.qk_norm != "none":
+            of_q, of_k = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
+            self.q_norm = RMSNorm(of_q * shape.head_dim, shape.norm_eps)
+            self.k_norm = RMSNorm(of_k * shape.head_dim, shape.norm_eps)
+        inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
+        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
+
+    def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
+        """[batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues what was kept."""
+        shape = self.shape
+        qkv = self.qkv(x).unflatten(-1, (shape.qkv_heads, shape.head_dim))
+        # Taken apart before they are transposed: the other way round the backward pass copies all of qkv once more.
+        q, k, v = qkv.split((shape.n_head, shape.n_kv_head, shape.n_kv_head), dim=2)  # each [batch, t, heads, head_dim]
+        if shape.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif shape.qk_norm == "width":
+            q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
+        # Autocast norms in fp32: what follows is computed in the type of v.
+        q, k = context.rotate(q.type_as(v)), context.rotate(k.type_as(v))
+        if append_to_cache is not None:
+            k, v = append_to_cache(k, v)
+        y = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.mask)
+        return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), shape.dropout, self.training)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """softmax(q k^T) v over [batch, heads, t, head_dim]; without a mask, causal, or one query that sees all."""
+        shared = self.shape.n_head // self.shape.n_kv_head
+        # Of CUDA's kernels FlashAttention alone shares key-value heads, in 16 bit and without a mask; the others would
+        # fall back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
+        dropout = self.shape.dropout if self.training else 0.0
+        is_native = mask is None and has_flash_attention(
+            q.shape[-1],
+            is_16bit=q.dtype in (torch.float16, torch.bfloat16),
+            drops_out=dropout > 0,
+            capability=device_capability(q.device),
+        )
+        if shared > 1 and not is_native:
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            dropout_p=dropout,
+            is_causal=mask is None and q.shape[2] == k.shape[2],
+            enable_gqa=shared > 1 and is_native,
+        )
+
+
+def device_capability(device: torch.device) -> ComputeCapability | None:
+    """Of a GPU; None of anything else. What a dry run simulates it says in the place of this
+    (llmscale.dry_run.cuda_kernels)."""
+    if device.type != "cuda":
+        return None
+    # Not get_device_capability, at which torch.compile's graph would break.
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+class MLP(nn.Module):
+    """Up to mlp_width, non-linearity, down again."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.activation, self.dropout, self.is_gated = shape.activation, shape.dropout, shape.gated_mlp
+        width, hidden, bias = shape.n_embd, shape.mlp_width, bool(shape.mlp_bias)
+        # One matrix product for gate and up, columns [gate | up].
+        self.up = Linear(width, 2 * hidden if self.is_gated else hidden, generator, bias=bias)
+        self.down = Linear(hidden, width, generator, bias=bias, std=residual_std(shape.n_layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, t, n_embd] -> [batch, t, n_embd]."""
+        return F.dropout(self.down(self._hidden(x)), self.dropout, self.training)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """[batch, t, mlp_width]. A function of its own: nothing in it outlives the product that reads its result."""
+        if not self.is_gated:
+            return activate(self.up(x), self.activation)
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return activate(gate, self.activation) * up
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)), or x + norm(attention(x)), then x + norm(mlp(x)): the residual
+    stream itself is never normalised."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.is_pre = shape.norm_placement == "pre"
+        self.ln_1 = build_norm(shape)
+        self.attn = CausalSelfAttention(shape, generator)
+        self.ln_2 = build_norm(shape)
+        self.mlp = MLP(shape, generator)
+
+    def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
+        """[batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues what was kept."""
+        if self.is_pre:
+            x = x + self.attn(self.ln_1(x), context, append_to_cache)
+            return x + self.mlp(self.ln_2(x))
+        x = x + self.ln_1(self.attn(x, context, append_to_cache))
+        return x + self.ln_2(self.mlp(x))
+
+
+class _Head(nn.Module):
+    def __init__(self, weight: Tensor, vocab_size: int, loss: LossSettings) -> None:
+        super().__init__()
+        self.weight, self.vocab_size, self.loss = weight, vocab_size, loss
+        self.mean_z_squared: Tensor | None = None
+        """Of the last micro-batch that was trained on, a scalar in fp32; None without a z-loss."""
+        self.sequence_losses: deque[Tensor] | None = None
+        """Where somebody set one: nats per token of each sequence [batch], of the last micro-batches with targets."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, each_token: bool = False) -> Tensor:
+        """[batch, t, n_embd] -> logits [batch, t, vocab_size] in x's precision, without the padding rows: a view.
+
+        With `targets`, ids [batch, t]: their mean cross-entropy in nats, a scalar in fp32, or with `each_token` the
+        scores of each, [batch, t, 2] as `score_tokens` has them. They are taken here and not by the caller, because
+        ZeRO-3 holds the weights only while this module runs.
+        """
+        if targets is None:
+            return F.linear(x, self.weight)[..., : self.vocab_size]
+        if each_token:
+            return score_tokens(x, self.weight, targets, self.vocab_size, self.loss.chunk_tokens)
+        settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
+        kept = self.sequence_losses
+        losses = chunked_cross_entropy(
+            x, self.weight, targets, self.vocab_size, settings, each_sequence=kept is not None
+        )
+        if self.training:
+            self.mean_z_squared = losses.mean_z_squared
+        if kept is not None and losses.of_sequences is not None:
+            kept.append(losses.of_sequences)
+        return losses.mean
+
+
+class OutputHead(_Head):
+    """A head with weights of its own, [padded_vocab_size, n_embd] as the token embedding."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator, loss: LossSettings) -> None:
+        weight = nn.Parameter(torch.empty(shape.padded_vocab_size, shape.n_embd))
+        super().__init__(weight, shape.vocab_size, loss)
+        fill_normal_(self.weight, INIT_STD, generator)
+
+
+class TiedHead(_Head):
+    """The output head: a product with the token embedding, which stays that module's parameter.
+
+    A module of its own, because ZeRO-3 gathers a sharded parameter when a module that owns it runs. It stays out of
+    state dicts: the weights are there under the embedding's name.
+    """
+
+    def __init__(self, embedding: Embedding, vocab_size: int, loss: LossSettings) -> None:
+        super().__init__(embedding.weight, vocab_size, loss)
+
+    def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
+        """Nothing to save."""
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        """Nothing to load."""
 
 
 class BlockCheckpoint(Protocol):
@@ -78,7 +363,7 @@ class GPT(nn.Module):
                 f"a sequence of {t} tokens is longer than the model's {self.shape.seq_len} positions "
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
-        places = cache.next_places(tokens) if cache is not None else None
+        places = cache.next_positions(tokens) if cache is not None else None
         if places is not None:
             positions = places.positions
         elif self.shape.document_end is not None:
@@ -104,7 +389,7 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.ln_f(x))
         return logits
 
-    def _continue(self, x: Tensor, context: AttentionContext, cache: KVCache, places: Places) -> Tensor:
+    def _continue(self, x: Tensor, context: AttentionContext, cache: KVCache, places: CachePositions) -> Tensor:
         """All blocks on [batch, t, n_embd], for whose tokens the cache has `places`."""
         for layer, block in enumerate(self.blocks):
             x = block(x, context, partial(cache.append, layer, places.slots))

@@ -10,15 +10,96 @@ with the product with the loss scale, which in fp16 would else come too late.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from llmscale.config.bundled_files import install_command
 from llmscale.config.loss_settings import LossSettings, softmax_tokens
-from llmscale.model.fused_loss import fused_cross_entropy
+from llmscale.errors import ConfigError
+
+#: Logits of a row that one program holds; a power of two, as Liger has it.
+_MAX_BLOCK = 32768
+#: As Liger measured on Hopper and before; fewer help on Blackwell in 16 bit, which this leaves out.
+_WARPS = 32
+
+
+def check_fused_loss(device_type: str) -> None:
+    """Raises ConfigError where the kernel is not installed or has no GPU; Triton's interpreter needs none."""
+    try:
+        from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
+    except ImportError as error:
+        raise ConfigError(
+            f"--loss-kernel liger needs Liger Kernel and Triton ({error}): `{install_command('liger')}`. "
+            "Or leave the flag out: --loss-kernel torch."
+        ) from None
+    del liger_cross_entropy_kernel
+    if device_type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ConfigError(
+            f"--loss-kernel liger runs on GPUs, and this run on {device_type}. Leave the flag out: --loss-kernel torch."
+        )
+
+
+def fused_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    z_loss: float,
+    losses: Tensor,
+    z_magnitudes: Tensor | None,
+    *,
+    wants_gradients: bool,
+) -> None:
+    """Fill losses [tokens] in fp32, nats, and the magnitudes of z, the log-sum-exp [tokens], where they are wanted.
+
+    logits [tokens, rows] of which the first `vocab_size` count, targets [tokens]. With gradients they take the logits'
+    place, of the losses' sum plus z_loss x z^2; those of the rows behind `vocab_size` are 0.
+    """
+    from liger_kernel.ops.cross_entropy import liger_cross_entropy_kernel
+
+    with_z = z_magnitudes is not None
+    liger_cross_entropy_kernel[(len(logits),)](
+        X_ptr=logits,
+        X_stride=logits.stride(0),
+        Y_ptr=targets,
+        Y_stride=targets.stride(0),
+        weight_ptr=None,
+        loss_ptr=losses,
+        z_loss_ptr=z_magnitudes,
+        loss_stride=1,
+        token_accuracy_ptr=None,
+        token_accuracy_stride=0,
+        predicted_tokens_ptr=None,
+        predicted_tokens_stride=0,
+        n_cols=vocab_size,
+        n_non_ignore=len(logits),
+        sum_non_ignore_weight=len(logits),
+        weight_sum=0.0,
+        # No id is: documents are packed, and every position has a target.
+        ignore_index=-1,
+        lse_square_scale=z_loss,
+        label_smoothing=0.0,
+        reduction="sum",
+        softcap=None,
+        RETURN_Z_LOSS=with_z,
+        RETURN_TOKEN_ACCURACY=False,
+        RETURN_PREDICTED_TOKENS=False,
+        BLOCK_SIZE=min(_MAX_BLOCK, 1 << (vocab_size - 1).bit_length()),
+        HAS_WEIGHT=False,
+        HAS_SOFTCAPPING=False,
+        HAS_GRADIENTS=wants_gradients,
+        num_warps=_WARPS,
+    )
+    logits[:, vocab_size:] = 0
+    if z_magnitudes is not None:
+        # The kernel gives z_loss z^2, and has it in the loss.
+        losses.sub_(z_magnitudes)
+        z_magnitudes.div_(z_loss).sqrt_()
 
 
 @dataclass(frozen=True)
@@ -220,3 +301,27 @@ def _unfused(logits: Tensor, targets: Tensor, job: _Job, made: _Made) -> None:
         at_target = of_target.expm1()
         at_target = at_target + (factor - 1) * of_target.exp() if with_z else at_target
         logits.scatter_(1, target, at_target.to(job.dtype))
+
+
+def score_tokens(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk_tokens: int) -> Tensor:
+    """Of every target its log-probability in nats, and 1 where it is the likeliest token, else 0: [batch, t, 2], fp32.
+
+    x: [batch, t, n_embd]; weight: [rows, n_embd], of which those from `vocab_size` on are padding without logits;
+    targets: ids [batch, t]. Without gradients. Of equally likely tokens the first is the likeliest. The logits of
+    `chunk_tokens` positions are in memory at a time, as in a validation (model/loss.py), whose arithmetic this is.
+    """
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    flat, of_flat = x.flatten(0, -2), targets.flatten()
+    scores = torch.empty(len(flat), 2, dtype=torch.float32, device=x.device)
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        weight_cast = weight.to(dtype)
+        for start in range(0, len(flat), chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            target = of_flat[chunk]
+            logits = torch.mm(flat[chunk].to(dtype), weight_cast.t())
+            logits[:, vocab_size:] = -torch.inf
+            scores[chunk, 1] = (logits.argmax(1) == target).float()
+            log_probs = F.log_softmax(logits, 1, dtype=torch.float32)
+            scores[chunk, 0] = log_probs.gather(1, target[:, None])[:, 0]
+    return scores.view(*targets.shape, 2)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
-from llmscale.checkpoint.history import find_any_checkpoint
-from llmscale.checkpoint.locate import read_state
+from llmscale.checkpoint.inventory import find_any_checkpoint, read_state
 from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.launcher_variables import is_restart

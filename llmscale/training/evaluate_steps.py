@@ -17,7 +17,7 @@ from llmscale.data.validation import (
     mean_bits_per_byte,
     validation_batches,
 )
-from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.evaluate.sampling import SamplingSettings
 from llmscale.evaluate.scoring import RowScore, in_order, score_batch
 from llmscale.evaluate.scoring_requests import Row, batches_by_length
@@ -44,7 +44,7 @@ class Validate(StepAction):
         world = self._run.world
         with self._engine.meter.pause("evaluating"):
             # Everything is read first: a rank that cannot read must not leave the others in a forward pass.
-            batches = together(world.control, lambda: [self._read(split) for split in self._splits])
+            batches = on_all_ranks(world.control, lambda: [self._read(split) for split in self._splits])
             losses = [validation_loss(self._engine.deepspeed, of_split, world.device) for of_split in batches]
         total = sum(num_samples for _, num_samples in losses)
         mean = sum(loss * num_samples for loss, num_samples in losses) / total
@@ -88,7 +88,7 @@ class EvaluateTasks(StepAction):
 
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
         self._run, self._engine, self._io = run, engine, io
-        self._tasks = together(run.world.control, lambda: self._encode(run.prepared.tasks))
+        self._tasks = on_all_ranks(run.world.control, lambda: self._encode(run.prepared.tasks))
 
     def due(self, step: int) -> bool:
         return step % self._run.config.eval_every == 0 or step == self._run.resolved.total_steps
@@ -140,7 +140,9 @@ class SampleText(StepAction):
     def __init__(self, run: Run, engine: Engine, io: RunIO) -> None:
         self._run, self._engine, self._io = run, engine, io
         location = run.prepared.sets.first
-        self._tokenizer = together(run.world.control, lambda: load_set_tokenizer(location.folder, location.manifest))
+        self._tokenizer = on_all_ranks(
+            run.world.control, lambda: load_set_tokenizer(location.folder, location.manifest)
+        )
 
     def due(self, step: int) -> bool:
         config, total_steps = self._run.config, self._run.resolved.total_steps

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from llmscale.config.hardware import model_flops_utilisation
 from llmscale.data.sample_log import SampleRecorder, begin_session
-from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.device_memory import peak_memory_bytes
-from llmscale.engine.loss_scaling import loss_scale
+from llmscale.engine.train_step import loss_scale
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.run_folder import clear_failure
 from llmscale.training.step_metrics import StepMetrics, StepTimes
@@ -148,7 +148,7 @@ class RecordSamples(StepAction):
         number = on_main_rank(world.control, lambda: begin_session(config.run, step, history, records=records))
         place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": step}
         if records:
-            self._recorder = together(
+            self._recorder = on_all_ranks(
                 world.control, lambda: SampleRecorder(config.run, **place, check=self._io.claim.check)
             )
 

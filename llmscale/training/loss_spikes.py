@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmscale.checkpoint.history import Checkpoint, find_checkpoints
-from llmscale.checkpoint.kept import keep_checkpoint
+from llmscale.checkpoint.inventory import Checkpoint, find_checkpoints, pin_checkpoint
 from llmscale.checkpoint.manifest import is_whole
 from llmscale.errors import CheckpointError
 from llmscale.training.live_run import Run, RunIO
@@ -148,7 +147,7 @@ class WatchSpikes:
 
 def _keep(before: Checkpoint, step: int) -> str:
     try:
-        keep_checkpoint(before.path, f"before the loss spike at step {step}")
+        pin_checkpoint(before.path, f"before the loss spike at step {step}")
     except (OSError, CheckpointError) as error:
         return f"the checkpoint before it, {before.path.name}, cannot be kept: {error}"
     return f"the checkpoint before it, {before.path.name}, is kept"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.engine.collectives import gather
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.loss_scaling import loss_scale
+from llmscale.engine.train_step import loss_scale
 from llmscale.errors import TrainingError
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from llmscale.checkpoint.history import Checkpoint
 from llmscale.checkpoint.initial_weights import complete_published_weights, keep_published
-from llmscale.checkpoint.locate import find_checkpoint
-from llmscale.checkpoint.retention import remove_leftovers
+from llmscale.checkpoint.inventory import Checkpoint, find_checkpoint, remove_leftovers
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.hf_model import is_published
@@ -22,14 +20,14 @@ from llmscale.data.mix.training_sets import MixedShards, keep_sets
 from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.data.validation import ValidationSplit, open_validation
-from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, check_device
 from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 from llmscale.engine.device_settings import allow_tf32
-from llmscale.engine.loss_scaling import get_scaler_state
-from llmscale.engine.node_network import find_node_network
+from llmscale.engine.network import find_node_network
 from llmscale.engine.process_group import World, is_gpu, join_world
+from llmscale.engine.train_step import get_scaler_state
 from llmscale.errors import CheckpointError
 from llmscale.planning.compilation import Compilation, decide_compilation
 from llmscale.terminal.status_line import REPEAT_S, StatusLine
@@ -126,7 +124,7 @@ def _open_session(
     prepared = replace(prepared, compilation=_decide_compilation(prepared, world, state))
     with clock.phase("data", "opening the data"):
         # Before the engine: the feed's workers are forked while this process is small, and read ahead meanwhile.
-        stream = together(world.control, lambda: build_stream(prepared, state))
+        stream = on_all_ranks(world.control, lambda: build_stream(prepared, state))
         feed, validation = _open_data(prepared, world, stream, state)
     with clock.phase("estimate", "estimating the memory", after_s=REPEAT_S):
         estimate = estimate_run(prepared, gpu_capability())
@@ -197,7 +195,7 @@ def _join_ranks(run: PreparedRun, clock: StartupClock, progress: Callable[[], ob
         world = join_world()
         run = run if is_gpu() else _on_cpu(run, world, report_on_main(world, clock.announcer))
         allow_tf32(run.resolved.precision)
-        together(world.control, lambda: check_device(run.resolved))
+        on_all_ranks(world.control, lambda: check_device(run.resolved))
         check_ranks_agree(run, world)
     if run.weights is None:
         return run, world
@@ -220,7 +218,7 @@ def _on_cpu(run: PreparedRun, world: World, report: Callable[[str], None]) -> Pr
 def _choose_checkpoint(run: PreparedRun, world: World, report: Callable[[str], None]) -> ResumePoint | None:
     """Return the checkpoint to resume, and remove what interrupted saves left in the run folder. Collective."""
     point = find_resume_point(run.config, lambda state: run_identity(run, state), world.control, report)
-    source = together(world.control, lambda: _source_of_weights(run.config, point))
+    source = on_all_ranks(world.control, lambda: _source_of_weights(run.config, point))
     check_same_checkpoint(source, world)
     if run.weights is not None:
         check_same_weights(run.weights, world)
@@ -238,11 +236,11 @@ def _open_data(
 ) -> tuple[Feed, tuple[ValidationSplit, ...]]:
     """Return the feed at the run's position, and the validation splits if they are used. Collective."""
     start_sample = state.samples_seen if state else 0
-    feed = together(world.control, lambda: open_feed(run, world, stream, start_sample=start_sample))
+    feed = on_all_ranks(world.control, lambda: open_feed(run, world, stream, start_sample=start_sample))
     if not run.config.val_every:
         return feed, ()
     sets = run.sets.as_recorded(stream.identity)
-    return feed, together(world.control, lambda: open_validation(sets, run.config.val_samples))
+    return feed, on_all_ranks(world.control, lambda: open_validation(sets, run.config.val_samples))
 
 
 def open_feed(run: PreparedRun, world: World, stream: SampleStream, *, start_sample: int) -> Feed:
@@ -337,7 +335,7 @@ def _start_trackers(run: PreparedRun, world: World, state: RunState | None) -> S
             wandb_run_id=state.wandb_run_id if state else None,
         )
 
-    return together(world.control, lambda: start() if world.is_main else StartedTrackers())
+    return on_all_ranks(world.control, lambda: start() if world.is_main else StartedTrackers())
 
 
 def _open_log(

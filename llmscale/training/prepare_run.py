@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-from llmscale.checkpoint.history import find_any_checkpoint, list_checkpoints
 from llmscale.checkpoint.initial_weights import PublishedWeights, find_published_weights
-from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.inventory import find_any_checkpoint, find_checkpoint, list_checkpoints, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.command_line import parse_step_range

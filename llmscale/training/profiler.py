@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from llmscale.config.hardware import find_gpu
-from llmscale.engine.timing import Phase
+from llmscale.engine.train_step import Phase
 from llmscale.errors import LlmscaleError
 from llmscale.planning.step_parts import predict_step_parts
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult

@@ -24,7 +24,7 @@ from llmscale.checkpoint.initial_weights import PublishedWeights, fingerprint_we
 from llmscale.checkpoint.manifest import MANIFEST_NAME
 from llmscale.data.mix.training_sets import TrainingSets
 from llmscale.data.shards.manifest import Manifest
-from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.process_group import World
 from llmscale.errors import ConfigError, DataError, LlmscaleError
 from llmscale.files.source_hashes import hash_or_reason, source_hashes
@@ -85,14 +85,14 @@ def check_same_checkpoint(folder: Path | None, world: World) -> None:
 
 def check_same_weights(weights: PublishedWeights, world: World) -> None:
     """Raise ConfigError on every rank unless all begin with the same published weights. Collective."""
-    compare_ranks({"weights": together(world.control, lambda: fingerprint_weights(weights))}, world.control)
+    compare_ranks({"weights": on_all_ranks(world.control, lambda: fingerprint_weights(weights))}, world.control)
 
 
 def claim_one_run_folder(claim: RunFolderClaim, world: World) -> None:
     """Claim the run folder on rank 0. Raises on every rank unless it can and all see the claim. Collective."""
     owner = on_main_rank(world.control, claim.take)
     # Not on rank 0: closing a second handle of a locked file releases the lock.
-    together(world.control, lambda: None if world.is_main else claim.check_visible(owner))
+    on_all_ranks(world.control, lambda: None if world.is_main else claim.check_visible(owner))
 
 
 def compare_ranks(sections: Mapping[str, Section], group: dist.ProcessGroup) -> None:

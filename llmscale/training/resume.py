@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from llmscale.checkpoint.commit import point_latest
-from llmscale.checkpoint.history import Checkpoint, find_checkpoints, history_after, is_of_run, record_history
 from llmscale.checkpoint.initial_weights import load_published_weights
+from llmscale.checkpoint.inventory import (
+    Checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    history_after,
+    is_of_run,
+    read_state,
+    record_history,
+)
 from llmscale.checkpoint.load import find_damage_together, find_newest_good, load_engine, load_weights
-from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.collectives import on_main_rank
-from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World
+from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError
 from llmscale.training.prepare_run import PreparedRun
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.config.limits import MAX_BATCH
 from llmscale.config.run_config import RunConfig, build_run_config

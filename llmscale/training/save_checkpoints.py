@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from llmscale.checkpoint.dcp_adapter import engine_fragments
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.tensor_files import engine_fragments
 from llmscale.engine.collectives import on_main_rank
-from llmscale.engine.loss_scaling import get_scaler_state
+from llmscale.engine.train_step import get_scaler_state
 from llmscale.engine.zero_shards import MASTER, group_scalars
 from llmscale.errors import CheckpointError
 from llmscale.training.changes import hyperparameters

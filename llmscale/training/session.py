@@ -11,12 +11,10 @@ import torch
 
 from llmscale.data.loader import MicroBatch
 from llmscale.data.sample_log import ids_checksum
-from llmscale.engine.collectives import Decision, agree, gather
+from llmscale.engine.collectives import StepVote, gather, vote
 from llmscale.engine.deepspeed_engine import set_learning_rate
-from llmscale.engine.loss_scaling import explain_smallest_scale
 from llmscale.engine.process_group import leave_world
-from llmscale.engine.step_seed import seed_step
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import explain_smallest_scale, seed_step, train_step
 from llmscale.errors import DataError
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.log_steps import LogSteps
@@ -89,16 +87,16 @@ class Session:
         self._ids_checksum = ids_checksum(torch.cat([batch.sample_ids for batch in batches]).numpy()) if due else 0
         return batches
 
-    def decide(self, step: int) -> Decision:
+    def decide(self, step: int) -> StepVote:
         """Vote on whether to stop, save or roll back before this step, and check that all ranks have their data.
 
         Collective.
         """
-        decision = agree(
+        decision = vote(
             self.run.world.control,
             stop=bool(self.stop.received),
             save=self.checkpoints.due_by_clock(),
-            go_back=self.rollback.rollback_from is not None,
+            rollback=self.rollback.rollback_from is not None,
             ids_checksum=self._ids_checksum,
             failure=self._fetch_failure,
         )
@@ -109,8 +107,8 @@ class Session:
     def rolls_back_at_end(self) -> bool:
         """Vote on whether to roll back from the last step. Collective."""
         wanted = self.rollback.rollback_from is not None
-        decision = agree(self.run.world.control, stop=bool(self.stop.received), go_back=wanted)
-        return decision.go_back and not decision.stop
+        decision = vote(self.run.world.control, stop=bool(self.stop.received), rollback=wanted)
+        return decision.rollback and not decision.stop
 
     def train(self, step: int, batches: list[MicroBatch]) -> StepResult:
         """Run one optimizer step."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.train_step import PhaseTimer
 
 #: Interruptions of training.
 Pause = Literal["saving", "evaluating", "starting", "profiling"]

@@ -17,7 +17,7 @@ import numpy as np
 from paced_ranks import Orders
 from transformers_package import import_transformers
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.run_config import parse_run_config
 from llmscale.training.prepare_run import PreparedRun, prepare_run
 
@@ -185,7 +185,7 @@ def run_plain(contest: Contest) -> float:
 def run_trainer(contest: Contest) -> float:
     """Hugging Face Trainer with DeepSpeed, with train.py's resolved ds_config. Under autocast its `torch_autocast`
     section makes DeepSpeed cast by module and choose the type of the exchange itself; train.py keeps that section from
-    DeepSpeed and enters autocast in the model (llmscale.engine.autocast), so that there the two do not do the same."""
+    DeepSpeed and enters autocast in the model (llmscale.engine.deepspeed_patches), so the two differ there."""
     import torch.distributed as dist
 
     from llmscale.engine.process_group import is_gpu, join_world, leave_world
@@ -235,7 +235,7 @@ def _rank_tokens(windows: NDArray[np.uint16], step: int, plan: BatchPlan, world:
 
 
 def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
-    from llmscale.engine.optimizer import build_optimizer
+    from llmscale.engine.optimizers import build_optimizer
 
     config, kinds = run.config, ParameterTensors(run.resolved.shape.architecture).kinds
     betas = (config.beta1, config.beta2)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.hf_files import find_weights_files, list_safetensors
+from llmscale.checkpoint.hf_read import find_weights_files, list_safetensors
 from llmscale.errors import CheckpointError
 from tests.safetensors_files import write_file
 
@@ -44,10 +44,10 @@ def test_the_files_of_the_hubs_cache_are_links(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("weight_map", "said"),
     [
-        ({"x": "../a.safetensors"}, r"'../a.safetensors', the file of 'x', is no .safetensors file of this folder"),
-        ({"x": "/etc/passwd"}, "is no .safetensors file of this folder"),
-        ({"x": "a.bin"}, "is no .safetensors file of this folder"),
-        ({"x": 7}, "is no .safetensors file of this folder"),
+        ({"x": "../a.safetensors"}, r"'../a.safetensors', the file of 'x', is not a .safetensors file of this folder"),
+        ({"x": "/etc/passwd"}, "is not a .safetensors file of this folder"),
+        ({"x": "a.bin"}, "is not a .safetensors file of this folder"),
+        ({"x": 7}, "is not a .safetensors file of this folder"),
         ({"x": "gone.safetensors"}, r"gone.safetensors is missing, and the index beside it names it"),
         ({"y": "a.safetensors"}, "the index says that a.safetensors holds 'y', and it does not"),
         ({}, "has no weight_map"),
@@ -89,7 +89,7 @@ def test_damaged_and_hostile_headers_are_refused(tmp_path: Path) -> None:
     }
     for name, content in contents.items():
         path.write_bytes(content)
-        with pytest.raises(CheckpointError, match="is no whole safetensors file") as caught:
+        with pytest.raises(CheckpointError, match="is not a complete safetensors file") as caught:
             list_all(tmp_path)
         assert len(str(caught.value).splitlines()) == 1, name
 

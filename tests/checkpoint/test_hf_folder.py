@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.hf_folder import check_hf_folder
+from llmscale.checkpoint.hf_write import check_hf_folder
 from llmscale.errors import ConfigError
 
 

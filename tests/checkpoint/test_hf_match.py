@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.architecture.families.registry import FAMILIES
+from llmscale.architecture.hf_config import FAMILIES
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_files import StoredTensor
-from llmscale.checkpoint.hf_match import has_unused_head, match_tensors
+from llmscale.checkpoint.hf_read import StoredTensor, has_unused_head, match_tensors
 from llmscale.errors import CheckpointError
 
 SHAPE = GPTShape(n_layer=1, n_head=2, n_embd=8, vocab_size=20, seq_len=16)

@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from llmscale.architecture.families.family import HFTensor
-from llmscale.checkpoint import hf_tensors
-from llmscale.checkpoint.hf_files import find_weights_files
-from llmscale.checkpoint.hf_match import Piece
-from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
+from llmscale.checkpoint import hf_read
+from llmscale.checkpoint.hf_read import TensorSlice, fill_view, find_weights_files, list_tensors
 from llmscale.engine.zero_layout import ShardView
 from llmscale.errors import CheckpointError
 
@@ -27,7 +25,7 @@ LAYOUTS: dict[str, list[HFTensor]] = {
 }
 
 
-def save(folder: Path, layout: list[HFTensor], values: torch.Tensor, kind: str) -> list[Piece]:
+def save(folder: Path, layout: list[HFTensor], values: torch.Tensor, kind: str) -> list[TensorSlice]:
     """Our [7, 5] values as the files of a layout."""
     tensors: dict[str, torch.Tensor] = {}
     for tensor in layout:
@@ -43,7 +41,7 @@ def save(folder: Path, layout: list[HFTensor], values: torch.Tensor, kind: str) 
     else:
         torch.save(tensors, folder / "pytorch_model.bin")
     stored = list_tensors(find_weights_files(folder))
-    return [Piece(tensor, stored[tensor.name]) for tensor in layout]
+    return [TensorSlice(tensor, stored[tensor.name]) for tensor in layout]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
@@ -51,7 +49,7 @@ def save(folder: Path, layout: list[HFTensor], values: torch.Tensor, kind: str) 
 def test_any_range_of_elements_is_theirs_and_padding_is_zero(
     tmp_path: Path, name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hf_tensors, "_CHUNK", 11)
+    monkeypatch.setattr(hf_read, "_CHUNK", 11)
     values = torch.arange(35.0).view(7, 5) + 1
     pieces = save(tmp_path, LAYOUTS[name], values.bfloat16(), kind)
     total = 35 if name == "vector" else 50
@@ -77,7 +75,7 @@ def test_weights_that_are_no_numbers_are_refused_by_name(tmp_path: Path, value: 
     values[3, 3] = value
     pieces = save(tmp_path, LAYOUTS["whole"], values, "safetensors")
     fill_view(ShardView(torch.empty(18), 0, 35), pieces)
-    with pytest.raises(CheckpointError, match=r"model.safetensors: 'a' holds values that are no finite numbers"):
+    with pytest.raises(CheckpointError, match=r"model.safetensors: 'a' holds values that are not finite numbers"):
         fill_view(ShardView(torch.empty(1), 18, 35), pieces)
 
 
@@ -110,7 +108,7 @@ def test_a_pickle_is_read_for_tensors_and_its_code_never_run(tmp_path: Path) -> 
 @pytest.mark.parametrize("content", [[torch.ones(2)], {"a": 3}, {"a": torch.ones(2, 2).to_sparse()}])
 def test_a_pickle_of_anything_but_tensors_by_name_is_refused(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"is no table of tensors|cannot be read"):
+    with pytest.raises(CheckpointError, match=r"is not a table of tensors|cannot be read"):
         list_tensors(find_weights_files(tmp_path))
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import (
+from llmscale.checkpoint.inventory import (
     FoundCheckpoints,
     find_any_checkpoint,
+    find_checkpoint,
     find_checkpoints,
     history_after,
     list_checkpoints,
     record_history,
 )
-from llmscale.checkpoint.locate import find_checkpoint
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,

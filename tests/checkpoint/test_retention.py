@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import Checkpoint, list_checkpoints
+from llmscale.checkpoint.inventory import Checkpoint, choose_expired, list_checkpoints, remove_leftovers
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     StoredFile,
@@ -15,7 +15,6 @@ from llmscale.checkpoint.manifest import (
     checkpoints_folder,
     step_of,
 )
-from llmscale.checkpoint.retention import choose_expired, remove_leftovers
 
 
 @pytest.mark.parametrize(

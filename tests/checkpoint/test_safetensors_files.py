@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.families.family import HFTensor
-from llmscale.checkpoint import safetensors_files
-from llmscale.checkpoint.safetensors_files import TORCH_DTYPES, plan_files, write_file, write_index
+from llmscale.checkpoint import hf_write
+from llmscale.checkpoint.hf_write import plan_files, write_file, write_index
 from llmscale.errors import MachineError
 
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 TENSORS = [HFTensor("b", "b", (7,)), HFTensor("a", "a", (3, 5)), HFTensor("c.é", "c", (2, 2, 2))]
 
 
@@ -62,7 +63,7 @@ def test_files_hold_as_much_as_they_may_and_at_least_a_tensor(tmp_path: Path) ->
 
 
 def test_a_disk_that_returns_other_bytes_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hash_file = safetensors_files.hash_file
+    hash_file = hf_write.hash_file
 
     def flips(path: Path, algorithm: str) -> str:
         content = bytearray(path.read_bytes())
@@ -70,6 +71,6 @@ def test_a_disk_that_returns_other_bytes_is_noticed(tmp_path: Path, monkeypatch:
         path.write_bytes(content)
         return hash_file(path, algorithm)
 
-    monkeypatch.setattr(safetensors_files, "hash_file", flips)
+    monkeypatch.setattr(hf_write, "hash_file", flips)
     with pytest.raises(MachineError, match="was read back with another content than was written"):
         write_file(tmp_path / "x", TENSORS, "fp32", lambda tensor: parts_of(tensor, torch.float32), lambda done: None)

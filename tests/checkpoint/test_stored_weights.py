@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from llmscale.checkpoint.load import load_full_weights
-from llmscale.checkpoint.stored_weights import StoredWeights
+from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.errors import CheckpointError
 from tests.checkpoint.written import write_tensors
 

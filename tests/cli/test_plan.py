@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
 from llmscale.config.run_config import parse_run_config

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
+from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.checkpoint.manifest import StoredFile, find_damage, hash_file, hash_json, step_of
 from llmscale.report.history import load_history
 from tests.conftest import Ranks, read_losses

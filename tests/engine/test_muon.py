@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from llmscale.config.optimizers import MUON
-from llmscale.engine.muon import Muon, newton_schulz, orthogonalise
-from llmscale.engine.optimizer import build_optimizer
+from llmscale.engine.optimizers import Muon, build_optimizer, newton_schulz, orthogonalise
 
 SETTINGS = {"lr": 0.1, "weight_decay": 0.25, "betas": (0.9, 0.95), "eps": 1e-8}
 

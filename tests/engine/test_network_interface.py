@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from llmscale.engine.network_interface import VARIABLES, interface_addresses, interface_towards, set_network_interface
+from llmscale.engine.network import VARIABLES, interface_addresses, interface_towards, set_network_interface
 
 
 def test_loopback_leads_to_loopback() -> None:

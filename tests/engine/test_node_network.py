@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.engine.network_interface import VARIABLES
-from llmscale.engine.node_network import find_node_network
+from llmscale.engine.network import VARIABLES, find_node_network
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from llmscale.architecture.layers import ParameterKind
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterKind, ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.optimizers import ADAFACTOR, ADAMW
-from llmscale.engine.optimizer import build_optimizer, build_parameter_groups
+from llmscale.engine.optimizers import build_optimizer, build_parameter_groups
 from llmscale.model.gpt import GPT
 
 SETTINGS = {"lr": 0.1, "weight_decay": 0.25, "betas": (0.9, 0.95), "eps": 1e-8}

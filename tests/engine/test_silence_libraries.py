@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_only_deepspeed_s_message_about_the_cpu_is_gone() -> None:
 
 def test_importing_deepspeed_on_this_machine_says_nothing() -> None:
     code = (
-        "from llmscale.engine.silence_libraries import quiet_libraries; quiet_libraries()\n"
+        "from llmscale.engine.deepspeed_patches import quiet_libraries; quiet_libraries()\n"
         "import deepspeed\n"
         "print('device:', deepspeed.get_accelerator().device_name())"
     )

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from llmscale.engine.step_seed import seed_step
+from llmscale.engine.train_step import seed_step
 
 
 def draws(seed: int, step: int, rank: int) -> tuple[float, float, float]:

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from llmscale.engine.timing import PhaseTimer
+from llmscale.engine.train_step import PhaseTimer
 
 
 @pytest.fixture

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 
 CPU = torch.device("cpu")
 

@@ -14,15 +14,12 @@ import pytest
 import torch
 
 from llmscale.architecture.families.family import Family
-from llmscale.architecture.families.registry import FAMILIES, family_of
+from llmscale.architecture.hf_config import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint import safetensors_files
-from llmscale.checkpoint.hf_files import find_weights_files
-from llmscale.checkpoint.hf_match import match_tensors
-from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
+from llmscale.checkpoint import hf_write
+from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_tensors, match_tensors
+from llmscale.checkpoint.hf_write import ExportDtype, open_published
 from llmscale.checkpoint.initial_weights import PublishedWeights, keep_published
-from llmscale.checkpoint.published_files import open_published
-from llmscale.checkpoint.safetensors_files import ExportDtype
 from llmscale.config.hf_model import read_published_model
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.engine.zero_layout import ShardView
@@ -211,7 +208,7 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
         def fails(path: Path, algorithm: str, error: BaseException = raised) -> str:
             raise error
 
-        monkeypatch.setattr(safetensors_files, "hash_file", fails)
+        monkeypatch.setattr(hf_write, "hash_file", fails)
         with pytest.raises(caught):
             write(model, dtype="bf16", overwrite=True)
         assert list(tmp_path.iterdir()) == [out]
@@ -221,7 +218,7 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.hf_model import read_published_model
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer

@@ -6,7 +6,7 @@ import torch
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.model.attention_context import AttentionContext
-from llmscale.model.block import Block, CausalSelfAttention, activate
+from llmscale.model.gpt import Block, CausalSelfAttention, activate
 
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=32, vocab_size=10, seq_len=16)
 

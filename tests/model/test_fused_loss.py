@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import ConfigError
-from llmscale.model.fused_loss import check_fused_loss
+from llmscale.model.loss import check_fused_loss
 
 has_liger = all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
 needs_liger = pytest.mark.skipif(not has_liger, reason="needs llmscale[liger] and Triton")

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
-from llmscale.model.head import TiedHead
-from llmscale.model.layers import Embedding
+from llmscale.model.gpt import Embedding, TiedHead
 
 
 def random_head(loss: LossSettings = DEFAULT_LOSS) -> tuple[Embedding, TiedHead]:

@@ -5,7 +5,7 @@ import torch
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import DataError
-from llmscale.model.kv_cache import KVCache, kv_cache_bytes
+from llmscale.model.attention_context import KVCache, kv_cache_bytes
 from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
 
 every_shape = pytest.mark.parametrize("shape", ODD_SHAPES.values(), ids=ODD_SHAPES.keys())

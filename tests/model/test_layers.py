@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmscale.model.layers import Linear
+from llmscale.model.gpt import Linear
 
 
 @pytest.mark.parametrize("bias", [True, False])

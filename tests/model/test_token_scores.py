@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmscale.model.token_scores import score_tokens
+from llmscale.model.loss import score_tokens
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 100])

@@ -76,8 +76,7 @@ def slow(owner: type, name: str, rank: str) -> None:
 
 def plant(fault: str) -> None:
     from llmscale.data.loader import Feed
-    from llmscale.model.gpt import GPT
-    from llmscale.model.head import TiedHead
+    from llmscale.model.gpt import GPT, TiedHead
 
     kind, *values = fault.split(":")
     if kind == "noise":

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.training import open_session
 from llmscale.training.loss_spikes import MIN_STEPS, QUIET_STEPS, Spike, SpikeDetector, rollback_advice
 from llmscale.training.sample_stream import Skip

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from llmscale.architecture.shape import build_shape
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.errors import TrainingError
 from llmscale.model.gpt import GPT

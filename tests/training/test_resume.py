@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmscale.engine.loss_scaling import get_scaler_state
+from llmscale.engine.train_step import get_scaler_state
 from llmscale.training import resume
 
 

@@ -13,8 +13,8 @@ from typing import TextIO
 import pytest
 
 from llmscale import __version__
+from llmscale.checkpoint.hf_write import PUBLISHED_NAME
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-from llmscale.checkpoint.published_files import PUBLISHED_NAME
 from llmscale.cluster.launch.agent import CLAIMS_NAME
 from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, LOGS_NAME
 from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME

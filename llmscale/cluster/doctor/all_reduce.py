@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from llmscale.cluster.doctor.process_limit import process_limit
-from llmscale.engine.network_interface import set_network_interface
+from llmscale.engine.network import set_network_interface
 from llmscale.untrusted.interpreter import module_command
 
 #: Before the JSON of the result.

@@ -99,7 +99,7 @@ def _check_names(networks: Mapping[str, NetworkFacts]) -> Iterator[CheckRow]:
 
 
 def _check_interfaces(networks: Mapping[str, NetworkFacts], first_host: str) -> Iterator[CheckRow]:
-    """Where the ranks will listen (llmscale.engine.network_interface): the named interface, else the one towards the
+    """Where the ranks will listen (llmscale.engine.network): the named interface, else the one towards the
     first host. On GPUs too: control messages use gloo beside NCCL."""
     used: dict[str, object] = {}
     for host, network in networks.items():

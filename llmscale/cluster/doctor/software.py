@@ -257,7 +257,7 @@ def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
 #: Run in a process of its own: an import can hang, crash, or take GPU memory.
 _IMPORT_CODE = """
 import json, os, sys
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
 import llmscale.training.open_session

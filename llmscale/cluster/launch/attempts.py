@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmscale.checkpoint.history import find_checkpoints
+from llmscale.checkpoint.inventory import find_checkpoints
 from llmscale.config.run_config import RunConfig
 from llmscale.files.buffered_log import BufferedLog
 from llmscale.untrusted.documents import load_json_lines

@@ -16,18 +16,23 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 
 from llmscale.checkpoint.manifest import (
     CHECKPOINT_NAME,
+    CHECKPOINTS_NAME,
+    MANIFEST_NAME,
+    STATE_NAME,
     CheckpointManifest,
     History,
     checkpoint_name,
     checkpoints_folder,
     hash_json,
+    is_whole,
     load_manifest,
     parse_history,
     signed_body,
@@ -212,3 +217,164 @@ def _read_history(run: Path, readable: list[Checkpoint], found: FoundCheckpoints
             f"{error} The newest history that saved a checkpoint, history "
             f"{found.history.number}, is taken for the current one; --resume PATH goes on with another."
         )
+
+
+PINNED_NAME = "kept.json"
+#: At a time: a run with a spike a day must not fill the disk. The oldest goes first.
+MAX_PINNED = 4
+
+
+def pinned_checkpoints(run: Path) -> dict[str, str]:
+    """Folder name and reason, the oldest first. Raises CheckpointError when that cannot be read: then nothing may be
+    deleted."""
+    path = checkpoints_folder(run) / PINNED_NAME
+    try:
+        listed = load_json(path, Rules(CheckpointError, follow_links=False))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    for name, why in listed.items():
+        if not CHECKPOINT_NAME.fullmatch(name) or not isinstance(why, str):
+            raise CheckpointError(f"{path} names {name[:80]!r}, which is no checkpoint. Remove the file.")
+    return {name: str(why) for name, why in listed.items()}
+
+
+def pin_checkpoint(checkpoint: Path, why: str) -> None:
+    """From now on retention leaves `checkpoint`, of a run's own, alone. Raises OSError, CheckpointError."""
+    folder = checkpoint.parent
+    kept = {name: known for name, known in pinned_checkpoints(folder.parent).items() if (folder / name).is_dir()}
+    kept.setdefault(checkpoint.name, why)
+    newest = dict(list(kept.items())[-MAX_PINNED:])
+    write_durably(folder / PINNED_NAME, json.dumps(newest, indent=1) + "\n")
+
+
+def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, step: int | None = None) -> Path:
+    """`path` itself when it is a checkpoint, else the newest one of the current history of the run folder `path`, or
+    its one of `step`.
+
+    `report` gets a line for everything in a run folder that is passed over. Raises CheckpointError.
+    """
+    if (path / MANIFEST_NAME).is_file():
+        if step is not None:
+            raise CheckpointError(f"{path} is one checkpoint, and --step {step} chooses among those of a run folder.")
+        return path
+    found = find_checkpoints(path)
+    report_passed_over(found, report)
+    for damaged, why in found.damaged:
+        report(f"WARNING: {damaged.name} is damaged and passed over: {why}")
+    if found.current:
+        return found.current[0].path if step is None else _of_step(found, path, step)
+    if found.abandoned or found.damaged:
+        raise CheckpointError(no_checkpoint_to_take(found, path))
+    what = "has no checkpoints yet" if path.is_dir() else "does not exist"
+    if path.parent.name == CHECKPOINTS_NAME and not path.is_dir():
+        others = find_checkpoints(path.parent.parent).current
+        newest = f" The newest of its run is {others[0].path.name}." if others else ""
+        raise CheckpointError(f"{path} does not exist: never saved, expired, or renamed.{newest}")
+    raise CheckpointError(f"{path} {what}. Name a run folder of train.py (--run), or one of its checkpoints/step-*.")
+
+
+def _of_step(found: FoundCheckpoints, run: Path, step: int) -> Path:
+    """The current history's checkpoint of a step. Raises CheckpointError with the steps there are."""
+    for checkpoint in found.current:
+        if checkpoint.step == step:
+            return checkpoint.path
+    steps = ", ".join(str(checkpoint.step) for checkpoint in reversed(found.current))
+    aside = [checkpoint.path for checkpoint in found.abandoned if checkpoint.step == step]
+    where = f" {aside[0]} is of steps that the run went back from; name that folder to take it." if aside else ""
+    raise CheckpointError(f"{run} has no checkpoint of step {step}. There are: {steps}.{where}")
+
+
+def no_checkpoint_to_take(found: FoundCheckpoints, run: Path) -> str:
+    """Why a run that has something has nothing to go on from."""
+    folder = checkpoints_folder(run)
+    num_of_history = len(found.current) + len(found.damaged)
+    if num_of_history:
+        why = f"none of the {num_of_history} checkpoints in {folder} is whole"
+    else:
+        why = f"the history that began from {found.origin} has no checkpoints"
+    others = f" {len(found.abandoned)} abandoned ones can be named with --resume PATH." if found.abandoned else ""
+    return f"{why}.{others} To start from scratch, use another --run folder."
+
+
+def read_state(folder: Path) -> dict[str, object]:
+    """The plain values of a checkpoint: counters, optimizer groups, identity, configuration."""
+    path = folder / STATE_NAME
+    try:
+        return load_json(path, Rules(CheckpointError, follow_links=False, not_finite=True))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} cannot be read: it is missing.") from None
+
+
+def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: int) -> list[Checkpoint]:
+    """Of a history's checkpoints, the newest first, those older than `keep_last` (at least 1) whole ones whose step is
+    no multiple of `keep_every` (0: of nothing)."""
+    expired, num_whole = [], 0
+    for checkpoint in current:
+        if num_whole < keep_last:
+            num_whole += is_whole(checkpoint.path, checkpoint.manifest)
+        elif not keep_every or checkpoint.step % keep_every:
+            expired.append(checkpoint)
+    return expired
+
+
+def apply_retention(run: Path, history: History, keep_last: int, keep_every: int) -> None:
+    """Delete what expired of `history`. What is abandoned, kept for a reason (kept.py), cannot be read or is not ours
+    goes not; the newest whole checkpoint always stays. Raises OSError or CheckpointError."""
+    kept = pinned_checkpoints(run)
+    for checkpoint in choose_expired(find_checkpoints(run, history).current, keep_last, keep_every):
+        if checkpoint.path.name not in kept:
+            delete_checkpoint(checkpoint.path)
+
+
+def prunable(found: FoundCheckpoints) -> list[Path]:
+    """What no run needs to go on: abandoned checkpoints, and damaged ones that another has taken the place of."""
+    replaced = [path for path, _ in found.damaged if was_set_aside(path)]
+    return [*(checkpoint.path for checkpoint in found.abandoned), *replaced]
+
+
+def was_set_aside(path: Path) -> bool:
+    """Whether another checkpoint took the place of this one."""
+    match = CHECKPOINT_NAME.fullmatch(path.name)
+    return match is not None and match[3] is not None
+
+
+def delete_checkpoint(path: Path) -> None:
+    """Renamed before it is emptied, so that a half-deleted checkpoint never has a finished one's name. Raises
+    OSError."""
+    trash = free_name(path.with_name(f".{path.name}.deleted"))
+    path.rename(trash)
+    shutil.rmtree(trash)
+
+
+def free_name(wanted: Path) -> Path:
+    """`wanted`, or with -2, -3, ... the first name that is free. A folder of that name is a leftover, and removed."""
+    number, path = 1, wanted
+    while os.path.lexists(path):
+        if is_real_folder(path):
+            shutil.rmtree(path, ignore_errors=True)
+        if os.path.lexists(path):
+            number += 1
+            path = wanted.with_name(f"{wanted.name}-{number}")
+    return path
+
+
+def is_real_folder(path: Path) -> bool:
+    """A folder, not a link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def remove_leftovers(run: Path) -> list[str]:
+    """Delete what an interrupted save or delete left behind; returns a line about each. Call it when nobody is
+    saving."""
+    lines = []
+    folder = checkpoints_folder(run)
+    names = sorted(os.listdir(folder)) if folder.is_dir() else []
+    for path in (folder / name for name in names if LEFTOVER_NAME.fullmatch(name)):
+        if not is_real_folder(path):
+            continue
+        try:
+            shutil.rmtree(path)
+            lines.append(f"removed {path.name}, left behind by an interrupted save")
+        except OSError as error:
+            lines.append(f"WARNING: {path}, left behind by an interrupted save, cannot be removed: {error.strerror}")
+    return lines
