@@ -10,17 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.extension_locks import remove_stale_locks
-from llmscale.cluster.free_port import find_port
-from llmscale.cluster.local_ranks import (
+from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
     count_gpus,
+    find_port,
     rank_command,
     rank_environment,
     visible_gpus,
 )
+from llmscale.cluster.remote import PACKAGE
 from llmscale.config import flag_type
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.flag_parser import FlagParser

@@ -1,7 +1,7 @@
 """What a supervisor wants of a rank: heartbeats, its output, its stacks when it hangs, and no life without it.
 
 All of it is off, but for the stacks, unless the environment names a watch folder: see
-llmscale/cluster/launch/node_ranks.py. No torch: installed before anything slow is imported.
+llmscale/cluster/launch/ranks.py. No torch: installed before anything slow is imported.
 """
 
 from __future__ import annotations

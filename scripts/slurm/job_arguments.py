@@ -17,7 +17,7 @@ from pathlib import Path
 # Works from a clone that is not installed, too.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llmscale.cluster.launch.attempts import begins_somewhere, restart_arguments, saved_checkpoints
+from llmscale.cluster.launch.supervisor import begins_somewhere, restart_arguments, saved_checkpoints
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import LlmscaleError

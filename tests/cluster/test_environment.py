@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.environment import PACKAGE, gather_environment, parse_env_file
+from llmscale.cluster.remote import PACKAGE, gather_environment, parse_env_file
 from llmscale.errors import ConfigError
 
 ROOT = PACKAGE.parent

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from llmscale.cluster.free_port import find_port, is_free
+from llmscale.cluster.launch.ranks import find_port, is_free
 
 
 def test_a_wanted_port_is_kept_when_it_is_free_and_replaced_when_it_is_taken() -> None:

@@ -61,8 +61,8 @@ def test_a_folder_and_binary_cannot_be_read(tmp_path: Path) -> None:
         ("me@node-0 slots=8", "`User me` for it in ~/.ssh/config"),
         ("node-[0-3] slots=8", "One|one line per host"),
         ("node-0,node-1 slots=8", "one line per host"),
-        ("-oProxyCommand=reboot slots=8", "no host name"),
-        ("$(reboot) slots=8", "no host name"),
+        ("-oProxyCommand=reboot slots=8", "not a host name"),
+        ("$(reboot) slots=8", "not a host name"),
     ],
 )
 def test_what_cannot_be_used_is_named_with_its_line_and_the_fix(tmp_path: Path, line: str, words: str) -> None:
@@ -73,5 +73,5 @@ def test_what_cannot_be_used_is_named_with_its_line_and_the_fix(tmp_path: Path, 
 
 
 def test_a_host_may_stand_there_once(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="hosts:3: host 'a' is there twice"):
+    with pytest.raises(ConfigError, match="hosts:3: host 'a' is listed twice"):
         parse_hostfile(write(tmp_path, "a slots=1\nb slots=1\na slots=2\n"))

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.local_ranks import rank_environment, visible_gpus
+from llmscale.cluster.launch.ranks import rank_environment, visible_gpus
 from tests.conftest import HANG_S, REPOSITORY
 
 #: Starts the code of argv[1] as two ranks.
 PARENT = """
 import os, sys
-from llmscale.cluster.local_ranks import LocalRanks, rank_environment
+from llmscale.cluster.launch.ranks import LocalRanks, rank_environment
 environments = rank_environment(os.environ, 2, 1, 2)
 sys.exit(LocalRanks([sys.executable, "-c", sys.argv[1]], environments, lambda line: print(line, flush=True)).run())
 """

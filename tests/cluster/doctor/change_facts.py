@@ -6,9 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from llmscale.cluster.doctor.devices import check_gpus
-from llmscale.cluster.doctor.host_facts import Gpu, HostFacts
+from llmscale.cluster.doctor.facts import CheckRow, Gpu, HostFacts
 from llmscale.cluster.doctor.network import check_network
-from llmscale.cluster.doctor.rows import CheckRow
 from llmscale.cluster.doctor.run import (
     SharedFolder,
     check_data,

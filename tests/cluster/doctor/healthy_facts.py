@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from llmscale.cluster.doctor.host_facts import (
+from llmscale.cluster.doctor.facts import (
     CodeFacts,
     DataFacts,
     FileFacts,

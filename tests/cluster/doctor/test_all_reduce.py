@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.doctor.all_reduce import RESULT_MARK
 from llmscale.cluster.doctor.network import (
+    RESULT_MARK,
     AllReduceResult,
     check_all_reduce,
     explain_failed_all_reduce,
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def run_ranks(ranks: int, world_size: int, timeout_s: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
-            *(sys.executable, "-m", "llmscale.cluster.doctor.all_reduce", "--backend", "gloo", "--master", "127.0.0.1"),
+            *(sys.executable, "-m", "llmscale.cluster.doctor.network", "--backend", "gloo", "--master", "127.0.0.1"),
             *("--port", str(free_port()), "--first-rank", "0", "--ranks", str(ranks)),
             *("--world-size", str(world_size), "--timeout-s", str(timeout_s)),
         ],

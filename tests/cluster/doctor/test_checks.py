@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmscale.cluster.doctor.host_facts import FileFacts, FolderFacts, ImportFacts, Interface, Route
-from llmscale.cluster.doctor.rows import worst
+from llmscale.cluster.doctor.facts import FileFacts, FolderFacts, ImportFacts, Interface, Route, worst
 from llmscale.cluster.doctor.run import SharedFolder, check_run_config, check_run_folder
 from llmscale.cluster.extension_locks import ExtensionLock
 from tests.cluster.doctor.change_facts import (
@@ -81,13 +80,13 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "no way to the peer": (
         change_network(routes={"node-0": Route("10.0.0.1", None), "node-1": Route("127.0.1.1", "127.0.0.1")}),
         "names",
-        "no way to node-0 (10.0.0.1)",
+        "no route to node-0 (10.0.0.1)",
         "ip link, ip route",
     ),
     "no address": (
         lambda pair: break_host(pair, "node-0", "network", first_address=None),
         "interface",
-        "node-0 has no address but loopback's",
+        "node-0 has only loopback addresses",
         "bring one up",
     ),
     "interface down": (
@@ -125,14 +124,14 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "small /dev/shm": (
         change_system(shm_bytes=64 * 2**20, shm_free_bytes=64 * 2**20),
         "/dev/shm",
-        "node-1: 64 MiB in all",
+        "node-1: 64 MiB in total",
         "--shm-size=8g",
     ),
     "full /dev/shm": (
         change_system(shm_free_bytes=10 * 2**20),
         "/dev/shm",
         "10 of 16384 MiB free",
-        "remove what dead processes left",
+        "remove the files of dead processes",
     ),
     "stale lock": (
         change_system(locks=(ExtensionLock("/cache/async_io/lock", 3600.0, False),)),
@@ -159,7 +158,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "ds_config differs": (
         lambda pair: {**pair, "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", (), "e" * 64))},
         "ds_config",
-        "not the same file everywhere",
+        "not the same file on all hosts",
         "Copy one of them",
     ),
     "ds_config on one host only": (
@@ -193,7 +192,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "run folder not writable": (
         change_run(folder=FolderFacts("/shared/run", "/shared", False, 2000 * GIB, 0, 0)),
         "run folder",
-        "/shared may not be written to on node-1",
+        "/shared is not writable on node-1",
         "chown",
     ),
     "disk too small": (

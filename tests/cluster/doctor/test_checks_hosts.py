@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.cluster.doctor.rows import worst
+from llmscale.cluster.doctor.facts import worst
 from llmscale.cluster.doctor.software import (
     ClockReading,
     check_clocks,
@@ -27,11 +27,11 @@ def ssh(stderr: str, code: int = 255) -> Finished:
             "-R b",
         ),
         (ssh("No ED25519 host key is known\nHost key verification failed."), "not known here", "ssh-keyscan -H b"),
-        (ssh("root@b: Permission denied (publickey)."), "does not accept our key", "ssh-copy-id b"),
+        (ssh("root@b: Permission denied (publickey)."), "does not accept your key", "ssh-copy-id b"),
         (ssh("ssh: Could not resolve hostname b: Name or service not known"), "does not resolve", "/etc/hosts"),
         (ssh("ssh: connect to host b port 22: Connection refused"), "no ssh server", "systemctl start ssh"),
-        (ssh("ssh: connect to host b port 22: No route to host"), "no way to it", "open port 22"),
-        (ssh("ssh: connect to host b port 22: Connection timed out"), "no way to it", "open port 22"),
+        (ssh("ssh: connect to host b port 22: No route to host"), "no network path to it", "open port 22"),
+        (ssh("ssh: connect to host b port 22: Connection timed out"), "no network path to it", "open port 22"),
         (ssh("kex_exchange_identification: Connection closed by remote host"), "closes the connection", "MaxStartups"),
         (ssh("", 124), "no answer within 1 s", "Log in by hand"),
         (ssh("bash: date: command not found", 127), "`ssh b date` failed", "Log in by hand"),
@@ -64,7 +64,7 @@ def test_clocks(offset_s: float, uncertainty_s: float, status: str) -> None:
         ("/env/bin/python: No module named llmscale", "same path on every host"),
         ("the probe is that of another llmscale (2 facts differ)", "same path on every host"),
         ("no answer within 90 s", "stuck disk or driver"),
-        ("Segmentation fault", "llmscale.cluster.doctor.probe"),
+        ("Segmentation fault", "llmscale.cluster.doctor.diagnose"),
     ],
 )
 def test_a_probe_that_did_not_run(problem: str, fix: str) -> None:

@@ -15,7 +15,8 @@ import pytest
 
 from llmscale.checkpoint.manifest import CheckpointManifest, StoredFile, save_manifest
 from llmscale.cluster.doctor.devices import gather_gpus
-from llmscale.cluster.doctor.host_facts import (
+from llmscale.cluster.doctor.diagnose import _gather, gather_facts
+from llmscale.cluster.doctor.facts import (
     GpuFacts,
     ProbeRequest,
     parse_facts,
@@ -24,7 +25,6 @@ from llmscale.cluster.doctor.host_facts import (
     print_request,
 )
 from llmscale.cluster.doctor.network import gather_network
-from llmscale.cluster.doctor.probe import _gather, gather_facts
 from llmscale.cluster.doctor.run import describe_folder, gather_ds, gather_run
 from llmscale.cluster.doctor.software import gather_code, hash_sources
 from llmscale.cluster.doctor.system import gather_system
@@ -58,7 +58,7 @@ def test_the_probe_of_this_machine() -> None:
     """The real program, in its own process."""
     request = ProbeRequest(peers=("localhost",), ds="ds_configs/zero2.json", timeout_s=120)
     done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.doctor.probe", print_request(request)],
+        [sys.executable, "-m", "llmscale.cluster.doctor.diagnose", print_request(request)],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -77,7 +77,7 @@ def test_the_probe_of_this_machine() -> None:
 
 def test_a_request_of_another_llmscale_is_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.doctor.probe", '{"port": "x"}'],
+        [sys.executable, "-m", "llmscale.cluster.doctor.diagnose", '{"port": "x"}'],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -100,7 +100,7 @@ def test_what_hangs_or_fails_is_late_and_the_rest_is_there() -> None:
 
 
 def test_every_group_is_gathered_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmscale.cluster.doctor.probe.gather_imports", lambda timeout_s: None)
+    monkeypatch.setattr("llmscale.cluster.doctor.diagnose.gather_imports", lambda timeout_s: None)
     facts = gather_facts(ProbeRequest(timeout_s=60))
     assert facts.late == {}
     assert all(getattr(facts, name) is not None for name in ("code", "gpus", "network", "system"))

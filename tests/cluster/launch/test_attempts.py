@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.launch.attempts import (
+from llmscale.cluster.launch.supervisor import (
     ATTEMPTS_NAME,
     Attempt,
     RetryPolicy,

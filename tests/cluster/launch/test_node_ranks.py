@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.free_port import find_port
-from llmscale.cluster.launch.node_ranks import starter_command
 from llmscale.cluster.launch.protocol import Start
+from llmscale.cluster.launch.ranks import find_port, starter_command
 
 
 @pytest.mark.parametrize("starter", ["deepspeed", "torchrun"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import time
 
-from llmscale.cluster.launch.process_tree import descendants, kill_descendants, process_state
+from llmscale.cluster.launch.ranks import descendants, kill_descendants, process_state
 
 
 def test_a_tree_is_ended_by_its_numbers() -> None:

@@ -162,7 +162,7 @@ def test_keys_reach_what_doctor_asks_and_nobody_else(
     spy.end()
     assert json.loads(done.stdout)["rows"]
     seen, sniffed = spy.seen.read_bytes(), spy.sniffed.read_bytes()
-    assert b"llmscale.cluster.doctor.probe" in seen
+    assert b"llmscale.cluster.doctor.diagnose" in seen
     for name, key in KEYS.items():
         for place in (seen, sniffed, done.stdout.encode(), done.stderr.encode()):
             assert key.encode() not in place, name
