@@ -20,7 +20,7 @@ class ExtensionLock:
     path: str
     age_s: float
     held: bool
-    """Whether a process of this host has it open. A killed build leaves it closed."""
+    """True while a process of this host has it open. A killed build leaves it closed."""
 
 
 def extensions_folder() -> Path:

@@ -15,7 +15,6 @@ from llmscale.untrusted.paths import read_regular
 #: Names that ssh, pdsh and DeepSpeed's --include all read as one plain name: pdsh expands [ ] and commas, DeepSpeed
 #: splits at @ and :, and a leading dash would be an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]?(:\d+)?")
 
 
 @dataclass(frozen=True)
@@ -80,27 +79,9 @@ def _check_name(name: str, where: str) -> None:
     """Raise ConfigError for a name that ssh, pdsh or DeepSpeed would misread."""
     if _NAME.fullmatch(name):
         return
-    if _IPV6.fullmatch(name):
-        raise ConfigError(
-            f"{where}: '{name}' is an IPv6 address, which DeepSpeed's and pdsh's host lists cannot hold. "
-            "Give the host a name in /etc/hosts or DNS and write that."
-        )
-    if re.fullmatch(r"[^:@]+:\d+", name):
-        host, port = name.split(":")
-        raise ConfigError(_only_in_ssh_config(where, name, "port", host, f"Port {port}"))
-    if "@" in name:
-        user, host = name.split("@", 1)
-        raise ConfigError(_only_in_ssh_config(where, name, "user", host, f"User {user}"))
-    if "[" in name or "," in name:
+    if "," in name or ("[" in name and "]:" not in name):
         raise ConfigError(f"{where}: '{name}' looks like a range or a list. Write one line per host.")
     raise ConfigError(
-        f"{where}: '{name}' is not a host name. Use letters, digits, dots, dashes and underscores, "
-        "beginning with a letter or digit."
-    )
-
-
-def _only_in_ssh_config(where: str, name: str, kind: str, host: str, setting: str) -> str:
-    return (
-        f"{where}: '{name}' names a {kind}, which a hostfile cannot hold. "
-        f"Write '{host}' here and `{setting}` for it in ~/.ssh/config."
+        f"{where}: '{name}' is not a plain host name. Use letters, digits, dots, dashes and underscores, beginning with "
+        "a letter or digit. Write a user, a port or an IPv6 address for it in ~/.ssh/config (User, Port, HostName)."
     )

@@ -137,7 +137,7 @@ class Finished:
         return self.returncode == TIMED_OUT
 
     def describe(self) -> str:
-        """Return the last line of the output, or the reason why there is none."""
+        """Return the last line of the output, or the reason for its absence."""
         if self.timed_out:
             return f"no answer within {self.seconds:.0f} s"
         lines = (self.stderr.strip() or self.stdout.strip()).splitlines()

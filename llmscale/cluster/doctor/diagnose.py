@@ -76,7 +76,7 @@ class DoctorOptions:
     """None for this machine."""
     ds: Path | None = None
     train_flags: tuple[str, ...] = ()
-    """Flags of train.py, among them --config; empty when there is no run to check."""
+    """Flags of train.py, among them --config; empty without a run to check."""
     port: int = DEFAULT_PORT
     network_test: bool = True
     promised_bytes_per_s: float | None = None

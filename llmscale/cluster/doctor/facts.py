@@ -30,7 +30,7 @@ class ProbeRequest:
     ds: str | None = None
     """Path of a ds_config on the host."""
     train_flags: tuple[str, ...] | None = None
-    """Flags for train.py; None when there is no run to check."""
+    """Flags for train.py; None without a run to check."""
     timeout_s: float = 60.0
     """Time limit of every group of facts; a group that exceeds it is reported as late."""
 
@@ -51,7 +51,7 @@ class CodeFacts:
     """CUDA version that torch was built for; None for a CPU build."""
     nccl: str | None
     fits_torchvision: bool = True
-    """Whether torchvision, a dependency of Streaming, can be imported beside this torch."""
+    """True if torchvision, a dependency of Streaming, can be imported beside this torch."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Gpu:
     uncorrected_errors: int | None
     """Uncorrected ECC errors since the driver was loaded; None if the GPU does not count them."""
     needs_reset: bool
-    """Whether memory pages or rows wait to be retired or remapped, or could not be."""
+    """True if memory pages or rows wait to be retired or remapped, or could not be."""
 
 
 @dataclass(frozen=True)
@@ -126,13 +126,12 @@ class NetworkFacts:
     interfaces: tuple[Interface, ...]
     routes: dict[str, Route]
     gloo_interface: str | None
-    """GLOO_SOCKET_IFNAME."""
     nccl_interface: str | None
-    """NCCL_SOCKET_IFNAME."""
+    """Values of GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."""
     infiniband_bits_per_s: tuple[int, ...]
     """Rate of every active port."""
     port_free: bool
-    """Whether a server can listen on the requested port."""
+    """True if a server can listen on the requested port."""
     spare_port: int
     """The requested port if it is free, else another free one."""
 
@@ -156,7 +155,7 @@ class SystemFacts:
     tools: dict[str, str | None]
     """Path by tool: c++, ninja."""
     libaio: bool
-    """Whether libaio's header is installed."""
+    """True if libaio's header is installed."""
     built_ops: tuple[str, ...]
     """DeepSpeed ops with a library in the extension cache or in DeepSpeed's package."""
     locks: tuple[ExtensionLock, ...]
@@ -301,7 +300,7 @@ def split_error(text: str) -> tuple[str, str]:
 
 
 def worst(rows: Iterable[CheckRow]) -> Status:
-    """Return the most severe status among rows; ok when there are none."""
+    """Return the most severe status among rows; ok without rows."""
     return max((row.status for row in rows), key=SEVERITY.index, default="ok")
 
 

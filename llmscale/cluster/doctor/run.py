@@ -149,7 +149,7 @@ class SharedFolder:
     problem: str | None
     """Reason why the first host could not write it."""
     seen: Mapping[str, bool]
-    """Whether each other host sees the file."""
+    """Result by host: True if the host sees the file."""
 
 
 #: Seconds for a network file system to show a new file to another host, and for a host to answer.

@@ -57,7 +57,7 @@ _SSH_FAULTS = (
     (
         "Permission denied",
         "it does not accept your key",
-        "ssh-copy-id {host} (ssh-keygen first, if there is no key), and load the key into ssh-agent if it has a "
+        "ssh-copy-id {host} (first ssh-keygen, if you have none), and load the key into ssh-agent if it has a "
         "passphrase.",
     ),
     (

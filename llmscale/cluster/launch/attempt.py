@@ -363,7 +363,7 @@ class AttemptRun:
         return Outcome("hung", f"{reason}; the stacks of all ranks show where they wait")
 
     def save_stacks(self, folder: Path) -> Path | None:
-        """Write the collected stacks to a file; None if there are none, or the file cannot be written."""
+        """Write the collected stacks to a file; None without stacks, or if the file cannot be written."""
         if not self._stacks:
             return None
         texts = [

@@ -119,7 +119,7 @@ class Port(Message):
 
     port: int
     was_taken: bool
-    """Whether the preferred port is in use, and this is another one."""
+    """True if the preferred port is in use, and this is another one."""
 
 
 @dataclass(frozen=True)
@@ -251,9 +251,9 @@ class LineReader:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.closed = False
-        """Whether the other side has closed its end."""
+        """True once the other side has closed its end."""
         self.has_cut = False
-        """Whether a line was too long."""
+        """True once a line was too long."""
         self._max_bytes = max_bytes
         self._rest = b""
 

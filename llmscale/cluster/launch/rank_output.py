@@ -1,7 +1,7 @@
 """Output of the processes of one host: read without delay, logged within limits, and shown in part.
 
-A rank that waits for its output to be read does not train, so a separate thread only reads. Of a flood, the excess is
-dropped, and a line says how much.
+A rank that waits for its output to be read does not train, so a separate thread only reads. The excess of a flood is
+dropped, and a line reports how much.
 """
 
 from __future__ import annotations

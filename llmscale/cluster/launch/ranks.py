@@ -122,7 +122,7 @@ def find_port(preferred: int | None) -> tuple[int, bool]:
 def is_free(port: int) -> bool:
     """Return whether a server could listen on `port` of all addresses, as torch's store does."""
     with socket.socket() as probe:
-        # torch sets it too: connections that linger from an earlier attempt are no obstacle.
+        # torch sets it too: connections that linger from an earlier attempt do not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
