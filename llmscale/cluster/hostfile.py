@@ -82,6 +82,6 @@ def _check_name(name: str, where: str) -> None:
     if "," in name or ("[" in name and "]:" not in name):
         raise ConfigError(f"{where}: '{name}' looks like a range or a list. Write one line per host.")
     raise ConfigError(
-        f"{where}: '{name}' is not a plain host name. Use letters, digits, dots, dashes and underscores, beginning with "
-        "a letter or digit. Write a user, a port or an IPv6 address for it in ~/.ssh/config (User, Port, HostName)."
+        f"{where}: '{name}' is not a plain host name. Use letters, digits, dots, dashes and underscores; begin with a "
+        "letter or digit. Set a user, a port or an IPv6 address for it in ~/.ssh/config (User, Port, HostName)."
     )

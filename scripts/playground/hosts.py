@@ -58,9 +58,7 @@ def why_impossible() -> str | None:
         return f"{', '.join(missing)} not found: apt install {' '.join(packages)}"
     spaces = ["--mount", "--uts", "--ipc", "--net", "--pid", "--fork"]
     tried = subprocess.run(
-        ["unshare", *spaces, "ip", "link", "add", "br0", "type", "bridge"],
-        capture_output=True,
-        text=True,
+        ["unshare", *spaces, "ip", "link", "add", "br0", "type", "bridge"], capture_output=True, text=True
     )
     return f"this kernel or container refuses namespaces: {tried.stderr.strip()}" if tried.returncode else None
 

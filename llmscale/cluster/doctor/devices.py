@@ -9,17 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmscale.cluster.doctor.facts import (
-    CheckRow,
-    Gpu,
-    GpuFacts,
-    HostFacts,
-    differ,
-    format_by_host,
-    green,
-    red,
-    yellow,
-)
+from llmscale.cluster.doctor.facts import CheckRow, Gpu, GpuFacts, HostFacts, differ, format_by_host, green, red, yellow
 from llmscale.cluster.hostfile import Host
 
 #: Memory that an idle GPU may hold: the driver's own.

@@ -29,7 +29,7 @@ from llmscale.cluster.doctor.facts import (
 from llmscale.cluster.extension_locks import ExtensionLock
 from llmscale.cluster.remote import Finished, HostRunner, run_on_hosts
 from llmscale.errors import ConfigError
-from tests.cluster.doctor.healthy_facts import break_host, build_pair
+from tests.cluster.doctor.host_facts import break_host, build_pair
 
 HEALTHY_RESULT = {"backend": "gloo", "world_size": 2, "num_bytes": 2**26, "seconds": 0.06, "latency_s": 2e-4}
 
@@ -228,12 +228,17 @@ def test_variables_go_through_stdin_and_the_folder_is_kept(
 
 
 def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["doctor", "--no-network-test", "--ds", "ds_configs/zero2.json"])
+    """The real probe, in its own process."""
+    status = main(["doctor", "--no-network-test", "--ds", "ds_configs/zero2.json", "--json"])
     output = capsys.readouterr().out
     assert status == 0, output
-    assert "ds_configs/zero2.json: every key is known" in output
-    assert output.splitlines()[-1].startswith("1 host, ")
-    assert "\033[" not in output, "no colour off a terminal"
+    answer = json.loads(output)
+    assert "ds_configs/zero2.json: every key is known and has an effect" in [row["found"] for row in answer["rows"]]
+    ((host, facts),) = answer["facts"].items()
+    assert facts["late"] == {}
+    assert facts["code"]["python"].startswith("3.")
+    assert (facts["imports"]["problem"], facts["ds"]["problems"], facts["run"]) == (None, [], None)
+    assert host in facts["network"]["routes"]
 
 
 def test_json_and_exit_code(
@@ -254,6 +259,10 @@ def test_json_and_exit_code(
     (row,) = [row for row in answer["rows"] if row["status"] == "fail"]
     assert row == {"name": "ds_config", "status": "fail", "found": found, "fix": fix}
     assert answer["facts"]["node-1"]["network"]["interfaces"][1]["mtu"] == 1500
+    assert main(["doctor", "--hostfile", str(hostfile), "--ds", "ds.json"]) == 1
+    table = capsys.readouterr().out
+    assert table.splitlines()[-1].startswith("2 hosts, 2 ranks: ")
+    assert "\033[" not in table, "no colour off a terminal"
 
 
 @pytest.mark.parametrize(

@@ -122,9 +122,7 @@ def test_keys_reach_the_ranks_and_nobody_else(make_lab: Callable[..., Lab], spie
     said = f"said-{secrets.token_hex(16)}"
     say_in_the_clear(lab.hosts[0], lab.hosts[1].address, said)
     launch = lab.launch(
-        lab.train_arguments("--steps", "60", "--save-every", "20"),
-        flags=["--env", "MY_OWN_SECRET"],
-        environment=KEYS,
+        lab.train_arguments("--steps", "60", "--save-every", "20"), flags=["--env", "MY_OWN_SECRET"], environment=KEYS
     )
     lab.until_step(5)
     (rank,) = lab.ranks_of(lab.hosts[1])

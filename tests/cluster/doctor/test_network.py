@@ -18,7 +18,7 @@ from llmscale.cluster.doctor.network import (
     explain_failed_all_reduce,
     promised_bytes_per_s,
 )
-from tests.cluster.doctor.healthy_facts import break_host, build_host, build_pair
+from tests.cluster.doctor.host_facts import break_host, build_host, build_pair
 from tests.conftest import HANG_S, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -49,6 +49,7 @@ def test_two_ranks_measure() -> None:
     assert result.bus_bytes_per_s == pytest.approx(result.num_bytes / result.seconds)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     began = time.monotonic()
     done = run_ranks(ranks=1, world_size=2, timeout_s=3)

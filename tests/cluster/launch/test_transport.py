@@ -43,10 +43,7 @@ class HostPools:
         code += "sys.stdin.buffer.read()"
         hosts = [Host(name, 2) for name in says]
         pool = HostPool(
-            hosts,
-            lambda host: [sys.executable, "-c", code, str(self._folder / host.name)],
-            HELLO,
-            self.shown.append,
+            hosts, lambda host: [sys.executable, "-c", code, str(self._folder / host.name)], HELLO, self.shown.append
         )
         self.made.append(pool)
         return pool
