@@ -318,7 +318,7 @@ STARTS_PROCESSES = ("data.loader", "data.clean.pipeline", "untrusted.interpreter
 def test_python_is_started_in_one_place(name: str) -> None:
     tree = ast.parse(modules()[name].read_text())
     # The ranks of a machine run a script, whose own folder is first on the search path.
-    if name not in ("untrusted.interpreter", "cluster.local_ranks"):
+    if name not in ("untrusted.interpreter", "cluster.launch.ranks"):
         for command in ast.walk(tree):
             if isinstance(command, (ast.List, ast.Tuple)):
                 words = {ast.unparse(word) for word in command.elts}
@@ -334,8 +334,7 @@ WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint", "data.sample_l
 WRITES_ELSEWHERE = {
     "training.run_folder": 1,  # the descriptor of open_own
     "training.heartbeat": 3,  # the watch folder, which the agent made for itself
-    "cluster.launch.node_ranks": 1,  # the pipe in it
-    "cluster.launch.tls": 1,  # a file in memory
+    "cluster.launch.ranks": 1,  # the pipe in it
     "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
     "checkpoint.hf_write": 2,  # the folder of an export that is being made
     "checkpoint.hub_download": 1,  # the Hub's cache

@@ -104,8 +104,8 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
 
 
 def _check_apart(said: str, place: Path, run: Path) -> None:
-    """Refuse to overwrite a file of the run itself; other names in its folder are allowed."""
-    from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, LOGS_NAME
+    """Refuse a file that the run itself wrote: a report beside them is welcome."""
+    from llmscale.cluster.launch.supervisor import ATTEMPTS_NAME, LOGS_NAME
 
     files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()

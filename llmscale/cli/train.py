@@ -10,17 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.extension_locks import remove_stale_locks
-from llmscale.cluster.free_port import find_port
-from llmscale.cluster.local_ranks import (
+from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
     count_gpus,
+    find_port,
     rank_command,
     rank_environment,
     visible_gpus,
 )
+from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE

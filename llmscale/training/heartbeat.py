@@ -1,7 +1,7 @@
 """Supervision of a rank: heartbeats, its output, its stacks when it hangs, and its end with its launcher.
 
 Except for the stacks, all of it is off unless the environment names a watch folder
-(llmscale/cluster/launch/node_ranks.py). No torch: installed before anything slow is imported.
+(llmscale/cluster/launch/ranks.py). No torch: installed before anything slow is imported.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import pytest
 
 from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import find_damage
-from llmscale.cluster.launch.process_tree import descendants, process_state
+from llmscale.cluster.launch.ranks import descendants, process_state
 from llmscale.training.run_folder import lock_run_folder
 from tests.conftest import REPOSITORY, free_port
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.doctor.all_reduce import RESULT_MARK
 from llmscale.cluster.doctor.network import (
+    RESULT_MARK,
     AllReduceResult,
     check_all_reduce,
     explain_failed_all_reduce,
     promised_bytes_per_s,
 )
-from tests.cluster.doctor.healthy_facts import break_host, build_host, build_pair
+from tests.cluster.doctor.host_facts import break_host, build_host, build_pair
 from tests.conftest import HANG_S, free_port
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 def run_ranks(ranks: int, world_size: int, timeout_s: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [
-            *(sys.executable, "-m", "llmscale.cluster.doctor.all_reduce", "--backend", "gloo", "--master", "127.0.0.1"),
+            *(sys.executable, "-m", "llmscale.cluster.doctor.network", "--backend", "gloo", "--master", "127.0.0.1"),
             *("--port", str(free_port()), "--first-rank", "0", "--ranks", str(ranks)),
             *("--world-size", str(world_size), "--timeout-s", str(timeout_s)),
         ],
@@ -49,6 +49,7 @@ def test_two_ranks_measure() -> None:
     assert result.bus_bytes_per_s == pytest.approx(result.num_bytes / result.seconds)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     began = time.monotonic()
     done = run_ranks(ranks=1, world_size=2, timeout_s=3)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.launch.attempts import (
+from llmscale.cluster.launch.supervisor import (
     ATTEMPTS_NAME,
     Attempt,
     RetryPolicy,
@@ -32,14 +32,6 @@ def test_an_attempt_is_what_was_written_of_it_last(tmp_path: Path) -> None:
     assert read_attempts(tmp_path) == [done, replace(FIRST, number=2)]
 
 
-def test_a_line_that_a_crash_cut_short_costs_only_itself(tmp_path: Path) -> None:
-    write_attempt(tmp_path, FIRST)
-    with (tmp_path / ATTEMPTS_NAME).open("a") as file:
-        file.write('{"number": 2, "beg')
-    write_attempt(tmp_path, replace(FIRST, number=3))
-    assert [attempt.number for attempt in read_attempts(tmp_path)] == [1, 3]
-
-
 def test_fields_of_a_later_version_are_left_aside(tmp_path: Path) -> None:
     write_attempt(tmp_path, FIRST)
     path = tmp_path / ATTEMPTS_NAME
@@ -57,8 +49,12 @@ def test_whatever_stands_in_the_file_the_run_goes_on(tmp_path: Path) -> None:
     path = tmp_path / ATTEMPTS_NAME
     write_attempt(tmp_path, FIRST)
     with path.open("ab") as file:
-        file.write(b'\xff\xfe\x00\n[1, 2]\n"text"\nnull\n{"number": "7"}\n' + b"[" * 5000 + b"\n")
-        file.write(json.dumps({**asdict(FIRST), "number": "two"}).encode() + b"\n")
+        file.write(
+            b'\xff\xfe\x00\n[1, 2]\n"text"\nnull\n{"number": "7"}\n' + b"[" * 5000 + b"\n" + b"x" * (2 << 20) + b"\n"
+        )
+        for key in ("number", "began", "last_step", "end"):
+            file.write(json.dumps({**asdict(replace(FIRST, number=2)), key: []}).encode() + b"\n")
+        file.write(b'{"number": 2, "beg')
     write_attempt(tmp_path, replace(FIRST, number=3))
     assert [attempt.number for attempt in read_attempts(tmp_path)] == [1, 3]
     assert next_number(tmp_path) == 4
@@ -69,25 +65,6 @@ def test_whatever_stands_in_the_file_the_run_goes_on(tmp_path: Path) -> None:
     path.mkdir()
     assert read_attempts(tmp_path) == []
     assert next_number(tmp_path) == 13
-
-
-def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
-    """Not UTF-8, too deep, or of another shape: whatever the file holds, a launch must be able to begin."""
-    good = json.dumps(asdict(FIRST))
-    wrong = [
-        json.dumps({**asdict(replace(FIRST, number=2)), key: []}) for key in ("number", "began", "last_step", "end")
-    ]
-    lines = [
-        good.encode(),
-        b"\xff\xfe",
-        b'{"a":' * 3000,
-        b"[1]",
-        b"x" * (2 << 20),
-        *map(str.encode, wrong),
-        b'{"number"',
-    ]
-    (tmp_path / ATTEMPTS_NAME).write_bytes(b"\n".join(lines))
-    assert [attempt.number for attempt in read_attempts(tmp_path)] == [1]
 
 
 def attempts(*last_steps: int | None, end: str = "failed") -> list[Attempt]:

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from llmscale.cluster import remote
-from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch import attempt as attempt_run
-from llmscale.cluster.launch import hosts as launch_hosts
+from llmscale.cluster.launch import transport
 from llmscale.cluster.launch.attempt import AttemptRun, Layout, Limits
-from llmscale.cluster.launch.hosts import HostPool, agent_command_by, slurm_hosts
 from llmscale.cluster.launch.protocol import MARK, Hello, Output, RankStatus, Ready, Stacks, Start, StatusReport
+from llmscale.cluster.launch.transport import HostPool, agent_command_by, slurm_hosts
+from llmscale.cluster.remote import PACKAGE
 from llmscale.errors import ConfigError
 
 HELLO = Hello("/", {}, "/run", 30.0)
@@ -43,10 +43,7 @@ class HostPools:
         code += "sys.stdin.buffer.read()"
         hosts = [Host(name, 2) for name in says]
         pool = HostPool(
-            hosts,
-            lambda host: [sys.executable, "-c", code, str(self._folder / host.name)],
-            HELLO,
-            self.shown.append,
+            hosts, lambda host: [sys.executable, "-c", code, str(self._folder / host.name)], HELLO, self.shown.append
         )
         self.made.append(pool)
         return pool
@@ -101,7 +98,7 @@ def test_nonsense_and_lines_without_an_end_are_that_hosts_own_fault(pools: HostP
     )
     pool.gather(30.0, lambda: False)
     assert sorted(pool.nodes) == ["deep", "good"]
-    assert pool.left_out == {"endless": "it sent more than a message can hold"}
+    assert pool.left_out == {"endless": "it sent a message that is too long"}
 
 
 def test_what_is_kept_of_a_host_that_talks_much_is_bounded(pools: HostPools) -> None:
@@ -126,13 +123,13 @@ def test_a_host_whose_agent_cannot_be_started_is_left_out() -> None:
     pool = HostPool([Host("a", 1)], lambda host: ["/nowhere/ssh"], HELLO, print)
     pool.gather(5.0, lambda: False)
     assert list(pool.left_out) == ["a"]
-    assert "cannot be reached from here" in pool.left_out["a"]
+    assert "cannot be started from here" in pool.left_out["a"]
 
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loopback addresses stand for other hosts."""
-    for module in (launch_hosts, remote):
+    for module in (transport, remote):
         monkeypatch.setattr(module, "is_this_machine", lambda host: host == "localhost")
 
 

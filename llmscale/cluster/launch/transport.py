@@ -1,4 +1,4 @@
-"""The hosts of an attempt: from where they are known, how each is reached, and the conversation with its agent."""
+"""Connections to the hosts of an attempt: their names, the command that reaches each, and messages to its agent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from llmscale.cluster.launch.protocol import (
 from llmscale.cluster.remote import command_for, is_this_machine, module_argv
 from llmscale.errors import ConfigError
 
-#: Where Slurm says how many ranks a node is meant for, in the order of trust.
+#: Slurm's variables for the number of ranks per node, in the order of preference.
 _SLOT_VARIABLES = ("SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE", "SLURM_GPUS_PER_NODE")
 
 
@@ -55,20 +55,11 @@ def slurm_hosts(variables: Mapping[str, str], slots: int | None = None) -> tuple
 
 def _slots(variables: Mapping[str, str]) -> int:
     for name in _SLOT_VARIABLES:
-        # SLURM_GPUS_PER_NODE may say a type first, a100:8.
+        # SLURM_GPUS_PER_NODE may begin with a type: a100:8.
         number = re.search(r"(\d+)(\(x\d+\))?$", variables.get(name, ""))
         if number and int(number.group(1)) > 0:
             return int(number.group(1))
     return 1
-
-
-def srun_command(host: str, argv: list[str]) -> list[str]:
-    """Run `argv` as one task on one node of the job, its stdin and stdout connected to ours: what ssh would do."""
-    return [
-        *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--quiet"),
-        # The whole node's memory and cores: without it a step gets the share of one task.
-        *("--mem=0", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=0", *argv),
-    ]
 
 
 LAUNCHERS = ("ssh", "slurm")
@@ -76,15 +67,15 @@ _AGENT = "llmscale.cluster.launch.agent"
 
 
 def agent_command_by(launcher: str) -> Callable[[Host], list[str]]:
-    """Return the function from a host to the command that starts its agent and carries the conversation.
+    """Return the function from a host to the command that starts its agent and connects stdin and stdout to it.
 
-    Every user of both machines can read that command line: it holds no secret.
+    The command holds no secret: every user of both machines can read it.
     """
 
     def agent_command(host: Host) -> list[str]:
         argv = module_argv(_AGENT)
         if launcher == "slurm":
-            return srun_command(host.name, argv)
+            return _srun_command(host.name, argv)
         if is_this_machine(host.name):
             # This shell's own ssh connection says nothing about how the hosts reach each other.
             return ["env", "--unset=SSH_CONNECTION", *argv]
@@ -93,19 +84,28 @@ def agent_command_by(launcher: str) -> Callable[[Host], list[str]]:
     return agent_command
 
 
-#: Lines of a host's stderr that are kept for the reason of its end, and how much of each.
+def _srun_command(host: str, argv: list[str]) -> list[str]:
+    """Return the command that runs `argv` as one task on one node of the job, as ssh would."""
+    return [
+        *("srun", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--overlap", "--unbuffered", "--quiet"),
+        # The node's full memory and cores; otherwise a step gets the share of one task.
+        *("--mem=0", "--cpu-bind=none", "--export=ALL", "--kill-on-bad-exit=0", *argv),
+    ]
+
+
+#: Number and length of the stderr lines that are kept to explain why a host was lost.
 _ERROR_LINES = 20
 _ERROR_CHARACTERS = 1000
 _PING_S = 1.0
 
 
 class HostConnection:
-    """The supervisor's side of one host of an attempt: its agent's process, and what that reported."""
+    """The supervisor's side of one host of an attempt: its agent's process and reports."""
 
     def __init__(self, host: Host, argv: Sequence[str], hello: Hello) -> None:
-        """Start the agent with the command `argv`, which carries the conversation, and greet it. Raises OSError."""
+        """Start the agent with the command `argv` and greet it. Raises OSError."""
         self.host = host
-        # A session of its own: Ctrl-C in the terminal is for the supervisor alone, which tells the agents what to do.
+        # In a separate session: Ctrl-C in the terminal reaches the supervisor alone, which tells the agents what to do.
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
         )
@@ -119,7 +119,7 @@ class HostConnection:
         self.stopped: Stopped | None = None
         self.statuses: dict[int, RankStatus] = {}
         self.launcher_code: int | None = None
-        self.last_heard = self._last_ping = time.monotonic()
+        self._last_heard = self._last_ping = time.monotonic()
         self._channel = Channel(self._process.stdout.fileno(), self._stdin.fileno())
         self._channel.send(hello)
 
@@ -129,18 +129,23 @@ class HostConnection:
 
     @property
     def descriptors(self) -> list[int]:
-        """Open descriptors to wait for."""
+        """Return the open descriptors to wait for."""
         errors = [] if self._errors.closed else [self._errors.descriptor]
         return errors if self.closed else [*errors, self._channel.reader.descriptor]
 
     @property
     def silence_s(self) -> float:
-        return time.monotonic() - self.last_heard
+        return time.monotonic() - self._last_heard
 
     @property
     def closed(self) -> bool:
         """Return whether the connection has ended."""
         return self._channel.closed
+
+    @property
+    def gone(self) -> bool:
+        """Return whether no agent serves this host: it refused, or its connection has ended."""
+        return self.closed or self.refusal is not None
 
     def send(self, message: Message) -> None:
         """Queue a message to the agent; a closed connection drops it."""
@@ -149,13 +154,13 @@ class HostConnection:
         self._channel.send(message)
 
     def receive(self) -> tuple[list[Message], list[str]]:
-        """Return the messages since the last call, and other lines to show. Notes what the messages report."""
+        """Return the messages since the last call, and other lines to show. Records the states in the messages."""
         messages, lines = self._channel.receive()
         messages = [message for message in messages if self._is_its_own(message)]
         errors = self._errors.read()
         self._error_lines.extend(line[:_ERROR_CHARACTERS] for line in errors if line.strip())
         for message in messages:
-            self.last_heard = time.monotonic()
+            self._last_heard = time.monotonic()
             self._note(message)
         return messages, lines + errors
 
@@ -184,20 +189,20 @@ class HostConnection:
         self._channel.flush()
 
     def why_lost(self) -> str:
-        """Explain in one line why the host cannot be reached."""
+        """Return one line that explains why the host is lost."""
         if self.refusal:
             return self.refusal
         if self._channel.reader.has_cut:
-            return "it sent more than a message can hold"
+            return "it sent a message that is too long"
         if self._error_lines:
             return self._error_lines[-1]
         code = self._process.poll()
         if self.closed:
             return "its connection closed" + ("" if code is None else f" (exit status {code})")
-        return f"nothing was heard of it for {self.silence_s:.0f} s"
+        return f"no message from it for {self.silence_s:.0f} s"
 
     def close(self, patience_s: float = 5.0) -> None:
-        """Close the connection, which ends the agent, and wait for the process that carries it."""
+        """Close the connection, which ends the agent, and wait for its process."""
         with contextlib.suppress(OSError):
             self._stdin.close()
         try:
@@ -210,10 +215,10 @@ class HostConnection:
             stream.close()
 
 
-#: Lines per rank that are kept as evidence, and how much of each.
+#: Number and length of the lines of each rank that are kept as evidence.
 _KEPT_LINES = 30
 _KEPT_CHARACTERS = 2000
-#: For messages, before those who wait for them look around.
+#: Longest wait for messages in one poll.
 _WAIT_S = 0.2
 
 
@@ -235,9 +240,9 @@ class HostPool:
             try:
                 self.nodes[host.name] = HostConnection(host, agent_command(host), hello)
             except OSError as error:
-                self.left_out[host.name] = f"it cannot be reached from here: {error}"
+                self.left_out[host.name] = f"its agent cannot be started from here: {error}"
         self.last_lines: dict[tuple[str, int | None], deque[str]] = {}
-        """The newest lines of each rank of each host; None is the launcher."""
+        """The newest lines by host and rank; the rank is None for the launcher."""
         self._show = show
 
     def poll(self) -> list[tuple[HostConnection, Message]]:
@@ -271,12 +276,11 @@ class HostPool:
         """Wait until every host has answered, and leave out those that do not in time. Returns early on `stop`."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and not stop():
-            waiting = [node for node in self.nodes.values() if node.ready is None and not _gone(node)]
-            if not waiting:
+            if all(node.ready or node.gone for node in self.nodes.values()):
                 break
             self.poll()
         for node in list(self.nodes.values()):
-            if node.ready is None or _gone(node):
+            if node.ready is None or node.gone:
                 self.dismiss(node.name, node.why_lost())
             else:
                 for note in node.ready.notes:
@@ -288,7 +292,7 @@ class HostPool:
         self.nodes.pop(name).close(patience_s=0.5)
 
     def broadcast(self, messages: Mapping[str, Message] | Message) -> None:
-        """Send one message to every host, or each its own."""
+        """Send one message to every host, or to each the one under its name."""
         for name, node in self.nodes.items():
             node.send(messages if isinstance(messages, Message) else messages[name])
 
@@ -297,7 +301,7 @@ class HostPool:
         self.broadcast(Stop())
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and any(
-            not node.stopped and not _gone(node) and node.silence_s < lost_after_s for node in self.nodes.values()
+            not node.stopped and not node.gone and node.silence_s < lost_after_s for node in self.nodes.values()
         ):
             self.poll()
         return [node for node in self.nodes.values() if node.stopped is None]
@@ -305,7 +309,7 @@ class HostPool:
     def close(self) -> None:
         """Close every connection."""
         for node in self.nodes.values():
-            # One that is lost does not answer, and its connection would wait for it.
+            # A lost host does not answer, and its connection would wait for it.
             node.close(patience_s=5.0 if node.stopped else 0.0)
 
     def _show_output(self, node: HostConnection, output: Output) -> None:
@@ -313,7 +317,3 @@ class HostPool:
         lines.append(output.text[:_KEPT_CHARACTERS])
         speaker = "launcher" if output.rank is None else f"rank {output.rank}"
         self._show(f"{node.name} {speaker}: {output.text}")
-
-
-def _gone(node: HostConnection) -> bool:
-    return node.closed or node.refusal is not None

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from llmscale.cluster.local_ranks import rank_environment, visible_gpus
+from llmscale.cluster.launch.protocol import Start
+from llmscale.cluster.launch.ranks import (
+    descendants,
+    find_port,
+    is_free,
+    kill_descendants,
+    process_state,
+    rank_environment,
+    starter_command,
+    visible_gpus,
+)
 from tests.conftest import HANG_S, REPOSITORY
 
 #: Starts the code of argv[1] as two ranks.
 PARENT = """
 import os, sys
-from llmscale.cluster.local_ranks import LocalRanks, rank_environment
+from llmscale.cluster.launch.ranks import LocalRanks, rank_environment
 environments = rank_environment(os.environ, 2, 1, 2)
 sys.exit(LocalRanks([sys.executable, "-c", sys.argv[1]], environments, lambda line: print(line, flush=True)).run())
 """
@@ -146,3 +159,44 @@ def test_what_a_rank_leaves_behind_is_ended(start: Callable) -> None:
     assert parent.returncode == 0
     for line in output.splitlines():
         assert not Path(f"/proc/{line.split()[1]}").exists()
+
+
+def test_a_wanted_port_is_kept_when_it_is_free_and_replaced_when_it_is_taken() -> None:
+    port, was_taken = find_port(None)
+    assert not was_taken
+    assert find_port(port) == (port, False)
+    with socket.create_server(("127.0.0.1", port)):
+        assert not is_free(port)
+        other, was_taken = find_port(port)
+        assert was_taken
+        assert other != port
+    assert not is_free(99_999)
+
+
+def test_a_tree_is_ended_by_its_numbers() -> None:
+    script = "sleep 100 & sleep 100 & setsid sleep 100 & wait"
+    with subprocess.Popen(["bash", "-c", script]) as shell:
+        while len(descendants(shell.pid)) < 3:
+            time.sleep(0.01)
+        children = descendants(shell.pid)
+        assert kill_descendants(shell.pid) == 3
+        assert [state for state in map(process_state, children) if state not in ("", "Z")] == []
+    assert process_state(shell.pid) == ""
+
+
+@pytest.mark.parametrize("starter", [pytest.param("deepspeed", marks=pytest.mark.slow), "torchrun"])
+def test_starters_hand_over_every_argument_unchanged(tmp_path: Path, starter: str) -> None:
+    """The real launchers, a stand-in for train.py, and flags that the launchers know themselves."""
+    pytest.importorskip("deepspeed")
+    script = tmp_path / "a script.py"
+    script.write_text("import os, sys, json; print(json.dumps([os.environ['RANK'], sys.argv[1:]]))")
+    arguments = ["--run", "a b", "--help", "$(x)", "", "--master_port", "*", "--nnodes=3", "-m"]
+    start = Start(starter, ["here"], 0, 1, "127.0.0.1", find_port(None)[0], str(script), arguments, "")
+    done = subprocess.run(
+        starter_command(start), capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    heard = [line for line in done.stdout.splitlines() if line.startswith('["0"')]
+    assert len(heard) == 1
+    words = json.loads(heard[0])[1]
+    assert [word for word in words if not word.startswith("--local_rank=")] == arguments
