@@ -9,17 +9,25 @@ from pathlib import Path
 import pytest
 
 from llmscale.checkpoint.inventory import (
+    MAX_PINNED,
+    PINNED_NAME,
+    Checkpoint,
     FoundCheckpoints,
+    choose_expired,
     find_any_checkpoint,
     find_checkpoint,
     find_checkpoints,
     history_after,
     list_checkpoints,
+    pin_checkpoint,
+    pinned_checkpoints,
     record_history,
+    remove_leftovers,
 )
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,
+    StoredFile,
     checkpoint_name,
     checkpoints_folder,
     find_damage,
@@ -211,3 +219,88 @@ def test_a_run_may_keep_its_checkpoints_on_another_disk(tmp_path: Path, save_ste
         History()
     )
     assert only.step == 4
+
+
+def test_what_is_kept_outlives_retention(save_steps: Callable, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_steps(10, keep_last=1, keep_every=0)
+    pin_checkpoint(checkpoints_folder(run) / checkpoint_name(10), "because")
+    save_steps(20, 30, keep_last=1, keep_every=0)
+    assert [step_of(path) for path in list_checkpoints(run)] == [30, 10]
+    assert pinned_checkpoints(run) == {checkpoint_name(10): "because"}
+
+
+def test_the_oldest_goes_first_and_what_is_gone_does_not_count(tmp_path: Path) -> None:
+    folder = checkpoints_folder(tmp_path)
+    for step in range(1, MAX_PINNED + 3):
+        (folder / checkpoint_name(step)).mkdir(parents=True)
+        pin_checkpoint(folder / checkpoint_name(step), f"number {step}")
+    assert list(pinned_checkpoints(tmp_path)) == [checkpoint_name(step) for step in range(3, MAX_PINNED + 3)]
+    (folder / checkpoint_name(3)).rmdir()
+    pin_checkpoint(folder / checkpoint_name(1), "again")
+    assert list(pinned_checkpoints(tmp_path))[-1] == checkpoint_name(1)
+    assert len(pinned_checkpoints(tmp_path)) == MAX_PINNED
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"../x": "y"}', '{"step-00000001": 3}'])
+def test_a_list_that_cannot_be_read_is_an_error(content: str, tmp_path: Path) -> None:
+    checkpoints_folder(tmp_path).mkdir()
+    (checkpoints_folder(tmp_path) / PINNED_NAME).write_text(content)
+    with pytest.raises(CheckpointError):
+        pinned_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "expired"),
+    [(1, 0, [40, 30, 20, 10]), (2, 0, [30, 20, 10]), (1, 20, [30, 10]), (9, 0, []), (1, 50, [40, 30, 20, 10])],
+)
+def test_choose_expired(keep_last: int, keep_every: int, expired: list[int]) -> None:
+    current = [saved(step) for step in (50, 40, 30, 20, 10)]
+    assert [checkpoint.step for checkpoint in choose_expired(current, keep_last, keep_every)] == expired
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    """The newest lacks a file: the one before it is what the run would go on from."""
+    torn = saved(50, StoredFile("gone", 1, ""))
+    current = [torn, saved(40), saved(30)]
+    assert choose_expired(current, 1, 0) == current[2:]
+    assert choose_expired([torn, torn], 1, 0) == []
+
+
+def saved(step: int, *files: StoredFile) -> Checkpoint:
+    manifest = CheckpointManifest(step, 0, 1, 0, "fp32", "now", files)
+    return Checkpoint(Path(checkpoint_name(step)), manifest)
+
+
+def test_saves_delete_what_expired(save_steps: Callable, tmp_path: Path) -> None:
+    save_steps(10, 20, 25, 30, keep_last=1, keep_every=10)
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "run")] == [30, 20, 10]
+    assert not list(checkpoints_folder(tmp_path / "run").glob(".*"))
+
+
+def test_removes_what_an_interrupted_save_left(save_steps: Callable, tmp_path: Path) -> None:
+    save_steps(10)
+    folder = checkpoints_folder(tmp_path / "run")
+    for name in (".step-00000020.partial", ".step-00000005.deleted", ".step-00000030.partial-2", "notes"):
+        (folder / name).mkdir()
+        (folder / name / "file").write_text("x")
+    (folder / ".step-00000006.partial").write_text("not ours")
+    (folder / ".step-00000007.partial").symlink_to(folder / "notes")
+    lines = remove_leftovers(tmp_path / "run")
+    assert [line.split()[1] for line in lines] == [
+        *(".step-00000005.deleted,", ".step-00000020.partial,", ".step-00000030.partial-2,")
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *(".step-00000006.partial", ".step-00000007.partial", "latest", "notes", "step-00000010")
+    ]
+    assert (folder / "notes" / "file").read_text() == "x"
+
+
+def test_what_cannot_be_deleted_is_tried_again(save_steps: Callable, tmp_path: Path) -> None:
+    """A delete that was interrupted left its folder under the name that the next one wants."""
+    save_steps(10)
+    folder = checkpoints_folder(tmp_path / "run")
+    (folder / ".step-00000010.deleted").write_text("not ours")
+    assert save_steps(20, keep_last=1)[-1].startswith("saved ")
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "run")] == [20]
+    assert (folder / ".step-00000010.deleted").read_text() == "not ours"
