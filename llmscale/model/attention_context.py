@@ -1,4 +1,4 @@
-"""What all blocks' attention needs beside the residual stream: where tokens stand, and whom they may see."""
+"""What attention needs beside the residual stream: positions, masks, and the key-value cache of a continued text."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from torch import Tensor
 from llmscale.architecture.shape import GPTShape, rotary_frequencies
 from llmscale.errors import DataError
 
-#: Elements that the memory-efficient kernel wants a mask's rows to lie apart, or a multiple
+#: The memory-efficient kernel needs a mask's rows a multiple of this many elements apart
 #: (aten/src/ATen/native/transformers/attention.cpp, preprocess_mask).
 _ROW_MULTIPLE = 8
 
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """Of one forward pass, shared by its blocks."""
+    """Rotations and mask of one forward pass, shared by all blocks."""
 
     cos: Tensor | None = None
     """[..., t, 1, head_dim] in the precision of the computation; None without rotary positions."""
     sin: Tensor | None = None
     mask: Tensor | None = None
     """[t, t] or [batch, 1, t, t] in the precision of the computation: 0 where a position (row) sees another (column),
-    else -inf. None: itself and all before it."""
+    else -inf. None for plain causal attention."""
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Queries or keys [batch, t, heads, head_dim], turned by their positions.
+        """Rotate queries or keys [batch, t, heads, head_dim] by their positions.
 
-        The two numbers of a pair stand half a head apart, as in GPT-NeoX and in transformers' Llama.
+        The two numbers of a pair are half a head apart, as in GPT-NeoX and in transformers' Llama.
         """
         if self.cos is None or self.sin is None:
             return heads
@@ -41,10 +41,9 @@ class AttentionContext:
 
 
 def build_context(shape: GPTShape, positions: Tensor, dtype: torch.dtype) -> AttentionContext:
-    """For tokens at `positions` [t] or [batch, t]; `dtype`: of the computation.
+    """Build the context of tokens at `positions` [t] or [batch, t], in the computation's `dtype`.
 
-    Nothing is kept in buffers of the model: DeepSpeed would round them to 16 bit, and angles of late positions with
-    them.
+    Nothing is kept in buffers of the model: DeepSpeed would round them, and the angles of late positions, to 16 bit.
     """
     mask = _attention_mask(positions, shape.sliding_window if shape.has_window else None, dtype)
     if shape.positions == "learned":
@@ -57,8 +56,10 @@ def build_context(shape: GPTShape, positions: Tensor, dtype: torch.dtype) -> Att
 
 
 def positions_in_documents(tokens: Tensor, document_end: int) -> Tensor:
-    """[batch, t] -> [batch, t]: how many tokens of the same document come before. `document_end` is a document's last
-    token; what a sequence begins with is a document too."""
+    """Count the earlier tokens of the same document: [batch, t] -> [batch, t].
+
+    `document_end` is a document's last token. The beginning of a sequence begins a document too.
+    """
     index = torch.arange(tokens.shape[1], device=tokens.device)
     after_end = torch.where(tokens == document_end, index + 1, 0)
     first = F.pad(after_end[:, :-1], (1, 0)).cummax(dim=1).values
@@ -66,12 +67,7 @@ def positions_in_documents(tokens: Tensor, document_end: int) -> Tensor:
 
 
 def _attention_mask(positions: Tensor, window: int | None, dtype: torch.dtype) -> Tensor | None:
-    """A position sees itself and what came before it: of its document, and of the window.
-
-    One tensor in the type that the kernels compute with, for all blocks: of a mask of true and false each block would
-    make such a one for itself and keep it for its backward pass. Its rows are stored _ROW_MULTIPLE apart, or the
-    memory-efficient kernel would copy it.
-    """
+    """Return the mask with which a position sees itself and earlier ones, within its document and the window."""
     t = positions.shape[-1]
     if window is None and positions.dim() == 1:
         return None
@@ -79,6 +75,8 @@ def _attention_mask(positions: Tensor, window: int | None, dtype: torch.dtype) -
     reach = positions if window is None else positions.clamp(max=window - 1)
     is_seen = index >= (index - reach)[..., None]
     is_seen &= index <= index[:, None]
+    # One mask for all blocks, in the kernels' type: each block would convert a boolean one and keep the result for its
+    # backward pass. The memory-efficient kernel would copy rows that are not _ROW_MULTIPLE apart.
     rows = torch.full((*is_seen.shape[:-1], -(-t // _ROW_MULTIPLE) * _ROW_MULTIPLE), -math.inf, dtype=dtype,
                       device=positions.device)  # fmt: skip
     mask = rows[..., :t].masked_fill_(is_seen, 0.0)
@@ -86,45 +84,47 @@ def _attention_mask(positions: Tensor, window: int | None, dtype: torch.dtype) -
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """What matrix products of `x` are computed in: autocast's type, or its own."""
+    """Return the type of matrix products of `x`: autocast's type, or its own."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 @dataclass(frozen=True)
 class CachePositions:
-    """Of the new tokens of one forward pass."""
+    """Cache slots, positions and mask of one forward pass's new tokens."""
 
     slots: Tensor
-    """[t], or [batch, t] unless all sequences are equally long: where their keys and values are kept."""
+    """Slots of their keys and values: [t], or [batch, t] unless all sequences are equally long."""
     positions: Tensor
-    """The same, but where documents do not see each other: [batch, t], counted from each one's beginning."""
+    """`slots`, or with a document mask positions within documents [batch, t]."""
     mask: Tensor | None
-    """[t, kept] or [batch, 1, t, kept], true where a token sees what is kept and itself; None where that is everything,
-    or as without a cache."""
+    """[t, kept] or [batch, 1, t, kept], true where a token sees a slot; None for attention as without a cache, or when
+    every slot is seen."""
 
 
 class KVCache:
-    """Of a batch of sequences, each as long as it is: what stands at a position lies in the slot of that number.
+    """Keys and values computed earlier, of a batch of sequences of any lengths; position p is in slot p.
 
-    Room for `max_len` positions, at most the model's, is taken at a layer's first use, in the precision of its keys.
+    A layer's first use allocates `max_len` slots, at most the model's positions, in the precision of its keys.
     """
 
     def __init__(self, shape: GPTShape, batch: int, max_len: int) -> None:
         self.lengths = [0] * batch
-        """Tokens kept of each sequence; lower numbers forget what lies beyond."""
+        """Tokens kept of each sequence; lowering a number forgets the tokens after it."""
         self._max_len = min(max_len, shape.seq_len)
         self._reach = shape.sliding_window - 1 if shape.has_window else shape.seq_len
-        """How many positions before it a token sees."""
+        """Number of earlier positions that a token sees."""
         self._document_end = shape.document_end
         self._tokens = torch.zeros(batch, self._max_len, dtype=torch.long)
-        """By slot; filled only where documents do not see each other."""
+        """Tokens by slot; filled only with a document mask."""
         self._kept: list[tuple[Tensor, Tensor] | None] = [None] * shape.n_layer
         """Keys and values by layer, each [batch, n_kv_head, max_len, head_dim]."""
 
     def next_positions(self, tokens: Tensor) -> CachePositions:
-        """Where `tokens` [batch, t] stand, that continue the sequences. Raises DataError when one of these has no
-        room."""
+        """Return slots, positions and mask of `tokens` [batch, t], which continue the sequences.
+
+        Raises DataError when a sequence has no room.
+        """
         t, device = tokens.shape[1], tokens.device
         end = max(self.lengths) + t
         if end > self._max_len:
@@ -141,7 +141,6 @@ class KVCache:
         return CachePositions(slots, slots, None if is_plain else self._mask(slots, slots.clamp(max=self._reach), end))
 
     def _positions_in_documents(self, tokens: Tensor, slots: Tensor, document_end: int) -> Tensor:
-        """[batch, t]: how many tokens of the same document come before."""
         self._tokens = self._tokens.to(tokens.device)
         of_tokens = slots.expand(tokens.shape)
         self._tokens.scatter_(1, of_tokens, tokens)
@@ -149,32 +148,34 @@ class KVCache:
 
     @staticmethod
     def _mask(slots: Tensor, reach: Tensor, end: int) -> Tensor:
-        """A token sees itself and `reach` slots before it, of the first `end`."""
+        """Return the mask with which a token sees itself and `reach` slots before it, of the first `end`."""
         before = slots[..., :, None] - torch.arange(end, device=slots.device)
         seen = (before >= 0) & (before <= reach[..., :, None])
         return seen if seen.dim() == 2 else seen[:, None]
 
     def append(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep keys and values [batch, t, n_kv_head, head_dim] in `slots`; returns all that is kept of the layer,
-        [batch, kept, n_kv_head, head_dim] each. Slots behind a shorter sequence's end hold finite numbers."""
+        """Store keys and values [batch, t, n_kv_head, head_dim] in `slots`; return all of the layer's.
+
+        Returns [batch, kept, n_kv_head, head_dim] each. Slots after the end of a shorter sequence hold finite numbers.
+        """
         kept = self._kept[layer]
         if kept is None:
             batch, _, heads, head_dim = k.shape
             # Zeros: a slot that the mask hides still takes part, with the weight 0.
-            room = (batch, heads, self._max_len, head_dim)
-            kept = k.new_zeros(room), v.new_zeros(room)
+            size = (batch, heads, self._max_len, head_dim)
+            kept = k.new_zeros(size), v.new_zeros(size)
             self._kept[layer] = kept
         end = max(self.lengths) + k.shape[1]
-        for whole, new in zip(kept, (k, v), strict=True):
+        for stored, new in zip(kept, (k, v), strict=True):
             if self._is_even:
-                whole[:, :, self.lengths[0] : end] = new.transpose(1, 2)
+                stored[:, :, self.lengths[0] : end] = new.transpose(1, 2)
             else:
                 rows = torch.arange(len(self.lengths), device=slots.device)[:, None]
-                whole[rows, :, slots] = new
+                stored[rows, :, slots] = new
         return kept[0][:, :, :end].transpose(1, 2), kept[1][:, :, :end].transpose(1, 2)
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with these sequences of the batch, in this order."""
+        """Keep only these sequences of the batch, in this order."""
         if list(rows) == list(range(len(self.lengths))):
             return
         self.lengths = [self.lengths[row] for row in rows]
@@ -190,6 +191,6 @@ class KVCache:
 
 
 def kv_cache_bytes(shape: GPTShape, batch: int, max_len: int, element_bytes: int) -> int:
-    """Of a cache with all its layers: a key and a value per layer, sequence, head and position."""
+    """Return the bytes of a cache with all its layers: a key and a value per layer, sequence, head and position."""
     positions = batch * min(max_len, shape.seq_len)
     return 2 * shape.n_layer * positions * shape.n_kv_head * shape.head_dim * element_bytes
