@@ -31,7 +31,7 @@ TORCH_FREE = (
     *("other_names", "errors", "files", "untrusted", "last_words", "architecture", "config", "memory", "planning"),
     "report",
     *("cluster", "cli", "train"),
-    *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
+    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
     *("checkpoint.manifest", "checkpoint.locate", "checkpoint.retention", "checkpoint.run_state"),
     *("checkpoint.history", "checkpoint.commit", "checkpoint.hf_folder"),
     *("training.run_inputs", "training.stop_request", "training.launcher_chain"),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not
     from collections.abc import Iterator
 
     from llmscale.config.flag_parser import FlagParser
-    from llmscale.data.shards.dataset_source import SetLocation
+    from llmscale.data.shards.cache import SetLocation
     from llmscale.data.shards.manifest import Manifest
     from llmscale.data.tokenizers.tokenizer import Tokenizer
 
@@ -50,7 +50,7 @@ def add_parsers(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+    from llmscale.data.shards.cache import fetch_tokenizer, open_set
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 
     location = open_set(args.folder)
@@ -142,7 +142,7 @@ def _decode_documents(tokens: list[int], tokenizer: Tokenizer, eot_token: int) -
 def _verify(args: argparse.Namespace) -> int:
     """Every shard is read; a remote set's go through a cache of a shard or two, so nothing that lies in the usual one
     is believed."""
-    from llmscale.data.shards.dataset_source import open_set
+    from llmscale.data.shards.cache import open_set
     from llmscale.data.shards.manifest import load_manifest
 
     if "://" in args.folder:
@@ -167,7 +167,7 @@ def _find_local_damage(folder: Path, manifest: Manifest) -> Iterator[tuple[int, 
 
 
 def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
-    from llmscale.data.shards.dataset_source import fetch_tokenizer
+    from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.shards.token_shards import TokenShards
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.errors import DataError, UnreachableError

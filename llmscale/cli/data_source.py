@@ -67,8 +67,7 @@ def add_max_rejected(parser: argparse.ArgumentParser) -> None:
 
 def open_source_of(args: argparse.Namespace) -> Source:
     """Open what --input names, apart from --out. Raises DataError."""
-    from llmscale.data.prepare.sources.hugging_face import check_data_sets
-    from llmscale.data.prepare.sources.open_source import check_apart, open_source
+    from llmscale.data.prepare.sources.open_source import check_apart, check_data_sets, open_source
 
     check_apart(args.input, args.out)
     source = open_source(
@@ -88,7 +87,7 @@ def open_source_of(args: argparse.Namespace) -> Source:
 def describe_reading(passed_over: Counter[str], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
     """What was read otherwise than one might think; `passed_over` are files by suffix."""
     from llmscale.data.prepare.output_folder import rejected_path
-    from llmscale.data.prepare.sources.text_files import MAX_TEXT_BYTES
+    from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
 
     if num_rejected:
         yield f"Set aside {num_rejected:,} records that are no documents: {rejected_path(out)}."

@@ -44,7 +44,7 @@ def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 
 def _which(args: argparse.Namespace) -> int:
-    from llmscale.data.shards.dataset_source import fetch_tokenizer
+    from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.training.step_samples import find_step_samples
 

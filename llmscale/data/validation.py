@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.errors import ConfigError

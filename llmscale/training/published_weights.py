@@ -17,7 +17,7 @@ from llmscale.checkpoint.hf_match import Piece, has_unused_head, match_tensors
 from llmscale.checkpoint.published_files import POSITIONS, POSITIONS_NAME, PUBLISHED_NAME, open_published
 from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
-from llmscale.data.shards.dataset_source import SetLocation
+from llmscale.data.shards.cache import SetLocation
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, DataError
 from llmscale.untrusted.hub import is_known_absent, is_offline
@@ -154,7 +154,7 @@ def _match(
 
 def _check_tokenizer(folder: Path, location: SetLocation) -> list[str]:
     """Weights mean tokens: they are of use only with the tokenizer that they were trained with."""
-    from llmscale.data.shards.dataset_source import fetch_tokenizer
+    from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights
 
     fetch_tokenizer(location)

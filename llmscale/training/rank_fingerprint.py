@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import llmscale
 from llmscale.checkpoint.manifest import MANIFEST_NAME
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import gather, on_main_rank, together
 from llmscale.engine.process_group import World

@@ -11,15 +11,15 @@ import numpy as np
 from llmscale.checkpoint.run_state import RunState
 from llmscale.config.limits import MAX_BATCH
 from llmscale.config.run_config import RunConfig
-from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
-from llmscale.data.mix.training_sets import MAX_PERIOD, RECORDED_SETS, TrainingSets
-from llmscale.data.order.build_order import OrderSettings, build_order
+from llmscale.data.mixture import MAX_PERIOD, RECORDED_SETS, MixedOrder, PlacedStage, TrainingSets, place_stages
 from llmscale.data.order.sample_order import (
     MOST_POSITIONS,
+    OrderSettings,
     Ranges,
     SampleOrder,
     SkippingOrder,
     StreamOrder,
+    build_order,
     stream_positions,
 )
 from llmscale.errors import CheckpointError

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import parse_run_state
 from llmscale.config.arguments import build_run_config
-from llmscale.data.mix.training_sets import MixedShards, TrainingSets, open_recorded_sets
+from llmscale.data.mixture import MixedShards, TrainingSets, open_recorded_sets
 from llmscale.errors import ConfigError, DataError
 from llmscale.training.run_data import cache_limit_bytes, stream_of_checkpoint
 

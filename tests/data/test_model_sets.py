@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+from llmscale.data.shards.cache import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer

@@ -15,7 +15,7 @@ from llmscale.checkpoint.published_files import PUBLISHED_NAME
 from llmscale.cluster.launch.agent import CLAIMS_NAME
 from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, LOGS_NAME
 from llmscale.cluster.launch.supervisor import LAUNCH_LOCK_NAME
-from llmscale.data.mix.training_sets import KEPT_NAME
+from llmscale.data.mixture import KEPT_NAME
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.errors import ConfigError
 from llmscale.training import run_folder

@@ -18,9 +18,8 @@ from llmscale.data.prepare.output_folder import (
     rejected_path,
     remove_finished,
 )
-from llmscale.data.prepare.shard_files import ShardFiles
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.split_writer import SplitWriter
+from llmscale.data.prepare.split_writer import ShardFiles, SplitWriter
 from llmscale.data.prepare.tokenise import Distributor, Mark, ResumeState, load_resume_state, tokenise
 from llmscale.data.shards.manifest import (
     HASH_ALGORITHM,

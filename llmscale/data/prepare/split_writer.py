@@ -2,16 +2,339 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from llmscale.data.prepare.shard_files import Entry, ShardFiles
-from llmscale.data.prepare.window_shuffle import Run, WindowShuffle
+from llmscale.data.order.permutation import UInt64Array, fold64, key64
 from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype
+from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.shards.verify_shards import INDEX_NAME
+from llmscale.files.whole import write_durably
+
+Windows = NDArray[np.unsignedinteger]
+#: An entry of Streaming's index.json.
+Entry = dict[str, object]
+_JOURNAL_NAME = "shards.jsonl"
+#: Shards in memory while they are compressed and written.
+_MOST_UNDER_WAY = 2
+
+
+class ShardFiles:
+    """The shards of one split, written in order into `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        journal: Path,
+        *,
+        seq_len: int,
+        dtype: TokenDtype,
+        shard_bytes: int,
+        compression: str,
+        keep: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """`journal` is a file beside the set that says which shards are whole. `keep` is given each that is, also
+        those of an interrupted run: a remote set's are uploaded and removed."""
+        self._folder = folder
+        self._journal = journal
+        self._compression = compression
+        self._keep = keep
+        self._config: Entry = {
+            "version": 2,
+            "format": "mds",
+            "compression": compression or None,
+            "hashes": [HASH_ALGORITHM],
+            "size_limit": shard_bytes,
+            "column_names": ["tokens"],
+            "column_encodings": [f"ndarray:{dtype}:{seq_len + 1}"],
+            "column_sizes": [(seq_len + 1) * np.dtype(dtype).itemsize],
+        }
+        self._config_data = json.dumps(self._config, sort_keys=True).encode()
+        window_bytes = (seq_len + 1) * np.dtype(dtype).itemsize
+        # A shard has its number of samples, their offsets and one more, and the configuration in front.
+        self.windows_per_shard = (shard_bytes - 8 - len(self._config_data)) // (window_bytes + 4)
+
+    def write(self, windows_from: Callable[[int], Iterable[Windows]], done: Callable[[int], None]) -> list[Entry]:
+        """All shards that are not there yet, then the index. `windows_from(k)` gives all windows from the k-th on in
+        pieces [n, T + 1]; `done` is told the bytes of each shard. Returns the index's entries. Raises OSError."""
+        self._folder.mkdir(exist_ok=True)
+        for leftover in self._folder.glob(".*.partial"):
+            leftover.unlink()
+        entries = self._load_whole()
+        for entry in entries:
+            self._keep(self._folder / _stored_name(entry))
+            done(_raw_bytes(entry))
+        first = len(entries) * self.windows_per_shard
+        with ThreadPoolExecutor(_MOST_UNDER_WAY) as pool, open(self._journal, "ab", buffering=0) as journal:
+            under_way: collections.deque[Future[Entry]] = collections.deque()
+
+            def finish_first() -> None:
+                entry = under_way.popleft().result()
+                journal.write(json.dumps(entry).encode() + b"\n")
+                os.fsync(journal.fileno())
+                entries.append(entry)
+                self._keep(self._folder / _stored_name(entry))
+                done(_raw_bytes(entry))
+
+            for number, windows in enumerate(self._grouped(windows_from(first)), start=len(entries)):
+                under_way.append(pool.submit(self._write_shard, number, windows))
+                if len(under_way) == _MOST_UNDER_WAY:
+                    finish_first()
+            while under_way:
+                finish_first()
+        write_durably(self._folder / INDEX_NAME, json.dumps({"version": 2, "shards": entries}, sort_keys=True))
+        return entries
+
+    def _load_whole(self) -> list[Entry]:
+        """Entries of the shards that an interrupted run has written."""
+        entries: list[Entry] = []
+        with suppress(FileNotFoundError):
+            for line in self._journal.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n"):
+                    break  # torn
+                entries.append(json.loads(line))
+        # Without what was torn.
+        with open(self._journal, "wb", buffering=0) as journal:
+            journal.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
+        return entries
+
+    def _grouped(self, pieces: Iterable[Windows]) -> Iterator[list[Windows]]:
+        """The windows of one shard after the other."""
+        waiting: list[Windows] = []
+        missing = self.windows_per_shard
+        for piece in pieces:
+            while len(piece):
+                part, piece = piece[:missing], piece[missing:]
+                waiting.append(part)
+                missing -= len(part)
+                if not missing:
+                    yield waiting
+                    waiting, missing = [], self.windows_per_shard
+        if waiting:
+            yield waiting
+
+    def _write_shard(self, number: int, parts: list[Windows]) -> Entry:
+        num_samples = sum(map(len, parts))
+        window_bytes = parts[0].shape[1] * parts[0].itemsize
+        first = 4 + 4 * (num_samples + 1) + len(self._config_data)
+        offsets = (first + window_bytes * np.arange(num_samples + 1, dtype=np.int64)).astype("<u4")
+        head = np.uint32(num_samples).tobytes() + offsets.tobytes() + self._config_data
+        contents: list[bytes | memoryview] = [head, *(np.ascontiguousarray(part).data.cast("B") for part in parts)]
+        name = f"shard.{number:05}.mds"
+        raw, zip_info = _describe_contents(contents, name), None
+        if self._compression:
+            contents = [streaming_module("compression").compress(self._compression, b"".join(contents))]
+            zip_info = _describe_contents(contents, f"{name}.{self._compression}")
+        entry: Entry = {"samples": num_samples, "raw_data": raw, "zip_data": zip_info, **self._config}
+        write_durably(self._folder / _stored_name(entry), *contents)
+        return entry
+
+
+def _describe_contents(contents: Sequence[bytes | memoryview], name: str) -> Entry:
+    digest = xxhash.xxh3_64()
+    for part in contents:
+        digest.update(part)
+    return {"basename": name, "bytes": sum(map(len, contents)), "hashes": {HASH_ALGORITHM: digest.hexdigest()}}
+
+
+def _raw_bytes(entry: Entry) -> int:
+    raw = entry["raw_data"]
+    assert isinstance(raw, dict)
+    return int(raw["bytes"])
+
+
+def _stored_name(entry: Entry) -> str:
+    stored = entry["zip_data"] or entry["raw_data"]
+    assert isinstance(stored, dict)
+    return str(stored["basename"])
+
+
+#: Bytes of windows in memory that make a run; while it is sorted and written, as much again.
+BUFFER_BYTES = 128 << 20
+#: Keeps the keys apart from the sample order's, should both have one seed.
+_DOMAIN = 0x5713_0A7E_55AF_F1ED
+
+#: Windows that are copied at once.
+_PIECE_WINDOWS = 1 << 12
+_KEY_BYTES = 8
+
+
+def window_keys(first: int, count: int, seed: int) -> UInt64Array:
+    """Keys of windows first .. first + count - 1; ascending keys are the order in which they are written."""
+    return fold64(key64(seed, _DOMAIN), np.arange(first, first + count, dtype=np.uint64))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Windows that are written together."""
+
+    begin: int
+    """The first one."""
+    buffer: Windows
+    """[at least num_windows, T + 1]."""
+    num_windows: int
+
+
+class WindowShuffle:
+    """Windows go in in the order of the text and come out shuffled, once all are in; without a seed as they went in.
+
+    Two buffers of BUFFER_BYTES take turns: memory that is touched for the first time costs more than the copy into it.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        *,
+        window_length: int,
+        dtype: TokenDtype,
+        seed: int | None,
+        run_begins: list[int] | None = None,
+    ) -> None:
+        """`scratch` is a file that is written only when memory does not suffice, or when `write_run` is called.
+        `run_begins` says what an interrupted run has left in it."""
+        self._scratch = scratch
+        self._seed = seed
+        self._window_length, self._dtype = window_length, np.dtype(dtype)
+        self._window_bytes = window_length * self._dtype.itemsize
+        self._buffer = self._new_buffer(0)
+        self._num_waiting = 0
+        self._spare: Windows | None = None
+        #: The first window of each run, and of what is in memory.
+        self.run_begins = run_begins or [0]
+        self.num_windows = self.run_begins[-1]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Of windows in memory."""
+        return self._num_waiting * self._window_bytes
+
+    def add(self, windows: Windows) -> None:
+        """Take windows [n, T + 1], which are copied."""
+        end = self._num_waiting + len(windows)
+        if end > len(self._buffer):
+            grown = self._new_buffer(2 * end)
+            grown[: self._num_waiting] = self._buffer[: self._num_waiting]
+            self._buffer = grown
+        self._buffer[self._num_waiting : end] = windows
+        self._num_waiting = end
+        self.num_windows += len(windows)
+
+    def take_run(self) -> Run:
+        """What is in memory; from now on it counts as written."""
+        run = Run(self.run_begins[-1], self._buffer, self._num_waiting)
+        if run.num_windows:
+            self.run_begins.append(self.num_windows)
+            spare, self._spare = self._spare, None
+            self._buffer = self._new_buffer(0) if spare is None else spare
+            self._num_waiting = 0
+        return run
+
+    def write_run(self, run: Run) -> None:
+        """Sort what `take_run` gave and make it durable. Raises OSError. May run beside `add`."""
+        if not run.num_windows:
+            return
+        keys, order = self._sort(run)
+        with open(self._scratch, "r+b" if run.begin else "wb") as file:
+            # Behind it may stand half of a run that was interrupted.
+            file.seek(self._place(run.begin))
+            file.truncate()
+            file.write(keys.data)
+            for windows in self._in_order(run.buffer, order):
+                file.write(windows.data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._spare = run.buffer
+
+    def drain(self, first: int = 0) -> Iterator[Windows]:
+        """All windows in their new order, from place `first` on, in pieces [n, T + 1]. Raises OSError."""
+        if len(self.run_begins) > 1:
+            self.write_run(self.take_run())
+            yield from self._merge_runs(first)
+            return
+        run = self.take_run()
+        yield from self._in_order(run.buffer, self._sort(run)[1][first:])
+
+    def _new_buffer(self, num_windows: int) -> Windows:
+        """For at least so many; what is not written to takes no memory."""
+        usual = BUFFER_BYTES * 9 // 8 // self._window_bytes + 1
+        return np.empty((max(usual, num_windows), self._window_length), self._dtype)
+
+    def _place(self, begin: int) -> int:
+        """Where the run that begins with a window stands in the file: its keys, then its windows."""
+        return begin * (_KEY_BYTES + self._window_bytes)
+
+    def _sort(self, run: Run) -> tuple[UInt64Array, NDArray[np.int64]]:
+        """Keys in ascending order, and the windows that have them, as rows of the buffer, [n] each."""
+        keys = self._keys(run.begin, run.num_windows)
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+
+    def _in_order(self, buffer: Windows, order: NDArray[np.int64]) -> Iterator[Windows]:
+        """Copies of the rows, in pieces [n, T + 1]."""
+        for start in range(0, len(order), _PIECE_WINDOWS):
+            yield buffer[order[start : start + _PIECE_WINDOWS]]
+
+    def _keys(self, first: int, count: int) -> UInt64Array:
+        if self._seed is None:
+            return np.arange(first, first + count, dtype=np.uint64)
+        return window_keys(first, count, self._seed)
+
+    def _merge_runs(self, first: int) -> Iterator[Windows]:
+        """Slices of the range of keys, of about half of BUFFER_BYTES, each gathered from all runs and sorted; those
+        before place `first` are not read."""
+        num_slices = -(-2 * self._place(self.num_windows) // BUFFER_BYTES)
+        highest = self.num_windows if self._seed is None else 1 << 64
+        limits = np.array([number * highest // num_slices for number in range(1, num_slices)], np.uint64)
+        runs = list(pairwise(self.run_begins))
+        places = np.stack([self._slice_run(begin, end, limits) for begin, end in runs])
+        counts = np.diff(places)
+        self._buffer, self._spare = self._buffer[:0].copy(), None
+        gathered = np.empty((int(counts.sum(axis=0).max()), self._window_length), self._dtype)
+        keys = np.empty(len(gathered), np.uint64)
+        with open(self._scratch, "rb") as file:
+            for number in range(num_slices):
+                total = int(counts[:, number].sum())
+                if first >= total:
+                    first -= total
+                    continue
+                done = 0
+                for (begin, end), (place, stop) in zip(runs, places[:, number : number + 2].tolist(), strict=True):
+                    rows = slice(done, done + stop - place)
+                    keys_place = self._place(begin)
+                    windows_place = keys_place + (end - begin) * _KEY_BYTES
+                    _read_into(file, keys_place + place * _KEY_BYTES, keys[rows])
+                    _read_into(file, windows_place + place * self._window_bytes, gathered[rows])
+                    done += stop - place
+                yield from self._in_order(gathered, np.argsort(keys[:total], kind="stable")[first:])
+                first = 0
+
+    def _slice_run(self, begin: int, end: int, limits: UInt64Array) -> NDArray[np.int64]:
+        """Where each slice begins among the windows of a run, and where the last one ends, [slices + 1]."""
+        slices = np.searchsorted(limits, self._keys(begin, end - begin), side="right")
+        return np.concatenate([[0], np.cumsum(np.bincount(slices, minlength=len(limits) + 1))])
+
+
+def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
+    """Raises OSError, also for a file that was cut."""
+    if not into.nbytes:
+        return
+    file.seek(place)
+    if file.readinto(into.data.cast("B")) != into.nbytes:  # type: ignore[attr-defined]
+        raise OSError(errno.EIO, "Windows that were written are missing", file.name)
+
 
 Tokens = NDArray[np.unsignedinteger]
 

@@ -17,7 +17,7 @@ from typing import TypedDict, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.prepare import window_shuffle
+from llmscale.data.prepare import split_writer
 from llmscale.data.prepare.encoder import Encoder, EncoderName, choose_encoder
 from llmscale.data.prepare.output_folder import Quarantine, WorkFolder
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
@@ -31,8 +31,7 @@ from llmscale.data.prepare.train_val_split import (
     split_scores,
 )
 from llmscale.data.shards.manifest import TokenDtype
-from llmscale.data.tokenizers.byte_letters import letters_of_bytes
-from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
+from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of_bytes
 from llmscale.terminal.progress import Progress
 
 
@@ -412,7 +411,7 @@ class Distributor:
     def _keep_now_and_then(self) -> None:
         if self._under_way is not None and self._under_way[0].done():
             self._wait()
-        is_full = sum(w.waiting_bytes for w in self._writers.values()) >= window_shuffle.BUFFER_BYTES
+        is_full = sum(w.waiting_bytes for w in self._writers.values()) >= split_writer.BUFFER_BYTES
         is_time = time.monotonic() - self._kept_s >= CHECKPOINT_INTERVAL_S and self._under_way is None
         if self._keeper.is_settled and (is_full or is_time):
             self._keep(is_read=False)

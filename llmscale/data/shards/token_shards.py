@@ -25,9 +25,8 @@ from typing import BinaryIO, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.shards.dataset_source import SetLocation
+from llmscale.data.shards.cache import SetLocation, ShardFetcher, ShardFile
 from llmscale.data.shards.manifest import get_split
-from llmscale.data.shards.shard_cache import ShardFetcher, ShardFile
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import check_files, check_hash, check_offsets, check_size, load_index
 from llmscale.errors import DataError

@@ -8,8 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmscale.data.tokenizers.byte_letters import write_bytes
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, write_bytes
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
 from llmscale.untrusted.paths import read_regular

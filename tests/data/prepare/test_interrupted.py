@@ -28,7 +28,7 @@ from tests.conftest import HANG_S
 PREPARE = """
 import sys, time
 from pathlib import Path
-from llmscale.data.prepare import shard_files, split_writer, tokenise, window_shuffle
+from llmscale.data.prepare import split_writer, tokenise
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
@@ -36,18 +36,18 @@ source, out, workers, compression, shuffle = sys.argv[1:]
 tokenise.CHECKPOINT_INTERVAL_S = 0.02
 tokenise.BATCH_CHARACTERS = 50_000
 split_writer._BUFFER_TOKENS = 10_000
-window_shuffle.BUFFER_BYTES = 200_000
+split_writer.BUFFER_BYTES = 200_000
 gather = tokenise.gather
 def slowly(*args):
     for batch in gather(*args):
         time.sleep(0.01)
         yield batch
 tokenise.gather = slowly
-write_shard = shard_files.ShardFiles._write_shard
+write_shard = split_writer.ShardFiles._write_shard
 def write_slowly(self, number, parts):
     time.sleep(0.02)
     return write_shard(self, number, parts)
-shard_files.ShardFiles._write_shard = write_slowly
+split_writer.ShardFiles._write_shard = write_slowly
 options = PrepareOptions(
     seq_len=64, val_fraction=0.02, shard_bytes=262_144, compression=compression, shuffle=shuffle == "shuffle"
 )

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.prepare import split_writer, tokenise, window_shuffle
+from llmscale.data.prepare import split_writer, tokenise
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.prepare.split_writer import unigram_entropy_nats
-from llmscale.data.prepare.window_shuffle import Run, WindowShuffle, window_keys
-from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.prepare.split_writer import Run, WindowShuffle, unigram_entropy_nats, window_keys
+from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
@@ -208,7 +207,7 @@ def test_what_does_not_fit_into_memory_changes_nothing(
     _prepare(tmp_path / "in.jsonl", tmp_path / "in_memory")
     monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 1000)
-    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 3000)
+    monkeypatch.setattr(split_writer, "BUFFER_BYTES", 3000)
     _prepare(tmp_path / "in.jsonl", tmp_path / "spilled")
     assert _files(tmp_path / "in_memory") == _files(tmp_path / "spilled")
 
@@ -223,7 +222,7 @@ def test_a_disk_that_fills_during_the_shuffle_leaves_nothing(
     write_documents(tmp_path / "in.jsonl", 60)
     monkeypatch.setattr(WindowShuffle, "write_run", fail)
     monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 10)
-    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 10)
+    monkeypatch.setattr(split_writer, "BUFFER_BYTES", 10)
     with pytest.raises(DataError, match=r"Cannot write .*set: No space left on device"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "set")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]

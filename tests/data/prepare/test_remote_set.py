@@ -21,7 +21,7 @@ from llmscale.data.prepare import remote_set
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.remote_set import UNFINISHED_NAME, RemoteSet, etag_of
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.storage import faults
@@ -398,7 +398,7 @@ def test_ranks_train_on_it(
 KILLED = """
 import sys, time
 from pathlib import Path
-from llmscale.data.prepare import shard_files, tokenise
+from llmscale.data.prepare import tokenise
 from llmscale.data.prepare.prepare_set import (PrepareOptions, prepare)
 from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source

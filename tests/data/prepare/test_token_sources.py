@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.sources import remote_files, token_files
+from llmscale.data.prepare.sources import remote_files, tokens
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Source, TokenRules
 from llmscale.data.shards.streaming_import import streaming_module
@@ -76,7 +76,7 @@ def _read(source: Source, start: tuple[int, ...] = ()) -> list[Document]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_come_back_from_any_place_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "_PIECE_TOKENS", 600)
+    monkeypatch.setattr(tokens, "_PIECE_TOKENS", 600)
     source = open_source(str(KINDS[kind](tmp_path)))
     found = _read(source)
     assert [np.asarray(document.content).tolist() for document in found] == DOCUMENTS

@@ -31,7 +31,7 @@ from llmscale.data.prepare.output_folder import (
     rejected_path,
     sync_tree,
 )
-from llmscale.data.prepare.sources.several import SeveralSources
+from llmscale.data.prepare.sources.file_source import SeveralSources
 from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, count_words, show_progress

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,18 +14,18 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import BinaryIO
 
-from llmscale.data.prepare.sources.formats import OpenedContents, is_plain_name, opened_contents
-from llmscale.data.prepare.sources.input_files import InputFile, opened
+from llmscale.data.prepare.sources.formats import FILE_FORMATS, OpenedContents, is_plain_name, opened_contents
 from llmscale.data.prepare.sources.source import (
+    InputFile,
     Place,
     ReadOptions,
     Record,
     Source,
     TokenRules,
     UndecodableError,
+    opened,
     within_budget,
 )
-from llmscale.data.prepare.sources.tar import FILE_FORMATS
 from llmscale.errors import DataError
 
 #: Files that are opened to find out whether their records have fields.
@@ -95,3 +98,74 @@ class FileSource(Source):
 
 def _place_in(raw: BinaryIO) -> int:
     return raw.tell() if not raw.closed else 0
+
+
+class SeveralSources(Source):
+    """One input after the other. Places are (input, ...)."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        self.name = ", ".join(source.name for source in sources)
+        self.left_out = " ".join(source.left_out for source in sources if source.left_out) or None
+        sizes = [source.total_bytes for source in sources]
+        known = [size for size in sizes if size is not None]
+        self.total_bytes = sum(known) if len(known) == len(sizes) else None
+
+    @property
+    def passed_over(self) -> Counter[str]:  # type: ignore[override]  # known when all is read
+        return sum((source.passed_over for source in self._sources), Counter())
+
+    def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+        first, inner = (start[0], start[1:]) if start else (0, ())
+        before = sum(source.total_bytes or 0 for source in self._sources[:first])
+        for number, source in enumerate(self._sources[first:], start=first):
+            source.skipped = source.num_cut = 0
+            skipped, num_cut = self.skipped, self.num_cut
+            for record in source.records(inner, rules):
+                self.read_bytes = before + source.read_bytes
+                self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
+                record.place = (number, *record.place)
+                yield record
+            self.skipped, self.num_cut = skipped + source.skipped, num_cut + source.num_cut
+            before, inner = before + source.read_bytes, ()
+
+    def parts(self) -> list[Source]:
+        """Of every input, in order."""
+        return [part for source in self._sources for part in source.parts()]
+
+    def fingerprint(self) -> str:
+        """Of every input's, in order."""
+        return hashlib.sha256(" ".join(source.fingerprint() for source in self._sources).encode()).hexdigest()
+
+
+STDIN = "-"
+_CHUNK_BYTES = 1 << 20
+
+
+class StandardInput(InputFile):
+    """Everything that stdin holds, in a file without a name in TMPDIR; its stamp is the sha256."""
+
+    def __init__(self) -> None:
+        """Reads to the end. Raises DataError: a terminal, nothing there, disk full."""
+        if sys.stdin is None or sys.stdin.isatty():
+            raise DataError("--input - reads standard input, and that is a terminal. Pipe the text in.")
+        digest, self.size_bytes = hashlib.sha256(), 0
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the source
+        try:
+            while chunk := sys.stdin.buffer.read(_CHUNK_BYTES):
+                digest.update(chunk)
+                self._file.write(chunk)
+                self.size_bytes += len(chunk)
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"--input - cannot be kept in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a larger disk."
+            ) from None
+        if not self.size_bytes:
+            raise DataError("--input - reads standard input, and it is empty.")
+        self.name, self.relative, self.stamp = "stdin", STDIN, digest.hexdigest()
+
+    def open(self) -> BinaryIO:
+        descriptor = os.dup(self._file.fileno())
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return open(descriptor, "rb", _CHUNK_BYTES)

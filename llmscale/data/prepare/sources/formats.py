@@ -3,18 +3,351 @@
 from __future__ import annotations
 
 import codecs
+import io
+import json
+import re
+import tarfile
+import tempfile
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import BinaryIO
+from pathlib import PurePath, PurePosixPath
+from typing import IO, TYPE_CHECKING, BinaryIO, NoReturn, cast
 
-from llmscale.data.prepare.sources.jsonl import is_jsonl, read_jsonl
-from llmscale.data.prepare.sources.parquet import read_parquet
-from llmscale.data.prepare.sources.source import Place, ReadOptions, Record, TokenRules, UndecodableError
-from llmscale.data.prepare.sources.text_files import read_text
-from llmscale.data.prepare.sources.token_files import read_tokens
-from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, unpacked
+from llmscale.data.prepare.sources import source
+from llmscale.data.prepare.sources.source import (
+    Document,
+    Place,
+    ReadOptions,
+    Record,
+    Rejected,
+    TokenRules,
+    UndecodableError,
+    lacks_field,
+    missing_field,
+)
+from llmscale.data.prepare.sources.tokens import read_tokens
+from llmscale.data.shards.compressed import COMPRESSED_SUFFIXES, head_of, most_unpacked_bytes, unfolds, unpacked
+from llmscale.errors import DataError
+
+_CHUNK_BYTES = 1 << 20
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_BOM = b"\xef\xbb\xbf"
+_OBJECT_BEGINS = re.compile(r'\ufeff?\s*(\[\s*)?(?=\{\s*")')
+#: Whole numbers as any others, without Python's limit of 4,300 digits.
+_DECODER = json.JSONDecoder(parse_int=float)
+
+
+def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
+    """Return whether a file of text that begins with `head` is JSON lines.
+
+    One object or array without the field among files of plain text is text: a settings file in a folder of code.
+    Raises DataError for records that are not a line each.
+    """
+    text = head.decode(errors="ignore")
+    if (begin := _OBJECT_BEGINS.match(text)) is None:
+        return False
+    line_end = text.find("\n", begin.end()) % (len(text) + 1)
+    try:
+        record, end = _DECODER.raw_decode(text, begin.end())
+        is_alone = begin[1] is not None or not text[end:].lstrip().startswith("{")
+        if is_alone and options.has_plain and options.text_field not in record:
+            return False
+    except (ValueError, RecursionError):  # damaged, or longer than the head
+        if not re.search(rf"{re.escape(json.dumps(options.text_field))}\s*:", text):
+            return False
+        end = line_end + text[begin.end() : line_end].rstrip().endswith(("{", "[", ","))
+    if begin[1] is not None or end > line_end:
+        raise DataError(
+            f"{name} is a JSON array or document, and records are read from JSON lines. Make a line of each record: "
+            "`jq -c '.[]' FILE` of an array, `jq -c . FILE` of objects."
+        )
+    return True
+
+
+def read_jsonl(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Places are (byte, line), of the next line, from 0. Raises DataError when the first record lacks the field."""
+    offset, number = start or (0, 0)
+    skip_bytes(file, offset)
+    is_first = not offset
+    limit_bytes = source.MAX_DOCUMENT_BYTES
+    field, fast = options.text_field, _fast_parser()
+    while line := file.readline(limit_bytes + 1):
+        size_bytes = len(line)
+        offset, number = offset + size_bytes, number + 1
+        line = line.removeprefix(_BOM) if number == 1 else line
+        reason = ""
+        if size_bytes > limit_bytes:
+            reason = f"longer than {limit_bytes >> 20} MiB, the longest document"
+            offset += _skip_line(file) if not line.endswith(b"\n") else 0
+        elif line.isspace() or not line:
+            continue
+        if not reason:
+            record = _parse(line, fast)
+            if isinstance(record, dict):
+                text = record.get(field)
+                if isinstance(text, str):
+                    is_first = False
+                    yield Document(text, (offset, number))
+                    continue
+                if field in record:
+                    reason = f"the field '{field}' holds {type(text).__name__}, not text"
+                elif is_first:
+                    raise missing_field(f"{name}, line {number}", field, list(record))
+                else:
+                    reason = lacks_field(field, list(record))
+            else:
+                reason = record
+        yield Rejected(f"{name}, line {number}", reason, line, (offset, number))
+
+
+def _fast_parser() -> Callable[[bytes], object]:
+    """orjson, where it is installed. What it takes means the same to `json`, which may take what orjson refuses (NaN,
+    half a surrogate pair, deep nesting) and says why not."""
+    try:
+        import orjson
+    except ImportError:
+        return lambda _: None
+    return cast(Callable[[bytes], object], orjson.loads)
+
+
+def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | str:
+    """The object that a line is, or why it is none."""
+    with suppress(ValueError):
+        record = fast(line)
+        if isinstance(record, dict):
+            return record
+    try:
+        record = _DECODER.decode(line.decode())
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 ({error.reason} at byte {error.start})"
+    except json.JSONDecodeError as error:
+        return f"not valid JSON ({error.msg} at character {error.pos + 1})"
+    except ValueError as error:
+        return f"not valid JSON ({error})"
+    except RecursionError:
+        return "nested too deeply"
+    if not isinstance(record, dict):
+        return f"expected a JSON object, found {type(record).__name__}"
+    # UTF-8 has no half of a surrogate pair; an escape may be one.
+    if b"\\ud" in line or b"\\uD" in line:
+        record = {key: without_lone_surrogates(v) if isinstance(v, str) else v for key, v in record.items()}
+    return record
+
+
+def skip_bytes(file: BinaryIO, count: int) -> None:
+    """Go to byte `count` of a file that has just been opened."""
+    if file.seekable():
+        file.seek(count)
+        return
+    while count > 0 and (chunk := file.read(min(count, _CHUNK_BYTES))):
+        count -= len(chunk)
+
+
+def _skip_line(file: BinaryIO) -> int:
+    """The rest of a line, however long; its bytes."""
+    count = 0
+    while chunk := file.readline(_CHUNK_BYTES):
+        count += len(chunk)
+        if chunk.endswith(b"\n"):
+            break
+    return count
+
+
+def without_lone_surrogates(text: str) -> str:
+    r"""JSON may hold half a surrogate pair (`\ud83d`), which UTF-8 cannot: U+FFFD takes its place."""
+    if _SURROGATE.search(text):
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+#: A longer text file is many documents, of _PIECE_CHARACTERS each.
+MAX_TEXT_BYTES = 16 << 20
+_PIECE_CHARACTERS = 1 << 20
+
+
+def read_text(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """One document; of more than MAX_TEXT_BYTES many, so that a share of them can be kept for validation.
+
+    Places are (documents,), how many were given. Raises UndecodableError for text in another encoding: before anything
+    of the file is given, if it is no longer than MAX_TEXT_BYTES.
+    """
+    (done,) = start or (0,)
+    for number, text in enumerate(_read_texts(file, name), start=1):
+        if number > done:
+            yield Document(text, (number,))
+
+
+def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
+    head = file.read(_CHUNK_BYTES)
+    encoding = "utf-8-sig"
+    try:
+        if name.lower().endswith(".py"):
+            encoding = tokenize.detect_encoding(io.BytesIO(head).readline)[0]
+        b" ".decode(encoding)  # refuses codecs that are no text encodings, such as zlib
+        decoder = codecs.getincrementaldecoder(encoding)()
+        _refuse_zero_bytes(head, name)
+        parts, size_bytes = [decoder.decode(head)], len(head)
+        while chunk := file.read(_CHUNK_BYTES):
+            _refuse_zero_bytes(chunk, name)
+            parts.append(decoder.decode(chunk))
+            size_bytes += len(chunk)
+            if size_bytes > MAX_TEXT_BYTES:
+                *done, rest = _cut("".join(parts))
+                yield from map(without_lone_surrogates, done)
+                parts = [rest]
+        parts.append(decoder.decode(b"", final=True))
+    except (UnicodeError, SyntaxError, LookupError) as error:
+        shown = "UTF-8" if encoding in ("utf-8-sig", "utf-8") else encoding
+        raise UndecodableError(f"{name} is not {shown} text: {error}.") from None
+    yield without_lone_surrogates("".join(parts))
+
+
+def _cut(text: str) -> Iterator[str]:
+    """Pieces of at most _PIECE_CHARACTERS, each ended behind a line if one ends in its last half."""
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        border = text.rfind("\n", start + _PIECE_CHARACTERS // 2, start + _PIECE_CHARACTERS)
+        end = border + 1 or start + _PIECE_CHARACTERS
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _refuse_zero_bytes(chunk: bytes, name: str) -> None:
+    if b"\0" in chunk:
+        raise UndecodableError(f"{name} holds zero bytes: it is binary, or in UTF-16, and no UTF-8 text.")
+
+
+if TYPE_CHECKING:
+    import pyarrow
+    from pyarrow import parquet
+
+#: Of at most MAX_DOCUMENT_BYTES each: few, as a column of one repeated text takes next to nothing in the file.
+_BATCH_ROWS = 64
+
+
+def read_parquet(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Places are (row,), the next one's. A row without a text is an empty one. Raises DataError."""
+    import pyarrow
+    from pyarrow import parquet
+
+    (row,) = start or (0,)
+    file = file if file.seekable() else _unpacked(file, name)
+    try:
+        table = parquet.ParquetFile(file)
+        column = _find_column(table, options.text_field, name)
+        coded = parquet.ParquetFile(
+            file, metadata=table.metadata, read_dictionary=[options.text_field], buffer_size=_CHUNK_BYTES
+        )
+        first = 0
+        for group in range(table.num_row_groups):
+            num_rows = table.metadata.row_group(group).num_rows
+            if row < first + num_rows:
+                batch_rows = _most_rows(coded, group, column, options.text_field, name)
+                # Of a group that was begun, what is done is read again and passed over.
+                for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[options.text_field]):
+                    if row < first + len(batch):
+                        texts = batch.column(0).slice(row - first)
+                        if pyarrow.types.is_dictionary(texts.type):
+                            texts = texts.dictionary_decode()
+                        yield from _read_batch(texts, name, row)
+                        row = first + len(batch)
+                    first += len(batch)
+            else:
+                first += num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{name} is not a readable Parquet file: {str(error).rstrip('.')}.") from None
+
+
+def _find_column(table: parquet.ParquetFile, field: str, name: str) -> int:
+    """Return the number of the column of text among those stored. Raises DataError."""
+    from pyarrow import types
+
+    schema = table.schema_arrow
+    if schema.names.count(field) != 1:
+        if field in schema.names:
+            raise DataError(f"{name} has {schema.names.count(field)} columns '{field}'. Rename all but one.")
+        raise missing_field(name, field, schema.names, "column")
+    kind = schema.field(field).type
+    value = kind.value_type if types.is_dictionary(kind) else kind
+    if not (types.is_string(value) or types.is_large_string(value)):
+        raise DataError(
+            f"{name}: the column '{field}' holds {kind}, not strings. Legal: string, large_string, a dictionary of "
+            "these. Convert it, or name another column with --text-field."
+        )
+    return next(k for k in range(len(table.schema)) if table.schema.column(k).path == field)
+
+
+def _most_rows(coded: parquet.ParquetFile, group: int, column: int, field: str, name: str) -> int:
+    """Return how many rows of a group may be in memory at once: a value of its dictionary may stand in each of them.
+
+    Raises DataError for a column that unfolds.
+    """
+    from pyarrow import compute
+
+    sizes = coded.metadata.row_group(group).column(column)
+    if sizes.total_uncompressed_size > most_unpacked_bytes(sizes.total_compressed_size):
+        raise unfolds(f"{name}, column '{field}',", sizes.total_compressed_size)
+    longest = 0
+    for batch in coded.iter_batches(1, row_groups=[group], columns=[field]):
+        longest = compute.max(compute.binary_length(batch.column(0).dictionary)).as_py() or 0
+        break
+    return max(1, min(_BATCH_ROWS, source.MAX_DOCUMENT_BYTES // max(1, longest)))
+
+
+def _read_batch(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
+    """Rows row, row + 1, ... of a column."""
+    import pyarrow
+    from pyarrow import compute
+
+    if texts.nbytes <= source.MAX_DOCUMENT_BYTES:
+        try:
+            for row, text in enumerate(texts.to_pylist(), start=row + 1):  # noqa: B020
+                yield Document(text or "", (row,))
+        except UnicodeDecodeError:
+            pass  # nothing was given yet: to_pylist makes the whole list first
+        else:
+            return
+    lengths = compute.binary_length(texts).to_pylist()
+    for place, (value, length) in enumerate(zip(texts, lengths, strict=True), start=row + 1):
+        where = f"{name}, row {place - 1}"
+        if length is not None and length > source.MAX_DOCUMENT_BYTES:
+            beginning = bytes(value.as_buffer())[:_CHUNK_BYTES]
+            reason = f"longer than {source.MAX_DOCUMENT_BYTES >> 20} MiB, the longest document"
+            yield Rejected(where, reason, beginning, (place,))
+            continue
+        try:
+            yield Document(value.as_py() or "", (place,))
+        except UnicodeDecodeError as error:
+            contents = value.cast(pyarrow.large_binary()).as_py()
+            yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", contents, (place,))
+
+
+def _unpacked(file: BinaryIO, name: str) -> BinaryIO:
+    """Parquet is read from its end, so a compressed one is unpacked whole: into a file that has no name.
+
+    Raises DataError.
+    """
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # gone when the reader lets go of it
+    while chunk := file.read(_CHUNK_BYTES):
+        try:
+            unpacked.write(chunk)
+        except OSError as error:
+            where = tempfile.gettempdir()
+            raise DataError(
+                f"{name} cannot be unpacked in {where}: {error.strerror}. Set TMPDIR to a larger disk."
+            ) from None
+    unpacked.seek(0)
+    return cast(BinaryIO, unpacked)
+
 
 #: Reads an open file, which may be one that cannot seek, from a place on: (file, its name, options, rules, start).
 Reader = Callable[[BinaryIO, str, ReadOptions, TokenRules | None, Place], Iterator[Record]]
@@ -103,3 +436,116 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
         raise UndecodableError(f"{name} holds zero bytes or UTF-16, and no UTF-8 text.")
     return _JSONL if is_jsonl(head, name, options) else named
+
+
+_BUFFER_BYTES = 1 << 20
+#: Of a name or a list of attributes before a file, which tarfile reads whole.
+_MOST_HEADER_BYTES = 1 << 20
+_HEADER_TYPES = (
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+)
+
+
+class _Member(tarfile.TarInfo):
+    """Refuses headers that would fill the memory, and those that tarfile takes for the end."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        try:
+            return super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            if isinstance(error, tarfile.EOFHeaderError):  # type: ignore[attr-defined]
+                raise
+            raise tarfile.ReadError(str(error)) from None
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _HEADER_TYPES and self.size > _MOST_HEADER_BYTES:
+            raise tarfile.HeaderError(f"a header of {self.size:,} bytes")
+        return cast(tarfile.TarInfo, super()._proc_member(archive))  # type: ignore[misc]
+
+    def _refuse_sparse(self, *_: object) -> NoReturn:
+        raise tarfile.ReadError("a sparse file, which is not read: pack it without --sparse")
+
+    _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
+
+
+class _Ending:
+    """A file that cannot be read beyond its end again and again, as tarfile does to skip any stated size."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._num_ends = 0
+
+    def read(self, size: int) -> bytes:
+        """Raises ReadError."""
+        self._num_ends += not (contents := self._file.read(size))
+        if self._num_ends > 2:
+            raise tarfile.ReadError("unexpected end of data")
+        return contents
+
+
+class _Forward(io.RawIOBase):
+    """A member of an archive that cannot go back."""
+
+    def __init__(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+        contents = archive.extractfile(member)
+        assert contents is not None
+        self._contents = contents
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        contents = self._contents.read(len(buffer))
+        buffer[: len(contents)] = contents
+        return len(contents)
+
+
+def _is_hidden(path: PurePosixPath) -> bool:
+    return any(part.startswith(".") and part not in (".", "..") for part in path.parts)
+
+
+def read_tar(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Places are (member, ...). Members that are no files (links, devices), hidden or of no known kind are passed over
+    and counted. Raises DataError."""
+    first, inner = (start[0], start[1:]) if start else (0, ())
+    try:
+        with tarfile.open(fileobj=cast(IO[bytes], _Ending(file)), mode="r|", tarinfo=_Member) as archive:
+            for number, member in enumerate(archive):
+                # A long archive would otherwise keep a note of each.
+                archive.members = []  # type: ignore[attr-defined]
+                if number < first:
+                    continue
+                path = PurePosixPath(member.name)
+                kind = format_of(path)
+                if not member.isreg() or kind is None or _is_hidden(path):
+                    if not member.isdir():
+                        options.passed_over[(path.suffix or path.name)[:80]] += 1
+                    continue
+                contents = cast(BinaryIO, io.BufferedReader(_Forward(archive, member), _BUFFER_BYTES))
+                where = f"{name}:{member.name}"
+                for record in _read_member(contents, where, member.size, options, rules, inner):
+                    record.place = (number, *record.place)
+                    yield record
+                inner = ()
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # the last two of headers
+        raise DataError(f"{name} is damaged, cut short or no tar: {error}.") from None
+
+
+def _read_member(
+    file: BinaryIO, where: str, size_bytes: int, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """A member; one that is not UTF-8 is one rejected record."""
+    try:
+        with opened_contents(file, where, size_bytes, options) as (kind, contents):
+            yield from kind.read(contents, where, options, rules, start)
+    except UndecodableError as error:
+        yield Rejected(where, str(error).removeprefix(f"{where} ").rstrip("."), b"", (1,))
+
+
+TAR = Format(read_tar, frozenset({".tar"}), in_folders=False, magic=(257, b"ustar"))
+#: Of everything that `--input` may name.
+FILE_FORMATS = (*FORMATS, TAR)

@@ -15,9 +15,8 @@ from llmscale.data.clean.cleaned_set import MANIFEST_NAME as CLEAN_MANIFEST_NAME
 from llmscale.data.clean.cleaned_set import parse_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import format_of
-from llmscale.data.prepare.sources.input_files import InputFile, matches, opened
-from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsFolder, MdsSource
-from llmscale.data.prepare.sources.source import ReadOptions, Source
+from llmscale.data.prepare.sources.source import InputFile, ReadOptions, Source, matches, opened
+from llmscale.data.prepare.sources.tokens import INDEX_NAME, MdsFolder, MdsSource
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.storage.objects import Store, StoredObject
 from llmscale.data.storage.schemes import path_of

@@ -1,9 +1,4 @@
-"""MDS shards of another program, such as llm-foundry's conversion: a column of tokens, or one of text.
-
-Read by its own few lines and not by Streaming's readers: an index names the encodings of columns, one of which (`pkl`)
-runs code, and files, which may lie anywhere. Of a sample only the one column is looked at. A shard is in memory as a
-whole, one at a time.
-"""
+"""Documents in a stream of tokens: what lies between two end-of-text tokens, whatever the pieces it is stored in."""
 
 from __future__ import annotations
 
@@ -13,16 +8,17 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
-from llmscale.data.prepare.sources.input_files import InputFile, LocalFile, opened
 from llmscale.data.prepare.sources.source import (
     Document,
+    InputFile,
+    LocalFile,
     Place,
     ReadOptions,
     Record,
@@ -30,22 +26,131 @@ from llmscale.data.prepare.sources.source import (
     Source,
     TokenRules,
     lacks_field,
+    opened,
     within_budget,
 )
-from llmscale.data.prepare.sources.token_stream import documents_in, need_rules
 from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import is_plain_name
 
+#: A longer document is several, so that memory stays bounded where no token ends one.
+MOST_TOKENS = 1 << 22
+
+
+def need_rules(rules: TokenRules | None, name: str) -> TokenRules:
+    """Raises DataError where only text will do."""
+    if rules is None:
+        raise DataError(f"{name} holds tokens, and text is needed.")
+    return rules
+
+
+def documents_in(
+    pieces: Iterable[tuple[Place, TokenArray]], offset: int, rules: TokenRules, name: str
+) -> Iterator[Document]:
+    """Documents of consecutive pieces, the first of which is read from token `offset` on. Places are (*piece, offset).
+
+    End-of-text and begin-of-text are taken away, and what is empty then. Raises DataError for a token that the
+    tokenizer does not have.
+    """
+    waiting: list[TokenArray] = []
+    place: Place = ()
+    for piece, tokens in pieces:
+        _check(tokens, rules, name)
+        begin, offset = offset, 0
+        for end in (np.flatnonzero(tokens[begin:] == rules.eot_token) + begin).tolist():
+            place = (*piece, end + 1)
+            yield from _document([*waiting, tokens[begin:end]], place, rules)
+            waiting, begin = [], end + 1
+        waiting.append(tokens[begin:])
+        place = (*piece, len(tokens))
+        if sum(map(len, waiting)) >= MOST_TOKENS:
+            yield from _document(waiting, place, rules)
+            waiting = []
+    yield from _document(waiting, place, rules)
+
+
+def _document(parts: list[TokenArray], place: Place, rules: TokenRules) -> Iterator[Document]:
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+    begin = len(rules.bos_tokens)
+    if begin and tuple(tokens[:begin].tolist()) == rules.bos_tokens:
+        tokens = tokens[begin:]
+    if len(tokens):
+        yield Document(tokens.astype(np.uint32), place)
+
+
+def _check(tokens: TokenArray, rules: TokenRules, name: str) -> None:
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < rules.vocab_size:
+        wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
+        raise DataError(
+            f"{name} holds the token {wrong}, and the tokenizer has {rules.vocab_size:,}. Give the tokenizer that it "
+            "was made with by --tokenizer."
+        )
+
+
+_HEADER_BYTES = 256 * 4
+_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_PIECE_TOKENS = 1 << 20
+
+
+def read_tokens(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Places are (piece, token). Raises DataError: cut short, tokens of another tokenizer."""
+    rules = need_rules(rules, name)
+    piece, offset = start or (0, 0)
+    head = file.read(_HEADER_BYTES)
+    magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    dtype = _DTYPES.get((magic, version)) if len(head) == _HEADER_BYTES else None
+    if dtype is None:
+        if magic in (20240520, 20240801):
+            raise DataError(f"{name} is a file of llm.c's of version {version}, which is not known. Known: 1 and 7.")
+        if rules.vocab_size > 1 << 16:
+            raise DataError(
+                f"{name} has no header of llm.c, so it is read as nanoGPT's uint16, and the tokenizer has "
+                f"{rules.vocab_size:,} tokens. Give the tokenizer that it was made with."
+            )
+        yield from documents_in(_pieces(file, head, "<u2", name, None, piece), offset, rules, name)
+    else:
+        yield from documents_in(_pieces(file, b"", dtype, name, count, piece), offset, rules, name)
+
+
+def _pieces(
+    file: BinaryIO, head: bytes, dtype: str, name: str, count: int | None, first: int
+) -> Iterator[tuple[Place, TokenArray]]:
+    """From piece `first` on; `head` was read already. Raises DataError when there are not `count` tokens."""
+    piece_bytes = _PIECE_TOKENS * np.dtype(dtype).itemsize
+    number = num_tokens = 0
+    while data := head + _read_bytes(file, piece_bytes - len(head)):
+        head = b""
+        if len(data) % np.dtype(dtype).itemsize:
+            raise DataError(f"{name} is cut short, or no file of tokens: it ends within a token.")
+        tokens = np.frombuffer(data, dtype)
+        num_tokens += len(tokens)
+        if number >= first:
+            yield (number,), tokens
+        number += 1
+    if count is not None and num_tokens != count:
+        raise DataError(f"{name} is cut short: {num_tokens:,} tokens, and its header says {count:,}.")
+
+
+def _read_bytes(file: BinaryIO, count: int) -> bytes:
+    """So many bytes, fewer at the end only."""
+    parts = []
+    while count and (part := file.read(count)):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
 INDEX_NAME = "index.json"
 #: Streaming's shards have 64 MiB unless asked for more; they are read whole.
 _MOST_SHARD_BYTES = 1 << 30
 _TOKENS_NAME = "tokens"
 #: By the byte that stands before an array whose type its column leaves open, and by name.
-_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-_NAMES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
+_ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+_ARRAY_TYPES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
           "uint64": "<u8", "int64": "<i8"}  # fmt: skip
 
 
@@ -228,7 +333,7 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
 def _check_encoding(encoding: str, name: str, where: str) -> None:
     kind, _, rest = encoding.partition(":")
     dtype = rest.partition(":")[0]
-    if encoding in ("str", "bytes") or (kind == "ndarray" and (not dtype or dtype in _NAMES)):
+    if encoding in ("str", "bytes") or (kind == "ndarray" and (not dtype or dtype in _ARRAY_TYPES)):
         return
     raise DataError(
         f"{where}: the column {name} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or ndarray "
@@ -271,7 +376,7 @@ def _decode(data: bytes, encoding: str) -> TokenArray:
     if encoding == "bytes":
         return np.frombuffer(data, "<i8")
     _, dtype, shape = (*encoding.split(":", 2), "", "")[:3]
-    code = _NAMES[dtype] if dtype else _DTYPES.get(data[0], "")
+    code = _ARRAY_TYPES[dtype] if dtype else _ARRAY_DTYPES.get(data[0], "")
     place = 0 if dtype else 1
     if not shape:
         # A byte: number of dimensions above, log2 of the bytes of each below.
