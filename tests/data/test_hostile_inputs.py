@@ -129,10 +129,10 @@ def test_what_is_no_file_of_the_folder_is_left_out_and_said(make: Callable[[Path
     make(folder)
     opened = open_source(str(folder))
     assert list(opened.documents()) == ["text", "text"]
-    assert opened.left_out is not None and opened.left_out.startswith("Left out: ")
+    assert opened.left_out is not None and opened.left_out.startswith("Skipped ")
     (folder / "alias.txt").unlink()
     (folder / "sub" / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"none of its files .*Left out: "):
+    with pytest.raises(DataError, match=r"none of its files .*Skipped "):
         open_source(str(folder))
 
 

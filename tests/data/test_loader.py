@@ -308,7 +308,7 @@ def test_two_sets_in_one_process(location: SetLocation, make_set: Callable[..., 
 
 
 def test_an_order_of_another_set_is_refused(location: SetLocation) -> None:
-    with pytest.raises(ConfigError, match="The order is of 5 samples"):
+    with pytest.raises(ConfigError, match="The order has 5 samples"):
         Feed(TokenShards(location, "train"), SampleOrder([5], seed=0), FeedPlan(RankLayout(0, (1,)), 1, 1))
 
 

@@ -1,4 +1,14 @@
-"""Pack one split's documents into windows of T + 1 tokens, shuffle them and write them as MDS shards."""
+"""Pack one split's documents into windows of T + 1 tokens, shuffle the windows, and write MDS shards.
+
+The shuffle is exact, in two passes with bounded memory: windows are written in the order of random keys, a function of
+the seed and the window's number, so a window's place can be computed again. Windows that do not fit into memory go to
+one temporary file as sorted runs. As keys are uniform, a slice of the key range is about equally long in every run;
+slice after slice is read from all runs and sorted. It needs as much disk as the windows, and reads and writes them once
+more. A run can be written at any time without changing the result.
+
+Shards are byte for byte what Streaming's MDSWriter writes, without a Python step per window. All samples have one size,
+so each shard's windows are known beforehand: shards are made in parallel, and an interrupted run's are kept.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +38,12 @@ Windows = NDArray[np.unsignedinteger]
 #: An entry of Streaming's index.json.
 Entry = dict[str, object]
 _JOURNAL_NAME = "shards.jsonl"
-#: Shards in memory while they are compressed and written.
+#: Shards in memory during compression and writing.
 _MOST_UNDER_WAY = 2
 
 
 class ShardFiles:
-    """The shards of one split, written in order into `folder`."""
+    """The shards of one split, written in order."""
 
     def __init__(
         self,
@@ -46,8 +56,8 @@ class ShardFiles:
         compression: str,
         keep: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """`journal` is a file beside the set that says which shards are whole. `keep` is given each that is, also
-        those of an interrupted run: a remote set's are uploaded and removed."""
+        """`journal` is a file beside the dataset that lists finished shards. `keep` gets each of them, also those of an
+        interrupted run: a remote dataset's are uploaded and removed."""
         self._folder = folder
         self._journal = journal
         self._compression = compression
@@ -64,12 +74,12 @@ class ShardFiles:
         }
         self._config_data = json.dumps(self._config, sort_keys=True).encode()
         window_bytes = (seq_len + 1) * np.dtype(dtype).itemsize
-        # A shard has its number of samples, their offsets and one more, and the configuration in front.
+        # A shard begins with its number of samples, their offsets and one more, and the configuration.
         self.windows_per_shard = (shard_bytes - 8 - len(self._config_data)) // (window_bytes + 4)
 
     def write(self, windows_from: Callable[[int], Iterable[Windows]], done: Callable[[int], None]) -> list[Entry]:
-        """All shards that are not there yet, then the index. `windows_from(k)` gives all windows from the k-th on in
-        pieces [n, T + 1]; `done` is told the bytes of each shard. Returns the index's entries. Raises OSError."""
+        """Write all missing shards, then the index, and return its entries. `windows_from(k)` yields all windows from
+        the k-th on in pieces [n, T + 1]; `done` gets the bytes of each shard. Raises OSError."""
         self._folder.mkdir(exist_ok=True)
         for leftover in self._folder.glob(".*.partial"):
             leftover.unlink()
@@ -99,20 +109,20 @@ class ShardFiles:
         return entries
 
     def _load_whole(self) -> list[Entry]:
-        """Entries of the shards that an interrupted run has written."""
+        """Return the entries of shards that an interrupted run has written."""
         entries: list[Entry] = []
         with suppress(FileNotFoundError):
             for line in self._journal.read_bytes().splitlines(keepends=True):
                 if not line.endswith(b"\n"):
                     break  # torn
                 entries.append(json.loads(line))
-        # Without what was torn.
+        # Rewrite the journal without a torn line.
         with open(self._journal, "wb", buffering=0) as journal:
             journal.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
         return entries
 
     def _grouped(self, pieces: Iterable[Windows]) -> Iterator[list[Windows]]:
-        """The windows of one shard after the other."""
+        """Yield the windows of each shard."""
         waiting: list[Windows] = []
         missing = self.windows_per_shard
         for piece in pieces:
@@ -162,36 +172,36 @@ def _stored_name(entry: Entry) -> str:
     return str(stored["basename"])
 
 
-#: Bytes of windows in memory that make a run; while it is sorted and written, as much again.
+#: Bytes of windows in memory that make a run; sorting and writing it takes as much again.
 BUFFER_BYTES = 128 << 20
-#: Keeps the keys apart from the sample order's, should both have one seed.
+#: Separates the keys from the sample order's at equal seeds.
 _DOMAIN = 0x5713_0A7E_55AF_F1ED
 
-#: Windows that are copied at once.
+#: Windows copied at once.
 _PIECE_WINDOWS = 1 << 12
 _KEY_BYTES = 8
 
 
 def window_keys(first: int, count: int, seed: int) -> UInt64Array:
-    """Keys of windows first .. first + count - 1; ascending keys are the order in which they are written."""
+    """Return the keys of windows first .. first + count - 1, which are written in ascending order of keys."""
     return fold64(key64(seed, _DOMAIN), np.arange(first, first + count, dtype=np.uint64))
 
 
 @dataclass(frozen=True)
 class Run:
-    """Windows that are written together."""
+    """Windows that are sorted and written together."""
 
     begin: int
-    """The first one."""
+    """Number of the first window."""
     buffer: Windows
     """[at least num_windows, T + 1]."""
     num_windows: int
 
 
 class WindowShuffle:
-    """Windows go in in the order of the text and come out shuffled, once all are in; without a seed as they went in.
+    """Takes windows in the order of the text and returns them shuffled, or in the same order without a seed.
 
-    Two buffers of BUFFER_BYTES take turns: memory that is touched for the first time costs more than the copy into it.
+    Two buffers of BUFFER_BYTES alternate, because touching new memory costs more than the copy into it.
     """
 
     def __init__(
@@ -203,8 +213,8 @@ class WindowShuffle:
         seed: int | None,
         run_begins: list[int] | None = None,
     ) -> None:
-        """`scratch` is a file that is written only when memory does not suffice, or when `write_run` is called.
-        `run_begins` says what an interrupted run has left in it."""
+        """`scratch` is a file that is written only if memory does not suffice or `write_run` is called. `run_begins`
+        describes its contents after an interruption."""
         self._scratch = scratch
         self._seed = seed
         self._window_length, self._dtype = window_length, np.dtype(dtype)
@@ -212,17 +222,17 @@ class WindowShuffle:
         self._buffer = self._new_buffer(0)
         self._num_waiting = 0
         self._spare: Windows | None = None
-        #: The first window of each run, and of what is in memory.
+        #: First window of each run, and of the windows in memory.
         self.run_begins = run_begins or [0]
         self.num_windows = self.run_begins[-1]
 
     @property
     def waiting_bytes(self) -> int:
-        """Of windows in memory."""
+        """Bytes of windows in memory."""
         return self._num_waiting * self._window_bytes
 
     def add(self, windows: Windows) -> None:
-        """Take windows [n, T + 1], which are copied."""
+        """Add windows [n, T + 1], which are copied."""
         end = self._num_waiting + len(windows)
         if end > len(self._buffer):
             grown = self._new_buffer(2 * end)
@@ -233,7 +243,7 @@ class WindowShuffle:
         self.num_windows += len(windows)
 
     def take_run(self) -> Run:
-        """What is in memory; from now on it counts as written."""
+        """Return the windows in memory, which count as written from now on."""
         run = Run(self.run_begins[-1], self._buffer, self._num_waiting)
         if run.num_windows:
             self.run_begins.append(self.num_windows)
@@ -243,12 +253,12 @@ class WindowShuffle:
         return run
 
     def write_run(self, run: Run) -> None:
-        """Sort what `take_run` gave and make it durable. Raises OSError. May run beside `add`."""
+        """Sort a run and write it durably; may run concurrently with `add`. Raises OSError."""
         if not run.num_windows:
             return
         keys, order = self._sort(run)
         with open(self._scratch, "r+b" if run.begin else "wb") as file:
-            # Behind it may stand half of a run that was interrupted.
+            # An interrupted write may have left half a run.
             file.seek(self._place(run.begin))
             file.truncate()
             file.write(keys.data)
@@ -259,7 +269,7 @@ class WindowShuffle:
         self._spare = run.buffer
 
     def drain(self, first: int = 0) -> Iterator[Windows]:
-        """All windows in their new order, from place `first` on, in pieces [n, T + 1]. Raises OSError."""
+        """Yield all windows in their new order, from place `first` on, in pieces [n, T + 1]. Raises OSError."""
         if len(self.run_begins) > 1:
             self.write_run(self.take_run())
             yield from self._merge_runs(first)
@@ -268,22 +278,22 @@ class WindowShuffle:
         yield from self._in_order(run.buffer, self._sort(run)[1][first:])
 
     def _new_buffer(self, num_windows: int) -> Windows:
-        """For at least so many; what is not written to takes no memory."""
+        """Return a buffer for at least `num_windows`; untouched parts take no memory."""
         usual = BUFFER_BYTES * 9 // 8 // self._window_bytes + 1
         return np.empty((max(usual, num_windows), self._window_length), self._dtype)
 
     def _place(self, begin: int) -> int:
-        """Where the run that begins with a window stands in the file: its keys, then its windows."""
+        """Return the file offset of the run that begins with a window: its keys, then its windows."""
         return begin * (_KEY_BYTES + self._window_bytes)
 
     def _sort(self, run: Run) -> tuple[UInt64Array, NDArray[np.int64]]:
-        """Keys in ascending order, and the windows that have them, as rows of the buffer, [n] each."""
+        """Return the sorted keys and the buffer rows in that order, [n] each."""
         keys = self._keys(run.begin, run.num_windows)
         order = np.argsort(keys, kind="stable")
         return keys[order], order
 
     def _in_order(self, buffer: Windows, order: NDArray[np.int64]) -> Iterator[Windows]:
-        """Copies of the rows, in pieces [n, T + 1]."""
+        """Yield copies of the rows in pieces [n, T + 1]."""
         for start in range(0, len(order), _PIECE_WINDOWS):
             yield buffer[order[start : start + _PIECE_WINDOWS]]
 
@@ -293,8 +303,8 @@ class WindowShuffle:
         return window_keys(first, count, self._seed)
 
     def _merge_runs(self, first: int) -> Iterator[Windows]:
-        """Slices of the range of keys, of about half of BUFFER_BYTES, each gathered from all runs and sorted; those
-        before place `first` are not read."""
+        """Yield the windows slice by slice of the key range: each slice, about half of BUFFER_BYTES, is read from all
+        runs and sorted. Slices before place `first` are not read."""
         num_slices = -(-2 * self._place(self.num_windows) // BUFFER_BYTES)
         highest = self.num_windows if self._seed is None else 1 << 64
         limits = np.array([number * highest // num_slices for number in range(1, num_slices)], np.uint64)
@@ -322,18 +332,18 @@ class WindowShuffle:
                 first = 0
 
     def _slice_run(self, begin: int, end: int, limits: UInt64Array) -> NDArray[np.int64]:
-        """Where each slice begins among the windows of a run, and where the last one ends, [slices + 1]."""
+        """Return the offset of each slice among a run's windows, and the end of the last, [slices + 1]."""
         slices = np.searchsorted(limits, self._keys(begin, end - begin), side="right")
         return np.concatenate([[0], np.cumsum(np.bincount(slices, minlength=len(limits) + 1))])
 
 
 def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
-    """Raises OSError, also for a file that was cut."""
+    """Read bytes at an offset into an array. Raises OSError, also for a truncated file."""
     if not into.nbytes:
         return
     file.seek(place)
     if file.readinto(into.data.cast("B")) != into.nbytes:  # type: ignore[attr-defined]
-        raise OSError(errno.EIO, "Windows that were written are missing", file.name)
+        raise OSError(errno.EIO, "windows are missing in the temporary file", file.name)
 
 
 Tokens = NDArray[np.unsignedinteger]
@@ -341,7 +351,7 @@ Tokens = NDArray[np.unsignedinteger]
 
 @dataclass(frozen=True)
 class TokenisedDocument:
-    """A document's tokens with what stands around it, end-of-text last, and what decides where it goes."""
+    """A document's tokens, with begin-of-text and end-of-text, and its text hash."""
 
     tokens: Tokens
     num_text_bytes: int
@@ -352,7 +362,8 @@ class TokenisedDocument:
         return len(self.tokens)
 
     def cut_at(self, num_tokens: int) -> tuple[TokenisedDocument, TokenisedDocument]:
-        """The first tokens, and the others, each with end-of-text behind it; bytes of text in proportion."""
+        """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text, and bytes in
+        proportion."""
         num_bytes = round(self.num_text_bytes * num_tokens / (len(self.tokens) - 1))
         first = np.append(self.tokens[:num_tokens], self.tokens[-1:])
         return (
@@ -361,31 +372,30 @@ class TokenisedDocument:
         )
 
 
-#: Tokens that are gathered before windows are cut off.
+#: Tokens that are collected before windows are cut.
 _BUFFER_TOKENS = 1 << 18
 
 
 @dataclass
 class SplitState:
-    """What a split holds besides the windows that are on disk: enough to go on from there."""
+    """Content of a split besides the windows on disk, to resume from."""
 
     rest: Tokens
-    """Tokens behind the last full window, the token that it shares with the next one first."""
+    """Tokens after the last full window, beginning with the token that two windows share."""
     counts: NDArray[np.int64]
-    """How often each token occurred, [vocab_size]."""
+    """Occurrences of each token, [vocab_size]."""
     num_documents: int
     num_text_bytes: int
     run_begins: list[int]
-    """Of the windows on disk; see WindowShuffle."""
+    """First window of each run on disk; see WindowShuffle."""
 
 
 class SplitWriter:
-    """Documents go in one after the other, each followed by end-of-text.
+    """Writes one split, document after document, each followed by end-of-text.
 
-    Window w is tokens [w T, w T + T] of the resulting stream: T + 1 tokens, of which the last is the next
-    window's first, so that with inputs window[:-1] and targets window[1:] every token is an input once and a
-    target once. Sample k is the k-th window by the keys that `shuffle_seed` gives (window_shuffle.py), or window k
-    when that is None.
+    Window w is tokens [w T, w T + T] of the stream: T + 1 tokens, the last of which is the next window's first. With
+    inputs window[:-1] and targets window[1:], every token is an input once and a target once. Sample k is the k-th
+    window by the keys of `shuffle_seed`, or window k if that is None.
     """
 
     def __init__(
@@ -399,7 +409,7 @@ class SplitWriter:
         shuffle_seed: int | None,
         state: SplitState | None,
     ) -> None:
-        """`scratch` is for windows that do not fit into memory. `state` is what an interrupted run has left."""
+        """`scratch` is a file for windows that do not fit into memory. `state` is from an interrupted run."""
         self._files = files
         self._seq_len = seq_len
         state = state or SplitState(np.zeros(0, dtype), np.zeros(vocab_size, np.int64), 0, 0, [0])
@@ -417,17 +427,17 @@ class SplitWriter:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of windows in memory."""
+        """Bytes of windows in memory."""
         return self._shuffle.waiting_bytes
 
     @property
     def num_windows(self) -> int:
-        """That all documents until now fill."""
+        """Windows that the documents so far fill."""
         return self._shuffle.num_windows + max(0, self._num_waiting - 1) // self._seq_len
 
     @property
     def num_window_bytes(self) -> int:
-        """Of these windows."""
+        """Bytes of these windows."""
         return self.num_windows * (self._seq_len + 1) * self._waiting[0].itemsize
 
     @property
@@ -435,7 +445,7 @@ class SplitWriter:
         return int(self._counts.sum()) + self._num_waiting - self._num_counted
 
     def add_documents(self, tokens: Tokens, num_documents: int, num_text_bytes: int) -> None:
-        """Append documents' tokens, of the split's dtype, each with the end-of-text token that ends it."""
+        """Append documents' tokens in the split's dtype, each document with its end-of-text token."""
         self._waiting.append(tokens)
         self._num_waiting += len(tokens)
         self._num_documents += num_documents
@@ -444,7 +454,7 @@ class SplitWriter:
             self._cut_windows()
 
     def take_run(self) -> tuple[Run, SplitState]:
-        """The windows in memory, for `write_run`, and what the split will be once they are written."""
+        """Return the windows in memory, for `write_run`, and the split's state once they are written."""
         self._cut_windows()
         run = self._shuffle.take_run()
         [rest] = self._waiting
@@ -452,13 +462,13 @@ class SplitWriter:
         return run, SplitState(rest, self._counts.copy(), self._num_documents, self._num_text_bytes, begins)
 
     def write_run(self, run: Run) -> None:
-        """Raises OSError. May run beside `add_documents`."""
+        """Write a run; may run concurrently with `add_documents`. Raises OSError."""
         self._shuffle.write_run(run)
 
     def finish(self, done: Callable[[int], None]) -> SplitManifest:
-        """Write what is left, the shards and the index, and tell `done` the bytes of each shard.
+        """Write the shards and the index, and pass the bytes of each shard to `done`.
 
-        What does not fill a window is counted as the tail. Raises OSError.
+        Tokens after the last full window are the tail. Raises OSError.
         """
         self._cut_windows()
         num_samples = self._shuffle.num_windows
@@ -478,7 +488,7 @@ class SplitWriter:
         )
 
     def _cut_windows(self) -> None:
-        """Count what is waiting and pass on every full window; the rest, a shared token included, stays."""
+        """Count the waiting tokens and cut full windows; the rest stays, with the shared token."""
         tokens = np.concatenate(self._waiting)
         self._counts += np.bincount(tokens[self._num_counted :], minlength=len(self._counts))
         num_windows = max(0, (len(tokens) - 1) // self._seq_len)
@@ -496,6 +506,6 @@ def _describe(entry: Entry) -> ShardInfo:
 
 
 def unigram_entropy_nats(counts: NDArray[np.int64]) -> float:
-    """- sum p ln p over token frequencies p: the cross-entropy, in nats, of a model that knows only these."""
+    """Return - sum p ln p over token frequencies p: the cross-entropy, in nats, of a model that knows only these."""
     frequencies = counts[counts > 0] / max(int(counts.sum()), 1)
     return float(-(frequencies * np.log(frequencies)).sum())

@@ -1,4 +1,9 @@
-"""Open a prepared set, in a local folder or in a store with a local cache, and copy its description."""
+"""Open a prepared dataset in a local folder or in a store, and fetch its shards into a local cache.
+
+Streaming's transport brings one file at a time. Its `StreamingDataset` would coordinate ranks by named shared memory
+and barriers, which leak when a process is killed, are limited by /dev/shm, and hang other ranks after a failure. A file
+lock per shard needs no ranks and no cleaning up, and any number of runs can share a cache.
+"""
 
 from __future__ import annotations
 
@@ -43,30 +48,29 @@ DEFAULT_CACHE = Path("~/.cache/llmscale/data")
 
 @dataclass(frozen=True)
 class SetLocation:
-    """A set that can be opened."""
+    """A dataset that was found."""
 
     name: str
-    """As the user wrote it, for messages."""
+    """Name as the user wrote it, for messages."""
     manifest: Manifest
     folder: Path
-    """Local folder with manifest and indexes; shards are there, or come there when they are needed."""
+    """Local folder with manifest and indexes; shards are in it or are fetched into it."""
     remote: str | None
-    """Where shards are fetched from; None for a local set."""
+    """URL or folder from which shards are fetched; None for a local dataset."""
 
 
 def open_set(data: str, cache: Path | None = None) -> SetLocation:
-    """Find a set by `--data`: a local folder, or a URL of Streaming's (s3://, gs://, hf://, ...).
+    """Find a dataset by `--data`: a local folder or a URL that Streaming knows (s3://, gs://, hf://, ...).
 
-    A remote set's files go to `cache/<fingerprint>`: two sets can never share a file, and a set that was
-    prepared anew under the same URL starts with an empty cache. A local folder with a `cache` is treated as
-    remote (a slow network disk). Raises DataError when there is no set or it cannot be reached.
+    A remote dataset's files go to `cache/<fingerprint>`, so no two datasets share files. A local folder with a `cache`
+    is treated as remote (a slow network disk). Raises DataError when the dataset is missing or unreachable.
     """
     data = data.removeprefix("file://")
     if "://" not in data and cache is None:
         return SetLocation(data, load_manifest(data), Path(data), remote=None)
     cache = (cache or DEFAULT_CACHE).expanduser()
     if "://" not in data:
-        load_manifest(data)  # explains a missing or half-written folder better than a failed download
+        load_manifest(data)  # gives a better message than a failed download
     manifest, remote = _find_remote(data, cache)
     folder = cache / manifest.fingerprint[:16]
     for split in manifest.splits:
@@ -83,7 +87,7 @@ def open_set(data: str, cache: Path | None = None) -> SetLocation:
 
 
 def _find_remote(data: str, scratch: Path) -> tuple[Manifest, str]:
-    """Return a set and where its files are: at the URL, or in the folder below that its manifest names. Raises
+    """Return a dataset's manifest and location: the URL, or the folder below it that the manifest names. Raises
     DataError."""
     remote = data.rstrip("/")
 
@@ -102,8 +106,7 @@ def _find_remote(data: str, scratch: Path) -> tuple[Manifest, str]:
 
 
 def _fetch_parsed(remote: str, relative: str, scratch: Path, parse: Callable[[bytes, str], _T]) -> _T:
-    """Return what `parse` makes of a small remote file and its name. Where it finds damage the file is fetched again:
-    it may have come so. Raises DataError."""
+    """Return `parse(contents, name)` of a small remote file, fetched a second time if damaged. Raises DataError."""
     try:
         return parse(_download(remote, relative, scratch), f"{remote}/{relative}")
     except UnreachableError:
@@ -113,21 +116,21 @@ def _fetch_parsed(remote: str, relative: str, scratch: Path, parse: Callable[[by
 
 
 def _explain_unfinished(remote: str, scratch: Path) -> DataError | None:
-    """Return what to say of a set that `prepare` has begun and not ended; None where there is none."""
+    """Return the error for a dataset that `prepare` has not finished, or None."""
     try:
         request = parse_json(_download(remote, UNFINISHED_NAME, scratch), Rules(DataError), UNFINISHED_NAME)
     except DataError:
         return None
     flags = (f"{name} {value}" for name, value in request.items() if name in ("--input", "--tokenizer", "--seq-len"))
     return DataError(
-        f"{remote} is not finished: `llmscale data prepare` has begun it and not ended. Give the command that began it "
-        f"again, which continues: llmscale data prepare {' '.join(flags)[:300]} --out {remote} (with its other flags)."
+        f"{remote} is not finished. Give the command that started it again, to continue: llmscale data prepare "
+        f"{' '.join(flags)[:300]} --out {remote} (with its other flags)."
     )
 
 
-def find_moved(location: SetLocation) -> SetLocation | None:
-    """Where a set lies of which a file is not there: an equal one has taken its place in another folder. None where it
-    lies where it did, or nobody knows. Raises DataError when the set there is another one."""
+def find_republished(location: SetLocation) -> SetLocation | None:
+    """Return the new location of a dataset with a missing file, if an equal one has replaced it in another folder, else
+    None. Raises DataError when a different one has replaced it."""
     if location.remote is None:
         return None
     try:
@@ -137,21 +140,21 @@ def find_moved(location: SetLocation) -> SetLocation | None:
     if now.fingerprint == location.manifest.fingerprint:
         return replace(location, remote=remote) if remote != location.remote else None
     raise DataError(
-        f"{location.name} was replaced while it was read: it is the set {now.fingerprint[:12]} now, and this is "
-        f"{location.manifest.fingerprint[:12]}, which is no longer there. Begin again with the new one, or restore the "
-        "old one."
+        f"{location.name} was replaced while it was read: its fingerprint is {now.fingerprint[:12]} now instead of "
+        f"{location.manifest.fingerprint[:12]}. Start again with the new one, or restore the old one."
     )
 
 
 def fetch_tokenizer(location: SetLocation) -> None:
-    """Bring a remote set's tokenizer files into its cache folder, where `load_set_tokenizer` finds them."""
+    """Fetch a remote dataset's tokenizer files into its cache folder, for `load_set_tokenizer`."""
     for name in _tokenizer_files(location):
         if location.remote is not None and not (location.folder / name).is_file():
             _write(location.folder / name, _download(location.remote, name, location.folder))
 
 
 def _tokenizer_files(location: SetLocation) -> Iterator[str]:
-    """Yield the names of a set's tokenizer files. The first ones must be there before those that they list."""
+    """Yield the names of a dataset's tokenizer files. Fetch each before taking the next: origin.json lists further
+    ones."""
     kept = location.manifest.tokenizer_files
     yield from TOKENIZER_FILES[kept]
     if kept.endswith(ORIGIN_NAME):
@@ -159,16 +162,13 @@ def _tokenizer_files(location: SetLocation) -> Iterator[str]:
 
 
 def copy_description(location: SetLocation, folder: Path, *, with_tokenizer: bool) -> None:
-    """Write a set's manifest to the new `folder`, and its tokenizer, which `load_set_tokenizer` finds there. Raises
-    DataError, OSError."""
+    """Write a dataset's manifest and, if wanted, its tokenizer to the new `folder`. Raises DataError, OSError."""
     folder.mkdir()
     if with_tokenizer:
         fetch_tokenizer(location)
         for name in _tokenizer_files(location):
-            # Sets of older versions may lack a file that is not needed.
-            if (location.folder / name).exists():
-                (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
-                (folder / name).write_bytes(read_regular(location.folder / name, MAX_BYTES, follow_links=False))
+            (folder / TOKENIZER_FOLDER).mkdir(exist_ok=True)
+            (folder / name).write_bytes(read_regular(location.folder / name, MAX_BYTES, follow_links=False))
     (folder / MANIFEST_NAME).write_text(location.manifest.to_json())
 
 
@@ -183,7 +183,7 @@ def _download(remote: str, relative: str, scratch: Path) -> bytes:
             download(lambda: open_downloader(remote), source, target, what)
             return read_regular(target, MAX_BYTES)
     except OSError as error:
-        raise faults.fault(error, what, url=remote) from error
+        raise faults.explain(error, what, url=remote) from error
 
 
 def _make_folder(scratch: Path) -> tempfile.TemporaryDirectory[str]:
@@ -193,14 +193,14 @@ def _make_folder(scratch: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 def check_source(remote: str, relative: str) -> None:
-    """Where the remote is a folder: that the part of it is a regular file and no link. Raises DataError, OSError."""
+    """Check that a file of a local folder used as remote is a regular file, not a link. Raises DataError, OSError."""
     if "://" not in remote:
         check_no_links(Path(remote), relative)
         check_regular(Path(remote) / relative, follow_links=False)
 
 
 def _write(path: Path, contents: bytes) -> None:
-    """In one move, so that other ranks on this host see the whole file or none."""
+    """Write atomically, so that other ranks on this host see the full file or none."""
     with _written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, contents)
@@ -208,7 +208,7 @@ def _write(path: Path, contents: bytes) -> None:
 
 @contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """What is done to the cache. Raises DataError for an OSError."""
+    """Turn an OSError while writing the cache into a DataError."""
     try:
         yield
     except OSError as error:
@@ -217,7 +217,7 @@ def _written(path: Path) -> Iterator[None]:
 
 _CHUNK_BYTES = 1 << 20
 _CHECKSUM = "wrong checksum"
-#: A peer may be downloading the shard that we want over a slow line.
+#: Another process may be downloading the shard over a slow connection.
 _LOCK_TIMEOUT_S = 900.0
 
 
@@ -230,14 +230,14 @@ class FileInfo(Protocol):
 
 
 class ShardFile(Protocol):
-    """What is used here of Streaming's shard reader."""
+    """The attributes of Streaming's shard reader that are used here."""
 
     raw_data: FileInfo
     zip_data: FileInfo | None
 
 
 class ShardFetcher:
-    """Fetches the shards of one split. Holds no connection before its first use, so it may be forked."""
+    """Fetches the shards of one split. It opens no connection before its first use, so it may be forked."""
 
     def __init__(self, location: SetLocation, split: str, cache_limit_bytes: int | None) -> None:
         self._location = location
@@ -246,12 +246,12 @@ class ShardFetcher:
         self._limit_bytes = cache_limit_bytes
         self._split = split
         self._downloader: tuple[int, Downloader] | None = None
-        """And the process whose it is."""
+        """Process id and downloader."""
 
     def fetch(self, shard: ShardInfo, file: ShardFile) -> None:
-        """Make the uncompressed shard exist. Raises DataError: unreachable, damaged, cache disk full."""
+        """Fetch and unpack a shard unless it exists. Raises DataError: unreachable, damaged, cache disk full."""
         lock_module: ModuleType = _filelock()
-        # A compressed local set is unpacked where it lies, and its locks are made there.
+        # A compressed local dataset is unpacked, with locks, in its own folder.
         check_no_links(self._location.folder, f".locks/{self._split}/{shard.name}.lock", f"{self._split}/{shard.name}")
         try:
             self._locks.mkdir(parents=True, exist_ok=True)
@@ -270,7 +270,7 @@ class ShardFetcher:
             self._evict(keep=shard.name)
 
     def discard(self, shard: ShardInfo, file: ShardFile) -> None:
-        """Remove a shard that turned out to be damaged, so that it is fetched again. Raises DataError."""
+        """Remove a damaged shard, so that it is fetched again. Raises DataError."""
         try:
             with _filelock().FileLock(self._locks / f"{shard.name}.lock", timeout=_LOCK_TIMEOUT_S):
                 self._remove(file)
@@ -284,26 +284,29 @@ class ShardFetcher:
             raise OSError(errno.ENOSPC, f"{free_bytes:,} bytes free, {needed_bytes:,} needed")
         try:
             self._bring_from_where_it_lies(shard, file)
-        except Exception as error:  # each client raises its own kinds
+        except Exception as error:  # each client raises its own classes
             raise self._explain(error, shard) from error
         if not _has_size(self._folder / shard.name, shard.bytes):
             self._remove(file)
-            raise DataError(f"Shard {shard.name} of {self._location.name} has another size than its index says.")
+            raise DataError(f"Shard {shard.name} of {self._location.name} has another size than its index states.")
 
     def _bring_from_where_it_lies(self, shard: ShardInfo, file: ShardFile) -> None:
-        """Also when an equal set has taken this one's place. Raises whatever the transport raises, DataError."""
+        """Bring a shard, also after an equal dataset has replaced this one. Raises whatever the transport raises,
+        DataError."""
         try:
             self._bring(shard, file)
         except Exception as error:
-            is_known = isinstance(error, DataError) or _is_full(error) or _is_forbidden(error) or faults.may_pass(error)
-            moved = None if is_known else find_moved(self._location)
+            is_known = (
+                isinstance(error, DataError) or _is_full(error) or _is_forbidden(error) or faults.is_transient(error)
+            )
+            moved = None if is_known else find_republished(self._location)
             if moved is None:
                 raise
             self._location, self._downloader = moved, None
             self._bring(shard, file)
 
     def _bring(self, shard: ShardInfo, file: ShardFile) -> None:
-        """Download and unpack it, a second time when it came here damaged. Raises whatever the transport raises."""
+        """Download and unpack a shard, twice if it arrives damaged. Raises whatever the transport raises."""
         for is_last in (False, True):
             try:
                 self._download(file.zip_data or file.raw_data, shard)
@@ -319,7 +322,7 @@ class ShardFetcher:
                 raise
 
     def _download(self, stored: FileInfo, shard: ShardInfo) -> None:
-        """Bring one file here, unless it is here, and check it. Raises whatever the transport raises, DamagedError."""
+        """Download one file of a remote dataset and check it. Raises whatever the transport raises, DamagedError."""
         path = self._folder / stored.basename
         remote = self._location.remote
         if remote is not None:
@@ -329,15 +332,15 @@ class ShardFetcher:
                 f"{remote}/{self._split}/{stored.basename}",
                 path,
                 f"Cannot fetch {self._describe(shard)}",
-                explain=lambda error: error,
+                to_error=lambda error: error,
             )
         algorithm = self._location.manifest.hash_algorithm
-        # The size first: what a source sends instead may be of any length.
+        # Size first, as a wrong file may be of any length.
         if not _has_size(path, stored.bytes) or hash_file(path, algorithm) != stored.hashes[algorithm]:
             raise DamagedError(_CHECKSUM)
 
     def _unpack(self, stored: FileInfo, shard: ShardInfo) -> None:
-        """Uncompress a shard to the size that it should have, and not a byte more, whatever its file unfolds to."""
+        """Unpack a shard, to at most the size that it should have."""
         path = self._folder / stored.basename
         target = self._folder / f"{shard.name}.tmp"
         left_bytes = shard.bytes
@@ -357,23 +360,23 @@ class ShardFetcher:
         return self._downloader[1]
 
     def _remove(self, file: ShardFile) -> None:
-        """What could be taken for a good shard; a local set's compressed original stays."""
+        """Remove all files of a shard except a local dataset's compressed original."""
         names = [file.raw_data.basename, f"{file.raw_data.basename}.tmp"]
         if file.zip_data and self._location.remote is not None:
             names += [file.zip_data.basename, f"{file.zip_data.basename}.tmp"]
         for name in names:
             with suppress(FileNotFoundError):
                 os.remove(self._folder / name)
-        for left in self._folder.glob(f".download-{file.raw_data.basename}*"):  # by a process that was killed
+        for left in self._folder.glob(f".download-{file.raw_data.basename}*"):  # of a killed process
             shutil.rmtree(left, ignore_errors=True)
 
     def _evict(self, keep: str) -> None:
-        """Drop the shards that were fetched or opened longest ago until the cache is within its limit.
+        """Remove the least recently used shards until the cache is within its limit.
 
-        A process that still reads one fetches it again.
+        A process that still needs one fetches it again.
         """
         shards = []
-        # What is unpacked from a local set's compressed files goes, never those.
+        # A local dataset loses only unpacked files, never its compressed ones.
         for path in self._folder.glob("shard.*" if self._location.remote is not None else "shard.*.mds"):
             with suppress(FileNotFoundError):
                 status = path.stat()
@@ -402,7 +405,7 @@ class ShardFetcher:
             )
         if str(error) == _CHECKSUM:
             return DataError(f"The checksum of {where} is wrong at its source, twice. Prepare or copy it again.")
-        return faults.fault(error, f"Cannot fetch {where}", url=self._location.name)
+        return faults.explain(error, f"Cannot fetch {where}", url=self._location.name)
 
     def _describe(self, shard: ShardInfo) -> str:
         return f"shard {shard.name} of {self._location.name} (split {self._split})"
@@ -427,8 +430,7 @@ def _reason(error: Exception) -> str:
 
 
 def _mark_used(path: Path) -> None:
-    """For the cache, which drops what was used longest ago. The time of modification stays: it says that a file is
-    still the one that was checked."""
+    """Set the access time, for eviction. The modification time stays, because it identifies the checked file."""
     with suppress(OSError):
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 

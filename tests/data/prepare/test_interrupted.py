@@ -109,7 +109,7 @@ def test_it_goes_on_and_ends_as_if_nothing_had_happened(
         process.wait()
     done = warm_start.run(command(out, 3), check=True, capture_output=True, text=True)
     said += done.stderr
-    assert "Going on behind" in said
+    assert "Resuming after" in said
     assert _files(whole) == _files(out)
     assert rejected_path(whole).read_bytes() == rejected_path(out).read_bytes()
     assert len(rejected_path(out).read_text().splitlines()) == 15
@@ -125,7 +125,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
     _wait_for_state(process, out)
     process.send_signal(signal.SIGSTOP)
     options = PrepareOptions(seq_len=64, val_fraction=0.02, shard_bytes=262_144)
-    with pytest.raises(DataError, match="Another process writes"):
+    with pytest.raises(DataError, match="Another process is writing"):
         prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), options, max_rejected=99)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -134,7 +134,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
         load_manifest(out)
     (corpus / "b.jsonl").unlink()
     done = warm_start.run(command, check=True, capture_output=True, text=True)
-    assert "with other settings or input left" in done.stderr
+    assert "with different settings or input" in done.stderr
     assert load_manifest(out).splits["train"].num_documents < 1501
     assert sorted(path.name for path in out.parent.iterdir()) == ["set", "set.rejected.jsonl"]
 

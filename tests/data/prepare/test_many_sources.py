@@ -97,7 +97,7 @@ def test_rejected_records_are_counted_and_kept(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(DataError, match=r"line 11: the field 'text' holds int.*--max-rejected 100"):
         prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL)
     assert not rejected_path(tmp_path / "set").exists()
-    with pytest.raises(DataError, match=r"line 14: not UTF-8 .*3 were set aside before it"):
+    with pytest.raises(DataError, match=r"line 14: not UTF-8 .*3 were rejected before it"):
         prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL, max_rejected=3)
     prepared = prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL, max_rejected=5)
     assert prepared.num_rejected == prepared.manifest.skipped_documents == 5

@@ -228,19 +228,6 @@ def test_a_disk_that_fills_during_the_shuffle_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_set_of_an_older_version_is_reused(write_documents: WriteDocuments, tmp_path: Path) -> None:
-    """It was written in the order of the text and does not say so; a run may depend on it."""
-    write_documents(tmp_path / "in.jsonl", 60)
-    _prepare(tmp_path / "in.jsonl", tmp_path / "set", dataclasses.replace(SMALL, shuffle=False))
-    path = tmp_path / "set" / "manifest.json"
-    record = json.loads(path.read_text())
-    del record["request"]["--no-shuffle"]
-    path.write_text(json.dumps(record))
-    again = _prepare(tmp_path / "in.jsonl", tmp_path / "set")
-    assert again.reused
-    assert not again.manifest.is_shuffled
-
-
 def test_a_set_in_another_order_is_refused(write_documents: WriteDocuments, tmp_path: Path) -> None:
     write_documents(tmp_path / "in.jsonl", 60)
     _prepare(tmp_path / "in.jsonl", tmp_path / "set")
@@ -284,7 +271,7 @@ def test_somebody_elses_folder_is_never_replaced(write_documents: WriteDocuments
     write_documents(tmp_path / "in.jsonl", 60)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("dear to me")
-    with pytest.raises(DataError, match="not a prepared set, so it will not be replaced"):
+    with pytest.raises(DataError, match="not a prepared dataset, so it will not be replaced"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "dear to me"
 
@@ -357,5 +344,5 @@ def test_the_set_keeps_its_tokenizer(write_documents: WriteDocuments, tmp_path: 
     assert tokenizer.encode("ein") == [256, ord("n")]
     stored = tmp_path / "moved" / "tokenizer" / "ranks.tiktoken"
     stored.write_text("".join(stored.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(DataError, match=r"is not the tokenizer that .* was prepared with"):
+    with pytest.raises(DataError, match=r"is not the tokenizer with which .* was prepared"):
         load_set_tokenizer(tmp_path / "moved")

@@ -73,7 +73,7 @@ def test_damage_is_seen_when_the_set_is_opened(copied: Path, damage: Callable[[P
     with pytest.raises(DataError, match=text) as caught:
         TokenShards(open_set(str(copied)), "train")
     assert str(shard) in str(caught.value)
-    assert "prepare the set again with --overwrite" in str(caught.value)
+    assert "prepare the dataset again with --overwrite" in str(caught.value)
 
 
 @pytest.mark.parametrize(

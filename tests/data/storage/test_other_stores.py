@@ -166,7 +166,7 @@ def test_text_there_is_read_as_on_a_disk(corpus: Path, store: Store) -> None:
         assert list(open_source(f"{store.url}/{name}").documents()) == texts
     for name in ("in", "in/**/*.*"):
         assert list(open_source(f"{store.url}/{name}").documents()) == [*texts, "deep"]
-    with pytest.raises(DataError, match="nothing is there"):
+    with pytest.raises(DataError, match="nothing has that name"):
         open_source(f"{store.url}/none/*.txt")
 
 

@@ -1,4 +1,4 @@
-"""Files, one after the other."""
+"""Sources of files: several files in order, standard input, and several sources as one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from llmscale.data.prepare.sources.source import (
 )
 from llmscale.errors import DataError
 
-#: Files that are opened to find out whether their records have fields.
+#: Most files that are opened to find out whether records have fields.
 _MOST_LOOKED_AT = 1000
 
 
 class FileSource(Source):
-    """Files of the known kinds in the order given; one of an unknown kind is text. Places are (file, ...)."""
+    """Files in the order given; one of an unknown format is text. Places are (file, ...)."""
 
     def __init__(self, name: str, files: Sequence[InputFile], options: ReadOptions) -> None:
         self.name = name
@@ -64,13 +64,13 @@ class FileSource(Source):
             records = kind.read(contents, file.name, self._options, rules, start)
             for record in within_budget(records, file.name, file.size_bytes):
                 self.read_bytes = begin_bytes + _place_in(raw)
-                # Once a file, wherever reading began.
+                # Counted once per file, wherever reading began.
                 self.num_cut += not kind.makes_many and record.place == (2,)
                 record.place = (number, *record.place)
                 yield record
 
     def has_fields(self) -> bool:
-        """Look into the files, as text may be JSON; of more than _MOST_LOOKED_AT it is not decided."""
+        """Open the files, as text may be JSON; return True when there are more than _MOST_LOOKED_AT."""
         if self._options.is_plain:
             return False
         return any(map(self._holds_fields, self.files[:_MOST_LOOKED_AT])) or len(self.files) > _MOST_LOOKED_AT
@@ -84,15 +84,15 @@ class FileSource(Source):
         return opened_contents(raw, file.name, file.size_bytes, self._options, FILE_FORMATS)
 
     def parts(self) -> list[Source]:
-        """One for each file."""
+        """Return one source per file."""
         return [FileSource(self.name, [file], self._options) for file in self.files]
 
     def fingerprint(self) -> str:
-        """Of every file's path below the root, size and time of modification."""
+        """Hash every file's path below the root, size and version."""
         options = self._options
         digest = hashlib.sha256(f"{options.text_field} {options.skip_undecodable}\n".encode())
         for file in self.files:
-            digest.update(json.dumps([file.relative, file.size_bytes, file.stamp]).encode())
+            digest.update(json.dumps([file.relative, file.size_bytes, file.version]).encode())
         return digest.hexdigest()
 
 
@@ -100,8 +100,8 @@ def _place_in(raw: BinaryIO) -> int:
     return raw.tell() if not raw.closed else 0
 
 
-class SeveralSources(Source):
-    """One input after the other. Places are (input, ...)."""
+class ConcatSource(Source):
+    """Several inputs, one after the other. Places are (input, ...)."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = sources
@@ -112,7 +112,7 @@ class SeveralSources(Source):
         self.total_bytes = sum(known) if len(known) == len(sizes) else None
 
     @property
-    def passed_over(self) -> Counter[str]:  # type: ignore[override]  # known when all is read
+    def passed_over(self) -> Counter[str]:  # type: ignore[override]  # known at the end
         return sum((source.passed_over for source in self._sources), Counter())
 
     def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
@@ -130,11 +130,11 @@ class SeveralSources(Source):
             before, inner = before + source.read_bytes, ()
 
     def parts(self) -> list[Source]:
-        """Of every input, in order."""
+        """Return the parts of every input, in order."""
         return [part for source in self._sources for part in source.parts()]
 
     def fingerprint(self) -> str:
-        """Of every input's, in order."""
+        """Hash every input's fingerprint, in order."""
         return hashlib.sha256(" ".join(source.fingerprint() for source in self._sources).encode()).hexdigest()
 
 
@@ -143,14 +143,14 @@ _CHUNK_BYTES = 1 << 20
 
 
 class StandardInput(InputFile):
-    """Everything that stdin holds, in a file without a name in TMPDIR; its stamp is the sha256."""
+    """Standard input, copied to an unnamed file in TMPDIR so that it can be read again; its version is the sha256."""
 
     def __init__(self) -> None:
-        """Reads to the end. Raises DataError: a terminal, nothing there, disk full."""
+        """Read stdin to its end. Raises DataError: a terminal, empty, disk full."""
         if sys.stdin is None or sys.stdin.isatty():
-            raise DataError("--input - reads standard input, and that is a terminal. Pipe the text in.")
+            raise DataError("--input - reads standard input, which is a terminal. Pipe the text in.")
         digest, self.size_bytes = hashlib.sha256(), 0
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # as long as the source
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # kept as long as the source
         try:
             while chunk := sys.stdin.buffer.read(_CHUNK_BYTES):
                 digest.update(chunk)
@@ -159,11 +159,11 @@ class StandardInput(InputFile):
             self._file.flush()
         except OSError as error:
             raise DataError(
-                f"--input - cannot be kept in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a larger disk."
+                f"--input - cannot be stored in {tempfile.gettempdir()}: {error.strerror}. Set TMPDIR to a larger disk."
             ) from None
         if not self.size_bytes:
-            raise DataError("--input - reads standard input, and it is empty.")
-        self.name, self.relative, self.stamp = "stdin", STDIN, digest.hexdigest()
+            raise DataError("--input - reads standard input, which is empty.")
+        self.name, self.relative, self.version = "stdin", STDIN, digest.hexdigest()
 
     def open(self) -> BinaryIO:
         descriptor = os.dup(self._file.fileno())

@@ -1,4 +1,4 @@
-"""The kinds of files that can be read. A new kind is a reader in a file of its own, and a line here."""
+"""Read text files, JSON lines, Parquet and tar archives. A new format is a reader here and a line in `FORMATS`."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _CHUNK_BYTES = 1 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _BOM = b"\xef\xbb\xbf"
 _OBJECT_BEGINS = re.compile(r'\ufeff?\s*(\[\s*)?(?=\{\s*")')
-#: Whole numbers as any others, without Python's limit of 4,300 digits.
+#: Parses integers as floats, which avoids Python's limit of 4,300 digits.
 _DECODER = json.JSONDecoder(parse_int=float)
 
 
 def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
     """Return whether a file of text that begins with `head` is JSON lines.
 
-    One object or array without the field among files of plain text is text: a settings file in a folder of code.
-    Raises DataError for records that are not a line each.
+    A lone object or array without the field is text among plain text files, such as a settings file in a folder of
+    code. Raises DataError for JSON records that are not one per line.
     """
     text = head.decode(errors="ignore")
     if (begin := _OBJECT_BEGINS.match(text)) is None:
@@ -60,8 +60,8 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
         end = line_end + text[begin.end() : line_end].rstrip().endswith(("{", "[", ","))
     if begin[1] is not None or end > line_end:
         raise DataError(
-            f"{name} is a JSON array or document, and records are read from JSON lines. Make a line of each record: "
-            "`jq -c '.[]' FILE` of an array, `jq -c . FILE` of objects."
+            f"{name} is a JSON array or document, but records are read from JSON lines. Write one record per line: `jq "
+            "-c '.[]' FILE` of an array, `jq -c . FILE` of objects."
         )
     return True
 
@@ -69,7 +69,8 @@ def is_jsonl(head: bytes, name: str, options: ReadOptions) -> bool:
 def read_jsonl(
     file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
 ) -> Iterator[Record]:
-    """Places are (byte, line), of the next line, from 0. Raises DataError when the first record lacks the field."""
+    """Read JSON lines. Places are (byte, line) of the next line, from 0. Raises DataError when the first record lacks
+    the field."""
     offset, number = start or (0, 0)
     skip_bytes(file, offset)
     is_first = not offset
@@ -105,8 +106,8 @@ def read_jsonl(
 
 
 def _fast_parser() -> Callable[[bytes], object]:
-    """orjson, where it is installed. What it takes means the same to `json`, which may take what orjson refuses (NaN,
-    half a surrogate pair, deep nesting) and says why not."""
+    """Return orjson's parser if installed. `json` parses what it accepts to the same value. `json` handles what it
+    refuses (NaN, half a surrogate pair, deep nesting) and gives the reason of an error."""
     try:
         import orjson
     except ImportError:
@@ -115,7 +116,7 @@ def _fast_parser() -> Callable[[bytes], object]:
 
 
 def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | str:
-    """The object that a line is, or why it is none."""
+    """Return the JSON object in a line, or the reason why it is not one."""
     with suppress(ValueError):
         record = fast(line)
         if isinstance(record, dict):
@@ -132,14 +133,14 @@ def _parse(line: bytes, fast: Callable[[bytes], object]) -> dict[str, object] | 
         return "nested too deeply"
     if not isinstance(record, dict):
         return f"expected a JSON object, found {type(record).__name__}"
-    # UTF-8 has no half of a surrogate pair; an escape may be one.
+    # Only an escape can hold half a surrogate pair.
     if b"\\ud" in line or b"\\uD" in line:
         record = {key: without_lone_surrogates(v) if isinstance(v, str) else v for key, v in record.items()}
     return record
 
 
 def skip_bytes(file: BinaryIO, count: int) -> None:
-    """Go to byte `count` of a file that has just been opened."""
+    """Move to byte `count` of a newly opened file."""
     if file.seekable():
         file.seek(count)
         return
@@ -148,7 +149,7 @@ def skip_bytes(file: BinaryIO, count: int) -> None:
 
 
 def _skip_line(file: BinaryIO) -> int:
-    """The rest of a line, however long; its bytes."""
+    """Skip the rest of a line and return its number of bytes."""
     count = 0
     while chunk := file.readline(_CHUNK_BYTES):
         count += len(chunk)
@@ -158,13 +159,13 @@ def _skip_line(file: BinaryIO) -> int:
 
 
 def without_lone_surrogates(text: str) -> str:
-    r"""JSON may hold half a surrogate pair (`\ud83d`), which UTF-8 cannot: U+FFFD takes its place."""
+    r"""Replace half a surrogate pair (`\\ud83d`), which JSON can hold and UTF-8 cannot, by U+FFFD."""
     if _SURROGATE.search(text):
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
 
 
-#: A longer text file is many documents, of _PIECE_CHARACTERS each.
+#: A longer text file becomes several documents of at most _PIECE_CHARACTERS.
 MAX_TEXT_BYTES = 16 << 20
 _PIECE_CHARACTERS = 1 << 20
 
@@ -172,10 +173,10 @@ _PIECE_CHARACTERS = 1 << 20
 def read_text(
     file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
 ) -> Iterator[Record]:
-    """One document; of more than MAX_TEXT_BYTES many, so that a share of them can be kept for validation.
+    """Read a text file as one document, or as several beyond MAX_TEXT_BYTES, so that a share can be validation.
 
-    Places are (documents,), how many were given. Raises UndecodableError for text in another encoding: before anything
-    of the file is given, if it is no longer than MAX_TEXT_BYTES.
+    Places are (number of documents given,). Raises UndecodableError for another encoding, before the first document
+    unless the file is longer than MAX_TEXT_BYTES.
     """
     (done,) = start or (0,)
     for number, text in enumerate(_read_texts(file, name), start=1):
@@ -189,7 +190,7 @@ def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
     try:
         if name.lower().endswith(".py"):
             encoding = tokenize.detect_encoding(io.BytesIO(head).readline)[0]
-        b" ".decode(encoding)  # refuses codecs that are no text encodings, such as zlib
+        b" ".decode(encoding)  # refuses codecs that are not text encodings, such as zlib
         decoder = codecs.getincrementaldecoder(encoding)()
         _refuse_zero_bytes(head, name)
         parts, size_bytes = [decoder.decode(head)], len(head)
@@ -209,7 +210,7 @@ def _read_texts(file: BinaryIO, name: str) -> Iterator[str]:
 
 
 def _cut(text: str) -> Iterator[str]:
-    """Pieces of at most _PIECE_CHARACTERS, each ended behind a line if one ends in its last half."""
+    """Yield pieces of at most _PIECE_CHARACTERS, each ending after a line if one ends in its second half."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         border = text.rfind("\n", start + _PIECE_CHARACTERS // 2, start + _PIECE_CHARACTERS)
@@ -221,21 +222,21 @@ def _cut(text: str) -> Iterator[str]:
 
 def _refuse_zero_bytes(chunk: bytes, name: str) -> None:
     if b"\0" in chunk:
-        raise UndecodableError(f"{name} holds zero bytes: it is binary, or in UTF-16, and no UTF-8 text.")
+        raise UndecodableError(f"{name} holds zero bytes: it is binary or UTF-16, not UTF-8 text.")
 
 
 if TYPE_CHECKING:
     import pyarrow
     from pyarrow import parquet
 
-#: Of at most MAX_DOCUMENT_BYTES each: few, as a column of one repeated text takes next to nothing in the file.
+#: Rows in memory at once, each at most MAX_DOCUMENT_BYTES: a column that repeats one text is tiny in the file.
 _BATCH_ROWS = 64
 
 
 def read_parquet(
     file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
 ) -> Iterator[Record]:
-    """Places are (row,), the next one's. A row without a text is an empty one. Raises DataError."""
+    """Read a column of a Parquet file. Places are (next row,). A null is an empty text. Raises DataError."""
     import pyarrow
     from pyarrow import parquet
 
@@ -252,7 +253,7 @@ def read_parquet(
             num_rows = table.metadata.row_group(group).num_rows
             if row < first + num_rows:
                 batch_rows = _most_rows(coded, group, column, options.text_field, name)
-                # Of a group that was begun, what is done is read again and passed over.
+                # A resumed row group is read again from its start; finished rows are skipped.
                 for batch in table.iter_batches(batch_rows, row_groups=[group], columns=[options.text_field]):
                     if row < first + len(batch):
                         texts = batch.column(0).slice(row - first)
@@ -268,7 +269,7 @@ def read_parquet(
 
 
 def _find_column(table: parquet.ParquetFile, field: str, name: str) -> int:
-    """Return the number of the column of text among those stored. Raises DataError."""
+    """Return the index of the text column among the stored ones. Raises DataError."""
     from pyarrow import types
 
     schema = table.schema_arrow
@@ -287,9 +288,9 @@ def _find_column(table: parquet.ParquetFile, field: str, name: str) -> int:
 
 
 def _most_rows(coded: parquet.ParquetFile, group: int, column: int, field: str, name: str) -> int:
-    """Return how many rows of a group may be in memory at once: a value of its dictionary may stand in each of them.
+    """Return how many rows of a group may be in memory at once, as each may be the dictionary's longest value.
 
-    Raises DataError for a column that unfolds.
+    Raises DataError for a column that unpacks to more than its limit.
     """
     from pyarrow import compute
 
@@ -304,7 +305,7 @@ def _most_rows(coded: parquet.ParquetFile, group: int, column: int, field: str, 
 
 
 def _read_batch(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
-    """Rows row, row + 1, ... of a column."""
+    """Yield rows row, row + 1, ... of a column."""
     import pyarrow
     from pyarrow import compute
 
@@ -313,7 +314,7 @@ def _read_batch(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
             for row, text in enumerate(texts.to_pylist(), start=row + 1):  # noqa: B020
                 yield Document(text or "", (row,))
         except UnicodeDecodeError:
-            pass  # nothing was given yet: to_pylist makes the whole list first
+            pass  # nothing was yielded yet: to_pylist builds the full list first
         else:
             return
     lengths = compute.binary_length(texts).to_pylist()
@@ -332,11 +333,11 @@ def _read_batch(texts: pyarrow.Array, name: str, row: int) -> Iterator[Record]:
 
 
 def _unpacked(file: BinaryIO, name: str) -> BinaryIO:
-    """Parquet is read from its end, so a compressed one is unpacked whole: into a file that has no name.
+    """Unpack a compressed Parquet file into an unnamed temporary file, because Parquet is read from its end.
 
     Raises DataError.
     """
-    unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # gone when the reader lets go of it
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115  # removed when it is closed
     while chunk := file.read(_CHUNK_BYTES):
         try:
             unpacked.write(chunk)
@@ -349,28 +350,28 @@ def _unpacked(file: BinaryIO, name: str) -> BinaryIO:
     return cast(BinaryIO, unpacked)
 
 
-#: Reads an open file, which may be one that cannot seek, from a place on: (file, its name, options, rules, start).
+#: Reads an open file, which may not be seekable, from a place on: (file, its name, options, rules, start).
 Reader = Callable[[BinaryIO, str, ReadOptions, TokenRules | None, Place], Iterator[Record]]
 
 
 @dataclass(frozen=True)
 class Format:
-    """A kind of file."""
+    """A file format."""
 
     read: Reader
     suffixes: frozenset[str]
-    """Behind which a compression's may stand."""
+    """Suffixes, which a compression's suffix may follow."""
     makes_many: bool = True
-    """Whether several documents of one file are its records; else they are one text that was too long."""
+    """True if several documents of one file are its records; otherwise they are parts of one long text."""
     in_folders: bool = True
-    """Whether a folder's files of this kind are read without being named or matched."""
+    """True if files of this format in a folder are read without --glob."""
     has_fields: bool = True
-    """Whether its records have fields, of which one is the text."""
+    """True if records have fields, one of which is the text."""
     magic: tuple[int, bytes] = (0, b"\0no file")
-    """Offset and bytes by which it is known, whatever its name."""
+    """Offset and bytes that identify the format whatever the file's name."""
 
 
-#: One document a file.
+#: Plain text: one document per file.
 TEXT = Format(
     read_text,
     frozenset(
@@ -383,29 +384,28 @@ TEXT = Format(
     has_fields=False,
 )
 _JSONL = Format(read_jsonl, frozenset({".jsonl", ".ndjson"}))
-# Weights of a model have that suffix too.
+# Not read from folders unasked: model weights have this suffix, too.
 _TOKENS = Format(read_tokens, frozenset({".bin"}), in_folders=False, has_fields=False)
 FORMATS = (TEXT, _JSONL, Format(read_parquet, frozenset({".parquet"}), magic=(0, b"PAR1\x15")), _TOKENS)
 
 
 def suffix_of(path: PurePath) -> str:
-    """Return the suffix that says what a file holds, in lower case: without those of a compression and of a number
-    (`x.jsonl.1.gz`)."""
+    """Return the suffix of the format in lower case, without suffixes of a compression or a number (`x.jsonl.1.gz`)."""
     while (suffix := path.suffix.lower()) in COMPRESSED_SUFFIXES or suffix[1:].isdecimal():
-        if suffix.startswith(".t"):  # .tgz and its like
+        if suffix.startswith(".t"):  # .tgz and similar
             return ".tar"
         path = PurePath(path.stem)
     return suffix
 
 
 def format_of(path: PurePath, known: Sequence[Format] = FORMATS) -> Format | None:
-    """By suffix; None when unknown."""
+    """Return the format by suffix, None when unknown."""
     suffix = suffix_of(path)
     return next((kind for kind in known if suffix in kind.suffixes), None)
 
 
 def is_plain_name(path: PurePath) -> bool:
-    """Return whether a name is that of plain text, or of an archive, which may hold some."""
+    """Return whether a name is that of plain text or of an archive, which may hold plain text."""
     return suffix_of(path) in (TEXT.suffixes | {".tar"}) - {".json"}
 
 
@@ -416,14 +416,14 @@ OpenedContents = AbstractContextManager[tuple[Format, BinaryIO]]
 def opened_contents(
     raw: BinaryIO, name: str, size_bytes: int, options: ReadOptions, known: Sequence[Format] = FORMATS
 ) -> Iterator[tuple[Format, BinaryIO]]:
-    """Yield the kind of an open file of `size_bytes`, by its contents and then by its name, and its contents,
-    uncompressed. Raises DataError, also for what is read within the block."""
+    """Yield the format of an open file of `size_bytes`, by contents first and name second, and its uncompressed
+    contents. Raises DataError, also within the block."""
     with unpacked(raw, name, size_bytes) as contents:
         yield _kind_of(head_of(contents), name, options, known), contents
 
 
 def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Format]) -> Format:
-    """Raises UndecodableError for text that is UTF-16."""
+    """Return the format of a file that begins with `head`. Raises UndecodableError for UTF-16."""
     named = format_of(PurePath(name), known) or TEXT
     if options.is_plain or named is _TOKENS:
         return named
@@ -434,12 +434,12 @@ def _kind_of(head: bytes, name: str, options: ReadOptions, known: Sequence[Forma
     if named not in (TEXT, _JSONL):
         return named
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head[:4]:
-        raise UndecodableError(f"{name} holds zero bytes or UTF-16, and no UTF-8 text.")
+        raise UndecodableError(f"{name} holds zero bytes or UTF-16 instead of UTF-8 text.")
     return _JSONL if is_jsonl(head, name, options) else named
 
 
 _BUFFER_BYTES = 1 << 20
-#: Of a name or a list of attributes before a file, which tarfile reads whole.
+#: Limit of a name or an attribute list before a member, which tarfile reads into memory.
 _MOST_HEADER_BYTES = 1 << 20
 _HEADER_TYPES = (
     *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
@@ -448,7 +448,7 @@ _HEADER_TYPES = (
 
 
 class _Member(tarfile.TarInfo):
-    """Refuses headers that would fill the memory, and those that tarfile takes for the end."""
+    """Refuses headers that would fill memory, and damaged ones that tarfile would treat as the end."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
@@ -465,20 +465,20 @@ class _Member(tarfile.TarInfo):
         return cast(tarfile.TarInfo, super()._proc_member(archive))  # type: ignore[misc]
 
     def _refuse_sparse(self, *_: object) -> NoReturn:
-        raise tarfile.ReadError("a sparse file, which is not read: pack it without --sparse")
+        raise tarfile.ReadError("a sparse file, which is not supported: pack it without --sparse")
 
     _proc_sparse = _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _refuse_sparse
 
 
 class _Ending:
-    """A file that cannot be read beyond its end again and again, as tarfile does to skip any stated size."""
+    """A file that refuses repeated reads at its end, with which tarfile skips any stated size."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._num_ends = 0
 
     def read(self, size: int) -> bytes:
-        """Raises ReadError."""
+        """Read up to `size` bytes. Raises ReadError."""
         self._num_ends += not (contents := self._file.read(size))
         if self._num_ends > 2:
             raise tarfile.ReadError("unexpected end of data")
@@ -486,7 +486,7 @@ class _Ending:
 
 
 class _Forward(io.RawIOBase):
-    """A member of an archive that cannot go back."""
+    """A non-seekable member of an archive."""
 
     def __init__(self, archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         contents = archive.extractfile(member)
@@ -509,13 +509,13 @@ def _is_hidden(path: PurePosixPath) -> bool:
 def read_tar(
     file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
 ) -> Iterator[Record]:
-    """Places are (member, ...). Members that are no files (links, devices), hidden or of no known kind are passed over
-    and counted. Raises DataError."""
+    """Read every member of a tar archive of a known format. Places are (member, ...). Links, devices, hidden and
+    unknown members are skipped and counted. Raises DataError."""
     first, inner = (start[0], start[1:]) if start else (0, ())
     try:
         with tarfile.open(fileobj=cast(IO[bytes], _Ending(file)), mode="r|", tarinfo=_Member) as archive:
             for number, member in enumerate(archive):
-                # A long archive would otherwise keep a note of each.
+                # tarfile would keep every member in memory.
                 archive.members = []  # type: ignore[attr-defined]
                 if number < first:
                     continue
@@ -531,14 +531,14 @@ def read_tar(
                     record.place = (number, *record.place)
                     yield record
                 inner = ()
-    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # the last two of headers
-        raise DataError(f"{name} is damaged, cut short or no tar: {error}.") from None
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:  # the last two come from headers
+        raise DataError(f"{name} is damaged, truncated or not a tar: {error}.") from None
 
 
 def _read_member(
     file: BinaryIO, where: str, size_bytes: int, options: ReadOptions, rules: TokenRules | None, start: Place
 ) -> Iterator[Record]:
-    """A member; one that is not UTF-8 is one rejected record."""
+    """Read a member; one that is not UTF-8 becomes one rejected record."""
     try:
         with opened_contents(file, where, size_bytes, options) as (kind, contents):
             yield from kind.read(contents, where, options, rules, start)
@@ -547,5 +547,5 @@ def _read_member(
 
 
 TAR = Format(read_tar, frozenset({".tar"}), in_folders=False, magic=(257, b"ustar"))
-#: Of everything that `--input` may name.
+#: All formats that `--input` accepts.
 FILE_FORMATS = (*FORMATS, TAR)
