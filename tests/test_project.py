@@ -28,10 +28,10 @@ LAYERS = (
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *("other_names", "errors", "files", "untrusted", "last_words", "architecture", "config", "memory", "planning"),
+    *("suggestions", "errors", "files", "untrusted", "error_handling", "architecture", "config", "memory", "planning"),
     "report",
     *("cluster", "cli", "train"),
-    *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
+    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
     *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
     *("checkpoint.commit", "checkpoint.hf_write"),
     *("training.prepare_run", "training.stop_request", "training.sample_stream"),

@@ -33,7 +33,7 @@ from llmscale.checkpoint.hf_write import (
 )
 from llmscale.config.hf_model import PREFIX, PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
-from llmscale.data.shards.dataset_source import SetLocation
+from llmscale.data.shards.cache import SetLocation
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
 from llmscale.errors import CheckpointError, DataError
 from llmscale.untrusted.hub import is_known_absent, is_offline
@@ -212,7 +212,7 @@ def _match(
 
 def _check_tokenizer(folder: Path, location: SetLocation) -> str:
     """Raise DataError unless the dataset has the tokenizer that the weights were trained with; return a note."""
-    from llmscale.data.shards.dataset_source import fetch_tokenizer
+    from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights
 
     fetch_tokenizer(location)

@@ -16,7 +16,7 @@ from llmscale.config.hardware import has_bf16_instructions
 from llmscale.config.hf_model import is_published
 from llmscale.config.run_config import RunConfig
 from llmscale.data.loader import Feed, FeedPlan
-from llmscale.data.mix.training_sets import MixedShards, keep_sets
+from llmscale.data.mixture import MixedShards, keep_sets
 from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.data.validation import ValidationSplit, open_validation

@@ -25,7 +25,7 @@ from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.config.user_paths import check_output_folder
-from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
+from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.evaluate.prompts import read_prompts

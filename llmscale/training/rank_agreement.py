@@ -22,7 +22,7 @@ import torch.distributed as dist
 import llmscale
 from llmscale.checkpoint.initial_weights import PublishedWeights, fingerprint_weights
 from llmscale.checkpoint.manifest import MANIFEST_NAME
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.data.shards.manifest import Manifest
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.process_group import World

@@ -18,21 +18,24 @@ from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.config.limits import MAX_BATCH
 from llmscale.config.run_config import RunConfig, build_run_config
-from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
-from llmscale.data.mix.training_sets import (
+from llmscale.data.mixture import (
     MAX_PERIOD,
     RECORDED_SETS,
+    MixedOrder,
     MixedShards,
+    PlacedStage,
     TrainingSets,
     open_recorded_sets,
+    place_stages,
 )
-from llmscale.data.order.build_order import OrderSettings, build_order
 from llmscale.data.order.sample_order import (
     MOST_POSITIONS,
+    OrderSettings,
     Ranges,
     SampleOrder,
     SkippingOrder,
     StreamOrder,
+    build_order,
     join_ranges,
     stream_positions,
 )

@@ -17,7 +17,7 @@ ROOT = LocalPath(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from llmscale.checkpoint.inventory import find_checkpoint  # noqa: E402
-from llmscale.data.mix.training_sets import KEPT_NAME  # noqa: E402
+from llmscale.data.mixture import KEPT_NAME  # noqa: E402
 
 
 class TrainingOutput(BaseModel):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.data.sample_log import load_recorded
 from llmscale.training.sample_stream import find_step_samples
 from tests import warm_start

@@ -35,7 +35,7 @@ from llmscale.config.hardware import find_gpu
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run, resolve_schedule, resolve_shape
 from llmscale.config.run_config import RunConfig, parse_run_config
-from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
+from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.activations.recorded import NotRecorded

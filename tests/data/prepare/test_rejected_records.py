@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.prepare.output_folder import Quarantine
+from llmscale.data.prepare.output_folder import RejectedRecords
 from llmscale.data.prepare.sources.source import Rejected
 from llmscale.errors import DataError
 
@@ -17,14 +17,14 @@ def _records(count: int) -> list[Rejected]:
 
 def test_a_lower_limit_than_before_the_interruption_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "set.rejected.jsonl"
-    before = Quarantine(path, 5)
+    before = RejectedRecords(path, 5)
     before.add(_records(5))
     contents = path.read_bytes()
     with pytest.raises(DataError, match=r"5 records .* more than --max-rejected 3.*--max-rejected 5"):
-        Quarantine(path, 3).go_on(before.size_bytes, before.num_records)
+        RejectedRecords(path, 3).resume(before.size_bytes, before.num_records)
     assert path.read_bytes() == contents
-    again = Quarantine(path, 5)
-    again.go_on(before.size_bytes, before.num_records)
+    again = RejectedRecords(path, 5)
+    again.resume(before.size_bytes, before.num_records)
     with pytest.raises(DataError, match="line 0"):
         again.add(_records(1))
     assert path.read_bytes() == contents

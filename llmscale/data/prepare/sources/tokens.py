@@ -1,8 +1,13 @@
-"""MDS shards of another program, such as llm-foundry's conversion: a column of tokens, or one of text.
+"""Read tokens that another program made, from MDS shards, nanoGPT's `.bin` or llm.c's files: the documents between
+end-of-text tokens.
 
-Read by its own few lines and not by Streaming's readers: an index names the encodings of columns, one of which (`pkl`)
-runs code, and files, which may lie anywhere. Of a sample only the one column is looked at. A shard is in memory as a
-whole, one at a time.
+nanoGPT's files are uint16 and nothing else. llm.c's begin with 256 int32, of which the first three are a magic number,
+a version and the number of tokens (dev/data/data_common.py, write_datafile): 20240520, version 1, uint16 for GPT-2;
+20240801, version 7, uint32 for Llama 3.
+
+MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Streaming's readers are not used:
+an index names column encodings, one of which (`pkl`) runs code, and files anywhere. Only the one column is read. One
+shard is in memory at a time.
 """
 
 from __future__ import annotations
@@ -13,16 +18,17 @@ import os
 import struct
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import cast
+from typing import BinaryIO, cast
 
 import numpy as np
 
-from llmscale.data.prepare.sources.input_files import InputFile, LocalFile, opened
 from llmscale.data.prepare.sources.source import (
     Document,
+    InputFile,
+    LocalFile,
     Place,
     ReadOptions,
     Record,
@@ -30,30 +36,140 @@ from llmscale.data.prepare.sources.source import (
     Source,
     TokenRules,
     lacks_field,
+    opened,
     within_budget,
 )
-from llmscale.data.prepare.sources.token_stream import documents_in, need_rules
 from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds
 from llmscale.data.tokenizers.tokenizer import TokenArray
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import is_plain_name
 
+#: A longer document is cut into several, so that memory stays bounded without end-of-text tokens.
+MOST_TOKENS = 1 << 22
+
+
+def need_rules(rules: TokenRules | None, name: str) -> TokenRules:
+    """Return the rules. Raises DataError when only text is accepted."""
+    if rules is None:
+        raise DataError(f"{name} holds tokens, but text is needed.")
+    return rules
+
+
+def documents_in(
+    pieces: Iterable[tuple[Place, TokenArray]], offset: int, rules: TokenRules, name: str
+) -> Iterator[Document]:
+    """Yield the documents of consecutive pieces, from token `offset` of the first on. Places are (*piece, offset).
+
+    End-of-text and begin-of-text are removed, and empty documents skipped. Raises DataError for a token that the
+    tokenizer lacks.
+    """
+    waiting: list[TokenArray] = []
+    place: Place = ()
+    for piece, tokens in pieces:
+        _check(tokens, rules, name)
+        begin, offset = offset, 0
+        for end in (np.flatnonzero(tokens[begin:] == rules.eot_token) + begin).tolist():
+            place = (*piece, end + 1)
+            yield from _document([*waiting, tokens[begin:end]], place, rules)
+            waiting, begin = [], end + 1
+        waiting.append(tokens[begin:])
+        place = (*piece, len(tokens))
+        if sum(map(len, waiting)) >= MOST_TOKENS:
+            yield from _document(waiting, place, rules)
+            waiting = []
+    yield from _document(waiting, place, rules)
+
+
+def _document(parts: list[TokenArray], place: Place, rules: TokenRules) -> Iterator[Document]:
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+    begin = len(rules.bos_tokens)
+    if begin and tuple(tokens[:begin].tolist()) == rules.bos_tokens:
+        tokens = tokens[begin:]
+    if len(tokens):
+        yield Document(tokens.astype(np.uint32), place)
+
+
+def _check(tokens: TokenArray, rules: TokenRules, name: str) -> None:
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < rules.vocab_size:
+        wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
+        raise DataError(
+            f"{name} holds the token {wrong}, and the tokenizer has {rules.vocab_size:,}. Give the tokenizer that it "
+            "was made with by --tokenizer."
+        )
+
+
+_HEADER_BYTES = 256 * 4
+_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_PIECE_TOKENS = 1 << 20
+
+
+def read_tokens(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Read a file of nanoGPT or llm.c. Places are (piece, token). Raises DataError: truncated, tokens of another
+    tokenizer."""
+    rules = need_rules(rules, name)
+    piece, offset = start or (0, 0)
+    head = file.read(_HEADER_BYTES)
+    magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    dtype = _DTYPES.get((magic, version)) if len(head) == _HEADER_BYTES else None
+    if dtype is None:
+        if magic in (20240520, 20240801):
+            raise DataError(f"{name} is an llm.c file of the unknown version {version}. Known: 1 and 7.")
+        if rules.vocab_size > 1 << 16:
+            raise DataError(
+                f"{name} has no llm.c header, so it is read as nanoGPT's uint16, but the tokenizer has "
+                f"{rules.vocab_size:,} tokens. Give the tokenizer that it was made with."
+            )
+        yield from documents_in(_pieces(file, head, "<u2", name, None, piece), offset, rules, name)
+    else:
+        yield from documents_in(_pieces(file, b"", dtype, name, count, piece), offset, rules, name)
+
+
+def _pieces(
+    file: BinaryIO, head: bytes, dtype: str, name: str, count: int | None, first: int
+) -> Iterator[tuple[Place, TokenArray]]:
+    """Yield pieces from number `first` on; `head` was read before. Raises DataError unless there are `count` tokens."""
+    piece_bytes = _PIECE_TOKENS * np.dtype(dtype).itemsize
+    number = num_tokens = 0
+    while data := head + _read_bytes(file, piece_bytes - len(head)):
+        head = b""
+        if len(data) % np.dtype(dtype).itemsize:
+            raise DataError(f"{name} is truncated or not a token file: it ends within a token.")
+        tokens = np.frombuffer(data, dtype)
+        num_tokens += len(tokens)
+        if number >= first:
+            yield (number,), tokens
+        number += 1
+    if count is not None and num_tokens != count:
+        raise DataError(f"{name} is truncated: {num_tokens:,} tokens, but its header states {count:,}.")
+
+
+def _read_bytes(file: BinaryIO, count: int) -> bytes:
+    """Return `count` bytes, fewer only at the end."""
+    parts = []
+    while count and (part := file.read(count)):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
 INDEX_NAME = "index.json"
-#: Streaming's shards have 64 MiB unless asked for more; they are read whole.
+#: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
 _MOST_SHARD_BYTES = 1 << 30
 _TOKENS_NAME = "tokens"
-#: By the byte that stands before an array whose type its column leaves open, and by name.
-_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
-_NAMES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
+#: Types by the byte before an array whose column leaves its type open, and by name.
+_ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+_ARRAY_TYPES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
           "uint64": "<u8", "int64": "<i8"}  # fmt: skip
 
 
 class MdsFolder(ABC):
-    """Where an index and its shards lie."""
+    """A folder with an index and its shards."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
 
     @abstractmethod
     def read_index(self) -> dict[str, object]:
@@ -61,11 +177,11 @@ class MdsFolder(ABC):
 
     @abstractmethod
     def find(self, name: str) -> InputFile | None:
-        """A file beside the index, by a name without folders."""
+        """Return the file of that plain name beside the index, or None."""
 
 
 class LocalMdsFolder(MdsFolder):
-    """Of this machine; no links are followed to shards."""
+    """A local folder; symbolic links to shards are not followed."""
 
     def __init__(self, folder: Path) -> None:
         self.name = str(folder)
@@ -82,30 +198,30 @@ class LocalMdsFolder(MdsFolder):
 @dataclass(frozen=True)
 class _Shard:
     name: str
-    """For messages."""
+    """Name for messages."""
     file: InputFile
     is_compressed: bool
     bytes: int
-    """When it is not."""
+    """Uncompressed size."""
     samples: int
     column: int
-    """Of those in a sample, which one is read."""
+    """Index of the column that is read."""
     column_name: str
     sizes: tuple[int | None, ...]
-    """Bytes of each column; None where every sample says."""
+    """Bytes of each column; None where every sample states them."""
     encoding: str
 
     @property
     def is_text(self) -> bool:
-        """And not tokens."""
+        """True for text, False for tokens."""
         return self.encoding == "str"
 
 
 class MdsSource(Source):
-    """The samples of shards with Streaming's index.json. Places are (shard, sample, token) or (shard, sample)."""
+    """Samples of shards with Streaming's index.json. Places are (shard, sample, token) or (shard, sample)."""
 
     def __init__(self, name: str, folder: MdsFolder, options: ReadOptions) -> None:
-        """Raises DataError for an index that says anything unexpected, and when a shard is missing."""
+        """Read the index. Raises DataError for anything unexpected in it, and for a missing shard."""
         self.name = name
         self.passed_over = Counter()
         self._shards = _load_index(folder, options.text_field)
@@ -132,11 +248,10 @@ class MdsSource(Source):
                 yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", data, place)
 
     def fingerprint(self) -> str:
-        """Of every shard's name, size and time of modification, or whatever changes with it in a store, and of what is
-        read of it."""
+        """Hash every shard's name, size and version, and which column is read."""
         digest = hashlib.sha256()
         for shard in self._shards:
-            file = [PurePath(shard.name).name, shard.file.size_bytes, shard.file.stamp]
+            file = [PurePath(shard.name).name, shard.file.size_bytes, shard.file.version]
             read = [shard.column_name, shard.column, shard.encoding, shard.sizes, shard.samples]
             digest.update(json.dumps([*file, *read]).encode())
         return digest.hexdigest()
@@ -146,10 +261,10 @@ class MdsSource(Source):
             try:
                 yield (number, index), _decode(data, self._shards[number].encoding)
             except (ValueError, IndexError):
-                raise DataError(f"{self._shards[number].name}, sample {index} is no array of tokens.") from None
+                raise DataError(f"{self._shards[number].name}, sample {index} is not an array of tokens.") from None
 
     def _samples(self, shard: int, sample: int) -> Iterator[tuple[tuple[int, int], bytes]]:
-        """From a sample on: its shard and place in it, and the column's bytes. Raises DataError."""
+        """Yield (shard, sample) and the column's bytes, from a sample on. Raises DataError."""
         self.read_bytes = sum(part.bytes for part in self._shards[:shard])
         for number in range(shard, len(self._shards)):
             part = self._shards[number]
@@ -158,25 +273,25 @@ class MdsSource(Source):
                 for index in range(sample, part.samples):
                     yield (number, index), _column(data, index, part)
             except (struct.error, ValueError):
-                raise DataError(f"{part.name} is damaged: sample {index} does not lie in it.") from None
-            del data  # before the next one comes
+                raise DataError(f"{part.name} is damaged: sample {index} is outside of it.") from None
+            del data  # free it before the next shard is read
             sample = 0
             self.read_bytes += part.bytes
 
 
 def _load_index(folder: MdsFolder, text_field: str) -> list[_Shard]:
-    """At least one. Raises DataError for an index that says anything unexpected."""
+    """Return the shards of an index, at least one. Raises DataError for anything unexpected."""
     entries, where = folder.read_index().get("shards"), f"{folder.name}/{INDEX_NAME}"
     if not isinstance(entries, list) or not entries:
         raise DataError(f"{where} lists no shards.")
     shards = [_parse(entry, folder, text_field, f"{where}, shard {number}") for number, entry in enumerate(entries)]
     first = shards[0]
     for number, shard in enumerate(shards):
-        # The bytes of tokens may well be read as text.
+        # Tokens could be read as text by mistake.
         if (shard.column_name, shard.is_text) != (first.column_name, first.is_text):
             raise DataError(
                 f"{where}: shard 0 has {_describe_column(first)}, shard {number} {_describe_column(shard)}. Give each "
-                "kind a folder and an index of its own."
+                "kind its folder and index."
             )
     return shards
 
@@ -207,18 +322,18 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
     zip_name = zip_data.get("basename") if isinstance(zip_data, dict) else None
     for name in (basename, zip_name):
         if name is not None and not is_plain_name(name):
-            raise DataError(f"{where} names the file {str(name)[:80]!r}, which is no name of a file beside it.")
+            raise DataError(f"{where} names the file {str(name)[:80]!r}, which does not name a file beside it.")
     if zip_name is not None and not str(zip_name).endswith(".zstd"):
-        raise DataError(f"{where}: {zip_name} is compressed, and not by zstd. Uncompress it.")
+        raise DataError(f"{where}: {zip_name} is not compressed by zstd. Uncompress it.")
     if not 0 < num_bytes <= _MOST_SHARD_BYTES or not 0 <= samples <= num_bytes:
         raise DataError(f"{where} has {num_bytes:,} bytes and {samples:,} samples. Legal: up to 1 GiB.")
     if not all(size is None or (type(size) is int and 0 <= size <= num_bytes) for size in sizes):
-        raise DataError(f"{where}: a column's size is none.")
+        raise DataError(f"{where}: a column's size is invalid.")
     found, is_compressed = folder.find(basename), False
     if found is None and zip_name is not None:
         found, is_compressed = folder.find(str(zip_name)), True
     if found is None:
-        raise DataError(f"{where}: there is no {zip_name or basename} beside it.")
+        raise DataError(f"{where}: {zip_name or basename} is missing beside it.")
     if num_bytes > most_unpacked_bytes(found.size_bytes):
         raise unfolds(found.name, found.size_bytes)
     return _Shard(f"{folder.name}/{basename}", found, is_compressed, num_bytes, samples, column, wanted,
@@ -228,7 +343,7 @@ def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Sh
 def _check_encoding(encoding: str, name: str, where: str) -> None:
     kind, _, rest = encoding.partition(":")
     dtype = rest.partition(":")[0]
-    if encoding in ("str", "bytes") or (kind == "ndarray" and (not dtype or dtype in _NAMES)):
+    if encoding in ("str", "bytes") or (kind == "ndarray" and (not dtype or dtype in _ARRAY_TYPES)):
         return
     raise DataError(
         f"{where}: the column {name} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or ndarray "
@@ -237,7 +352,7 @@ def _check_encoding(encoding: str, name: str, where: str) -> None:
 
 
 def _read_shard(shard: _Shard) -> bytes:
-    """Raises DataError: unreadable, of another size, damaged."""
+    """Return a shard's uncompressed contents. Raises DataError: unreadable, of another size, damaged."""
     try:
         with opened(shard.file) as raw:
             contents = open_zstd(raw) if shard.is_compressed else raw
@@ -245,12 +360,13 @@ def _read_shard(shard: _Shard) -> bytes:
     except (OSError, DamagedError) as error:
         raise DataError(f"{shard.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     if len(data) != shard.bytes:
-        raise DataError(f"{shard.name} has another size than its index says.")
+        raise DataError(f"{shard.name} has another size than its index states.")
     return data
 
 
 def _column(data: bytes, index: int, shard: _Shard) -> bytes:
-    """One column of a sample: uint32 sizes of the columns without a fixed one, then the columns. Raises ValueError."""
+    """Return one column of a sample, which holds uint32 sizes of the columns without a fixed size, then the columns.
+    Raises ValueError."""
     begin, end = struct.unpack_from("<2I", data, 4 + 4 * index)
     sample = data[begin:end]
     open_sizes = sum(size is None for size in shard.sizes)
@@ -267,14 +383,14 @@ def _column(data: bytes, index: int, shard: _Shard) -> bytes:
 
 
 def _decode(data: bytes, encoding: str) -> TokenArray:
-    """An array of tokens. Raises ValueError, IndexError."""
+    """Return an array of tokens. Raises ValueError, IndexError."""
     if encoding == "bytes":
         return np.frombuffer(data, "<i8")
     _, dtype, shape = (*encoding.split(":", 2), "", "")[:3]
-    code = _NAMES[dtype] if dtype else _DTYPES.get(data[0], "")
+    code = _ARRAY_TYPES[dtype] if dtype else _ARRAY_DTYPES.get(data[0], "")
     place = 0 if dtype else 1
     if not shape:
-        # A byte: number of dimensions above, log2 of the bytes of each below.
+        # One byte: number of dimensions in the high bits, log2 of the bytes of each in the low two.
         ndim, width = data[place] >> 2, 1 << (data[place] & 3)
         place += 1 + ndim * width
     if not code:
