@@ -2,8 +2,8 @@
 
 Every start of a run is a session. Each rank appends to `samples/session-0002/rank-00003.bin`, one record per step,
 written after the step. `session.json` beside it has the session's history, as in a checkpoint
-(checkpoint/inventory.py); the last session's branches lead to the steps that count. Within a history, a session that starts at step s supersedes
-earlier records of steps >= s. Each sample takes four bytes.
+(checkpoint/inventory.py); the last session's branches lead to the steps that count. Within a history, a session that
+starts at step s supersedes earlier records of steps >= s. Each sample takes four bytes.
 
 A full disk does not end training. The record's head then names the first missing step, which needs no disk space.
 """
