@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llmscale.checkpoint.hf_files import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
+from llmscale.checkpoint.hf_read import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
-from llmscale.engine.collectives import gather, together
+from llmscale.engine.collectives import gather, on_all_ranks
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.untrusted.hub import (
@@ -123,7 +123,7 @@ def provide_model(
             raise download.failure
         return download.folder
 
-    folders = gather(world.control, together(world.control, outcome))
+    folders = gather(world.control, on_all_ranks(world.control, outcome))
     folder = folders[world.rank - world.local_rank]
     assert folder is not None
     return folder

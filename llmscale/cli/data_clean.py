@@ -1,4 +1,4 @@
-"""`llmscale data clean`."""
+"""`llmscale data clean`: remove duplicates and text of low quality."""
 
 from __future__ import annotations
 
@@ -7,76 +7,55 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from llmscale.cli import data_source
-from llmscale.config import flag_type, limits
-from llmscale.config.flag_parser import FlagParser, Need
+from llmscale.cli.data_prepare import (
+    TOKENIZER_METAVAR,
+    add_input_flags,
+    add_max_rejected,
+    describe_reading,
+    open_source_of,
+)
+from llmscale.config import limits
+from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, path_or_url, whole_number
 from llmscale.config.user_paths import check_output_folder
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
 
-if TYPE_CHECKING:  # the real imports wait until a command runs
+if TYPE_CHECKING:  # imported when a command runs
     from collections.abc import Callable, Iterator
 
     from llmscale.data.clean.clean_manifest import Cleaned
     from llmscale.data.clean.cluster.settings import Cluster
     from llmscale.data.clean.pipeline import Amount, CleanOptions, StepReport, TokenizerName
 
-#: As in llmscale.data.clean.pipeline, which --help must not load.
+#: Copy of the names in llmscale.data.clean.pipeline, which --help must not import.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"
-#: Whose rules take most of code, tables and lists.
+#: Steps whose rules remove most code, tables and lists.
 _FOR_PROSE = ("gopher-repetition", "gopher-quality", "c4", "fineweb")
 
 
 def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
     """Add `clean`."""
     parser = commands.add_parser(
-        "clean", help="take out duplicates, text of low quality or in other languages, and evaluation text"
+        "clean", help="remove duplicates, text of low quality or in other languages, and evaluation text"
     )
-    data_source.add_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=flag_type.path,
-        required=True,
-        metavar="DIR",
-        help="folder of the result, for prepare --input",
+    add_input_flags(parser)
+    flag(parser, "--out DIR", "folder of the result, an --input for prepare", local_path, required=True)
+    text = (
+        f"what to do, in this order; default: {_STEPS}, without steps that need flags that are not given. The quality "
     )
-    parser.add_argument(
-        "--steps",
-        type=flag_type.name,
-        metavar="NAME,NAME",
-        help=f"what is done, in this order (default: {_STEPS}, without those that nothing is given for). The "
-        "filters of quality are for prose; of code or lists take exact,near",
-    )
-    _add_step_arguments(parser)
-    parser.add_argument(
-        "--tokenizer",
-        type=flag_type.path_or_url,
-        metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
-        help="count this tokenizer's tokens at every step, as prepare will pack them (default: words alone)",
-    )
-    parser.add_argument(
-        "--eot-token",
-        type=flag_type.name,
-        metavar="TEXT",
-        help="the tokenizer's end-of-text token, where its files leave that open, as for prepare",
-    )
-    parser.add_argument(
-        "--shard-mb",
-        type=flag_type.whole(1, 4095),
-        default=64,
-        metavar="MIB",
-        help="text in a file of the result, in MiB before compression (default: 64)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=flag_type.whole(1, limits.MAX_WORKERS),
-        metavar="N",
-        help="processes (default: one per core); the result is the same for any number. On a cluster, tasks at once "
-        "(default: all)",
-    )
-    _add_cluster_arguments(parser)
-    data_source.add_max_rejected(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace text that was cleaned differently")
+    flag(parser, "--steps NAME,NAME", f"{text}filters are for prose; for code or lists use exact,near", nonblank)
+    _add_step_flags(parser)
+    text = "count this tokenizer's tokens at every step, as prepare will; default: only words"
+    flag(parser, f"--tokenizer {TOKENIZER_METAVAR}", text, path_or_url)
+    text = "the tokenizer's end-of-text token, if its files do not specify it, as for prepare"
+    flag(parser, "--eot-token TEXT", text, nonblank)
+    text = "text in a file of the result, in MiB before compression"
+    flag(parser, "--shard-mb MIB", text, whole_number(1, 4095), 64)
+    text = "processes, which do not change the result; default: one per core. On a cluster, tasks at once; default: all"
+    flag(parser, "--workers N", text, whole_number(1, limits.MAX_WORKERS))
+    _add_cluster_flags(parser)
+    add_max_rejected(parser)
+    flag(parser, "--overwrite", "replace text that was cleaned differently")
     parser.needs = [
         *parser.needs,
         Need("min_confidence", "--languages CODE"),
@@ -94,70 +73,32 @@ def _does(step: str) -> Callable[[argparse.Namespace], bool]:
     return lambda args: args.steps is None or step in _listed(args.steps)
 
 
-def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--executor",
-        choices=("local", "slurm", "ray"),
-        default="local",
-        help="where: this machine, or many that share a disk with it, through datatrove (default: local)",
+def _add_cluster_flags(parser: FlagParser) -> None:
+    text = "where to run: this machine, or many with a shared disk, through datatrove"
+    flag(parser, "--executor", text, default="local", choices=("local", "slurm", "ray"))
+    text = "slurm, ray: parts of the input, of complete files; default: one per file, at most 256"
+    flag(parser, "--tasks N", text, whole_number(1, 100_000))
+    text = (
+        "slurm: partition, time_hours, memory_gb, account, qos, setup, max_array_size, sbatch; ray: address, memory_gb"
     )
-    parser.add_argument(
-        "--tasks",
-        type=flag_type.whole(1, 100_000),
-        metavar="N",
-        help="slurm, ray: parts of the input, of whole files (default: one per file, at most 256)",
-    )
-    parser.add_argument(
-        "--executor-options",
-        type=flag_type.path,
-        metavar="FILE.yaml",
-        help="slurm: partition, time_hours, memory_gb, account, qos, setup, max_array_size, sbatch; ray: address, "
-        "memory_gb",
-    )
+    flag(parser, "--executor-options FILE.yaml", text, local_path)
 
 
-def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--languages", type=flag_type.name, metavar="CODE,CODE", help="language: those that stay, ISO 639 such as en"
-    )
-    parser.add_argument(
-        "--min-confidence",
-        type=flag_type.number(0, 1),
-        default=0.5,
-        metavar="P",
-        help="language: how sure it must be (default: 0.5)",
-    )
-    parser.add_argument(
-        "--terminal-punctuation",
-        action="store_true",
-        help="c4: take out lines that end in none of . ? ! \" ', as C4 did and FineWeb did not",
-    )
-    for flag, kind, default, metavar, about in (
-        ("--permutations", flag_type.whole(1, 1024), 128, "N", "minima of a sketch"),
-        ("--bands", flag_type.whole(1, 1024), 25, "N", "bands that they are cut into"),
-        ("--similarity", flag_type.number(0, 1, above=True), 0.6, "S", "Jaccard similarity from which on a copy goes"),
-        ("--shingle-words", flag_type.whole(1, 100), 3, "N", "words of a shingle"),
-        ("--seed", flag_type.whole(0, limits.MAX_SEED), 0, "N", "of the permutations"),
-    ):
-        parser.add_argument(
-            flag, type=kind, default=default, metavar=metavar, help=f"near: {about} (default: {default})"
-        )
-    parser.add_argument(
-        "--decontaminate",
-        type=flag_type.path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="decontaminate: evaluation text, JSON or JSON lines (every string in them) or text, also .gz, .zst, ...; "
-        "as often as needed",
-    )
-    parser.add_argument(
-        "--max-ngram-documents",
-        type=flag_type.whole(1, 10**12),
-        default=10,
-        metavar="N",
-        help="decontaminate: ignore 13-grams that stand in more documents (default: 10, as GPT-3)",
-    )
+def _add_step_flags(parser: FlagParser) -> None:
+    flag(parser, "--languages CODE,CODE", "language: languages to keep, ISO 639 such as en", nonblank)
+    flag(parser, "--min-confidence P", "language: least confidence of the classifier", number(0, 1), 0.5)
+    text = "c4: remove lines that do not end in . ? ! \" or ', as C4 did and FineWeb did not"
+    flag(parser, "--terminal-punctuation", text)
+    flag(parser, "--permutations N", "near: minima of a sketch", whole_number(1, 1024), 128)
+    flag(parser, "--bands N", "near: bands of a sketch", whole_number(1, 1024), 25)
+    text = "near: least Jaccard similarity of a copy to remove"
+    flag(parser, "--similarity S", text, number(0, 1, above=True), 0.6)
+    flag(parser, "--shingle-words N", "near: words of a shingle", whole_number(1, 100), 3)
+    flag(parser, "--seed N", "near: seed of the permutations", whole_number(0, limits.MAX_SEED), 0)
+    text = "decontaminate: evaluation text, JSON or JSON lines (every string in them) or text, also .gz, .zst, ...; "
+    flag(parser, "--decontaminate FILE", f"{text}may be repeated", local_path, [], action="append")
+    text = "decontaminate: ignore 13-grams that occur in more documents (GPT-3 used 10)"
+    flag(parser, "--max-ngram-documents N", text, whole_number(1, 10**12), 10)
 
 
 def _options(args: argparse.Namespace) -> CleanOptions:
@@ -204,7 +145,7 @@ def _clean(args: argparse.Namespace) -> int:
 
     check_output_folder("--out", args.out)
     options, cluster = _options(args), _cluster(args)
-    source = data_source.open_source_of(args)
+    source = open_source_of(args)
     start_s = time.monotonic()
     cleaned = clean(
         source,
@@ -227,7 +168,7 @@ def _clean(args: argparse.Namespace) -> int:
         f"Cleaned in {elapsed_s:.1f} s, {taken_in.documents / elapsed_s:,.0f} documents/s, "
         f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. What was removed, and why: {args.out}/removed (zstd -dc)."
     )
-    for line in data_source.describe_reading(
+    for line in describe_reading(
         source.passed_over + cleaned.passed_over, args.out, cleaned.mark.num_rejected, cleaned.mark.num_cut
     ):
         print_visible(line, file=sys.stderr)
@@ -235,7 +176,7 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 class _Counted:
-    """What is shown of an amount besides documents."""
+    """The unit that is shown besides documents: words or tokens."""
 
     def __init__(self, tokenizer: str | None) -> None:
         self.name = "words" if tokenizer is None else "tokens"
@@ -246,7 +187,7 @@ class _Counted:
 
 
 def _describe(cleaned: Cleaned, counted: _Counted) -> Iterator[str]:
-    """A table of the steps, then what each took."""
+    """Yield a table of the steps, then the rules that removed most."""
     yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{counted.name + ' in':>16}{'removed':>16}"
     for report in cleaned.reports:
         taken_in, removed = report.taken_in, report.removed
@@ -262,9 +203,9 @@ def _describe(cleaned: Cleaned, counted: _Counted) -> Iterator[str]:
     for report in cleaned.reports:
         yield from _describe_taken(report, counted)
     if cleaned.num_ignored_ngrams:
-        yield f"{cleaned.num_ignored_ngrams:,} 13-grams of evaluation text are in too many documents and were ignored."
+        yield f"{cleaned.num_ignored_ngrams:,} 13-grams of evaluation text occur in too many documents; ignored."
     if cleaned.num_short_items:
-        yield f"{cleaned.num_short_items:,} items of evaluation text have fewer than 13 words and cannot be looked for."
+        yield f"{cleaned.num_short_items:,} items of evaluation text have fewer than 13 words; not searched for."
 
 
 def _share(number: int, of: int) -> str:
@@ -280,4 +221,4 @@ def _describe_taken(report: StepReport, counted: _Counted) -> Iterator[str]:
     for line in report.describe_examples():
         yield f"  {line}"
     if report.step in _FOR_PROSE and report.removed.documents > report.taken_in.documents / 2:
-        yield "  That is most of what it saw. It is made for English prose; leave it out of --steps for anything else."
+        yield "  That is more than half of its input. The step is for English prose: drop it from --steps otherwise."

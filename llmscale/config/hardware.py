@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from llmscale.architecture.attention_kernels import AMPERE, ComputeCapability
 from llmscale.config.interconnect import Interconnect
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from llmscale.config.deepspeed.schema import Precision

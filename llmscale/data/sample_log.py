@@ -2,8 +2,9 @@
 
 Every start of a run is a session, and every rank of a session appends to a file of its own,
 `samples/session-0002/rank-00003.bin`: one record per step, written when the step is done. `session.json` beside it has
-the session's history, as a checkpoint has (checkpoint/history.py); the branches of the last one lead to the steps that
-count. Within a history a session that starts at step s supersedes earlier records of steps >= s. Four bytes per sample.
+the session's history, as a checkpoint has (checkpoint/inventory.py); the branches of the last one lead to the steps
+that count. Within a history a session that starts at step s supersedes earlier records of steps >= s. Four bytes per
+sample.
 
 A disk that fills does not end training, so a record may be incomplete, and says so: its head names the first step that
 is not in it from the moment when writing fails. That needs no room on the disk.
@@ -29,8 +30,8 @@ from numpy.typing import NDArray
 
 from llmscale.data.order.permutation import mix64
 from llmscale.errors import ConfigError, DataError
-from llmscale.files.append import AppendFile, warn_on_stderr
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
+from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_own, open_regular
 
@@ -110,7 +111,7 @@ class SampleRecorder:
             check()
             path.stat()  # what follows cannot be read without the head: a file that is gone is not begun again
 
-        self._file = AppendFile(path, are_lines=False, check=check_place)
+        self._file = BufferedLog(path, are_lines=False, check=check_place)
         self._missing = _NONE_MISSING
         self._pending: list[NDArray[np.int64]] = []
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_folder import CARD_MARK
-from llmscale.checkpoint.history import find_checkpoints, is_of_run
+from llmscale.checkpoint.hf_write import CARD_MARK
+from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
 from llmscale.config.run_config import RunConfig
 from llmscale.data.mix.training_sets import TrainingSets

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
 from llmscale.cluster.launch.supervisor import read_attempts
 from llmscale.data.sample_log import load_recorded

@@ -16,7 +16,7 @@ ROOT = LocalPath(__file__).resolve().parents[2]
 # Cog copies the repository without installing it.
 sys.path.insert(0, str(ROOT))
 
-from llmscale.checkpoint.locate import find_checkpoint  # noqa: E402
+from llmscale.checkpoint.inventory import find_checkpoint  # noqa: E402
 from llmscale.data.mix.training_sets import KEPT_NAME  # noqa: E402
 
 

@@ -13,8 +13,8 @@ from cog import BasePredictor, ConcatenateIterator, Input, Path
 # Cog copies the repository without installing it.
 sys.path.insert(0, str(LocalPath(__file__).resolve().parents[2]))
 
-from llmscale.checkpoint.locate import find_checkpoint
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.checkpoint.inventory import find_checkpoint
+from llmscale.engine.deepspeed_patches import quiet_libraries
 from llmscale.evaluate.subject import open_subject
 from llmscale.evaluate.text import generate_text
 

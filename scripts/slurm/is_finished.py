@@ -11,7 +11,7 @@ from pathlib import Path
 # So that a clone works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 
 
 def is_finished(run: Path) -> bool:

@@ -18,10 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from llmscale.cluster.launch.supervisor import begins_somewhere, restart_arguments, saved_checkpoints
-from llmscale.config.arguments import parse_run_config
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import LlmscaleError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 
 def job_arguments(arguments: Sequence[str], note: Path, restarts: int) -> list[str]:

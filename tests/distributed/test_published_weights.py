@@ -115,7 +115,7 @@ def test_weights_that_are_no_numbers_leave_no_run(
     tensors["model.norm.weight"][-1] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     output = train(2, "--init-from", f"hf:{folder}", "--ds", "ds_configs/zero3.json", expect=2)
-    assert "'model.norm.weight' holds values that are no finite numbers" in output
+    assert "'model.norm.weight' holds values that are not finite numbers" in output
     assert not (tmp_path / "run").exists()
 
 

@@ -10,7 +10,7 @@ import yaml
 from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
-from llmscale.config.arguments import build_run_config
+from llmscale.config.run_config import build_run_config
 from llmscale.data.mix.training_sets import open_training_sets
 from llmscale.report.model_card import CardFacts, build_model_card
 

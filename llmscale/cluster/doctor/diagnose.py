@@ -55,11 +55,10 @@ from llmscale.cluster.doctor.software import (
 from llmscale.cluster.doctor.system import build_on_hosts, check_system, gather_system, needed_ops
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.remote import FAN_OUT, SSH_OPTIONS, Finished, HostRunner, is_this_machine, process_limit
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.training.run_inputs import with_published_model
+from llmscale.training.prepare_run import with_published_model
 
 #: Time limit of a login. A slower one would delay every start as much.
 _LOGIN_TIMEOUT_S = 20.0

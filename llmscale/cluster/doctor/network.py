@@ -45,7 +45,7 @@ from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.ranks import find_port
 from llmscale.cluster.remote import HostRunner, process_limit
 from llmscale.config.hardware import find_gpu
-from llmscale.engine.network_interface import set_network_interface
+from llmscale.engine.network import set_network_interface
 from llmscale.untrusted.interpreter import module_command
 
 
@@ -105,7 +105,7 @@ def _check_names(networks: Mapping[str, NetworkFacts]) -> Iterator[CheckRow]:
 
 
 def _check_interfaces(networks: Mapping[str, NetworkFacts], first_host: str) -> Iterator[CheckRow]:
-    """Check the interfaces that the ranks will listen on (llmscale.engine.network_interface).
+    """Check the interfaces that the ranks will listen on (llmscale.engine.network).
 
     That is the interface named by a variable, else the one towards the first host; on GPUs too, because control
     messages use gloo beside NCCL.

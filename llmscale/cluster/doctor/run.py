@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.checkpoint.history import find_checkpoints
+from llmscale.checkpoint.inventory import find_checkpoints
 from llmscale.cluster.doctor.facts import (
     CheckRow,
     DataFacts,
@@ -28,14 +28,13 @@ from llmscale.cluster.doctor.facts import (
 )
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.remote import HostRunner
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run, resolve_schedule, resolve_shape
-from llmscale.config.run_config import RunConfig
-from llmscale.config.shipped import DS_CONFIGS
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError
@@ -44,7 +43,7 @@ from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
 from llmscale.planning.recommend import find_smallest_change
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 
 
 def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:

@@ -30,7 +30,7 @@ from llmscale.cluster.doctor.facts import (
     yellow,
 )
 from llmscale.cluster.remote import PACKAGE, SSH_FAILED, Finished
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import LIBRARIES
 from llmscale.untrusted.interpreter import code_command
@@ -266,10 +266,10 @@ def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
 #: Run in a separate process: an import can hang, crash, or take GPU memory.
 _IMPORT_CODE = """
 import json, os, sys
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
-import llmscale.training.build_session
+import llmscale.training.open_session
 print("facts", json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]), flush=True)
 os._exit(0)
 """

@@ -29,7 +29,7 @@ from llmscale.cluster.doctor.facts import (
 from llmscale.cluster.extension_locks import STALE_LOCK_S, extensions_folder, find_locks
 from llmscale.cluster.remote import HostRunner, process_limit
 from llmscale.config.deepspeed.resolve import DsConfig
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
 
 #: Docker's default is 64 MiB, too little for NCCL's buffers and the data workers' batches.
 SHM_BYTES = 256 * 2**20

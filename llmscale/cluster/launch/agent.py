@@ -37,7 +37,7 @@ from llmscale.cluster.launch.protocol import (
     Stopped,
 )
 from llmscale.cluster.launch.ranks import NodeRanks, adopt_orphans, find_port
-from llmscale.engine.network_interface import source_address
+from llmscale.engine.network import source_address
 from llmscale.errors import ConfigError
 from llmscale.training.run_folder import lock_run_folder
 from llmscale.training.stop_request import STOP_SIGNALS

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.protocol import DumpStacks, FindPort, Port, RankStatus, Signal, Signalled, Stacks, Start
 from llmscale.cluster.launch.transport import HostConnection, HostPool
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 from llmscale.terminal.human_numbers import with_singulars
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.cluster.launch.protocol import Output
-from llmscale.files.append import AppendFile
+from llmscale.files.buffered_log import BufferedLog
 
 #: Size at which a log is renamed LOG.1, replacing the earlier one: disk use is at most twice this.
 LOG_BYTES = 64 << 20
@@ -207,10 +207,10 @@ class BoundedLog:
             self._append(f"\n[{num_lost:,} bytes came too fast and are left out here]\n".encode() + self._kept)
             self._num_left_out, self._kept = 0, b""
 
-    def _open(self) -> AppendFile:
+    def _open(self) -> BufferedLog:
         with contextlib.suppress(OSError):
             self._size = self._path.stat().st_size
-        return AppendFile(
+        return BufferedLog(
             self._path, warn=self._warnings.append, unit="byte", are_lines=False, most_held_bytes=MAX_HELD_BYTES
         )
 

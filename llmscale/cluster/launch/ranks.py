@@ -25,10 +25,9 @@ from llmscale.cluster.extension_locks import HeldLocks
 from llmscale.cluster.launch.protocol import Output, RankStatus, Stacks, Start
 from llmscale.cluster.launch.rank_output import RankOutput
 from llmscale.cluster.remote import search_path
-from llmscale.training.display.bottom_rows import GIVE_BACK
+from llmscale.training.bottom_rows import GIVE_BACK
 from llmscale.training.heartbeat import STACKS_SIGNAL, WATCH_VARIABLE, heartbeat_path, output_path, stacks_path
-from llmscale.training.launcher_chain import LAUNCHER_VARIABLE
-from llmscale.training.stop_request import STOP_SIGNALS
+from llmscale.training.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS
 from llmscale.untrusted.interpreter import module_command
 
 # ---------------------------------------------------------------- processes by number, from /proc

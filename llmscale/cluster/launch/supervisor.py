@@ -16,18 +16,17 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmscale.checkpoint.history import find_checkpoints, list_checkpoints
+from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Layout, Limits, Outcome, choose_layout
 from llmscale.cluster.launch.protocol import Hello
 from llmscale.cluster.launch.transport import HostPool
-from llmscale.config.arguments import parse_run_config
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.files.append import AppendFile
+from llmscale.files.buffered_log import BufferedLog
 from llmscale.training.changes import check_start
-from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
+from llmscale.training.run_folder import RunFolderClaim
 from llmscale.untrusted.documents import load_json_lines
 
 # ---------------------------------------------------------------- the record of attempts
@@ -106,7 +105,7 @@ def next_number(run: Path) -> int:
 def write_attempt(run: Path, attempt: Attempt) -> str | None:
     """Append an attempt. Return the problem if it cannot be written: the disk may be full, and training continue."""
     problems: list[str] = []
-    file = AppendFile(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
+    file = BufferedLog(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
     file.append(json.dumps(asdict(attempt)).encode() + b"\n", attempt.number)
     file.close()
     return problems[-1] if problems else None

@@ -6,7 +6,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.clean import exact
 from llmscale.data.clean.clean_manifest import Cleaned, write_manifest
 from llmscale.data.clean.clean_request import CleanJob, describe_request, is_already_there

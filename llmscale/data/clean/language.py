@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.clean.findings import Removed
 from llmscale.data.clean.text import Text
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from py3langid.langid import LanguageIdentifier

@@ -20,7 +20,8 @@ from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.shards.dataset_source import SetLocation, copy_description, open_set
 from llmscale.data.shards.manifest import Manifest, get_split, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
-from llmscale.errors import ConfigError, DataError, did_you_mean
+from llmscale.errors import ConfigError, DataError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
 from llmscale.untrusted.paths import is_plain_name
 

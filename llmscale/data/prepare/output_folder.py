@@ -21,7 +21,7 @@ from llmscale.data.prepare.sources.source import Rejected
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, PrepareRequest, load_manifest
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import DataError, write_failure
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 
 @contextmanager

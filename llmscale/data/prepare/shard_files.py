@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from llmscale.data.shards.manifest import HASH_ALGORITHM, TokenDtype
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.shards.verify_shards import INDEX_NAME
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 Windows = NDArray[np.unsignedinteger]
 #: An entry of Streaming's index.json.

@@ -26,7 +26,7 @@ from llmscale.data.shards.verify_shards import INDEX_NAME, parse_index
 from llmscale.data.storage import faults
 from llmscale.data.storage.transport import download, open_downloader
 from llmscale.errors import DataError, UnreachableError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import check_regular, read_regular
 

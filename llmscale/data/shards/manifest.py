@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, cast, get_args
 
-from llmscale.config.shipped import is_checkout
+from llmscale.config.bundled_files import is_checkout
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.paths import find_link, read_regular

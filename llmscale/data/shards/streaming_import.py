@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import DataError
 
 _PACKAGES = ("streaming", "streaming.base")

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.storage.schemes import SCHEMES
 from llmscale.errors import DataError, UnreachableError
 from llmscale.untrusted.terminal import print_visible

@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from llmscale.config.user_paths import check_text
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 
 _SEPARATOR = "://"
 _FORGOTTEN = re.compile(r"(s3|gs|az|azure):(?!//)")

@@ -28,7 +28,8 @@ from llmscale.data.shards.manifest import (
     load_origin,
 )
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.hub import read_hub_files
 from llmscale.untrusted.paths import read_regular

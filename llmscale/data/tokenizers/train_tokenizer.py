@@ -11,8 +11,8 @@ from llmscale.data.prepare.sources.source import Source
 from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer, load_huggingface
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
 from llmscale.errors import DataError
-from llmscale.terminal.announcer import Announcer
 from llmscale.terminal.progress import Progress, show_progress
+from llmscale.terminal.status_line import StatusLine
 
 #: The 256 byte values and end-of-text.
 SMALLEST_VOCAB = 257
@@ -48,7 +48,7 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learning = Announcer()
+    learning = StatusLine()
     with show_progress(f"Training on {source.name}") as progress:
         try:
             fast.train_from_iterator(_texts(source, progress, learning), trainer)
@@ -69,7 +69,7 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _texts(source: Source, progress: Progress, learning: Announcer) -> Iterator[str]:
+def _texts(source: Source, progress: Progress, learning: StatusLine) -> Iterator[str]:
     """Documents in pieces: the same merges (no token crosses a border), without one huge string at a time. When there
     are no more, `learning` begins."""
     num_characters = 0

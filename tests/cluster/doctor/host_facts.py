@@ -34,8 +34,8 @@ from llmscale.cluster.doctor.run import (
 from llmscale.cluster.doctor.software import check_late, check_software
 from llmscale.cluster.doctor.system import check_system
 from llmscale.cluster.hostfile import Host
-from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.resolve import parse_ds_config
+from llmscale.config.run_config import build_run_config
 
 GIB = 2**30
 LOOPBACK = Interface("lo", True, 65536, "127.0.0.1", None)

@@ -13,8 +13,8 @@ from llmscale.cluster.doctor.software import ClockReading, check_clocks, check_p
 from llmscale.cluster.extension_locks import ExtensionLock
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.remote import Finished
-from llmscale.config.arguments import build_run_config
 from llmscale.config.deepspeed.resolve import parse_ds_config
+from llmscale.config.run_config import build_run_config
 from llmscale.planning.disk_usage import checkpoints_at_once
 from tests.cluster.doctor.host_facts import (
     GIB,

@@ -19,7 +19,7 @@ from llmscale.cluster.launch.supervisor import (
     restart_arguments,
     write_attempt,
 )
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 
 FIRST = Attempt(1, "2026-01-01T00:00:00+00:00", {"a": 2}, 2, "10.0.0.1:1234", {"b": "no route"}, "deepspeed", "logs")
 

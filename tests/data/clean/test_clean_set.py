@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli import data, data_clean
-from llmscale.config.flag_parser import FlagParser
+from llmscale.config.command_line import FlagParser
 from llmscale.data.clean.clean_manifest import Cleaned
 from llmscale.data.clean.clean_set import clean
 from llmscale.data.clean.cleaned_set import MANIFEST_NAME, load_clean_manifest

@@ -19,10 +19,10 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.data.prepare import remote_set
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
-from llmscale.data.prepare.remote_set import UNFINISHED_NAME, RemoteSet, etag_of
+from llmscale.data.prepare.remote_set import RemoteSet, etag_of
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.shards.dataset_source import open_set
-from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.shards.manifest import MANIFEST_NAME, UNFINISHED_NAME
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store

@@ -13,7 +13,7 @@ from datatrove.pipeline.base import PipelineStep
 from llmscale.data.clean.cluster.stages import Stage
 from llmscale.data.clean.cluster.work_files import WorkFiles
 from llmscale.errors import DataError, LlmscaleError, MachineError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 
 class StageBlock(PipelineStep):

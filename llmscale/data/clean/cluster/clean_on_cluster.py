@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import llmscale
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.clean import exact
 from llmscale.data.clean.clean_manifest import Cleaned, version_of, write_manifest
 from llmscale.data.clean.clean_request import CleanJob

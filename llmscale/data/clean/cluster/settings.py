@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
 
 ExecutorName = Literal["slurm", "ray"]

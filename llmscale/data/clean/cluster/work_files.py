@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from llmscale.data.clean.decontaminate import EvaluationNgrams
 from llmscale.data.clean.findings import ExactKey, Removed, SketchRow
 from llmscale.data.prepare.output_folder import sync_tree
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 _ITEMS_NAME, _LABELS_NAME = "evaluation_items.npy", "evaluation_labels.json"
 

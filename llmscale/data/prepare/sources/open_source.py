@@ -21,7 +21,8 @@ from llmscale.data.prepare.sources.source import ReadOptions, Source
 from llmscale.data.prepare.sources.stdin import STDIN, StandardInput
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.storage.schemes import check_not_forgotten, is_url
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.hub import forgotten_prefix
 from llmscale.untrusted.paths import check_regular
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli import data
-from llmscale.config.flag_parser import FlagParser
+from llmscale.config.command_line import FlagParser
 from llmscale.data.clean.cluster.settings import RaySettings, SlurmSettings, read_settings
 from llmscale.errors import DataError, LlmscaleError
 
