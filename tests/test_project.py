@@ -21,14 +21,14 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "other_names", "errors", "untrusted", "files", "terminal", "last_words"),
+    *("__init__", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
     "__main__",
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *("other_names", "errors", "files", "untrusted", "last_words", "architecture", "config", "memory", "planning"),
+    *("suggestions", "errors", "files", "untrusted", "error_handling", "architecture", "config", "memory", "planning"),
     "report",
     *("cluster", "cli", "train"),
     *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
