@@ -9,10 +9,17 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.history import Checkpoint, FoundCheckpoints, find_checkpoints, report_passed_over
-from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.inventory import (
+    Checkpoint,
+    FoundCheckpoints,
+    delete_checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    prunable,
+    read_state,
+    report_passed_over,
+)
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest
-from llmscale.checkpoint.retention import delete_checkpoint, prunable
 from llmscale.config.command_line import local_path
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress

@@ -22,10 +22,10 @@ from llmscale.untrusted.terminal import make_visible, print_visible
 if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
     from collections.abc import Iterator
 
-    from llmscale.data.shards.dataset_source import SetLocation
+    from llmscale.data.shards.cache import SetLocation
     from llmscale.data.shards.manifest import Manifest
     from llmscale.data.tokenizers.tokenizer import Tokenizer
-    from llmscale.training.step_samples import StepSample
+    from llmscale.training.sample_stream import StepSample
 
 _EXAMPLE_CHARACTERS = 400
 _TEXT_CHARACTERS = 100
@@ -70,7 +70,7 @@ def _add_which(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+    from llmscale.data.shards.cache import fetch_tokenizer, open_set
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 
     location = open_set(args.folder)
@@ -135,7 +135,7 @@ def _decode_documents(tokens: list[int], tokenizer: Tokenizer, eot_token: int) -
 
 def _verify(args: argparse.Namespace) -> int:
     """Read every shard; those of a remote dataset are downloaded again, into a small temporary cache."""
-    from llmscale.data.shards.dataset_source import open_set
+    from llmscale.data.shards.cache import open_set
     from llmscale.data.shards.manifest import load_manifest
 
     if "://" in args.folder:
@@ -160,7 +160,7 @@ def _find_local_damage(folder: Path, manifest: Manifest) -> Iterator[tuple[int, 
 
 
 def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
-    from llmscale.data.shards.dataset_source import fetch_tokenizer
+    from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.shards.token_shards import TokenShards
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
     from llmscale.errors import DataError, UnreachableError
@@ -204,9 +204,9 @@ def _report(folder: str, manifest: Manifest, found: Iterator[tuple[int, str]]) -
 
 
 def _which(args: argparse.Namespace) -> int:
-    from llmscale.data.shards.dataset_source import fetch_tokenizer
+    from llmscale.data.shards.cache import fetch_tokenizer
     from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
-    from llmscale.training.step_samples import find_step_samples
+    from llmscale.training.sample_stream import find_step_samples
 
     found = find_step_samples(args.run, args.step, args.data)
     fetch_tokenizer(found.sets.first)

@@ -127,7 +127,7 @@ def _tokenizer(args: argparse.Namespace) -> TokenizerName | None:
 
 def _cluster(args: argparse.Namespace) -> Cluster | None:
     from llmscale.data.clean.cluster.settings import Cluster, read_settings
-    from llmscale.data.prepare.sources.stdin import STDIN
+    from llmscale.data.prepare.sources.file_source import STDIN
 
     if args.executor == "local":
         return None

@@ -101,8 +101,7 @@ def add_train_tokenizer(commands: argparse._SubParsersAction[FlagParser]) -> Non
 
 def open_source_of(args: argparse.Namespace) -> Source:
     """Open the inputs. Raises DataError, also if --out is among them."""
-    from llmscale.data.prepare.sources.hugging_face import check_data_sets
-    from llmscale.data.prepare.sources.open_source import check_apart, open_source
+    from llmscale.data.prepare.sources.open_source import check_apart, check_data_sets, open_source
 
     check_apart(args.input, args.out)
     source = open_source(
@@ -122,7 +121,7 @@ def open_source_of(args: argparse.Namespace) -> Source:
 def describe_reading(passed_over: Counter[str], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
     """Yield notes on skipped and divided text; `passed_over` counts skipped files by suffix."""
     from llmscale.data.prepare.output_folder import rejected_path
-    from llmscale.data.prepare.sources.text_files import MAX_TEXT_BYTES
+    from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
 
     if num_rejected:
         yield f"Skipped {count_nouns(num_rejected, 'malformed record')}; see {rejected_path(out)}."

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
-    from llmscale.cluster.doctor.rows import CheckRow, Status
+    from llmscale.cluster.doctor.facts import CheckRow, Status
     from llmscale.config.command_line import FlagParser
 
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -56,7 +56,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.cluster.doctor.diagnose import diagnose
-    from llmscale.cluster.doctor.rows import worst
+    from llmscale.cluster.doctor.facts import worst
 
     diagnosis = diagnose(_question(args))
     if args.json:
@@ -89,7 +89,7 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.rows import worst
+    from llmscale.cluster.doctor.facts import worst
 
     return {
         "status": worst(diagnosis.rows),

@@ -65,8 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
     if not args.tasks and not args.val_samples:
         raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
-    # The slow part: lm-eval is imported, the checkpoint read, and torch imported.
-    from llmscale.engine.silence_libraries import quiet_libraries
+    from llmscale.engine.deepspeed_patches import quiet_libraries
     from llmscale.terminal.progress import show_progress
     from llmscale.terminal.status_line import show_if_slow
 

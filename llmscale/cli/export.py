@@ -31,8 +31,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.hf_folder import check_hf_folder
-    from llmscale.checkpoint.locate import find_checkpoint
+    from llmscale.checkpoint.hf_write import check_hf_folder
+    from llmscale.checkpoint.inventory import find_checkpoint
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
     checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr), step=args.step)

@@ -9,14 +9,12 @@ import signal
 from collections.abc import Sequence
 
 from llmscale.cli.flags import add_timeout
-from llmscale.cluster.environment import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.launch.attempt import Limits
-from llmscale.cluster.launch.attempts import RetryPolicy
-from llmscale.cluster.launch.hosts import LAUNCHERS, agent_command_by, slurm_hosts
-from llmscale.cluster.launch.node_ranks import STARTERS
-from llmscale.cluster.launch.supervisor import LaunchOptions, Supervisor
-from llmscale.cluster.local_ranks import count_gpus
+from llmscale.cluster.launch.ranks import STARTERS, count_gpus
+from llmscale.cluster.launch.supervisor import LaunchOptions, RetryPolicy, Supervisor
+from llmscale.cluster.launch.transport import LAUNCHERS, agent_command_by, slurm_hosts
+from llmscale.cluster.remote import PACKAGE, deepspeed_env_files, gather_environment
 from llmscale.config import limits
 from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy

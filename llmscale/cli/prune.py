@@ -39,14 +39,14 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.hf_folder import check_hf_folder
+    from llmscale.checkpoint.hf_write import check_hf_folder
     from llmscale.evaluate.subject import find_subject, open_subject
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu)
-    from llmscale.engine.silence_libraries import quiet_libraries
+    from llmscale.engine.deepspeed_patches import quiet_libraries
     from llmscale.terminal.progress import count_words, show_progress
     from llmscale.terminal.status_line import show_if_slow
 
@@ -95,7 +95,7 @@ def _check_gpu(named: GPU | None) -> bool:
 
 
 def _write(model: GPT, subject: Subject, pruned: Pruned, folder: Path, *, overwrite: bool) -> None:
-    from llmscale.checkpoint.hf_folder import CARD_MARK
+    from llmscale.checkpoint.hf_write import CARD_MARK
     from llmscale.evaluate.export import describe_export, write_model
     from llmscale.evaluate.prune import ModelWeights
     from llmscale.terminal.progress import show_progress

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
 from llmscale.config.command_line import flag, local_path
 from llmscale.config.user_paths import check_output_file, write_output_file
@@ -22,10 +22,10 @@ from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.history import RunHistory, load_history, load_run_manifest
 from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, print_fitting
-from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import (
     CONFIG_NAME,
     DS_CONFIG_NAME,
+    FAILURE_NAME,
     LOCK_NAME,
     METRICS_NAME,
     ORIGIN_FOLDERS,
@@ -104,8 +104,8 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
 
 
 def _check_apart(said: str, place: Path, run: Path) -> None:
-    """Refuse to overwrite a file of the run itself; other names in its folder are allowed."""
-    from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, LOGS_NAME
+    """Refuse a file that the run itself wrote: a report beside them is welcome."""
+    from llmscale.cluster.launch.supervisor import ATTEMPTS_NAME, LOGS_NAME
 
     files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()

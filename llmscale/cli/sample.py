@@ -70,8 +70,7 @@ def _run(args: argparse.Namespace) -> int:
 
     prompts = _prompts(args)
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr))
-    # torch is imported after the checks, which answer at once.
-    from llmscale.engine.silence_libraries import quiet_libraries
+    from llmscale.engine.deepspeed_patches import quiet_libraries
 
     with show_if_slow("importing torch"):
         from llmscale.evaluate.sampling import SamplingSettings, check_prompt

@@ -10,17 +10,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.extension_locks import remove_stale_locks
-from llmscale.cluster.free_port import find_port
-from llmscale.cluster.local_ranks import (
+from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
     count_gpus,
+    find_port,
     rank_command,
     rank_environment,
     visible_gpus,
 )
+from llmscale.cluster.remote import PACKAGE
 from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE
@@ -30,7 +30,7 @@ from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.human_numbers import count_nouns
 from llmscale.terminal.status_line import show_status
 from llmscale.training.changes import check_start
-from llmscale.training.run_inputs import prepare_run, quiet_s
+from llmscale.training.prepare_run import announce_after_s, prepare_run
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible
@@ -58,7 +58,9 @@ def _run_ranks(words: Sequence[str]) -> int:
     # A run must not fail because its output cannot be written.
     make_output_resilient()
     check_is_only_copy(os.environ, "llmscale train")
-    with show_status("checking the configuration and the data", after_s=quiet_s(config), is_plain=config.plain):
+    with show_status(
+        "checking the configuration and the data", after_s=announce_after_s(config), is_plain=config.plain
+    ):
         num_ranks = _count_ranks(asked)
         finished = check_start(prepare_run(config, world_size=num_ranks))
     if finished:

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.families.family import HFTensor
-from llmscale.architecture.families.registry import get_family, read_shape
-from llmscale.architecture.hf_config import CONFIG_NAME, find_config
+from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.config.presets import get_preset, nearest_preset
 from llmscale.config.run_config import RunConfig, build_run_config

@@ -32,7 +32,7 @@ def quiet_torch(needed_by: str) -> Iterator[None]:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            from llmscale.engine.silence_libraries import quiet_libraries
+            from llmscale.engine.deepspeed_patches import quiet_libraries
 
             quiet_libraries()
             import deepspeed  # noqa: F401

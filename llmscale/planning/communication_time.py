@@ -18,9 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from llmscale.architecture.description import Architecture
-from llmscale.architecture.layers import together
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import Architecture, ParameterTensors, combined_layer
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.resolve import ResolvedStep
@@ -123,14 +121,16 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
 @lru_cache(maxsize=16)
 def _of_compiled_blocks(model: Architecture) -> ParameterTensors:
     """DeepSpeed gathers a compiled block as one module."""
-    return ParameterTensors(replace(model, block=(together("", *model.block_as_made),), made_order=()))
+    return ParameterTensors(
+        replace(model, block=(combined_layer("", *model.block_in_parameter_order),), parameter_order=())
+    )
 
 
 def ring_bytes_per_s(gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect: Interconnect) -> float:
     """What a rank's part of a ring carries in one direction.
 
     Between nodes NCCL builds as many rings as there are adapters and each crosses the node's border once, so a rank
-    is held up by the slower of its own link and of all adapters of its node together, not of its own adapter.
+    is held up by the slower of its own link and of all adapters of its node combined_layer, not of its own adapter.
     """
     if num_nodes == 1:
         return gpu.link_bytes_per_s

@@ -47,7 +47,7 @@ from llmscale.planning import compilation, kernels
 from llmscale.planning.compute_time import OWN_KERNELS, TokenWork, token_work
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.training.memory_report import estimate_run
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 
 #: No cell takes longer.
 CELL_LIMIT_S = 360.0

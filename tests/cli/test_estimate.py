@@ -20,7 +20,7 @@ from llmscale.config.hf_model import with_published_shape
 from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.resolve import SetFacts, resolve_shape
 from llmscale.config.run_config import parse_run_config
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 
 ROOT = Path(__file__).resolve().parents[2]
 MACHINES = ("--gpu", "a100-40gb", "--num-gpus", "8")

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import load_manifest
 from llmscale.cli.main import main
 from llmscale.config.run_config import parse_run_config
 from llmscale.planning.disk_usage import estimate_disk
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 
 
 def plan(capsys: pytest.CaptureFixture[str], words: str) -> str:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run

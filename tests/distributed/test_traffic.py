@@ -10,7 +10,7 @@ import pytest
 
 from llmscale.config.run_config import parse_run_config
 from llmscale.planning.communication_time import Traffic, count_traffic
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 from tests.conftest import build_train_command
 
 JOB = Path(__file__).with_name("traffic_job.py")

@@ -14,7 +14,7 @@ from llmscale.data.clean.cleaned_set import FORMAT, FORMAT_VERSION, MANIFEST_NAM
 from llmscale.data.clean.decontaminate import EvaluationNgrams
 from llmscale.data.clean.jsonl_files import FileFacts
 from llmscale.data.clean.pipeline import Amount, CleanOptions, StepReport
-from llmscale.data.prepare.tokenise import Mark
+from llmscale.data.prepare.tokenise import ReadPosition
 from llmscale.errors import DataError
 
 
@@ -25,7 +25,7 @@ class Cleaned:
     taken_in: Amount
     kept: Amount
     reports: list[StepReport]
-    mark: Mark
+    mark: ReadPosition
     """Behind the last record, with what of them was no document."""
     documents: Sequence[FileFacts] = ()
     """Files of what is left."""

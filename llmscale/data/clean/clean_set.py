@@ -18,7 +18,7 @@ from llmscale.data.clean.language import check_languages
 from llmscale.data.clean.near import index_bytes_per_document
 from llmscale.data.clean.pipeline import Amount, CleanOptions, Look, LookedBatch, Pipeline, start_workers
 from llmscale.data.prepare.output_folder import (
-    Quarantine,
+    RejectedRecords,
     find_writer,
     new_folder,
     recover,
@@ -26,7 +26,7 @@ from llmscale.data.prepare.output_folder import (
     remove_finished,
 )
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.tokenise import Batch, Mark, gather, work_in_order
+from llmscale.data.prepare.tokenise import Batch, ReadPosition, gather, ordered_parallel_map
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, show_progress
 
@@ -58,7 +58,7 @@ def clean(
     recover(out)
     if is_already_there(out, request, overwrite=overwrite):
         remove_finished(out, "clean")
-        return Cleaned(Amount(), Amount(), [], Mark(), reused=True)
+        return Cleaned(Amount(), Amount(), [], ReadPosition(), reused=True)
     if find_writer(out) is not None:
         raise DataError(f"Another process writes {out} just now. Wait for it, or choose another --out.")
     job = CleanJob(source, out, options, request, ngrams, shard_bytes, overwrite, max_rejected)
@@ -80,7 +80,7 @@ def _check_packages(options: CleanOptions) -> None:
 
 def _clean_here(job: CleanJob, folder: Path, num_workers: int) -> Cleaned:
     options, ngrams = job.options, job.ngrams
-    quarantine = Quarantine(folder / _SCRATCH_REJECTED, job.max_rejected)
+    quarantine = RejectedRecords(folder / _SCRATCH_REJECTED, job.max_rejected)
     hashes_path = None
     if ngrams is not None:
         hashes_path = folder / _SCRATCH_HASHES
@@ -118,23 +118,23 @@ def _pass_all(
     source: Source,
     pipeline: Pipeline,
     comparison: Comparison,
-    quarantine: Quarantine,
+    quarantine: RejectedRecords,
     look: Look,
     num_workers: int,
     options: CleanOptions,
     progress: Progress,
-) -> Mark:
+) -> ReadPosition:
     """Every document of the source. Raises DataError, OSError, MachineError."""
 
     def work(batch: Batch) -> tuple[Batch, list[str], LookedBatch]:
         texts = [document for document in batch.documents if isinstance(document, str)]
         return batch, texts, look(texts)
 
-    mark = Mark()
+    mark = ReadPosition()
     batches = gather(source, None, mark)
-    with closing(work_in_order(batches, work, num_workers, weigh=lambda batch: batch.weight)) as looked_at:
+    with closing(ordered_parallel_map(batches, work, num_workers, weigh=lambda batch: batch.weight)) as looked_at:
         for batch, texts, looked in looked_at:
-            is_first = mark == Mark()
+            is_first = mark == ReadPosition()
             comparison.begin_batch(looked.exact_keys, looked.sketches)
             pipeline.add(texts, looked.documents)
             quarantine.add(batch.rejected)

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer of GPT-2's kind, for those without GPT-2's vocabulary."""
+"""Train a byte-level BPE tokenizer with GPT-2's pattern."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _PIECE_CHARACTERS = 1 << 16
 
 
 def train_tokenizer(source: Source, out: Path, vocab_size: int) -> HuggingFaceTokenizer:
-    """Learn merges from the source's documents and write tokenizer.json and tokenizer_config.json to `out`.
+    """Learn merges from a source's documents and write tokenizer.json and tokenizer_config.json to `out`.
 
-    Deterministic for a source. The folder appears complete or not at all. Raises DataError when it exists
-    already, or when the text is too small for `vocab_size`.
+    Deterministic. The folder is written atomically. Raises DataError when it exists, or when the text is too small for
+    `vocab_size`.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(
@@ -70,8 +70,7 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
 
 
 def _texts(source: Source, progress: Progress, learning: StatusLine) -> Iterator[str]:
-    """Documents in pieces: the same merges (no token crosses a border), without one huge string at a time. When there
-    are no more, `learning` begins."""
+    """Yield documents in pieces, which give the same merges (no token crosses a border); then start `learning`."""
     num_characters = 0
     for text in source.documents():
         yield from cut_text(text, _PIECE_CHARACTERS)

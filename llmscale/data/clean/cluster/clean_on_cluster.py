@@ -31,7 +31,7 @@ from llmscale.data.prepare.output_folder import (
     rejected_path,
     sync_tree,
 )
-from llmscale.data.prepare.sources.several import SeveralSources
+from llmscale.data.prepare.sources.file_source import ConcatSource
 from llmscale.data.prepare.sources.source import Source
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, count_words, show_progress
@@ -118,7 +118,7 @@ def cut(source: Source, most: int) -> list[Source]:
 
 
 def _as_one(parts: list[Source]) -> Source:
-    return parts[0] if len(parts) == 1 else SeveralSources(parts)
+    return parts[0] if len(parts) == 1 else ConcatSource(parts)
 
 
 @contextmanager

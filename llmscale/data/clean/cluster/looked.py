@@ -19,9 +19,9 @@ from llmscale.data.clean.cluster.work_files import WorkFiles, load_array, whole_
 from llmscale.data.clean.findings import ExactKey, Overlaps, SketchRow
 from llmscale.data.clean.pipeline import CleanOptions, LookedBatch, LookedDocument, Looker
 from llmscale.data.clean.sketches import Sketches
-from llmscale.data.prepare.output_folder import Quarantine
+from llmscale.data.prepare.output_folder import RejectedRecords
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.tokenise import Mark, gather
+from llmscale.data.prepare.tokenise import ReadPosition, gather
 
 _BATCHES_NAME, _FACTS_NAME, REJECTED_NAME = "batches.zst", "facts.json", "rejected.jsonl"
 
@@ -42,9 +42,9 @@ class LookStage:
         has_ngrams = "decontaminate" in self.options.steps
         look = Looker(self.options, self.files.ngram_hashes if has_ngrams else None)
         with whole_folder(self.files.looked(task)) as folder, _BatchFile(folder / _BATCHES_NAME) as batches:
-            quarantine = Quarantine(folder / REJECTED_NAME, self.max_rejected)
+            quarantine = RejectedRecords(folder / REJECTED_NAME, self.max_rejected)
             compared = _Compared(self.options)
-            mark = Mark()
+            mark = ReadPosition()
             for batch in gather(self.sources[task], None, mark):
                 texts = [document for document in batch.documents if isinstance(document, str)]
                 looked = look(texts)
@@ -166,7 +166,7 @@ def count_documents(folder: Path) -> int:
     return int(json.loads((folder / _FACTS_NAME).read_bytes())["documents"])
 
 
-def read_facts(folder: Path) -> tuple[Mark, Counter[str]]:
+def read_facts(folder: Path) -> tuple[ReadPosition, Counter[str]]:
     """What else a task met: records that are no documents, and files that it passed over. Raises OSError."""
     facts = json.loads((folder / _FACTS_NAME).read_bytes())
-    return Mark(**{**facts["mark"], "place": ()}), Counter(facts["passed_over"])
+    return ReadPosition(**{**facts["mark"], "place": ()}), Counter(facts["passed_over"])

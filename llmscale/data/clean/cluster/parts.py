@@ -18,7 +18,7 @@ from llmscale.data.clean.cluster.work_files import Verdicts, WorkFiles, load_arr
 from llmscale.data.clean.decontaminate import EvaluationNgrams
 from llmscale.data.clean.jsonl_files import FileFacts
 from llmscale.data.clean.pipeline import Amount, CleanOptions, Pipeline, StepReport
-from llmscale.data.prepare.tokenise import Mark
+from llmscale.data.prepare.tokenise import ReadPosition
 
 _FACTS_NAME = "facts.json"
 
@@ -84,7 +84,7 @@ def join_parts(
 ) -> Cleaned:
     """All parts as one result, with their files in `folder`; killed meanwhile, it can be done again. Raises OSError."""
     (folder / REMOVED_FOLDER).mkdir(parents=True, exist_ok=True)
-    taken_in, kept, mark = Amount(), Amount(), Mark()
+    taken_in, kept, mark = Amount(), Amount(), ReadPosition()
     reports = [StepReport(step) for step in options.steps]
     passed_over: Counter[str] = Counter()
     documents: list[FileFacts] = []
@@ -112,8 +112,8 @@ def join_parts(
     return Cleaned(taken_in, kept, reports, mark, documents, removed, num_ignored, num_short, passed_over)
 
 
-def _add_marks(first: Mark, second: Mark) -> Mark:
-    counts = [field.name for field in fields(Mark) if field.name not in ("place", "is_end")]
+def _add_marks(first: ReadPosition, second: ReadPosition) -> ReadPosition:
+    counts = [field.name for field in fields(ReadPosition) if field.name not in ("place", "is_end")]
     return replace(first, is_end=True, **{name: getattr(first, name) + getattr(second, name) for name in counts})
 
 
