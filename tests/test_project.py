@@ -21,7 +21,7 @@ PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "other_names", "errors", "untrusted", "files", "terminal", "last_words"),
+    *("__init__", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
     "__main__",

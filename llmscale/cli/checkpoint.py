@@ -89,7 +89,7 @@ def _row(saved: Checkpoint, mark: str) -> list[str]:
 
 
 def _find(run: Path) -> FoundCheckpoints:
-    """Return a run's checkpoints, and report skipped ones on stderr. Raises CheckpointError if there are none."""
+    """Return a run's checkpoints, and report skipped ones on stderr. Raises CheckpointError without any."""
     found = find_checkpoints(run)
     report_passed_over(found, _to_stderr)
     if not (found.current or found.abandoned or found.damaged):

@@ -166,7 +166,7 @@ def _clean(args: argparse.Namespace) -> int:
     taken_in = cleaned.taken_in
     print_visible(
         f"Cleaned in {elapsed_s:.1f} s, {taken_in.documents / elapsed_s:,.0f} documents/s, "
-        f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. What was removed, and why: {args.out}/removed (zstd -dc)."
+        f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. Removed text and reasons: {args.out}/removed (zstd -dc)."
     )
     for line in describe_reading(
         source.passed_over + cleaned.passed_over, args.out, cleaned.mark.num_rejected, cleaned.mark.num_cut

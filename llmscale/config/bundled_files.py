@@ -1,4 +1,4 @@
-"""The ds_configs and hostfiles that llmscale brings along, by name. No torch.
+"""The ds_configs and hostfiles that are part of llmscale, by name. No torch.
 
 `llmscale/ds_configs` and `llmscale/hostfiles` are links to the repository's own folders, and plain folders in a wheel.
 """
@@ -19,40 +19,42 @@ _NOT_ONE = "README.md"
 
 @dataclass(frozen=True)
 class BundledFiles:
-    """The files of one kind."""
+    """All files of one kind."""
 
     folder_name: str
-    """In the repository, and in the package."""
+    """Name of the folder, in the repository and in the package."""
     suffix: str
-    """Of their names; empty for none."""
+    """Suffix of the file names; may be empty."""
 
     @property
     def folder(self) -> Path:
         return _PACKAGE / self.folder_name
 
     def names(self) -> list[str]:
-        """Of all files, without their suffix."""
+        """Return the names of all files, without suffix."""
         return sorted(self._name_of(file) for file in self.folder.glob(f"*{self.suffix}") if file.name != _NOT_ONE)
 
     def find(self, given: Path) -> Path:
-        """The file that `given` stands for: itself where it exists and is no folder; else the one of this name that
-        llmscale brings along, for NAME, NAME.json and, as in the repository, ds_configs/NAME.json; else `given`."""
+        """Return the file that `given` names: an existing file, else llmscale's own file, else `given`.
+
+        llmscale's own files are found as NAME, NAME.json and, as in the repository, ds_configs/NAME.json.
+        """
         name = self._name_of(given)
-        # A run's folder may well be called zero2.
+        # A folder of that name, such as a run called zero2, does not count.
         is_there = os.path.lexists(given) and not given.is_dir()
         if given.parent not in (Path(), Path(self.folder_name)) or is_there or name not in self.names():
             return given
         return self.folder / f"{name}{self.suffix}"
 
     def why_missing(self, given: Path) -> str:
-        """Sentences about a file that does not exist: the nearest name, and all there are beside it, else all names."""
+        """Return a hint for a missing file: the nearest name, and the files in its folder or llmscale's names."""
         folder = given.parent
         beside = sorted(file.name for file in folder.glob(f"*{self.suffix}")) if self.suffix and folder.name else []
         if beside:
             return f"{did_you_mean(given.name, beside)} Files in {folder}: {', '.join(beside)}."
         names = self.names()
         hint = did_you_mean(self._name_of(given), names)
-        return f"{hint} Names that llmscale brings along: {', '.join(names)} (in {self.folder})."
+        return f"{hint} llmscale's own: {', '.join(names)} (in {self.folder})."
 
     def _name_of(self, file: Path) -> str:
         return file.name.removesuffix(self.suffix)
@@ -63,7 +65,7 @@ HOSTFILES = BundledFiles("hostfiles", "")
 
 
 def is_checkout() -> bool:
-    """Whether this llmscale is a checkout of its repository, rather than what a wheel installed."""
+    """Return whether this llmscale is a checkout of its repository, not an installed wheel."""
     return (_PACKAGE.parent / "pyproject.toml").is_file()
 
 
@@ -73,12 +75,14 @@ def is_in_checkout() -> bool:
 
 
 def install_command(extras: str) -> str:
-    """Return the pip command that adds `extras` (`eval`, `train,data`) to this llmscale, which is on no index: those of
-    the checkout, or what the installed wheel needs and does not have."""
+    """Return the pip command that installs `extras` (`eval`, `train,data`) for this llmscale, which is not on an index.
+
+    For an installed wheel these are the missing requirements of the extras.
+    """
     if is_checkout():
         folder = _PACKAGE.parent
         return "pip install -e " + shlex.quote(f"{'.' if is_in_checkout() else folder}[{extras}]")
-    from importlib import metadata  # takes longer to import than a command's answer
+    from importlib import metadata  # slow to import
 
     pattern = rf"(([\w.-]+)[^;]*);.*extra == [\"']({extras.replace(',', '|')})[\"']"
     found = [match for need in metadata.requires("llmscale") or () if (match := re.match(pattern, need))]

@@ -1,4 +1,4 @@
-"""What was decided for a run and not asked for, in words: each is said where the run is described. No torch."""
+"""Describe the defaults that a run has chosen, for its start-up summary. No torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from llmscale.config.schedule import Schedule
 from llmscale.errors import ConfigError
 from llmscale.terminal.human_numbers import format_quantity
 
-#: A model whose size differs from its preset's name by more than this is not what the name says.
+#: Largest relative difference between a model's size and the size in its preset's name.
 _SAME_SIZE = 0.05
 
 
 def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the data set's") -> str | None:
-    """`gpt2-124m with ...: 88.1M parameters, not 124M`; None where the name says it."""
+    """Return `gpt2-124m with ...: 88.1M parameters, not 124M`, or None if the size agrees with the name."""
     nominal = nominal_parameters(name)
     if abs(shape.num_parameters / nominal - 1) <= _SAME_SIZE:
         return None
@@ -35,21 +35,23 @@ def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the data s
 
 
 def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
-    """What of a shape, vocabulary and context aside, is another than its preset's and does not follow from its sizes;
-    dropout is no size."""
+    """Return the keys of a shape that differ from its preset's and do not follow from the sizes that differ.
+
+    Vocabulary, context and dropout are left out.
+    """
     preset = PRESETS[name].shape(shape.vocab_size, shape.seq_len)
     sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd")}
     changed = {key: value for key, value in sizes.items() if value != getattr(preset, key)}
     try:
         resized = preset.changed(changed)
-    except ConfigError:  # sizes that need a head_dim of their own
+    except ConfigError:  # sizes that need an explicit head_dim
         resized = preset
     others = [key for key in SHAPE_KEYS if key not in (*sizes, "dropout")]
     return changed | {key: getattr(shape, key) for key in others if getattr(shape, key) != getattr(resized, key)}
 
 
 def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
-    """In which types gradients are summed and reduced; `ds_config` is a resolved one."""
+    """Return the types in which gradients are summed and reduced, from a resolved ds_config."""
     types = cast("Mapping[str, str]", ds_config["data_types"])
     words = []
     if plan.gradient_accumulation_steps > 1:
@@ -60,7 +62,7 @@ def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
 
 
 def describe_batch(config: RunConfig) -> Iterator[str]:
-    """Where the sizes are from that were not given."""
+    """Yield the sources of batch sizes that the user did not give."""
     if config.global_batch_size is None and config.global_batch_tokens is None:
         yield f"the global batch is {_default_of(config)}"
     if config.micro_batch_size is None:
@@ -68,7 +70,7 @@ def describe_batch(config: RunConfig) -> Iterator[str]:
 
 
 def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
-    """Optimizer and schedule, with every default written out."""
+    """Describe optimizer and schedule, with all defaults."""
     preset = "" if config.lr is not None else f" ({_default_of(config)})"
     adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer != "adafactor" else ""
     factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
@@ -80,7 +82,7 @@ def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping:
 
 
 def warn_of_learning_rate(config: RunConfig, schedule: Schedule) -> str | None:
-    """Of a run that begins with trained weights and has a rate for new ones; None where there is nothing to say."""
+    """Return a warning for a run that starts from trained weights with the learning rate for new ones, or None."""
     if config.init_from is None or config.lr is not None:
         return None
     return (
@@ -91,7 +93,7 @@ def warn_of_learning_rate(config: RunConfig, schedule: Schedule) -> str | None:
 
 
 def describe_schedule(schedule: Schedule) -> str:
-    """`117 warm-up steps, cosine to 6.00e-05`."""
+    """Return `117 warm-up steps, cosine to 6.00e-05`."""
     floor = f" to {schedule.peak_lr * schedule.min_lr_frac:.2e}" if schedule.name != "constant" else ""
     over = {"constant": "", "wsd": f" in the last {schedule.decay_steps:,} steps"}.get(
         schedule.name, f" by step {schedule.decay_steps:,}"
@@ -100,8 +102,7 @@ def describe_schedule(schedule: Schedule) -> str:
 
 
 def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:
-    """What the default of --steps leaves out or sees again, and how --tokens was rounded; None where nothing was
-    decided."""
+    """Return which samples the default of --steps leaves out or repeats, or how --tokens was rounded, or None."""
     size = resolved.plan.global_batch_size
     if config.steps is not None:
         return None
@@ -117,5 +118,5 @@ def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -
 
 
 def _default_of(config: RunConfig) -> str:
-    """Whose values a run has that it was not given."""
+    """Return the preset that supplies the default values."""
     return f"{default_preset(config)}'s{', the preset nearest in size' if is_published(config.model) else ''}"

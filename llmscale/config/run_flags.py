@@ -10,6 +10,7 @@ import ast
 import inspect
 import types
 from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -35,6 +36,7 @@ class KeyText(NamedTuple):
     """Docstring of the key."""
 
 
+@cache
 def describe_keys() -> dict[str, KeyText]:
     """Return the documentation of every key, in order, from the source file of RunConfig."""
     source = Path(__file__).with_name("run_config.py").read_text(encoding="utf-8")

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.terminal.human_numbers import count_nouns
 from llmscale.untrusted.paths import open_own
 
 #: Most bytes of records that wait in memory for the disk; later ones are lost.
@@ -39,7 +38,7 @@ class Missing:
     count: int = 1
 
     def describe(self, unit: str) -> str:
-        records = count_nouns(self.count, "record")
+        records = f"{self.count} record{'s' * (self.count != 1)}"
         which = f"{unit} {self.first}" if self.first == self.last else f"{unit}s {self.first} to {self.last}"
         return f"{records} of {which} ({self.why})"
 

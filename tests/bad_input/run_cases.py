@@ -133,7 +133,6 @@ def main() -> None:
     for name in llmscale.cli.main.COMMANDS:
         importlib.import_module(f"llmscale.cli.{name}")
     from llmscale.cli import estimate_answers, plan_output  # noqa: F401
-    from llmscale.cli.plan import request as plan_request  # noqa: F401
 
     answers = [run_case(case, Path.cwd()) for case in cases]
     json.dump(answers, sys.stdout)
