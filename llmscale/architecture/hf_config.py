@@ -1,4 +1,9 @@
-"""A transformers `config.json`: the model's exact parameters, and what it does not say about memory. No torch."""
+"""A transformers `config.json`: where it is found, the family and shape that it describes, its parameters. No torch.
+
+Families that llmscale trains are in architecture/families. Two more (`_opt` with every option, `_gpt_neox`) are only
+described by their layers, following `transformers.models.<family>.modeling_<family>` (4.57), to estimate model states.
+The tests compare every tensor with a model that transformers builds on torch's meta device.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +32,11 @@ from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.hub import is_hub_name, read_hub_files
 from llmscale.untrusted.paths import read_regular
 
+CONFIG_NAME = "config.json"
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE)}
 
 _EXPERTS, _PARALLEL, _ALIBI = "experts", "attention and MLP side by side", "ALiBi positions"
-#: Families of transformers that people may try: the nearest of ours, and what that lacks.
+#: Other families that people may try: the nearest of ours, and the features that it lacks.
 _OTHERS: dict[str, tuple[str, str]] = {
     "mixtral": ("mistral", _EXPERTS),
     "ministral": ("mistral", "layers with and without a window"),
@@ -67,10 +73,10 @@ _OTHERS: dict[str, tuple[str, str]] = {
 
 
 def get_family(config: Mapping[str, object], source: str) -> Family:
-    """The family of a config.json; raises ConfigError with the nearest and all that there are."""
+    """Return the family of a config.json. Raises ConfigError with the nearest and all supported families."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
-        raise ConfigError(f"{source}: model_type is missing or no text; is this a transformers config.json?")
+        raise ConfigError(f"{source}: model_type is missing or not a text; is this a transformers config.json?")
     if model_type not in FAMILIES:
         nearest, lacks = _OTHERS.get(model_type, ("", ""))
         hint = f" The nearest is {nearest}, which has no {lacks}." if nearest else did_you_mean(model_type, FAMILIES)
@@ -81,9 +87,9 @@ def get_family(config: Mapping[str, object], source: str) -> Family:
 
 
 def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
-    """Fields of GPTShape that a config.json decides, vocab_size and seq_len (its positions) among them.
+    """Return the fields of GPTShape in a config.json, with vocab_size and seq_len (its positions).
 
-    Raises ConfigError for another architecture and for what llmscale's model does not compute.
+    Raises ConfigError for other architectures and for features that llmscale's model does not compute.
     """
     family = get_family(config, source)
     if "auto_map" in config:
@@ -102,8 +108,10 @@ def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
 
 
 def family_of(shape: GPTShape) -> Family:
-    """The first family that can express a shape, one without added biases before others. Raises ConfigError naming what
-    none of them has."""
+    """Return the first family that can express a shape, preferably without added biases.
+
+    Raises ConfigError with the fields that the nearest family lacks.
+    """
     lost = {family: family.lost(shape) for family in FAMILIES.values()}
     able = [family for family, fields in lost.items() if not fields]
     if able:
@@ -119,7 +127,7 @@ _QKV = ("q_proj", "k_proj", "v_proj")
 
 
 def _opt(keys: Keys) -> Architecture:
-    """With projections around a narrower token embedding, norms behind, or norms without weights."""
+    """Describe OPT with projections around a narrower token embedding, norms after, or norms without weights."""
     h, n_head = keys.heads()
     vocab, table, bias = keys.count("vocab_size"), keys.count("word_embed_proj_dim", h), keys.flag("enable_bias", True)
     tied, inner = keys.flag("tie_word_embeddings", True), keys.count("ffn_dim")
@@ -178,40 +186,23 @@ def _head(tied: bool, rows: int, width: int) -> Layer:
     return head("head", rows, width, tied_to="wte" if tied else "")
 
 
-#: model_type of config.json -> its layers.
-_DESCRIPTIONS: dict[str, Callable[[Keys], Architecture]] = {
-    "opt": _opt,
-    "gpt_neox": _gpt_neox,
-}
-
-
-def is_described(config: Mapping[str, object]) -> bool:
-    """Whether there is a description of this config.json's family here."""
-    model_type = config.get("model_type")
-    return isinstance(model_type, str) and model_type in _DESCRIPTIONS
-
-
-def describe_hf_model(config: Mapping[str, object], source: str) -> Architecture:
-    """The model that a config.json of such a family describes. Raises ConfigError."""
-    return _DESCRIPTIONS[str(config["model_type"])](Keys(config, source))
-
-
-CONFIG_NAME = "config.json"
+#: Families that are described only by their layers, by model_type.
+_DESCRIPTIONS: dict[str, Callable[[Keys], Architecture]] = {"opt": _opt, "gpt_neox": _gpt_neox}
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model of transformers: enough for its model states."""
+    """A model of transformers, described well enough for its model states."""
 
     name: str
-    """As the user wrote it."""
+    """Path or name that the user gave."""
     family: str
     """transformers' model_type."""
     architecture: Architecture
 
     @property
     def num_parameters(self) -> int:
-        """As transformers' `num_parameters()`: a tied head counts once."""
+        """Result of transformers' `num_parameters()`: a tied head counts once."""
         return self.architecture.num_parameters
 
     @property
@@ -221,7 +212,7 @@ class HFModel:
 
     @property
     def unknown(self) -> str:
-        """What config.json cannot say about the activations, in one sentence."""
+        """Reason why activations are not estimated, in one sentence."""
         return (
             f"activations are not estimated: llmscale does not train this kind of {self.family}, and config.json does "
             "not say which attention it will run with (eager keeps batch x heads x seq_len^2 elements a layer, flash "
@@ -231,33 +222,37 @@ class HFModel:
 
 @dataclass(frozen=True)
 class FoundConfig:
-    """A config.json, and where it was found."""
+    """A config.json and its origin."""
 
     entries: dict[str, object]
     folder: Path | None
-    """That holds it, and may hold the model's other files; None for one on the Hub where the cache cannot be
-    written."""
+    """Folder of the file, which may hold the model's other files; None for one on the Hub without a writable cache."""
     hub_name: str | None
-    """NAME@COMMIT on the Hub; None for a folder or file of the user's."""
+    """NAME@COMMIT on the Hub; None for the user's own folder or file."""
 
 
 def load_hf_model(path_or_name: str) -> HFModel | None:
-    """From a config.json, a folder that holds one, or a name on the Hugging Face Hub; None for a model that llmscale
-    itself trains (llmscale.architecture.families), of which more than the states is known. Raises ConfigError."""
+    """Load a model from a config.json, its folder, or a name on the Hugging Face Hub. Raises ConfigError.
+
+    None for a model that llmscale itself trains, of which more than the model states is known.
+    """
     source = f"--hf {path_or_name}"
     config = find_config(path_or_name, source).entries
     try:
         read_shape(config, source)
     except ConfigError:
-        if not is_described(config):
+        family = str(config.get("model_type"))
+        if family not in _DESCRIPTIONS:
             raise
-        return HFModel(path_or_name, str(config.get("model_type")), describe_hf_model(config, source))
+        return HFModel(path_or_name, family, _DESCRIPTIONS[family](Keys(config, source)))
     return None
 
 
 def find_config(path_or_name: str, source: str) -> FoundConfig:
-    """A config.json, the one of a folder, or of NAME or NAME@REVISION on the Hugging Face Hub; `source` names it in
-    messages. Raises ConfigError."""
+    """Find a config.json: the file, the one of a folder, or of NAME or NAME@REVISION on the Hugging Face Hub.
+
+    `source` names it in messages. Raises ConfigError.
+    """
     path = Path(path_or_name)
     if path.is_dir():
         path = path / CONFIG_NAME

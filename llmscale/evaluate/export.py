@@ -83,7 +83,7 @@ def describe_export(
     """Return a model as transformers will see it: in the family and with the positions of the published model that it
     was made from. Raises ConfigError, CheckpointError."""
     family = get_family(published.entries, published.source) if published is not None else None
-    if published is None or family is None or not family.expresses(trained):
+    if published is None or family is None or family.lost(trained):
         return ExportedModel(trained, family_of(trained), dtype, shard_bytes)
     rows, seq_len = None, max(trained.seq_len, published.shape.seq_len)
     if trained.positions == "learned":

@@ -1,4 +1,4 @@
-"""What attention needs beside the residual stream: positions, masks, and the key-value cache of a continued text."""
+"""Inputs of attention beside the residual stream: positions, masks, and the key-value cache of a continued text."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from llmscale.config.bundled_files import install_command
 from llmscale.config.loss_settings import LossSettings, softmax_tokens
 from llmscale.errors import ConfigError
+from llmscale.model.attention_context import compute_dtype
 
 #: Logits of a row that one Triton program holds, and its warps, as in Liger Kernel. Liger measured the warps on Hopper
 #: and earlier GPUs, and uses fewer on Blackwell in 16 bit, which is left out here.
@@ -58,7 +59,7 @@ def chunked_cross_entropy(
     inputs = _LossInputs(
         vocab_size,
         settings,
-        _product_dtype(x),
+        compute_dtype(x),
         # Read here: inside a Function gradients are disabled.
         torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad),
         each_sequence,
@@ -75,7 +76,7 @@ def score_tokens(x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, ch
     ids [batch, t]. Without gradients. Of equally likely tokens the first is the likeliest. The arithmetic is that of a
     validation loss.
     """
-    device, dtype = x.device.type, _product_dtype(x)
+    device, dtype = x.device.type, compute_dtype(x)
     flat, flat_targets = x.flatten(0, -2), targets.flatten()
     scores = torch.empty(len(flat), 2, dtype=torch.float32, device=x.device)
     with torch.no_grad(), torch.autocast(device, enabled=False):
@@ -105,11 +106,6 @@ def check_fused_loss(device_type: str) -> None:
         raise ConfigError(
             f"--loss-kernel liger runs on GPUs, and this run on {device_type}. Leave the flag out: --loss-kernel torch."
         )
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 @dataclass(frozen=True)
