@@ -8,8 +8,8 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from llmscale.data.clean.cleaned_set import load_clean_manifest, without_removed
 from llmscale.data.prepare.output_folder import rejected_path
+from llmscale.data.prepare.sources.clean_folder import load_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
