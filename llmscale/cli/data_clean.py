@@ -1,4 +1,4 @@
-"""`llmscale data clean`."""
+"""`llmscale data clean`: remove duplicates and text of low quality."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from llmscale.cli import data_source
-from llmscale.config import flag_type, limits
-from llmscale.config.flag_parser import FlagParser, Need
+from llmscale.cli.data_prepare import (
+    TOKENIZER_METAVAR,
+    add_input_flags,
+    add_max_rejected,
+    describe_reading,
+    open_source_of,
+)
+from llmscale.config import limits
+from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, path_or_url, whole_number
 from llmscale.config.user_paths import check_output_folder
 from llmscale.errors import DataError
 from llmscale.untrusted.terminal import print_visible
@@ -22,9 +28,9 @@ if TYPE_CHECKING:  # imported when a command runs
     from llmscale.data.clean.on_ray import RayCluster
     from llmscale.data.clean.pipeline import DocumentCounts, StepReport
 
-#: The steps of llmscale.data.clean.annotate, which --help must not import.
+#: Copy of the names in llmscale.data.clean.annotate, which --help must not import.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"
-#: Steps that remove most of code, tables and lists.
+#: Steps whose rules remove most code, tables and lists.
 _FOR_PROSE = ("gopher-repetition", "gopher-quality", "c4", "fineweb")
 
 
@@ -33,51 +39,26 @@ def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
     parser = commands.add_parser(
         "clean", help="remove duplicates, text of low quality or in other languages, and evaluation text"
     )
-    data_source.add_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=flag_type.path,
-        required=True,
-        metavar="DIR",
-        help="folder of the result, for prepare --input",
+    add_input_flags(parser)
+    flag(parser, "--out DIR", "folder of the result, an --input for prepare", local_path, required=True)
+    text = (
+        f"what to do, in this order; default: {_STEPS}, without steps that need flags that are not given. The quality "
     )
-    parser.add_argument(
-        "--steps",
-        type=flag_type.name,
-        metavar="NAME,NAME",
-        help=f"steps, in this order (default: {_STEPS}, without those whose input is not given). The quality filters "
-        "are for prose; for code or lists use exact,near",
+    flag(parser, "--steps NAME,NAME", f"{text}filters are for prose; for code or lists use exact,near", nonblank)
+    _add_step_flags(parser)
+    text = "count this tokenizer's tokens at every step, as prepare will; default: only words"
+    flag(parser, f"--tokenizer {TOKENIZER_METAVAR}", text, path_or_url)
+    text = "the tokenizer's end-of-text token, if its files do not specify it, as for prepare"
+    flag(parser, "--eot-token TEXT", text, nonblank)
+    text = "text in a file of the result, in MiB before compression"
+    flag(parser, "--shard-mb MIB", text, whole_number(1, 4095), 64)
+    text = (
+        "processes, which do not change the result; default: one per core. ray: tasks at once; default: as many as fit"
     )
-    _add_step_arguments(parser)
-    parser.add_argument(
-        "--tokenizer",
-        type=flag_type.path_or_url,
-        metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
-        help="count this tokenizer's tokens at every step, as prepare will pack them (default: only words)",
-    )
-    parser.add_argument(
-        "--eot-token",
-        type=flag_type.name,
-        metavar="TEXT",
-        help="the tokenizer's end-of-text token, if its files do not name it, as for prepare",
-    )
-    parser.add_argument(
-        "--shard-mb",
-        type=flag_type.whole(1, 4095),
-        default=64,
-        metavar="MIB",
-        help="size of a result file, in MiB of text before compression (default: 64)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=flag_type.whole(1, limits.MAX_WORKERS),
-        metavar="N",
-        help="processes (default: one per core); the result is the same for any number. ray: tasks at once "
-        "(default: as many as fit)",
-    )
-    _add_cluster_arguments(parser)
-    data_source.add_max_rejected(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace text that was cleaned differently")
+    flag(parser, "--workers N", text, whole_number(1, limits.MAX_WORKERS))
+    _add_cluster_flags(parser)
+    add_max_rejected(parser)
+    flag(parser, "--overwrite", "replace text that was cleaned differently")
     parser.needs = [
         *parser.needs,
         Need("min_confidence", "--languages CODE"),
@@ -91,74 +72,33 @@ def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
 
 
 def _does(step: str) -> Callable[[argparse.Namespace], bool]:
-    """Return a check that the arguments name the step, or no steps."""
+    """Return whether the arguments name the step, or leave all to the default."""
     return lambda args: args.steps is None or step in _listed(args.steps)
 
 
-def _add_cluster_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--executor",
-        choices=("local", "slurm", "ray"),
-        default="local",
-        help="local: this machine; ray: the machines of a Ray cluster that share a disk, on Slurm by "
-        "scripts/slurm/clean.sbatch (default: local)",
-    )
-    parser.add_argument(
-        "--tasks",
-        type=flag_type.whole(1, 100_000),
-        metavar="N",
-        help="ray: parts of the input, each of one or more files (default: one per file, at most 256)",
-    )
-    parser.add_argument(
-        "--executor-options",
-        type=flag_type.path,
-        metavar="FILE.yaml",
-        help="ray: address and memory_gb",
-    )
+def _add_cluster_flags(parser: FlagParser) -> None:
+    text = "this machine, or a Ray cluster with a shared disk (on Slurm: scripts/slurm/clean.sbatch)"
+    flag(parser, "--executor", text, default="local", choices=("local", "slurm", "ray"))
+    text = "ray: parts of the input, of complete files; default: one per file, at most 256"
+    flag(parser, "--tasks N", text, whole_number(1, 100_000))
+    flag(parser, "--executor-options FILE.yaml", "ray: address and memory_gb", local_path)
 
 
-def _add_step_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--languages", type=flag_type.name, metavar="CODE,CODE", help="language: those to keep, ISO 639 such as en"
-    )
-    parser.add_argument(
-        "--min-confidence",
-        type=flag_type.number(0, 1),
-        default=0.5,
-        metavar="P",
-        help="language: lowest probability of the language (default: 0.5)",
-    )
-    parser.add_argument(
-        "--terminal-punctuation",
-        action="store_true",
-        help="c4: remove lines that do not end in . ? ! \" or ', as C4 did and FineWeb did not",
-    )
-    for flag, kind, default, metavar, about in (
-        ("--permutations", flag_type.whole(1, 1024), 128, "N", "minima per sketch"),
-        ("--bands", flag_type.whole(1, 1024), 25, "N", "bands that the minima are split into"),
-        ("--similarity", flag_type.number(0, 1, above=True), 0.6, "S", "lowest Jaccard similarity of a copy"),
-        ("--shingle-words", flag_type.whole(1, 100), 3, "N", "words per shingle"),
-        ("--seed", flag_type.whole(0, limits.MAX_SEED), 0, "N", "seed of the permutations"),
-    ):
-        parser.add_argument(
-            flag, type=kind, default=default, metavar=metavar, help=f"near: {about} (default: {default})"
-        )
-    parser.add_argument(
-        "--decontaminate",
-        type=flag_type.path,
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="decontaminate: evaluation text, as JSON or JSON lines (every string in them) or text, also compressed; "
-        "repeatable",
-    )
-    parser.add_argument(
-        "--max-ngram-documents",
-        type=flag_type.whole(1, 10**12),
-        default=10,
-        metavar="N",
-        help="decontaminate: ignore 13-grams in more documents than this (default: 10, as GPT-3)",
-    )
+def _add_step_flags(parser: FlagParser) -> None:
+    flag(parser, "--languages CODE,CODE", "language: languages to keep, ISO 639 such as en", nonblank)
+    flag(parser, "--min-confidence P", "language: least confidence of the classifier", number(0, 1), 0.5)
+    text = "c4: remove lines that do not end in . ? ! \" or ', as C4 did and FineWeb did not"
+    flag(parser, "--terminal-punctuation", text)
+    flag(parser, "--permutations N", "near: minima of a sketch", whole_number(1, 1024), 128)
+    flag(parser, "--bands N", "near: bands of a sketch", whole_number(1, 1024), 25)
+    text = "near: least Jaccard similarity of a copy to remove"
+    flag(parser, "--similarity S", text, number(0, 1, above=True), 0.6)
+    flag(parser, "--shingle-words N", "near: words of a shingle", whole_number(1, 100), 3)
+    flag(parser, "--seed N", "near: seed of the permutations", whole_number(0, limits.MAX_SEED), 0)
+    text = "decontaminate: evaluation text, JSON or JSON lines (every string in them) or text, also .gz, .zst, ...; "
+    flag(parser, "--decontaminate FILE", f"{text}may be repeated", local_path, [], action="append")
+    text = "decontaminate: ignore 13-grams that occur in more documents (GPT-3 used 10)"
+    flag(parser, "--max-ngram-documents N", text, whole_number(1, 10**12), 10)
 
 
 def _options(args: argparse.Namespace) -> CleanOptions:
@@ -187,14 +127,14 @@ def _tokenizer(args: argparse.Namespace) -> TokenizerName | None:
 
 def _cluster(args: argparse.Namespace) -> RayCluster | None:
     from llmscale.data.clean.on_ray import read_cluster
-    from llmscale.data.prepare.sources.stdin import STDIN
+    from llmscale.data.prepare.sources.file_source import STDIN
 
     if args.executor == "local":
         return None
     if args.executor == "slurm":
         raise DataError(
-            "--executor slurm: Ray runs the tasks on Slurm now. Start a Ray cluster in a job, and the command in it: "
-            "`sbatch --nodes N scripts/slurm/clean.sbatch --input ... --out ...` (docs/data.md, On many machines)."
+            "--executor slurm: on Slurm, Ray runs the tasks. Submit `sbatch --nodes N scripts/slurm/clean.sbatch "
+            "--input ... --out ...`, which starts a Ray cluster and the command in it (docs/data.md, On many machines)."
         )
     if STDIN in args.input:
         raise DataError("--executor ray: other machines cannot read this one's standard input. Give files.")
@@ -210,7 +150,7 @@ def _clean(args: argparse.Namespace) -> int:
 
     check_output_folder("--out", args.out)
     options, cluster = _options(args), _cluster(args)
-    source = data_source.open_source_of(args)
+    source = open_source_of(args)
     start_s = time.monotonic()
     result = clean(
         source,
@@ -233,7 +173,7 @@ def _clean(args: argparse.Namespace) -> int:
         f"Cleaned in {elapsed_s:.1f} s, {taken_in.documents / elapsed_s:,.0f} documents/s, "
         f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. What was removed, and why: {args.out}/removed (zstd -dc)."
     )
-    for line in data_source.describe_reading(
+    for line in describe_reading(
         source.passed_over + result.passed_over, args.out, result.mark.num_rejected, result.mark.num_cut
     ):
         print_visible(line, file=sys.stderr)
@@ -241,7 +181,7 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 class _Counted:
-    """The unit in which text is counted besides documents: words, or tokens of --tokenizer."""
+    """The unit that is shown besides documents: words or tokens."""
 
     def __init__(self, tokenizer: str | None) -> None:
         self.name = "words" if tokenizer is None else "tokens"
@@ -252,7 +192,7 @@ class _Counted:
 
 
 def _describe(result: CleanResult, counted: _Counted) -> Iterator[str]:
-    """Yield a table of the steps, then what each removed."""
+    """Yield a table of the steps, then the rules that removed most."""
     yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{counted.name + ' in':>16}{'removed':>16}"
     for report in result.reports:
         taken_in, removed = report.taken_in, report.removed
@@ -260,17 +200,17 @@ def _describe(result: CleanResult, counted: _Counted) -> Iterator[str]:
             f"{report.step:18}{taken_in.documents:14,}{_share(removed.documents, taken_in.documents):>12}"
             f"{report.num_changed:12,}{counted.of(taken_in):16,}{_share(counted.of(removed), counted.of(taken_in)):>16}"
         )
-    kept, total = counted.of(result.kept), counted.of(result.taken_in)
+    kept, whole = counted.of(result.kept), counted.of(result.taken_in)
     yield (
-        f"{'left':18}{result.kept.documents:14,}{'':24}{kept:16,}   {kept / max(total, 1):.1%} of the "
+        f"{'left':18}{result.kept.documents:14,}{'':24}{kept:16,}   {kept / max(whole, 1):.1%} of the "
         f"{counted.explanation}"
     )
     for report in result.reports:
         yield from _describe_taken(report, counted)
     if result.num_ignored_ngrams:
-        yield f"{result.num_ignored_ngrams:,} 13-grams of evaluation text are in too many documents and were ignored."
+        yield f"{result.num_ignored_ngrams:,} 13-grams of evaluation text occur in too many documents; ignored."
     if result.num_short_items:
-        yield f"{result.num_short_items:,} items of evaluation text have fewer than 13 words and were not searched for."
+        yield f"{result.num_short_items:,} items of evaluation text have fewer than 13 words; not searched for."
 
 
 def _share(number: int, of: int) -> str:
@@ -286,4 +226,4 @@ def _describe_taken(report: StepReport, counted: _Counted) -> Iterator[str]:
     for line in report.describe_examples():
         yield f"  {line}"
     if report.step in _FOR_PROSE and report.removed.documents > report.taken_in.documents / 2:
-        yield "  That is most of its input. The step is for English prose; leave it out of --steps for anything else."
+        yield "  That is more than half of its input. The step is for English prose: drop it from --steps otherwise."

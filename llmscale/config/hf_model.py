@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.families.family import HFTensor
-from llmscale.architecture.families.registry import get_family, read_shape
-from llmscale.architecture.hf_config import CONFIG_NAME, find_config
+from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.arguments import build_run_config
 from llmscale.config.presets import get_preset, nearest_preset
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError
 

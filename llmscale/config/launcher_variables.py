@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.config.limits import MAX_RANKS
-from llmscale.errors import ConfigError, MachineError, did_you_mean
+from llmscale.errors import ConfigError, MachineError
+from llmscale.suggestions import did_you_mean
 
 #: What a rank must be told; with RANK unset, it is a world of its own.
 _TOGETHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

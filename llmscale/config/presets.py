@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 from llmscale.terminal.human_numbers import parse_quantity
 from llmscale.untrusted.hub import forgotten_prefix
 

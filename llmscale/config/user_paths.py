@@ -7,7 +7,8 @@ import re
 import stat
 from pathlib import Path
 
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.terminal import is_visible
 
 #: Of items in JSON lines (llmscale.evaluate.tasks).
@@ -129,7 +130,7 @@ def _check_place(said: str, path: Path) -> Path:
 def write_output_file(flag: str, path: Path, content: str | bytes) -> None:
     """Write what was computed to the file that `flag` named, all of it or nothing. Raises ConfigError."""
     # Takes longer to import than all else here, and most commands write nothing.
-    from llmscale.files.whole import write_output
+    from llmscale.files.atomic_write import write_output
 
     try:
         write_output(path, content)

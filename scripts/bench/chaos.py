@@ -36,7 +36,7 @@ from machine import save_result
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY))
 
-from llmscale.checkpoint.history import list_checkpoints  # noqa: E402
+from llmscale.checkpoint.inventory import list_checkpoints  # noqa: E402
 from llmscale.checkpoint.manifest import (  # noqa: E402
     checkpoints_folder,
     find_damage,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llmscale.config import flag_type
+from llmscale.config import command_line
 from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import get_preset
 from llmscale.config.user_paths import check_output_file
@@ -18,11 +18,11 @@ from llmscale.errors import ConfigError
 #: matplotlib draws more; these are what a browser or a paper shows.
 PICTURES = (".png", ".svg", ".pdf")
 #: A number of anything: steps, ranks, tokens.
-whole_number = flag_type.whole(1, 10**9)
+whole_number = command_line.whole_number(1, 10**9)
 #: The same, or none.
-whole_or_zero = flag_type.whole(0, 10**9)
-positive = flag_type.number(0, 1e6, above=True)
-fraction = flag_type.number(0, 1, above=True)
+whole_or_zero = command_line.whole_number(0, 10**9)
+positive = command_line.number(0, 1e6, above=True)
+fraction = command_line.number(0, 1, above=True)
 
 
 def preset_name(text: str) -> str:
@@ -37,7 +37,7 @@ def gpu_name(text: str) -> str:
 
 def output_file(text: str) -> Path:
     """A file that can be written or overwritten."""
-    file = flag_type.path(text)
+    file = command_line.local_path(text)
     try:
         check_output_file("the file", file, overwrite=True)
     except ConfigError as error:

@@ -39,15 +39,15 @@ from gpu_run import WARM_STEPS, Enough, Step, cell_environment, run_train
 from memory_cells import list_cells
 from paced_ranks import REPOSITORY
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import model_flops_utilisation
-from llmscale.files.whole import write_output
+from llmscale.config.run_config import parse_run_config
+from llmscale.files.atomic_write import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning import compilation, kernels
 from llmscale.planning.compute_time import OWN_KERNELS, TokenWork, token_work
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.training.memory_report import estimate_run
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 
 #: No cell takes longer.
 CELL_LIMIT_S = 360.0

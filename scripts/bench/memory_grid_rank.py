@@ -9,13 +9,12 @@ import sys
 from memory_cells import VOCAB_SIZE, Cell
 from memory_peers import accelerate_bytes, cookbook_bytes, deepspeed_bytes
 
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.device_settings import set_allocator_default
 from llmscale.memory.estimate import estimate_memory
-from llmscale.memory.zero_settings import build_layout
 
 #: Memory settles with the second step, ZeRO-3's with the third.
 STEPS = 4
@@ -25,10 +24,7 @@ def main() -> None:
     how, cell = sys.argv[1], Cell(**json.loads(sys.argv[2]))
     config, run = resolve(cell)
     measured = measure_on_gpu(cell, config, run) if how == "gpu" else measure_dry(run)
-    layout = build_layout(run.ds_config, run.plan.ranks)
-    estimate = estimate_memory(
-        run.shape, cell.micro_batch_size, layout, run.checkpointing, loss_chunk_tokens=run.loss.chunk_tokens
-    )
+    estimate = estimate_memory(run)
     estimates = {
         "llmscale": estimate.peak.total_bytes,
         "deepspeed": deepspeed_bytes(cell, run.shape),
@@ -59,8 +55,7 @@ def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun) -> dict[str,
 
     from llmscale.engine.deepspeed_engine import build_engine
     from llmscale.engine.process_group import join_world, leave_world
-    from llmscale.engine.timing import PhaseTimer
-    from llmscale.engine.train_step import train_step
+    from llmscale.engine.train_step import PhaseTimer, train_step
 
     world = join_world()
     engine = build_engine(config, run)

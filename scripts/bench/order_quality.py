@@ -26,7 +26,7 @@ from flag_types import output_file
 from machine import describe_machine, median_and_range, save_result, show_range
 
 from llmscale.data.order.sample_order import DEFAULT_CANONICAL_NODES, SampleOrder
-from llmscale.data.prepare.window_shuffle import window_keys
+from llmscale.data.prepare.split_writer import window_keys
 from llmscale.data.shards.streaming_import import streaming_module
 
 BATCHES = (1, 8, 12, 24, 48, 128, 512, 2048)
@@ -139,7 +139,7 @@ def measure_losses(folder: Path) -> dict[str, dict[str, float]]:
     """Autocorrelation at lags 1 to 4 of a nanoGPT-like loop's losses, windows in the order of the text."""
     import torch
 
-    from llmscale.data.shards.dataset_source import open_set
+    from llmscale.data.shards.cache import open_set
     from llmscale.data.shards.token_shards import TokenShards
 
     shards = TokenShards(open_set(str(prepare_stdlib(folder / "in_order", shuffle=False))), "train")

@@ -20,7 +20,7 @@ from pathlib import Path
 from flag_types import gpu_name, output_file, picture_file, preset_name
 from machine import save_result
 
-from llmscale.config import flag_type, limits
+from llmscale.config import command_line, limits
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.presets import get_preset
@@ -32,7 +32,7 @@ from llmscale.report.save_figure import save_figure
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GPUS_PER_NODE = 8
 NETWORKS = ("ib-400g", "ib-100g", "roce-100g", "ethernet-25g")
-sequences = flag_type.whole(1, limits.MAX_BATCH // GPUS[-1])
+sequences = command_line.whole_number(1, limits.MAX_BATCH // GPUS[-1])
 #: Okabe and Ito's.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
 

@@ -19,7 +19,7 @@ from gpu_cells import Cell, list_cpu_cells, list_gpu_cells
 from gpu_device import Device
 from memory_cells import list_cells
 
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.presets import PRESETS
 from tests.conftest import REPOSITORY
 

@@ -15,11 +15,11 @@ from gpu_cells import Cell, list_gpu_cells
 from gpu_device import Device
 from gpu_run import Step, Watched
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import get_gpu
+from llmscale.config.run_config import parse_run_config
 from llmscale.planning.compute_time import estimate_compute_s
 from llmscale.planning.kernels import kernel_efficiency
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * 2**30), (9, 0))
 GRID_ROW = {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import list_checkpoints, record_history
+from llmscale.checkpoint.inventory import list_checkpoints, record_history
 from llmscale.checkpoint.manifest import History
 from llmscale.cli.main import main
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.arguments import build_run_config
+from llmscale.config.run_config import build_run_config
 from llmscale.config.user_paths import check_output_file, check_output_folder, check_task, check_task_file
 from llmscale.errors import ConfigError
 

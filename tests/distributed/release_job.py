@@ -18,15 +18,14 @@ from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.engine.process_group import World, join_world
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 from tests.rank_end import end_rank
 
 SHAPE = GPTShape(n_layer=2, n_head=2, n_embd=64, vocab_size=61, seq_len=8)

@@ -2,12 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmscale.architecture.families.config_keys import Keys
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.errors import ConfigError
+
+#: Widths and vocabularies; layers.
+_MOST, _MOST_LAYERS = 1 << 30, 10_000
+#: Letters of a value in an error.
+_MOST_SHOWN = 80
+
+
+def _shown(value: object) -> str:
+    """The beginning of a value, as Python writes it."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+class Keys:
+    """ConfigError names the entry that is missing or wrong. null counts as absent."""
+
+    def __init__(self, config: Mapping[str, object], source: str) -> None:
+        """`source`: what the errors call the file."""
+        self._config, self.source = config, source
+
+    def has(self, name: str) -> bool:
+        return self._config.get(name) is not None
+
+    def mentions(self, name: str) -> bool:
+        """Whether it is there, be it as null."""
+        return name in self._config
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive integer."""
+        value = self._config.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found = "is missing" if value is None else f"is {_shown(value)}"
+            raise ConfigError(f"{self.source}: {name} {found}; a positive integer is needed to count parameters.")
+        if value > _MOST:
+            raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST:,} of any model.")
+        return value
+
+    def layers(self, name: str) -> int:
+        """A number of layers: every one of them is looked at."""
+        value = self.count(name)
+        if value > _MOST_LAYERS:
+            raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST_LAYERS:,} of any model.")
+        return value
+
+    def number(self, name: str, default: float, *, least: float | None = None) -> float:
+        """A positive number, or one of at least `least`."""
+        value = self._config.get(name)
+        value = default if value is None else value
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not ((value > 0 if least is None else value >= least) and value < math.inf)
+        ):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a positive number.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """true or false."""
+        value = self._config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not true or false.")
+        return value
+
+    def choice(self, name: str, legal: Mapping[str, str], default: str) -> str:
+        """What `legal` has for this entry's text."""
+        value = self._config.get(name)
+        value = default if value is None else value
+        if not isinstance(value, str) or value not in legal:
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale has {', '.join(legal)}.")
+        return legal[value]
+
+    def section(self, name: str) -> Keys | None:
+        """An object within; None where there is none."""
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not an object.")
+        return Keys(value, f"{self.source}: {name}")
+
+    def require_known(self, known: Collection[str]) -> None:
+        """Refuse entries whose meaning is not known here."""
+        for name in self._config:
+            if name not in known:
+                raise ConfigError(f"{self.source}: {_shown(name)} is not known; llmscale reads {', '.join(known)}.")
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts; empty where there is none."""
+        value = self._config.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{self.source}: {name} is not a list of texts.")
+        return value
+
+    def require(self, name: str, only: object) -> None:
+        """Refuse any other value than the one that llmscale's model computes with, which is the family's default."""
+        value = self._config.get(name)
+        if value is not None and value != only:
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale's model has {only!r} alone.")
+
+    def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
+        """Width of the residual stream and number of query heads, which must divide it unless head_dim is given."""
+        n_embd, n_head = self.count(width), self.count(heads)
+        if not self.has("head_dim") and n_embd % n_head:
+            raise ConfigError(f"{self.source}: {width} {n_embd} is not divisible by {heads} {n_head}.")
+        return n_embd, n_head
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llmscale.architecture.families.config_keys import Keys
-from llmscale.architecture.families.family import Family, HFTensor, stacked
-from llmscale.architecture.rotary import LinearScaling, Llama3Scaling, parse_rope_scaling
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.families.family import Family, HFTensor, Keys, stacked
+from llmscale.architecture.shape import GPTShape, LinearScaling, Llama3Scaling, parse_rope_scaling
 from llmscale.errors import ConfigError
 
 _ACTIVATIONS = {

@@ -40,7 +40,8 @@ from llmscale.data.clean.filters import (
 from llmscale.data.prepare.encoder import Encoder, choose_encoder
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer
-from llmscale.errors import DataError, MachineError, did_you_mean
+from llmscale.errors import DataError, MachineError
+from llmscale.suggestions import did_you_mean
 
 
 class Size(NamedTuple):

@@ -26,8 +26,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from llmscale.config.shipped import install_command
-from llmscale.errors import DataError, did_you_mean
+from llmscale.config.bundled_files import install_command
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 
 Hashes = NDArray[np.uint64]
 

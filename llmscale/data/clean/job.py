@@ -23,7 +23,7 @@ from llmscale.data.prepare.sources.clean_folder import (
     request_of,
 )
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.tokenise import Mark
+from llmscale.data.prepare.tokenise import ReadPosition
 from llmscale.errors import DataError
 
 
@@ -104,7 +104,7 @@ class CleanResult:
     taken_in: DocumentCounts
     kept: DocumentCounts
     reports: list[StepReport]
-    mark: Mark
+    mark: ReadPosition
     """Reader position after the last record, with the counts of empty and rejected records."""
     documents: Sequence[FileFacts] = ()
     """Files of the documents that were kept."""

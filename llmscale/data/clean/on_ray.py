@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import llmscale
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.clean.annotate import CleanOptions
 from llmscale.data.clean.duplicates import index_bytes_per_document
 from llmscale.data.clean.job import CleanJob, CleanResult, version_of, write_manifest
 from llmscale.data.clean.stages import PartedWork, Stage, join_parts, join_rejected, plan_stages, read_position
 from llmscale.data.prepare.output_folder import open_work_folder, put_in_place, rejected_path, sync_tree
-from llmscale.data.prepare.sources.several import SeveralSources
+from llmscale.data.prepare.sources.file_source import ConcatSource
 from llmscale.data.prepare.sources.source import Source
-from llmscale.errors import DataError, LlmscaleError, MachineError, did_you_mean
+from llmscale.errors import DataError, LlmscaleError, MachineError
+from llmscale.suggestions import did_you_mean
 from llmscale.terminal.progress import Progress, count_words, show_progress
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_yaml
 
@@ -127,7 +128,7 @@ def cut(source: Source, most: int) -> list[Source]:
         range(len(parts)), lambda index: (ends[index] - sizes[index] // 2 - 1) * most // ends[-1]
     )
     chosen = [[parts[index] for index in group] for _, group in groups]
-    return [group[0] if len(group) == 1 else SeveralSources(group) for group in chosen]
+    return [group[0] if len(group) == 1 else ConcatSource(group) for group in chosen]
 
 
 def _describe_plan(cluster: RayCluster, num_parts: int, options: CleanOptions) -> str:

@@ -6,7 +6,7 @@ import os
 from contextlib import closing
 from pathlib import Path
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.clean.annotate import Annotate, Annotations, CleanOptions, start_workers
 from llmscale.data.clean.decontaminate import read_evaluation_text, save_hashes
 from llmscale.data.clean.duplicates import Comparison, index_bytes_per_document
@@ -15,7 +15,7 @@ from llmscale.data.clean.job import CleanJob, CleanResult, describe_request, is_
 from llmscale.data.clean.on_ray import RayCluster, clean_on_ray
 from llmscale.data.clean.pipeline import DocumentCounts, Pipeline
 from llmscale.data.prepare.output_folder import (
-    Quarantine,
+    RejectedRecords,
     find_writer,
     new_folder,
     recover,
@@ -23,7 +23,7 @@ from llmscale.data.prepare.output_folder import (
     remove_finished,
 )
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.tokenise import Batch, Mark, gather, work_in_order
+from llmscale.data.prepare.tokenise import Batch, ReadPosition, gather, ordered_parallel_map
 from llmscale.errors import DataError
 from llmscale.terminal.progress import Progress, show_progress
 
@@ -56,7 +56,7 @@ def clean(
     recover(out)
     if is_already_there(out, request, overwrite=overwrite):
         remove_finished(out, "clean")
-        return CleanResult(DocumentCounts(), DocumentCounts(), [], Mark(), reused=True)
+        return CleanResult(DocumentCounts(), DocumentCounts(), [], ReadPosition(), reused=True)
     if find_writer(out) is not None:
         raise DataError(f"Another process is writing {out}. Wait for it, or choose another --out.")
     job = CleanJob(source, out, options, request, ngrams, shard_bytes, overwrite, max_rejected)
@@ -78,7 +78,7 @@ def _check_packages(options: CleanOptions) -> None:
 
 def _clean_here(job: CleanJob, folder: Path, num_workers: int) -> CleanResult:
     options, ngrams = job.options, job.ngrams
-    rejected = Quarantine(folder / _SCRATCH_REJECTED, job.max_rejected)
+    rejected = RejectedRecords(folder / _SCRATCH_REJECTED, job.max_rejected)
     hashes_path = None
     if ngrams is not None:
         hashes_path = folder / _SCRATCH_HASHES
@@ -116,22 +116,22 @@ def _clean_batches(
     job: CleanJob,
     pipeline: Pipeline,
     comparison: Comparison,
-    rejected: Quarantine,
+    rejected: RejectedRecords,
     annotate: Annotate,
     num_workers: int,
     progress: Progress,
-) -> Mark:
+) -> ReadPosition:
     """Clean every document; return the position after the last. Raises DataError, OSError, MachineError."""
 
     def work(batch: Batch) -> tuple[Batch, list[str], Annotations]:
         texts = [document for document in batch.documents if isinstance(document, str)]
         return batch, texts, annotate(texts)
 
-    mark, source = Mark(), job.source
+    mark, source = ReadPosition(), job.source
     batches = gather(source, None, mark)
-    with closing(work_in_order(batches, work, num_workers, weigh=lambda batch: batch.weight)) as annotated:
+    with closing(ordered_parallel_map(batches, work, num_workers, weigh=lambda batch: batch.weight)) as annotated:
         for batch, texts, annotations in annotated:
-            is_first = mark == Mark()
+            is_first = mark == ReadPosition()
             comparison.begin_batch(annotations.exact_keys, annotations.sketches)
             pipeline.add(texts, annotations.documents)
             rejected.add(batch.rejected)

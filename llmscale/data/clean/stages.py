@@ -35,10 +35,10 @@ from llmscale.data.clean.duplicates import Comparison
 from llmscale.data.clean.filters import ExactKey, Overlaps, Removed, SketchRow, Why
 from llmscale.data.clean.job import CleanResult
 from llmscale.data.clean.pipeline import DocumentCounts, FileFacts, Pipeline, StepReport, check_number
-from llmscale.data.prepare.output_folder import Quarantine, sync_tree
+from llmscale.data.prepare.output_folder import RejectedRecords, sync_tree
 from llmscale.data.prepare.sources.clean_folder import REMOVED_FOLDER, shard_name
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.tokenise import Mark, gather
+from llmscale.data.prepare.tokenise import ReadPosition, gather
 
 _TEXTS_NAME, _ANNOTATIONS_NAME, _FACTS_NAME = "texts.zst", "annotations.zst", "facts.json"
 _EXACT_KEYS_NAME, _BAND_KEYS_NAME, _COUNTS_NAME = "exact_keys.npy", "band_keys.npy", "ngram_counts.npy"
@@ -95,14 +95,14 @@ def plan_stages(num_parts: int) -> list[Stage]:
 def annotate_part(work: PartedWork, part: int) -> None:
     """First stage: annotate a part's documents as a local run's workers do. Raises DataError, OSError."""
     annotate = Annotator(work.options, work.ngrams.hashes if work.ngrams else None)
-    source, mark, num_documents = work.parts[part], Mark(), 0
+    source, mark, num_documents = work.parts[part], ReadPosition(), 0
     exact_keys, band_keys = array("Q"), list[NDArray[np.uint32]]()
     with (
         _new_folder(work.annotated(part)) as folder,
         _pickle_file(folder / _TEXTS_NAME) as save_texts,
         _pickle_file(folder / _ANNOTATIONS_NAME) as save_annotations,
     ):
-        rejected = Quarantine(folder / _REJECTED_NAME, work.max_rejected)
+        rejected = RejectedRecords(folder / _REJECTED_NAME, work.max_rejected)
         for batch in gather(source, None, mark):
             texts = [document for document in batch.documents if isinstance(document, str)]
             annotations = annotate(texts)
@@ -213,10 +213,10 @@ def write_part(work: PartedWork, part: int) -> None:
         (folder / _FACTS_NAME).write_bytes(_WRITTEN.dump_json((pipeline.num_undelayed_files, result)))
 
 
-def read_position(work: PartedWork, part: int) -> tuple[Mark, Counter[str]]:
+def read_position(work: PartedWork, part: int) -> tuple[ReadPosition, Counter[str]]:
     """Return the end of an annotated part, with counts of its malformed records and skipped files. Raises OSError."""
     facts = json.loads((work.annotated(part) / _FACTS_NAME).read_bytes())
-    return Mark(**{**facts["mark"], "place": ()}), Counter(facts["passed_over"])
+    return ReadPosition(**{**facts["mark"], "place": ()}), Counter(facts["passed_over"])
 
 
 def join_parts(work: PartedWork, folder: Path) -> CleanResult:
@@ -225,7 +225,7 @@ def join_parts(work: PartedWork, folder: Path) -> CleanResult:
     Documents with evaluation text come last, as in a local run. Raises OSError.
     """
     (folder / REMOVED_FOLDER).mkdir(parents=True, exist_ok=True)
-    taken_in, kept, mark = DocumentCounts(), DocumentCounts(), Mark(is_end=True)
+    taken_in, kept, mark = DocumentCounts(), DocumentCounts(), ReadPosition(is_end=True)
     reports = [StepReport(step) for step in work.options.steps]
     passed_over: Counter[str] = Counter()
     files, delayed, removed = list[tuple[Path, FileFacts]](), list[tuple[Path, FileFacts]](), list[FileFacts]()

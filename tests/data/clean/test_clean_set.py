@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli import data, data_clean
-from llmscale.config.flag_parser import FlagParser
+from llmscale.config.command_line import FlagParser
 from llmscale.data.clean.annotate import STEP_NAMES, CleanOptions, TokenizerName
 from llmscale.data.clean.job import CleanResult
 from llmscale.data.clean.run import clean
@@ -114,7 +114,7 @@ def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
     kept = [r["text"] for r in kept_of(tmp_path / "all" / "out")]
     for spec in ("all/out", "all", "all/**/*.zst", "all/out/*"):
         assert list(open_source(str(tmp_path / spec)).documents()) == kept
-    with pytest.raises(DataError, match="what matches is what `data clean` removed"):
+    with pytest.raises(DataError, match="only files that `data clean` removed match"):
         open_source(str(tmp_path / "all" / "*" / "removed" / "*"))
     assert len(list(open_source(str(tmp_path / "all" / "out" / "removed" / "01*")).documents())) == 20
     made = prepare(
@@ -295,7 +295,7 @@ def test_bad_flags_write_nothing(words: tuple[str, ...], message: str, tmp_path:
 
 def test_out_within_input(tmp_path: Path, write_jsonl: Write) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one"])
-    with pytest.raises(DataError, match="lie within each other"):
+    with pytest.raises(DataError, match="are inside one another"):
         _call("--input", tmp_path, "--out", tmp_path / "out")
 
 

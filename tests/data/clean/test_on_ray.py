@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli import data
-from llmscale.config.flag_parser import FlagParser
+from llmscale.config.command_line import FlagParser
 from llmscale.data.clean import on_ray
 from llmscale.data.clean.annotate import CleanOptions
 from llmscale.data.clean.on_ray import RayCluster, read_cluster
@@ -239,7 +239,7 @@ def test_a_slurm_job_starts_its_own_cluster(crawl_files: Crawl, tmp_path: Path) 
         assert "Cleaned in" in output, output
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(job.pid, signal.SIGTERM)
+            os.killpg(job.pid, signal.SIGKILL)
         job.wait()
         shutil.rmtree(folder, ignore_errors=True)
     clean(open_source(str(crawl_files.folder)), tmp_path / "local", crawl_files.options, num_workers=1)
