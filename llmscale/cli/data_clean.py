@@ -23,11 +23,12 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:  # imported when a command runs
     from collections.abc import Callable, Iterator
 
-    from llmscale.data.clean.clean_manifest import Cleaned
-    from llmscale.data.clean.cluster.settings import Cluster
-    from llmscale.data.clean.pipeline import Amount, CleanOptions, StepReport, TokenizerName
+    from llmscale.data.clean.annotate import CleanOptions, TokenizerName
+    from llmscale.data.clean.job import CleanResult
+    from llmscale.data.clean.on_ray import RayCluster
+    from llmscale.data.clean.pipeline import DocumentCounts, StepReport
 
-#: Copy of the names in llmscale.data.clean.pipeline, which --help must not import.
+#: Copy of the names in llmscale.data.clean.annotate, which --help must not import.
 _STEPS = "exact,language,gopher-repetition,gopher-quality,c4,fineweb,near,decontaminate"
 #: Steps whose rules remove most code, tables and lists.
 _FOR_PROSE = ("gopher-repetition", "gopher-quality", "c4", "fineweb")
@@ -51,7 +52,9 @@ def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
     flag(parser, "--eot-token TEXT", text, nonblank)
     text = "text in a file of the result, in MiB before compression"
     flag(parser, "--shard-mb MIB", text, whole_number(1, 4095), 64)
-    text = "processes, which do not change the result; default: one per core. On a cluster, tasks at once; default: all"
+    text = (
+        "processes, which do not change the result; default: one per core. ray: tasks at once; default: as many as fit"
+    )
     flag(parser, "--workers N", text, whole_number(1, limits.MAX_WORKERS))
     _add_cluster_flags(parser)
     add_max_rejected(parser)
@@ -63,7 +66,7 @@ def add_parser(commands: argparse._SubParsersAction[FlagParser]) -> None:
         Need("permutations bands similarity shingle_words seed", "near in --steps", _does("near")),
         Need("max_ngram_documents", "--decontaminate FILE"),
         Need("eot_token", "--tokenizer NAME"),
-        Need("tasks executor_options", "--executor slurm or ray", lambda args: args.executor != "local"),
+        Need("tasks executor_options", "--executor ray", lambda args: args.executor != "local"),
     ]
     parser.set_defaults(handler=_clean)
 
@@ -74,14 +77,11 @@ def _does(step: str) -> Callable[[argparse.Namespace], bool]:
 
 
 def _add_cluster_flags(parser: FlagParser) -> None:
-    text = "where to run: this machine, or many with a shared disk, through datatrove"
+    text = "this machine, or a Ray cluster with a shared disk (on Slurm: scripts/slurm/clean.sbatch)"
     flag(parser, "--executor", text, default="local", choices=("local", "slurm", "ray"))
-    text = "slurm, ray: parts of the input, of complete files; default: one per file, at most 256"
+    text = "ray: parts of the input, of complete files; default: one per file, at most 256"
     flag(parser, "--tasks N", text, whole_number(1, 100_000))
-    text = (
-        "slurm: partition, time_hours, memory_gb, account, qos, setup, max_array_size, sbatch; ray: address, memory_gb"
-    )
-    flag(parser, "--executor-options FILE.yaml", text, local_path)
+    flag(parser, "--executor-options FILE.yaml", "ray: address and memory_gb", local_path)
 
 
 def _add_step_flags(parser: FlagParser) -> None:
@@ -102,8 +102,8 @@ def _add_step_flags(parser: FlagParser) -> None:
 
 
 def _options(args: argparse.Namespace) -> CleanOptions:
-    from llmscale.data.clean.pipeline import CleanOptions, default_steps, parse_steps
-    from llmscale.data.clean.sketches import NearSettings
+    from llmscale.data.clean.annotate import CleanOptions, default_steps, parse_steps
+    from llmscale.data.clean.duplicates import NearSettings
 
     languages = tuple(_listed(args.languages or ""))
     steps = default_steps(has_languages=bool(languages), has_evaluation_text=bool(args.decontaminate))
@@ -120,20 +120,25 @@ def _options(args: argparse.Namespace) -> CleanOptions:
 
 
 def _tokenizer(args: argparse.Namespace) -> TokenizerName | None:
-    from llmscale.data.clean.pipeline import TokenizerName
+    from llmscale.data.clean.annotate import TokenizerName
 
     return None if args.tokenizer is None else TokenizerName(args.tokenizer, args.eot_token or "")
 
 
-def _cluster(args: argparse.Namespace) -> Cluster | None:
-    from llmscale.data.clean.cluster.settings import Cluster, read_settings
+def _cluster(args: argparse.Namespace) -> RayCluster | None:
+    from llmscale.data.clean.on_ray import read_cluster
     from llmscale.data.prepare.sources.file_source import STDIN
 
     if args.executor == "local":
         return None
+    if args.executor == "slurm":
+        raise DataError(
+            "--executor slurm: on Slurm, Ray runs the tasks. Submit `sbatch --nodes N scripts/slurm/clean.sbatch "
+            "--input ... --out ...`, which starts a Ray cluster and the command in it (docs/data.md, On many machines)."
+        )
     if STDIN in args.input:
-        raise DataError(f"--executor {args.executor}: no other machine can read this one's standard input. Give files.")
-    return Cluster(read_settings(args.executor, args.executor_options), args.tasks, args.workers)
+        raise DataError("--executor ray: other machines cannot read this one's standard input. Give files.")
+    return read_cluster(args.executor_options, args.tasks, args.workers)
 
 
 def _listed(text: str) -> list[str]:
@@ -141,13 +146,13 @@ def _listed(text: str) -> list[str]:
 
 
 def _clean(args: argparse.Namespace) -> int:
-    from llmscale.data.clean.clean_set import clean
+    from llmscale.data.clean.run import clean
 
     check_output_folder("--out", args.out)
     options, cluster = _options(args), _cluster(args)
     source = open_source_of(args)
     start_s = time.monotonic()
-    cleaned = clean(
+    result = clean(
         source,
         args.out,
         options,
@@ -157,19 +162,19 @@ def _clean(args: argparse.Namespace) -> int:
         max_rejected=args.max_rejected,
         cluster=cluster,
     )
-    if cleaned.reused:
+    if result.reused:
         print_visible(f"Already cleaned: {args.out}. Nothing to do.")
         return 0
     elapsed_s = time.monotonic() - start_s
-    for line in _describe(cleaned, _Counted(args.tokenizer)):
+    for line in _describe(result, _Counted(args.tokenizer)):
         print_visible(line)
-    taken_in = cleaned.taken_in
+    taken_in = result.taken_in
     print_visible(
         f"Cleaned in {elapsed_s:.1f} s, {taken_in.documents / elapsed_s:,.0f} documents/s, "
         f"{taken_in.bytes / 1e6 / elapsed_s:,.1f} MB/s. Removed text and reasons: {args.out}/removed (zstd -dc)."
     )
     for line in describe_reading(
-        source.passed_over + cleaned.passed_over, args.out, cleaned.mark.num_rejected, cleaned.mark.num_cut
+        source.passed_over + result.passed_over, args.out, result.mark.num_rejected, result.mark.num_cut
     ):
         print_visible(line, file=sys.stderr)
     return 0
@@ -182,30 +187,30 @@ class _Counted:
         self.name = "words" if tokenizer is None else "tokens"
         self.explanation = "words between whitespace" if tokenizer is None else f"tokens of {tokenizer}"
 
-    def of(self, amount: Amount) -> int:
-        return amount.words if self.name == "words" else amount.tokens
+    def of(self, counts: DocumentCounts) -> int:
+        return counts.words if self.name == "words" else counts.tokens
 
 
-def _describe(cleaned: Cleaned, counted: _Counted) -> Iterator[str]:
+def _describe(result: CleanResult, counted: _Counted) -> Iterator[str]:
     """Yield a table of the steps, then the rules that removed most."""
     yield f"{'step':18}{'documents in':>14}{'removed':>12}{'changed':>12}{counted.name + ' in':>16}{'removed':>16}"
-    for report in cleaned.reports:
+    for report in result.reports:
         taken_in, removed = report.taken_in, report.removed
         yield (
             f"{report.step:18}{taken_in.documents:14,}{_share(removed.documents, taken_in.documents):>12}"
             f"{report.num_changed:12,}{counted.of(taken_in):16,}{_share(counted.of(removed), counted.of(taken_in)):>16}"
         )
-    kept, whole = counted.of(cleaned.kept), counted.of(cleaned.taken_in)
+    kept, whole = counted.of(result.kept), counted.of(result.taken_in)
     yield (
-        f"{'left':18}{cleaned.kept.documents:14,}{'':24}{kept:16,}   {kept / max(whole, 1):.1%} of the "
+        f"{'left':18}{result.kept.documents:14,}{'':24}{kept:16,}   {kept / max(whole, 1):.1%} of the "
         f"{counted.explanation}"
     )
-    for report in cleaned.reports:
+    for report in result.reports:
         yield from _describe_taken(report, counted)
-    if cleaned.num_ignored_ngrams:
-        yield f"{cleaned.num_ignored_ngrams:,} 13-grams of evaluation text occur in too many documents; ignored."
-    if cleaned.num_short_items:
-        yield f"{cleaned.num_short_items:,} items of evaluation text have fewer than 13 words; not searched for."
+    if result.num_ignored_ngrams:
+        yield f"{result.num_ignored_ngrams:,} 13-grams of evaluation text occur in too many documents; ignored."
+    if result.num_short_items:
+        yield f"{result.num_short_items:,} items of evaluation text have fewer than 13 words; not searched for."
 
 
 def _share(number: int, of: int) -> str:

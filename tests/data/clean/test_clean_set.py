@@ -16,11 +16,11 @@ import pytest
 
 from llmscale.cli import data, data_clean
 from llmscale.config.command_line import FlagParser
-from llmscale.data.clean.clean_manifest import Cleaned
-from llmscale.data.clean.clean_set import clean
-from llmscale.data.clean.cleaned_set import MANIFEST_NAME, load_clean_manifest
-from llmscale.data.clean.pipeline import STEP_NAMES, CleanOptions, TokenizerName
+from llmscale.data.clean.annotate import STEP_NAMES, CleanOptions, TokenizerName
+from llmscale.data.clean.job import CleanResult
+from llmscale.data.clean.run import clean
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources.clean_folder import MANIFEST_NAME, load_clean_manifest
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
@@ -29,7 +29,7 @@ from tests.conftest import HANG_S
 from tests.data.clean.conftest import MakeProse, Write, files_of, kept_of, removed_of
 
 
-def _clean(source: Path, out: Path, options: CleanOptions, workers: int = 1, **more: int) -> Cleaned:
+def _clean(source: Path, out: Path, options: CleanOptions, workers: int = 1, **more: int) -> CleanResult:
     return clean(open_source(str(source)), out, options, num_workers=workers, **more)
 
 
@@ -189,8 +189,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from llmscale.data.clean import pipeline
-from llmscale.data.clean.clean_set import clean
-from llmscale.data.clean.pipeline import CleanOptions
+from llmscale.data.clean.run import clean
+from llmscale.data.clean.annotate import CleanOptions
 from llmscale.data.prepare import tokenise
 from llmscale.data.prepare.sources.open_source import open_source
 tokenise.BATCH_CHARACTERS = 10_000
@@ -273,7 +273,7 @@ def test_examples_are_safe_to_show(tmp_path: Path, write_jsonl: Write, capsys: p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--steps", "exact,neer"), r"no step 'neer'. Did you mean 'near'\? Legal: exact, language"),
+        (("--steps", "exact,neer"), r"unknown step 'neer'. Did you mean 'near'\? Legal: exact, language"),
         (("--steps", "exact,exact"), "names a step twice"),
         (("--steps", ","), "names no step"),
         (("--steps", "language"), "needs --languages"),

@@ -16,8 +16,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from llmscale.data.clean.cleaned_set import FORMAT, FORMAT_VERSION
 from llmscale.data.prepare.sources import remote_files
+from llmscale.data.prepare.sources.clean_folder import FORMAT, FORMAT_VERSION
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.remote_files import RemoteFile
 from llmscale.data.prepare.sources.source import Document

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
 from llmscale.config.bundled_files import install_command
-from llmscale.data.clean.cleaned_set import load_clean_manifest, without_removed
 from llmscale.data.prepare.output_folder import rejected_path
+from llmscale.data.prepare.sources.clean_folder import load_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import STDIN, ConcatSource, FileSource, StandardInput
 from llmscale.data.prepare.sources.formats import TEXT, format_of
 from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote

@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from pathlib import PurePath, PurePosixPath
 from typing import BinaryIO
 
-from llmscale.data.clean.cleaned_set import MANIFEST_NAME as CLEAN_MANIFEST_NAME
-from llmscale.data.clean.cleaned_set import parse_clean_manifest, without_removed
+from llmscale.data.prepare.sources.clean_folder import MANIFEST_NAME as CLEAN_MANIFEST_NAME
+from llmscale.data.prepare.sources.clean_folder import parse_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import format_of
 from llmscale.data.prepare.sources.source import InputFile, ReadOptions, Source, matches, opened
