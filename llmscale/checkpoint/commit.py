@@ -1,6 +1,6 @@
-"""The moment in which a checkpoint that was written becomes one. No torch.
+"""Turn written files into a checkpoint, atomically. No torch.
 
-The order of the steps is what makes it safe: killed between any two of them, a run finds at its next start either this
+The order of the steps makes it safe: a run killed between any two of them finds at its next start either this
 checkpoint or everything that it had before.
 """
 
@@ -28,22 +28,21 @@ from llmscale.files.atomic_write import sync_folder, write_durably
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays of a history."""
+    """Checkpoints that stay."""
 
     keep_last: int
-    """Whole checkpoints, at least 1."""
+    """Number of the newest complete checkpoints that stay, at least 1."""
     keep_every: int
-    """And each whose step is a multiple of this; 0: none."""
+    """Checkpoints stay whose step is a multiple of this; 0: none."""
 
 
 def commit_checkpoint(
     run: Path, partial: Path, manifest: CheckpointManifest, state: Mapping[str, object], retention: Retention
 ) -> list[str]:
-    """Turn the folder `partial`, whose tensors are written and are in `manifest`, into the run's checkpoint of that
-    step.
+    """Turn the folder `partial` into the run's checkpoint; its tensors are written and listed in `manifest`.
 
-    Raises OSError when it is no checkpoint. Once it is one nothing is raised: a line is returned for everything else
-    that was to be done and could not be.
+    Raises OSError until the folder has its final name. From then on the checkpoint counts as saved: later steps that
+    fail are returned as one line each.
     """
     write_durably(partial / STATE_NAME, json.dumps(state, indent=1))
     others = [hash_file(partial / STATE_NAME), hash_file(partial / "tensors.json")]
@@ -56,7 +55,7 @@ def commit_checkpoint(
         ("the disk did not confirm it, and a power cut might undo it", lambda: sync_folder(final.parent)),
         (f"{LATEST_NAME} does not point to it", lambda: point_latest(run, final)),
         (
-            "what --keep-last and --keep-every let go is not all removed",
+            "not every checkpoint that --keep-last and --keep-every let go is deleted",
             lambda: apply_retention(run, manifest.history, retention.keep_last, retention.keep_every),
         ),
     )
@@ -64,8 +63,7 @@ def commit_checkpoint(
 
 
 def set_aside_existing(final: Path) -> None:
-    """Another history's checkpoint of the same step, or whatever has its name, becomes `.old-1`, or the next that is
-    free."""
+    """Rename an existing checkpoint of the same step, from another history, to `.old-1` or the next free number."""
     number = 1
     while os.path.lexists(final.with_name(f"{final.name}.old-{number}")):
         number += 1
@@ -76,7 +74,7 @@ def set_aside_existing(final: Path) -> None:
 
 
 def point_latest(run: Path, checkpoint: Path) -> None:
-    """Have `latest` name a checkpoint of this run, or nothing when it is another's. Raises OSError."""
+    """Point `latest` to a checkpoint of this run, or remove it for another run's. Raises OSError."""
     latest = checkpoints_folder(run) / LATEST_NAME
     if is_of_run(checkpoint, run):
         write_durably(latest, checkpoint.name + "\n")

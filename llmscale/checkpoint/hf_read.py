@@ -92,7 +92,7 @@ def find_weights_files(folder: Path) -> WeightsFiles:
 def choose_weights(names: Collection[str], source: str) -> str:
     """Return which of a model's files holds its weights, or is their index. `source` names the model in messages.
 
-    Raises CheckpointError when there is none.
+    Raises CheckpointError when no file does.
     """
     for name in _MAIN_FILES:
         if name in names:

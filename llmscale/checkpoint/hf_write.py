@@ -1,4 +1,9 @@
-"""Where a Hugging Face model may be written. No torch."""
+"""Write a Hugging Face model: checks of the folder, safetensors files, the published model that a run started from.
+
+A safetensors file is 8 bytes (the header's length, little-endian), a JSON header with each tensor's type, shape and
+range, and the tensors' bytes (https://huggingface.co/docs/safetensors). Tensors are written part by part, so that none
+is complete in memory. The same tensors give the same bytes. Imports torch only to write tensors.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +36,36 @@ GENERATION_NAME = "generation_config.json"
 CARD_NAME = "README.md"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
-#: What `llmscale export` writes, tokenizers' files included, and the only names that --overwrite deletes.
+#: Names that `llmscale export` writes, tokenizers' files included, and the only ones that --overwrite deletes.
 _FILE_NAMES = (
     *(CONFIG_NAME, GENERATION_NAME, CARD_NAME, WEIGHTS_NAME, INDEX_NAME),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-#: A line of every exported model card.
+#: Line in every exported model card.
 CARD_MARK = "- llmscale"
 _CARD_BYTES = 1 << 20
 _SHARD_NAME = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-#: Space beyond the weights that an export asks for: a large vocabulary's tokenizer.json, and the file system's own.
+#: Space that an export needs beside the weights: a large vocabulary's tokenizer.json, and the file system's overhead.
 _SPARE_BYTES = 32 * 2**20
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+#: safetensors' name of each type, and its bytes per element.
+_STORED_TYPES: dict[ExportDtype, tuple[str, int]] = {"fp32": ("F32", 4), "bf16": ("BF16", 2), "fp16": ("F16", 2)}
+#: Tensors begin at a multiple of this many bytes, as in files of safetensors itself.
+_ALIGNMENT = 8
+#: Folder of a run that holds the description of the published model it started from.
+PUBLISHED_NAME = "published"
+#: File with the published position table's rows after the run's own, and the parameter that they belong to.
+POSITIONS_NAME, POSITIONS = "positions.safetensors", "wpe.weight"
 
 
 def shard_name(number: int, total: int) -> str:
-    """Of one of several files of weights, numbered from 1."""
+    """Return the name of one of several files of weights, numbered from 1."""
     return f"model-{number:05}-of-{total:05}.safetensors"
 
 
 def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
-    """Refuse, before anything is loaded, a folder that may not be written. Raises ConfigError."""
+    """Raise ConfigError for an output folder that must not be written."""
     check_output_folder("--to", out)
     if out.is_symlink():
         raise ConfigError(f"--to {out} is a link. Name a folder.")
@@ -87,7 +101,7 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
 
 
 def _is_marked(card: Path) -> bool:
-    """Whether a model card has the tag that every export gives it."""
+    """Return whether a model card has the tag of an export."""
     try:
         return CARD_MARK in read_regular(card, _CARD_BYTES).decode(errors="replace").splitlines()
     except OSError:
@@ -99,7 +113,7 @@ def _is_ours(name: str) -> bool:
 
 
 def check_space(out: Path, weight_bytes: int) -> None:
-    """Refuse a disk that has no room for weights of so many bytes. Raises DataError."""
+    """Raise DataError when the disk has no room for `weight_bytes` of weights."""
     place = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     needed, free = weight_bytes + _SPARE_BYTES, shutil.disk_usage(place).free
     if free < needed:
@@ -109,15 +123,8 @@ def check_space(out: Path, weight_bytes: int) -> None:
         )
 
 
-ExportDtype = Literal["fp32", "bf16", "fp16"]
-#: safetensors' name of each type, and its bytes per element.
-_STORED_TYPES: dict[ExportDtype, tuple[str, int]] = {"fp32": ("F32", 4), "bf16": ("BF16", 2), "fp16": ("F16", 2)}
-#: Tensors begin at a multiple of this many bytes, as where safetensors itself writes.
-_ALIGNMENT = 8
-
-
 def plan_files(tensors: Sequence[HFTensor], dtype: ExportDtype, shard_bytes: int) -> dict[str, list[HFTensor]]:
-    """Which tensors each file holds, in their order: as many as fit into `shard_bytes`, and at least one."""
+    """Distribute tensors over files in order: as many as fit into `shard_bytes`, and at least one."""
     groups: list[list[HFTensor]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -133,12 +140,12 @@ def plan_files(tensors: Sequence[HFTensor], dtype: ExportDtype, shard_bytes: int
 
 
 def tensor_bytes(tensor: HFTensor, dtype: ExportDtype) -> int:
-    """Of one tensor in a file."""
+    """Return the bytes of one tensor in a file."""
     return math.prod(tensor.shape) * _STORED_TYPES[dtype][1]
 
 
 def write_index(folder: Path, files: dict[str, list[HFTensor]], dtype: ExportDtype) -> None:
-    """Say which file holds which tensor, as transformers wants it where there are several. Raises OSError."""
+    """Write the index of several files, as transformers requires it. Raises OSError."""
     everything = [tensor for group in files.values() for tensor in group]
     index = {
         "metadata": {
@@ -157,10 +164,10 @@ def write_file(
     read: Callable[[HFTensor], Iterable[Tensor]],
     progress: Callable[[int], object],
 ) -> None:
-    """Write `tensors`, read them back from the disk and compare. `read` gives the consecutive parts of one of them,
-    flat and in `dtype`; `progress` is called with numbers of bytes that are done.
+    """Write `tensors` durably, read them back from the disk and compare.
 
-    Durable when this returns. Raises OSError, and MachineError when the disk returns something else than was written.
+    `read` yields consecutive parts of one tensor, flat and in `dtype`; `progress` gets numbers of written bytes. Raises
+    OSError, and MachineError when the disk returns other bytes than were written.
     """
     digest = xxhash.xxh3_128()
     with open(path, "xb", buffering=0) as file:
@@ -171,7 +178,7 @@ def write_file(
                 rest = rest[file.write(rest) :]
             progress(len(part))
         os.fsync(file.fileno())
-        # Else what is read back is the memory that the system keeps of it.
+        # Otherwise the page cache is read back and not the disk.
         if sys.platform == "linux":
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if hash_file(path, "xxh3_128") != digest.hexdigest():
@@ -181,7 +188,7 @@ def write_file(
 def _contents(
     tensors: Sequence[HFTensor], dtype: ExportDtype, read: Callable[[HFTensor], Iterable[Tensor]]
 ) -> Iterator[memoryview]:
-    """The bytes of a file, in parts."""
+    """Yield the bytes of a file in parts."""
     import torch
 
     yield memoryview(_header(tensors, dtype))
@@ -191,7 +198,7 @@ def _contents(
 
 
 def _header(tensors: Sequence[HFTensor], dtype: ExportDtype) -> bytes:
-    # transformers refuses a file that does not say which library's tensors it holds.
+    # transformers refuses a file without the name of the library whose tensors it holds.
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:
@@ -206,19 +213,10 @@ def _header(tensors: Sequence[HFTensor], dtype: ExportDtype) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-#: Folder of a run.
-PUBLISHED_NAME = "published"
-#: Rows of the position table after the run's own, and the parameter that they belong to.
-POSITIONS_NAME, POSITIONS = "positions.safetensors", "wpe.weight"
-
-
 def open_published(run: Path) -> PublishedModel | None:
-    """Return the model that a run folder keeps the description of, or None. Raises ConfigError."""
+    """Return the published model whose description a run folder keeps, or None. Raises ConfigError."""
     folder = run / PUBLISHED_NAME
-    # Whoever packed the run could make an export, or another run, contain any file of this machine.
+    # A link could make an export, or another run, contain any file of this machine: the run folder is not trusted.
     for path in (folder, *(folder / name for name in (CONFIG_NAME, GENERATION_NAME, POSITIONS_NAME))):
         if path.is_symlink():
             raise ConfigError(f"{path} is a symbolic link. Put what it leads to in its place.")
@@ -226,8 +224,10 @@ def open_published(run: Path) -> PublishedModel | None:
 
 
 def last_positions(model: PublishedModel, first: int) -> Tensor | None:
-    """Return the published positions from row `first` on, [rows, n_embd]; None where the run kept none. Raises
-    CheckpointError."""
+    """Return the published positions from row `first`, [rows, n_embd]; None when the run kept none.
+
+    Raises CheckpointError.
+    """
     path = (model.folder or Path()) / POSITIONS_NAME
     if not path.is_file():
         return None

@@ -1,14 +1,15 @@
-"""Which of a run's checkpoints belong to its current history, and which were left behind. No torch.
+"""A run's checkpoints: which belong to its current history, which one to use, which to keep or delete. No torch.
 
-A run that goes back to an earlier checkpoint begins a new history, as a database that is restored begins a new
-timeline. A history has a number and the branches that lead to it: (1, 20) says that history 1 counts up to step 20.
-Every manifest names the history it was written in, and
+A run that returns to an earlier checkpoint begins a new history, as a restored database begins a new timeline. A
+history has a number and the branches that lead to it: with the branch (1, 20), history 1 counts up to step 20. Every
+manifest names its history.
 
-    RUN/checkpoints/history.json    the current history, and the checkpoint it began from
+    RUN/checkpoints/history.json    the current history, and the checkpoint that it began from
+    RUN/checkpoints/kept.json       pinned checkpoints: {"step-00000500": "before the loss spike at step 612"}
 
-is replaced, at once and for good, when a run goes back and before its first step. From there on the steps that it left
-behind are abandoned: kept, listed, and never resumed, counted or deleted unless the user says so. Checkpoints from
-before there were histories are of history 1.
+history.json is replaced atomically when a run goes back, before its first step. The later steps of the old history are
+then abandoned: kept, listed, and never resumed, counted or deleted unless the user requests it. Checkpoints without a
+history belong to history 1.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import Rules, load_json
 
 HISTORY_NAME = "history.json"
-#: What an interrupted save or delete leaves behind.
+#: Names of the remains of an interrupted save or delete.
 LEFTOVER_NAME = re.compile(r"\.step-\d+(\.old-\d+)?\.(partial|deleted)(-\d+)?", re.ASCII)
-#: Names that ask to be explained when they are not ours; the rest (`latest`, notes) is nobody's business.
+#: Names that are reported when they are not ours; others (`latest`, notes) are ignored.
 _LOOKS_LIKE_OURS = re.compile(r"\.?step-")
 
 
@@ -70,24 +71,27 @@ class FoundCheckpoints:
     """Everything under a run's checkpoints/, the newest first."""
 
     history: History = field(default_factory=History)
-    """The current one."""
+    """The current history."""
     origin: str | None = None
     """The checkpoint that the current history began from; None when the run began at step 0 and never went back."""
     current: list[Checkpoint] = field(default_factory=list)
-    """Of the current history."""
+    """Checkpoints of the current history."""
     abandoned: list[Checkpoint] = field(default_factory=list)
-    """Of histories that were left."""
+    """Checkpoints of other histories."""
     damaged: list[tuple[Path, str]] = field(default_factory=list)
-    """Checkpoints by their name that cannot be one, and why. To which history they belonged is not known."""
+    """Folders with a checkpoint's name that are damaged, and why; their history is unknown."""
     passed_over: list[tuple[Path, str]] = field(default_factory=list)
     """Names that look like ours and are not, and why; never touched."""
     notes: list[str] = field(default_factory=list)
-    """What else the user should know of: a record of the history that had to be guessed."""
+    """Warnings for the user, such as an unreadable history.json."""
 
 
 def find_checkpoints(run: Path, history: History | None = None) -> FoundCheckpoints:
-    """What a run has saved, as its current history sees it, or `history`. Raises CheckpointError when its folder is
-    there and cannot be read: a run must not begin anew, or go back, because a disk did not answer."""
+    """List a run's checkpoints by the current history, or by `history`.
+
+    Raises CheckpointError when the folder exists and cannot be read: a run must not restart or go back because a disk
+    did not answer.
+    """
     found = FoundCheckpoints()
     readable: list[Checkpoint] = []
     for path in _entries(checkpoints_folder(run)):
@@ -98,7 +102,7 @@ def find_checkpoints(run: Path, history: History | None = None) -> FoundCheckpoi
             try:
                 readable.append(Checkpoint(path, load_manifest(path)))
             except CheckpointError as error:
-                # Unless the run's own retention has deleted it this moment.
+                # Unless the run's own retention has deleted it in the meantime.
                 if path.exists():
                     found.damaged.append((path, str(error)))
     # The canonical name comes before `.old-1`.
@@ -116,13 +120,15 @@ def find_checkpoints(run: Path, history: History | None = None) -> FoundCheckpoi
 
 
 def list_checkpoints(run: Path) -> list[Path]:
-    """Finished checkpoints of a run's current history, the newest first; not verified. Raises CheckpointError."""
+    """List the checkpoints of a run's current history, the newest first; not verified. Raises CheckpointError."""
     return [checkpoint.path for checkpoint in find_checkpoints(run).current]
 
 
 def find_any_checkpoint(run: Path) -> Path | None:
-    """One folder of a run that has the name of a checkpoint, of any history and in any state; the newest by its name.
-    Reads no manifest. Raises CheckpointError."""
+    """Return the newest folder with a checkpoint's name, of any history and in any state, without reading manifests.
+
+    Raises CheckpointError.
+    """
     ours = [
         path
         for path in _entries(checkpoints_folder(run))
@@ -132,7 +138,7 @@ def find_any_checkpoint(run: Path) -> Path | None:
 
 
 def is_of_run(folder: Path, run: Path) -> bool:
-    """Whether a checkpoint lies under a run's own checkpoints/."""
+    """Return whether a checkpoint is in the run's own checkpoints/."""
     try:
         return os.path.samefile(folder.resolve().parent, checkpoints_folder(run))
     except OSError:
@@ -140,8 +146,10 @@ def is_of_run(folder: Path, run: Path) -> bool:
 
 
 def history_after(found: FoundCheckpoints, start: Path, run: Path) -> History:
-    """The history that a start from the checkpoint `start` goes on in: the current one when that ends there, else a new
-    one. `found` is what the run has saved."""
+    """Return the history of a start from the checkpoint `start`: the current one when that ends there, else a new one.
+
+    `found` are the run's checkpoints.
+    """
     number = 1 + max([found.history.number, *(saved.history.number for saved in [*found.current, *found.abandoned])])
     if not is_of_run(start, run):
         is_empty = not (found.current or found.abandoned or found.damaged)
@@ -150,7 +158,7 @@ def history_after(found: FoundCheckpoints, start: Path, run: Path) -> History:
     here = (manifest.history.number, manifest.step)
     begun_here = found.history.branches[-1:] == (here,)
     later = [saved for saved in found.current if saved.step > manifest.step]
-    # What cannot be read may be readable again tomorrow, and must not be the newest then.
+    # A checkpoint that is unreadable today may be readable tomorrow, and must not be the newest then.
     unknown = [path for path, _ in found.damaged if step_of(path) > manifest.step]
     if found.history.includes(*here) and not later and (begun_here or not unknown):
         return found.history
@@ -158,8 +166,7 @@ def history_after(found: FoundCheckpoints, start: Path, run: Path) -> History:
 
 
 def record_history(run: Path, history: History, origin: Path) -> None:
-    """Make `history`, which begins from the checkpoint `origin`, the current one; durable when this returns. Raises
-    OSError."""
+    """Make `history`, which began from the checkpoint `origin`, the current one, durably. Raises OSError."""
     checkpoints_folder(run).mkdir(exist_ok=True)
     body = {
         **history.as_dict(),
@@ -171,7 +178,7 @@ def record_history(run: Path, history: History, origin: Path) -> None:
 
 
 def report_passed_over(found: FoundCheckpoints, report: Callable[[str], None]) -> None:
-    """One line for everything that has nearly the name of a checkpoint."""
+    """Report every name that only resembles a checkpoint's, and the notes."""
     for path, reason in found.passed_over:
         report(f"WARNING: {path} is passed over: {reason}")
     for note in found.notes:
@@ -179,14 +186,14 @@ def report_passed_over(found: FoundCheckpoints, report: Callable[[str], None]) -
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What lies in a folder of checkpoints and has, or nearly has, the name of one or of its leftovers."""
+    """List the entries of a folder of checkpoints whose names resemble ours."""
     try:
         names = os.listdir(folder)
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"{folder} cannot be listed: {error.strerror}. Mend it, or name another --run folder."
+            f"{folder} cannot be listed: {error.strerror}. Repair it, or name another --run folder."
         ) from None
     return [folder / name for name in sorted(names) if _LOOKS_LIKE_OURS.match(name)]
 
@@ -203,7 +210,7 @@ def _why_not_ours(path: Path) -> str | None:
 
 
 def _read_history(run: Path, readable: list[Checkpoint], found: FoundCheckpoints) -> None:
-    """The current history by its record; without one by the manifests, which say it from its first checkpoint on."""
+    """Read the current history from history.json; without a readable one, from the manifests."""
     found.history = max((saved.history for saved in readable), key=lambda history: history.number, default=History())
     path = checkpoints_folder(run) / HISTORY_NAME
     try:
@@ -214,19 +221,21 @@ def _read_history(run: Path, readable: list[Checkpoint], found: FoundCheckpoints
         return
     except CheckpointError as error:
         found.notes.append(
-            f"{error} The newest history that saved a checkpoint, history "
-            f"{found.history.number}, is taken for the current one; --resume PATH goes on with another."
+            f"{error} Using the newest history that saved a checkpoint, history {found.history.number}, as the "
+            "current one; choose another with --resume PATH."
         )
 
 
 PINNED_NAME = "kept.json"
-#: At a time: a run with a spike a day must not fill the disk. The oldest goes first.
+#: Most pins at a time, so that a run with a spike a day does not fill the disk; the oldest is unpinned first.
 MAX_PINNED = 4
 
 
 def pinned_checkpoints(run: Path) -> dict[str, str]:
-    """Folder name and reason, the oldest first. Raises CheckpointError when that cannot be read: then nothing may be
-    deleted."""
+    """Return the pinned folders' names and reasons, the oldest first.
+
+    Raises CheckpointError when kept.json cannot be read: then nothing may be deleted.
+    """
     path = checkpoints_folder(run) / PINNED_NAME
     try:
         listed = load_json(path, Rules(CheckpointError, follow_links=False))
@@ -234,12 +243,12 @@ def pinned_checkpoints(run: Path) -> dict[str, str]:
         return {}
     for name, why in listed.items():
         if not CHECKPOINT_NAME.fullmatch(name) or not isinstance(why, str):
-            raise CheckpointError(f"{path} names {name[:80]!r}, which is no checkpoint. Remove the file.")
+            raise CheckpointError(f"{path} names {name[:80]!r}, which is not a checkpoint. Remove the file.")
     return {name: str(why) for name, why in listed.items()}
 
 
 def pin_checkpoint(checkpoint: Path, why: str) -> None:
-    """From now on retention leaves `checkpoint`, of a run's own, alone. Raises OSError, CheckpointError."""
+    """Protect one of a run's own checkpoints from retention. Raises OSError, CheckpointError."""
     folder = checkpoint.parent
     kept = {name: known for name, known in pinned_checkpoints(folder.parent).items() if (folder / name).is_dir()}
     kept.setdefault(checkpoint.name, why)
@@ -248,10 +257,9 @@ def pin_checkpoint(checkpoint: Path, why: str) -> None:
 
 
 def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: None, *, step: int | None = None) -> Path:
-    """`path` itself when it is a checkpoint, else the newest one of the current history of the run folder `path`, or
-    its one of `step`.
+    """Return `path` if it is a checkpoint, else the run folder's newest checkpoint, or the one of `step`.
 
-    `report` gets a line for everything in a run folder that is passed over. Raises CheckpointError.
+    Only the current history counts. `report` gets a line for every skipped entry. Raises CheckpointError.
     """
     if (path / MANIFEST_NAME).is_file():
         if step is not None:
@@ -264,7 +272,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
     if found.current:
         return found.current[0].path if step is None else _of_step(found, path, step)
     if found.abandoned or found.damaged:
-        raise CheckpointError(no_checkpoint_to_take(found, path))
+        raise CheckpointError(explain_no_checkpoint(found, path))
     what = "has no checkpoints yet" if path.is_dir() else "does not exist"
     if path.parent.name == CHECKPOINTS_NAME and not path.is_dir():
         others = find_checkpoints(path.parent.parent).current
@@ -274,7 +282,7 @@ def find_checkpoint(path: Path, report: Callable[[str], None] = lambda line: Non
 
 
 def _of_step(found: FoundCheckpoints, run: Path, step: int) -> Path:
-    """The current history's checkpoint of a step. Raises CheckpointError with the steps there are."""
+    """Return the current history's checkpoint of a step. Raises CheckpointError with the existing steps."""
     for checkpoint in found.current:
         if checkpoint.step == step:
             return checkpoint.path
@@ -284,8 +292,8 @@ def _of_step(found: FoundCheckpoints, run: Path, step: int) -> Path:
     raise CheckpointError(f"{run} has no checkpoint of step {step}. There are: {steps}.{where}")
 
 
-def no_checkpoint_to_take(found: FoundCheckpoints, run: Path) -> str:
-    """Why a run that has something has nothing to go on from."""
+def explain_no_checkpoint(found: FoundCheckpoints, run: Path) -> str:
+    """Explain why a run with checkpoints has none to continue from."""
     folder = checkpoints_folder(run)
     num_of_history = len(found.current) + len(found.damaged)
     if num_of_history:
@@ -297,7 +305,7 @@ def no_checkpoint_to_take(found: FoundCheckpoints, run: Path) -> str:
 
 
 def read_state(folder: Path) -> dict[str, object]:
-    """The plain values of a checkpoint: counters, optimizer groups, identity, configuration."""
+    """Read a checkpoint's plain values: counters, optimizer groups, identity, configuration. Raises CheckpointError."""
     path = folder / STATE_NAME
     try:
         return load_json(path, Rules(CheckpointError, follow_links=False, not_finite=True))
@@ -306,8 +314,10 @@ def read_state(folder: Path) -> dict[str, object]:
 
 
 def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: int) -> list[Checkpoint]:
-    """Of a history's checkpoints, the newest first, those older than `keep_last` (at least 1) whole ones whose step is
-    no multiple of `keep_every` (0: of nothing)."""
+    """Choose the checkpoints of `current` (the newest first) that may be deleted.
+
+    The newest ones up to `keep_last` (at least 1) complete ones stay, and multiples of `keep_every` (0: none).
+    """
     expired, num_whole = [], 0
     for checkpoint in current:
         if num_whole < keep_last:
@@ -318,8 +328,10 @@ def choose_expired(current: Sequence[Checkpoint], keep_last: int, keep_every: in
 
 
 def apply_retention(run: Path, history: History, keep_last: int, keep_every: int) -> None:
-    """Delete what expired of `history`. What is abandoned, kept for a reason (kept.py), cannot be read or is not ours
-    goes not; the newest whole checkpoint always stays. Raises OSError or CheckpointError."""
+    """Delete the expired checkpoints of `history`. Raises OSError or CheckpointError.
+
+    Pinned, abandoned, unreadable and foreign folders stay, and always the newest complete checkpoint.
+    """
     kept = pinned_checkpoints(run)
     for checkpoint in choose_expired(find_checkpoints(run, history).current, keep_last, keep_every):
         if checkpoint.path.name not in kept:
@@ -327,27 +339,20 @@ def apply_retention(run: Path, history: History, keep_last: int, keep_every: int
 
 
 def prunable(found: FoundCheckpoints) -> list[Path]:
-    """What no run needs to go on: abandoned checkpoints, and damaged ones that another has taken the place of."""
-    replaced = [path for path, _ in found.damaged if was_set_aside(path)]
-    return [*(checkpoint.path for checkpoint in found.abandoned), *replaced]
-
-
-def was_set_aside(path: Path) -> bool:
-    """Whether another checkpoint took the place of this one."""
-    match = CHECKPOINT_NAME.fullmatch(path.name)
-    return match is not None and match[3] is not None
+    """List the checkpoints that no run needs: abandoned ones, and damaged ones that were replaced (`.old-1`)."""
+    names = ((path, CHECKPOINT_NAME.fullmatch(path.name)) for path, _ in found.damaged)
+    return [*(checkpoint.path for checkpoint in found.abandoned), *(path for path, name in names if name and name[3])]
 
 
 def delete_checkpoint(path: Path) -> None:
-    """Renamed before it is emptied, so that a half-deleted checkpoint never has a finished one's name. Raises
-    OSError."""
+    """Delete a checkpoint; renaming it first keeps a half-deleted one from looking finished. Raises OSError."""
     trash = free_name(path.with_name(f".{path.name}.deleted"))
     path.rename(trash)
     shutil.rmtree(trash)
 
 
 def free_name(wanted: Path) -> Path:
-    """`wanted`, or with -2, -3, ... the first name that is free. A folder of that name is a leftover, and removed."""
+    """Remove the leftover folder `wanted` and return its path, or the first free one with -2, -3, ..."""
     number, path = 1, wanted
     while os.path.lexists(path):
         if is_real_folder(path):
@@ -359,13 +364,12 @@ def free_name(wanted: Path) -> Path:
 
 
 def is_real_folder(path: Path) -> bool:
-    """A folder, not a link to one."""
+    """Return whether a path is a folder and not a link to one."""
     return path.is_dir() and not path.is_symlink()
 
 
 def remove_leftovers(run: Path) -> list[str]:
-    """Delete what an interrupted save or delete left behind; returns a line about each. Call it when nobody is
-    saving."""
+    """Delete the remains of interrupted saves and deletes; return a line about each. Call it when nobody is saving."""
     lines = []
     folder = checkpoints_folder(run)
     names = sorted(os.listdir(folder)) if folder.is_dir() else []

@@ -1,4 +1,4 @@
-"""Continue from a checkpoint at any ZeRO stage, world size and precision."""
+"""Load a checkpoint into an engine of any ZeRO stage, world size and precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.inventory import find_checkpoints, no_checkpoint_to_take, report_passed_over
+from llmscale.checkpoint.inventory import explain_no_checkpoint, find_checkpoints, report_passed_over
 from llmscale.checkpoint.manifest import MANIFEST_NAME, checkpoints_folder, find_damage
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.tensor_files import (
@@ -37,18 +37,17 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
-#: Keys of what a model is, without the optimizer.
+#: Prefixes of the model's tensors, without the optimizer's.
 _WEIGHTS = (f"{MASTER}/", "frozen/", "buffer/")
 
 
 def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint of a run's current history whose every byte is as it was written; None when the run has
-    none at all.
+    """Find the newest undamaged checkpoint of a run's current history; None when the run has no checkpoints.
 
-    Collective: the ranks share the hashing. `report` gets a line for everything that is passed over. Raises
-    CheckpointError when there are checkpoints and none is good: starting from scratch must be the user's word.
+    Collective: the ranks share the hashing. `report` gets a line for every skipped entry. Raises CheckpointError when
+    no checkpoint is undamaged: only the user may decide to start from scratch.
     """
-    # The main rank's answer counts: a rank that reads the folder a moment later must not choose another.
+    # Rank 0 reads the folder for all: another rank might read it later and choose another checkpoint.
     found = on_main_rank(group, lambda: find_checkpoints(run))
     report_passed_over(found, report)
     for folder, damage in found.damaged:
@@ -59,7 +58,7 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str]
             return checkpoint.path
         report(f"WARNING: {checkpoint.path.name} is damaged and passed over: {problem}")
     if found.current or found.abandoned or found.damaged or found.origin:
-        raise CheckpointError(no_checkpoint_to_take(found, run))
+        raise CheckpointError(explain_no_checkpoint(found, run))
     nearly = [path for path, _ in found.passed_over if (path / MANIFEST_NAME).is_file()]
     if nearly:
         raise CheckpointError(
@@ -70,17 +69,17 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str]
 
 
 def find_damage_together(folder: Path, group: dist.ProcessGroup) -> str | None:
-    """find_damage with the hashing shared by all ranks. Collective; the same answer everywhere."""
+    """Run find_damage with the hashing shared by all ranks; all return the same. Collective."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, rank, world_size)))
     return next((finding for finding in findings if finding), None)
 
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: dist.ProcessGroup) -> None:
-    """Fill weights, optimizer states, buffers and frozen parameters, and set DeepSpeed's counters. Collective.
+    """Load weights, optimizer states, buffers and frozen parameters, and set DeepSpeed's counters. Collective.
 
-    Raises CheckpointError on every rank, before a weight is changed, when the checkpoint lacks something that the
-    engine has, or holds something that it has not.
+    Raises CheckpointError on every rank, before a weight changes, when the checkpoint and the engine do not have the
+    same tensors.
     """
     stored = load_index(folder)
     has_optimizer_state = any(not key.startswith(_WEIGHTS) for key in stored)
@@ -98,8 +97,7 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, state: RunState, group: d
 
 
 def check_nothing_is_dropped(stored: Iterable[str], wanted: Iterable[str], folder: Path) -> None:
-    """Raise CheckpointError when a checkpoint holds tensors that nobody asked for: whatever they are, to go on without
-    them would not be to continue."""
+    """Raise CheckpointError when a checkpoint holds tensors that the engine does not have."""
     surplus = sorted(set(stored) - set(wanted))
     if surplus:
         more = f" and {len(surplus) - 1} more" if len(surplus) > 1 else ""
@@ -122,16 +120,16 @@ def check_same_scalars(
         )
     wrong = [value for numbers in stored.values() for value in numbers.values() if not is_finite_number(value)]
     if wrong:
-        raise CheckpointError(f"{folder}: {wrong[0]!r} is no number for an optimizer.")
+        raise CheckpointError(f"{folder}: {wrong[0]!r} is not a finite number, as optimizer states must be.")
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether a value from a file is a number to compute with."""
+    """Return whether a value from a file is a finite number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup) -> None:
-    """Fill weights and buffers only; the optimizer starts anew. Collective."""
+    """Load weights and buffers only; the optimizer keeps its new state. Collective."""
     fragments = {key: value for key, value in engine_fragments(engine).items() if key.startswith(_WEIGHTS)}
     check_nothing_is_dropped((key for key in load_index(folder) if key.startswith(_WEIGHTS)), fragments, folder)
     _fill(folder, fragments, group)
@@ -140,7 +138,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, group: dist.ProcessGroup
 
 
 def _fill(folder: Path, fragments: dict[str, Fragment], group: dist.ProcessGroup) -> None:
-    """Read every fragment from the checkpoint, in place. Empty ones are asked for too: DCP's planning is collective."""
+    """Read every fragment from the checkpoint in place, empty ones included because DCP's planning is collective."""
     try:
         dcp.load(
             fragments,
@@ -149,19 +147,21 @@ def _fill(folder: Path, fragments: dict[str, Fragment], group: dist.ProcessGroup
             process_group=group,
         )
     except dcp.CheckpointException as error:
-        raise _as_ours(error, folder) from None
+        raise _to_checkpoint_error(error, folder) from None
 
 
-def _as_ours(error: dcp.CheckpointException, folder: Path) -> CheckpointError:
-    """DCP's error of all ranks as one line: ours where a rank raised one."""
+def _to_checkpoint_error(error: dcp.CheckpointException, folder: Path) -> CheckpointError:
+    """Convert DCP's error of all ranks to one line, a CheckpointError of a rank if there is one."""
     causes = [cause for cause, _ in error.failures.values()]
     ours = [cause for cause in causes if isinstance(cause, CheckpointError)]
     return ours[0] if ours else CheckpointError(f"{folder} cannot be loaded: {' '.join(str(causes[0]).split())}")
 
 
 def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a checkpoint as flat fp32 tensors by parameter name, in this one process; needs no DeepSpeed.
-    Raises CheckpointError."""
+    """Load all weights of a checkpoint as flat tensors by parameter name, in one process and without DeepSpeed.
+
+    Raises CheckpointError.
+    """
     fragments = {
         key: Fragment(torch.empty(entry["size"], dtype=DTYPES[entry["dtype"]]), 0, entry["size"])
         for key, entry in load_index(folder).items()
@@ -170,5 +170,5 @@ def load_full_weights(folder: Path) -> dict[str, torch.Tensor]:
     try:
         dcp.load(fragments, storage_reader=JsonIndexReader(folder), planner=FragmentLoadPlanner(), no_dist=True)
     except dcp.CheckpointException as error:
-        raise _as_ours(error, folder) from None
+        raise _to_checkpoint_error(error, folder) from None
     return {key.partition("/")[2]: fragment.local for key, fragment in fragments.items()}

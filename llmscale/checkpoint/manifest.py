@@ -1,4 +1,4 @@
-"""What a finished checkpoint looks like on disk, and how a damaged one is recognised. No torch.
+"""The layout of a checkpoint on disk, its manifest, and the detection of damage. No torch.
 
     RUN/checkpoints/step-00000500/
         manifest.json     every file with its size and hash; written last, with a hash of its own
@@ -6,10 +6,10 @@
         tensors.json      index of the tensors
         __0_0.distcp ...  the tensors, one file per rank that wrote
     RUN/checkpoints/latest    the name of the checkpoint that `--resume auto` would begin with
-    RUN/checkpoints/history.json    which of them count: history.py
+    RUN/checkpoints/history.json, kept.json    see inventory.py
 
-A checkpoint is written in `.step-00000500.partial` and renamed when it is whole, so a folder of the final name was once
-complete on disk.
+A checkpoint is written in `.step-00000500.partial` and renamed when it is complete, so a folder with the final name was
+once complete on disk.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ MANIFEST_NAME = "manifest.json"
 STATE_NAME = "state.json"
 LATEST_NAME = "latest"
 CHECKPOINTS_NAME = "checkpoints"
-#: `.old-1`: what lay in the place of a checkpoint that another history saved at the same step.
+#: `.old-1`: a checkpoint that was replaced when another history saved the same step.
 CHECKPOINT_NAME = re.compile(r"(step-(\d{8,}))(\.old-[1-9]\d*)?", re.ASCII)
-#: Every file that a save lists: see the top of this file.
+#: Names of the files in a manifest.
 _STORED_NAME = re.compile(r"state\.json|tensors\.json|__[0-9]{1,9}_[0-9]{1,9}\.distcp")
 _T = TypeVar("_T")
 
@@ -48,7 +48,7 @@ class StoredFile:
     name: str
     num_bytes: int
     xxh3_128: str
-    """Hash of the content, in hexadecimal."""
+    """Hash of the content, hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ class History:
 
     number: int = 1
     branches: tuple[tuple[int, int], ...] = ()
-    """(history, step) where each history that leads to this one was left, the oldest first; none for one that began
-    at step 0, or from another run's checkpoint."""
+    """(history, step) at which each earlier history was left, the oldest first; empty for a history that began at step
+    0 or from another run's checkpoint."""
 
     def includes(self, number: int, step: int) -> bool:
-        """Whether step `step` of history `number` is a part of this one."""
+        """Return whether step `step` of history `number` belongs to this history."""
         return number == self.number or any(number == other and step <= left for other, left in self.branches)
 
     def as_dict(self) -> dict[str, object]:
-        """As JSON values; parse_history reads them."""
+        """Return JSON values for parse_history."""
         return {"history": self.number, "branches": [list(branch) for branch in self.branches]}
 
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a checkpoint is, readable without torch."""
+    """Description of a checkpoint, readable without torch."""
 
     step: int
     """Optimizer steps done."""
@@ -94,27 +94,27 @@ class CheckpointManifest:
 
 
 def checkpoints_folder(run: Path) -> Path:
-    """Where a run keeps its checkpoints."""
+    """Return the folder of a run's checkpoints."""
     return run / CHECKPOINTS_NAME
 
 
 def checkpoint_name(step: int) -> str:
-    """Folder name of the checkpoint after `step` optimizer steps; sorts by step."""
+    """Return the folder name of the checkpoint after `step` optimizer steps; names sort by step."""
     return f"step-{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in a checkpoint's folder name."""
+    """Return the step in a checkpoint's folder name."""
     return int(path.name.removeprefix("step-").partition(".")[0])
 
 
 def hash_file(path: Path) -> StoredFile:
-    """Size and hash of a file as it is on disk."""
+    """Return size and hash of a file on disk."""
     return StoredFile(path.name, path.stat().st_size, hash_content(path, "xxh3_128"))
 
 
 def save_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write the manifest, durable when this returns."""
+    """Write the manifest durably."""
     values = asdict(manifest)
     del values["history"]
     body = {"format": FORMAT_VERSION, **values, **manifest.history.as_dict()}
@@ -122,8 +122,10 @@ def save_manifest(folder: Path, manifest: CheckpointManifest) -> None:
 
 
 def load_manifest(folder: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint. Raises CheckpointError when it is missing, damaged, of another format, or of
-    another step than the folder's name says."""
+    """Load a checkpoint's manifest.
+
+    Raises CheckpointError when it is missing, damaged, of another format, or of another step than the folder's name.
+    """
     path = folder / MANIFEST_NAME
     try:
         stored = load_json(path, Rules(CheckpointError, follow_links=False))
@@ -138,7 +140,7 @@ def load_manifest(folder: Path) -> CheckpointManifest:
     files = tuple(_build(StoredFile, file, f"{path}, files") for file in listed)
     for file in files:
         check_stored_name(file.name, str(path))
-    # Those of before there were histories are of the first.
+    # Checkpoints without a history belong to the first.
     history = parse_history(body.pop("history", 1), body.pop("branches", []), str(path))
     manifest = _build(CheckpointManifest, {**body, "files": files, "history": history}, str(path))
     name = CHECKPOINT_NAME.fullmatch(folder.name)
@@ -151,7 +153,7 @@ def load_manifest(folder: Path) -> CheckpointManifest:
 
 
 def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str, object]:
-    """The JSON object `name` beside its hash. Raises CheckpointError when they do not match."""
+    """Return the JSON object `name`. Raises CheckpointError when the hash beside it does not match."""
     if name not in stored:
         raise CheckpointError(f"{where} belongs to no checkpoint, or is damaged: it has no '{name}'.")
     body = stored.get(name)
@@ -161,16 +163,16 @@ def signed_body(stored: Mapping[str, object], name: str, where: str) -> dict[str
 
 
 def parse_history(number: object, branches: object, where: str) -> History:
-    """A history from JSON values. Raises CheckpointError."""
+    """Parse a history from JSON values. Raises CheckpointError."""
     pairs = [tuple(pair) for pair in branches if isinstance(pair, list)] if isinstance(branches, list) else []
     is_legal = isinstance(branches, list) and len(pairs) == len(branches)
     if not is_legal or not is_count(number) or not all(len(pair) == 2 and all(map(is_count, pair)) for pair in pairs):
-        raise CheckpointError(f"{where}: history {str(number)[:80]!r} with branches {str(branches)[:80]!r} is none.")
+        raise CheckpointError(f"{where}: malformed history {str(number)[:80]!r}, branches {str(branches)[:80]!r}.")
     return History(number, tuple((left, step) for left, step in pairs))
 
 
 def check_stored_name(name: object, where: str) -> None:
-    """Refuse a file name that no save writes: whoever wrote the checkpoint chose it. Raises CheckpointError."""
+    """Raise CheckpointError for a file name that no save writes; the checkpoint is not trusted."""
     if not isinstance(name, str) or not _STORED_NAME.fullmatch(name):
         raise CheckpointError(
             f"{where} names the file {str(name)[:80]!r}. Legal: {STATE_NAME}, tensors.json, __0_0.distcp and so on."
@@ -178,7 +180,7 @@ def check_stored_name(name: object, where: str) -> None:
 
 
 def _build(kind: type[_T], values: object, where: str) -> _T:
-    """A dataclass from a JSON object with these fields, texts or numbers of at least 0. Raises CheckpointError."""
+    """Build a dataclass from a JSON object with exactly its fields, texts or counts. Raises CheckpointError."""
     known = {entry.name: entry.type for entry in fields(cast(type, kind))}
     if not isinstance(values, dict) or values.keys() != known.keys():
         raise CheckpointError(f"{where} must hold {', '.join(known)} and nothing else.")
@@ -189,17 +191,17 @@ def _build(kind: type[_T], values: object, where: str) -> _T:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value from JSON is a whole number of at least 0; true is none."""
+    """Return whether a JSON value is an integer of at least 0 (and not a boolean)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def find_damage(
     folder: Path, part: int = 0, parts: int = 1, progress: Callable[[int], object] = lambda num_bytes: None
 ) -> str | None:
-    """What is wrong with a checkpoint, or None: the manifest, and every file's presence, size and hash.
+    """Return what is damaged in a checkpoint, or None: the manifest, or a file's presence, size or hash.
 
-    `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets numbers
-    of bytes that are hashed.
+    `part` of `parts` splits the hashing: rank r of N ranks checks every Nth file. `progress` gets numbers of hashed
+    bytes.
     """
     try:
         manifest = load_manifest(folder)
@@ -213,7 +215,7 @@ def find_damage(
 
 
 def is_whole(folder: Path, manifest: CheckpointManifest) -> bool:
-    """Whether every file is there at its full length; nothing is read."""
+    """Return whether every file exists at its full length, without reading it."""
     return all(_size_damage(folder / stored.name, stored) is None for stored in manifest.files)
 
 
@@ -238,5 +240,5 @@ def _size_damage(path: Path, stored: StoredFile) -> str | None:
 
 
 def hash_json(body: dict) -> str:
-    """Hash of JSON values, whatever the order of their keys."""
+    """Hash a JSON object independently of the order of its keys."""
     return xxhash.xxh3_128(json.dumps(body, sort_keys=True).encode()).hexdigest()

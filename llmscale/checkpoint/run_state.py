@@ -1,4 +1,4 @@
-"""RunState: everything besides tensors that a run needs to go on, as one object of plain values. No torch."""
+"""RunState: everything beside tensors that a run needs to resume, as plain values. No torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from llmscale.untrusted.paths import is_plain_name
 
 @dataclass(frozen=True)
 class RunState:
-    """What a checkpoint says besides its tensors.
+    """Plain values of a checkpoint.
 
-    The data position is the number of samples seen. The learning rate and dropout's randomness are functions of
-    the step (config/schedule.py, engine/randomness.py), so neither has a state of its own.
+    The data position is the number of samples seen. The learning rate and dropout's randomness are functions of the
+    step (config/schedule.py, engine/train_step.py), so neither has a state.
     """
 
     step: int
@@ -28,21 +28,21 @@ class RunState:
     skipped_steps: int
     """Steps that fp16 overflow skipped since step 0."""
     identity: dict[str, object]
-    """What must not change: see CHANGES_THAT_BREAK."""
+    """Values that must not change on resume: CHANGES_THAT_BREAK."""
     precision: str
     optimizer_scalars: dict[str, dict[str, float]]
-    """Per optimizer group: states that are one number, such as Adam's step count."""
+    """Scalar optimizer states, such as Adam's step count, by optimizer group."""
     loss_scaler: dict[str, float] | None = None
-    """Memory of fp16's dynamic loss scaler."""
+    """State of fp16's dynamic loss scaler."""
     wandb_run_id: str | None = None
     config: dict[str, object] = field(default_factory=dict)
     """The run's configuration, for people and for `llmscale checkpoint diff`."""
     hyperparameters: dict[str, object] = field(default_factory=dict)
-    """What the steps were made with, every default filled in; empty where it was not stored yet."""
+    """Hyperparameters of the run with all defaults; empty in older checkpoints."""
 
     @property
     def saved_order(self) -> Mapping[str, object]:
-        """The identity of the order of samples that the run began with and keeps."""
+        """Identity of the sample order, fixed when the run began."""
         order = self.identity.get("order")
         return order if isinstance(order, Mapping) else {}
 
@@ -51,7 +51,7 @@ class RunState:
 
 
 def parse_run_state(values: Mapping[str, object]) -> RunState:
-    """The inverse of RunState.as_dict. Raises CheckpointError when a field is missing or unknown."""
+    """Parse the values of RunState.as_dict. Raises CheckpointError when a field is missing, unknown or malformed."""
     names = {f.name for f in fields(RunState)}
     values = {key: value for key, value in values.items() if key not in _DROPPED}
     if set(values) - names:
@@ -80,7 +80,7 @@ def _is_table_of_numbers(value: object) -> bool:
     )
 
 
-#: What the values of a state may be; whoever wrote the checkpoint chose them.
+#: Checks of a state's values, because a checkpoint is not trusted.
 _LEGAL: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("step", "samples_seen", "tokens_seen", "skipped_steps"), is_count),
     **dict.fromkeys(("identity", "config"), lambda value: isinstance(value, Mapping)),
@@ -92,16 +92,16 @@ _LEGAL: dict[str, Callable[[object], bool]] = {
 
 
 def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allowed: list[str]) -> list[str]:
-    """Compare what defines the sample sequence with the checkpoint's.
+    """Compare the values that define the sample sequence with the checkpoint's.
 
-    Returns one warning per allowed change. Raises CheckpointError that names every other change with both values, what
-    it would break and the flag that accepts it.
+    Returns one warning per allowed change. Raises CheckpointError with every other change: both values, the
+    consequence, and the flag that accepts it.
     """
     refused: list[str] = []
     warnings: list[str] = []
     for key, breaks in CHANGES_THAT_BREAK.items():
         before, after = saved.get(key), now.get(key)
-        # The order of a mix follows from its sets.
+        # A mixture's order follows from its datasets.
         is_mix = any(isinstance(order, Mapping) and "sets" in order for order in (before, after))
         if before == after or (key == "order" and is_mix and saved.get("data") != now.get("data")):
             continue
@@ -119,7 +119,7 @@ def check_identity(saved: Mapping[str, object], now: Mapping[str, object], allow
 
 
 def _show_sets(identity: Mapping[str, object], other: Mapping[str, object]) -> str:
-    """Return the sets of one identity whose content is another in the other one, by name and place."""
+    """Return the datasets of one identity, by name and path, whose content differs in the other one."""
     tables = (cast("Mapping[str, object]", one["sets"]) for one in (identity, other))
     own, others = ({name: entry if isinstance(entry, Mapping) else {} for name, entry in of.items()} for of in tables)
     differ = [name for name in own if own[name].get("fingerprint") != others.get(name, {}).get("fingerprint")]
@@ -130,7 +130,7 @@ def _show_sets(identity: Mapping[str, object], other: Mapping[str, object]) -> s
 
 
 def _difference(value: object, other: object) -> object:
-    """Return a value for a message; of two mappings only the entries that differ, at any depth."""
+    """Return a value for a message, reduced to the differing entries (at any depth) if both are mappings."""
     if isinstance(value, Mapping) and isinstance(other, Mapping):
         return {key: _difference(value[key], other.get(key)) for key in value if value[key] != other.get(key)}
     return value

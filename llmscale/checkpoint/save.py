@@ -1,4 +1,4 @@
-"""Save checkpoints: copied out at once, written in the background, visible only when whole."""
+"""Save checkpoints: copied to the host at once, written in the background, renamed when complete."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from llmscale.planning.disk_usage import SPARE_BYTES
 
 _T = TypeVar("_T")
 
-#: Tenths of a second that a network file system may take to show a new folder to another host.
+#: Tenths of a second to wait until a network file system shows a new folder to another host.
 _VISIBLE_TRIES = 50
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One rank's part of a checkpoint, copied out of the engine."""
+    """One rank's part of a checkpoint, independent of the engine."""
 
     step: int
     tokens_seen: int
@@ -52,7 +52,7 @@ class Snapshot:
 
 
 def copy_out(fragments: dict[str, Fragment]) -> dict[str, Fragment]:
-    """The fragments on the host, independent of what training does next. Waits for the device once."""
+    """Copy fragments to the host, independent of further training. Synchronises with the device."""
     copies = {
         key: replace(fragment, local=fragment.local.to("cpu", non_blocking=True, copy=True))
         for key, fragment in fragments.items()
@@ -65,8 +65,8 @@ def copy_out(fragments: dict[str, Fragment]) -> dict[str, Fragment]:
 class CheckpointSaver:
     """Writes snapshots, one at a time. Every rank calls every method at the same step.
 
-    A save that fails (disk full, no permission, a rank that cannot see the folder) is reported and leaves the run and
-    the older checkpoints as they were.
+    A failed save (disk full, no permission, a rank that cannot see the folder) is reported, and leaves the run and
+    older checkpoints unchanged.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class CheckpointSaver:
         history: History | None = None,
         check_run_folder: Callable[[], None] = lambda: None,
     ) -> None:
-        """`report` is called on every rank with one line per outcome; the caller decides who prints. `history` is that
-        of the checkpoints to come. `check_run_folder` raises OSError on the main rank when the run folder is not this
-        run's any more."""
+        """`report` is called on every rank with one line per outcome; the caller decides who prints. `history` is the
+        history of new checkpoints. `check_run_folder` raises OSError on rank 0 when the run folder no longer belongs to
+        this run."""
         self._run, self._retention, self._history = run, Retention(keep_last, keep_every), history or History()
         self._in_background, self._report, self._check_run_folder = in_background, report, check_run_folder
         # Its own group: a background save's messages must not mix with the training loop's.
@@ -92,7 +92,7 @@ class CheckpointSaver:
         """Step of the newest checkpoint that this saver finished."""
 
     def save(self, snapshot: Snapshot) -> None:
-        """Begin to write a snapshot; waits for the previous one first. Collective."""
+        """Start writing a snapshot after the previous one is written. Collective."""
         self.wait()
         if not self._in_background:
             self._write(snapshot)
@@ -120,12 +120,12 @@ class CheckpointSaver:
             )
             problems = self._commit(partial, snapshot)
         except (Exception, dcp.CheckpointException) as error:  # DCP's own is no Exception but a BaseException
-            # Whatever went wrong on one rank was raised on all of them: DCP and collectives.py see to that.
+            # DCP and collectives.py raise a rank's error on all ranks.
             if partial is not None:
                 self._discard(partial)
             self._report(
                 f"WARNING: the checkpoint of step {snapshot.step} was NOT saved: {_first_cause(error)}. "
-                "Training goes on; older checkpoints are untouched."
+                "Training continues; older checkpoints are untouched."
             )
             return
         self.last_saved_step = snapshot.step
@@ -134,7 +134,7 @@ class CheckpointSaver:
             self._report(f"WARNING: {final} is saved, but {problem}")
 
     def _prepare(self, final: Path, snapshot: Snapshot) -> Path:
-        """Make the folder to write into, and see that there is room, before a byte is written."""
+        """Create the folder to write into and check the free space. Collective."""
         needed = sum(fragment.local.nbytes for fragment in snapshot.fragments.values())
         total = sum(gather(self._group, needed))
 
@@ -144,7 +144,7 @@ class CheckpointSaver:
             partial = free_name(final.with_name(f".{final.name}.partial"))
             partial.mkdir()
             free = shutil.disk_usage(partial).free
-            # At stage 0 every rank holds everything, and one copy is written.
+            # At stage 0 every rank holds everything, but one copy is written.
             wanted = (needed if snapshot.zero_stage == 0 else total) + SPARE_BYTES
             if free < wanted:
                 partial.rmdir()
@@ -155,7 +155,7 @@ class CheckpointSaver:
                 )
             return partial
 
-        partial = on_main_rank(self._group, _explained(prepare))
+        partial = on_main_rank(self._group, _as_checkpoint_error(prepare))
         try:
             on_all_ranks(self._group, lambda: _check_visible(partial))
         except Exception:
@@ -164,12 +164,12 @@ class CheckpointSaver:
         return partial
 
     def _commit(self, partial: Path, snapshot: Snapshot) -> list[str]:
-        """Hash on every rank; then the main rank makes it a checkpoint. What else could not be done, a line each."""
+        """Hash the files on every rank, then commit on rank 0; returns a line per later failure. Collective."""
 
         def hash_own() -> list[StoredFile]:
             return [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))]
 
-        of_ranks = gather(self._group, on_all_ranks(self._group, _explained(hash_own)))
+        of_ranks = gather(self._group, on_all_ranks(self._group, _as_checkpoint_error(hash_own)))
         files = tuple(itertools.chain.from_iterable(of_ranks))
 
         def commit() -> list[str]:
@@ -177,7 +177,7 @@ class CheckpointSaver:
             manifest = _build_manifest(snapshot, files, self._history)
             return commit_checkpoint(self._run, partial, manifest, snapshot.state, self._retention)
 
-        return on_main_rank(self._group, _explained(commit))
+        return on_main_rank(self._group, _as_checkpoint_error(commit))
 
     def _discard(self, partial: Path) -> None:
         if dist.get_rank() == 0:
@@ -185,8 +185,8 @@ class CheckpointSaver:
 
 
 def _check_visible(partial: Path) -> None:
-    """The main rank made the folder just now; who cannot see it does not share its file system."""
-    # A network file system may show a new name late; opening the parent asks the server again.
+    """Raise CheckpointError when this rank cannot see the folder that rank 0 has created."""
+    # A network file system may show a new name late; opening the parent queries the server again.
     for _ in range(_VISIBLE_TRIES):
         os.listdir(partial.parent) if partial.parent.is_dir() else None
         if partial.is_dir():
@@ -211,8 +211,8 @@ def _build_manifest(snapshot: Snapshot, files: tuple[StoredFile, ...], history: 
     )
 
 
-def _explained(action: Callable[[], _T]) -> Callable[[], _T]:
-    """`action` that raises CheckpointError: whatever can go wrong in a save is foreseen."""
+def _as_checkpoint_error(action: Callable[[], _T]) -> Callable[[], _T]:
+    """Wrap `action` to raise every error as a CheckpointError."""
 
     def attempt() -> _T:
         try:
@@ -224,7 +224,7 @@ def _explained(action: Callable[[], _T]) -> Callable[[], _T]:
 
 
 def _first_cause(error: BaseException) -> str:
-    """One line from an exception; DCP wraps those of all ranks in one."""
+    """Return one line about an exception; DCP wraps those of all ranks in one."""
     failures = getattr(error, "failures", None)
     if failures:
         rank, (cause, _) = next(iter(sorted(failures.items())))

@@ -1,7 +1,8 @@
-"""What a checkpoint's tensor may look like on disk: as `torch.save` writes it, and not as an archive that unfolds.
+"""A checkpoint's tensor files: written and read by torch.distributed.checkpoint (DCP), with an index in JSON.
 
-`torch.load(weights_only=True)` runs no code that a file brings along. But it unpacks compressed archives of any ratio,
-and calls a few constructors with any size; so what it is given is looked at first, without unpacking anything.
+DCP pickles its index, and loading a pickle runs its code; hence the index in JSON. `torch.load(weights_only=True)` runs
+no code from a file, but it unpacks compressed archives of any ratio, and calls a few constructors with any size.
+Therefore each archive is checked first, without unpacking it.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from llmscale.errors import CheckpointError
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import check_regular, open_regular
 
-#: Of what a training state consists of, by torch's names.
+#: Types of stored tensors, by torch's names.
 DTYPES = {
     name: getattr(torch, name)
     for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
 }
-#: Names in DTYPES, by the name under which the pickle in an archive refers to the kind of numbers.
+#: Names in DTYPES by the storage class that the pickle in an archive names.
 _STORAGES = {
     "torch FloatStorage": "float32",
     "torch BFloat16Storage": "bfloat16",
@@ -59,17 +60,17 @@ _STORAGES = {
     "torch ByteStorage": "uint8",
     "torch BoolStorage": "bool",
 }
-#: What else it refers to.
+#: Other names that the pickle may contain.
 _REBUILD = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
 _INTEGERS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"}
 #: torch writes 200 to 500 bytes.
 _MAX_PICKLE_BYTES = 4096
-#: What precedes the name in a ZIP archive's header of a member, and where in it the lengths of what follows stand.
+#: Header of a member in a ZIP archive, with the lengths of the name and the extra field after it.
 _ZIP_HEADER = struct.Struct("<26xHH")
 
 
 class _Part(io.RawIOBase):
-    """Some bytes of a file, as a file. (DCP's own view of a part seeks beyond its end when asked for its end.)"""
+    """A byte range of a file, as a file. (DCP's own view of a part seeks beyond its end when asked for its end.)"""
 
     def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
         self._file, self._offset, self._num_bytes = file, offset, num_bytes
@@ -97,11 +98,10 @@ class _Part(io.RawIOBase):
 
 
 def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> None:
-    """Refuse what is no plain archive of one tensor in `num_bytes` of a file from `offset` on.
+    """Raise CheckpointError unless `num_bytes` of a file from `offset` are a plain archive of one tensor.
 
-    Nothing in it may be compressed, so that it holds no more than its `num_bytes`. Its pickle may name nothing but what
-    rebuilds a tensor, and no number beyond the elements that are there: torch takes it at its word, and reads behind
-    the end. Raises CheckpointError.
+    Nothing may be compressed, so that its content is no larger than `num_bytes`. Its pickle may contain only the names
+    that rebuild a tensor, and no number beyond the stored elements: torch trusts it, and would read past the end.
     """
     try:
         with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
@@ -120,16 +120,16 @@ def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> N
 
 
 def find_elements(file: IO[bytes], offset: int, num_bytes: int, dtype: str, elements: int, where: str) -> int:
-    """Where in `file` the numbers of a stored tensor begin: `elements` of DTYPES[dtype], one after the other.
+    """Return the position in `file` of a stored tensor's numbers: `elements` consecutive ones of DTYPES[dtype].
 
-    The archive takes `num_bytes` from `offset` on. So a part of a tensor can be read without the rest, and nothing is
-    unpickled. Raises CheckpointError for anything but a flat tensor of that kind and size as torch.save writes it.
+    The archive has `num_bytes` from `offset`. A part of a tensor can thus be read without the rest, and without
+    unpickling. Raises CheckpointError for anything but a flat tensor of that type and size as torch.save writes it.
     """
     check_archive(file, offset, num_bytes, where)
     try:
         with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
             members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
-            said = _plain_pickle(archive.read(members["data.pkl"]))
+            pickled = _list_opcodes(archive.read(members["data.pkl"]))
             order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
         header = offset + members["data/0"].header_offset
         file.seek(header)
@@ -137,8 +137,8 @@ def find_elements(file: IO[bytes], offset: int, num_bytes: int, dtype: str, elem
     except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, struct.error) as error:
         raise CheckpointError(f"{where} holds no tensor as torch.save writes it: {error}.") from None
     storage = next(name for name, kind in _STORAGES.items() if kind == dtype)
-    if said != _flat_pickle(storage, elements) or order != b"little":
-        raise CheckpointError(f"{where} does not hold a flat tensor of {elements:,} {dtype} numbers, as is said of it.")
+    if pickled != _flat_tensor_opcodes(storage, elements) or order != b"little":
+        raise CheckpointError(f"{where} does not hold a flat tensor of {elements:,} {dtype} numbers.")
     begin = header + _ZIP_HEADER.size + name_bytes + extra_bytes
     stored_bytes = elements * DTYPES[dtype].itemsize
     if members["data/0"].file_size != stored_bytes or begin + stored_bytes > offset + num_bytes:
@@ -146,9 +146,8 @@ def find_elements(file: IO[bytes], offset: int, num_bytes: int, dtype: str, elem
     return begin
 
 
-def _plain_pickle(contents: bytes) -> list[object]:
-    """What a pickle says, opcode by opcode: the argument, or the name of one without; what only numbers the parts is
-    left out."""
+def _list_opcodes(contents: bytes) -> list[object]:
+    """Return a pickle's opcodes, each as its argument or, without one, its name; memo opcodes are left out."""
     return [
         opcode.name if argument is None else argument
         for opcode, argument, _ in pickletools.genops(contents)
@@ -156,8 +155,8 @@ def _plain_pickle(contents: bytes) -> list[object]:
     ]
 
 
-def _flat_pickle(storage: str, elements: int) -> list[object]:
-    """The same of a tensor [elements] over a storage of as many, from its first element on."""
+def _flat_tensor_opcodes(storage: str, elements: int) -> list[object]:
+    """Return the opcodes of a tensor [elements] that covers a storage of the same size."""
     return [
         *(2, "torch._utils _rebuild_tensor_v2", "MARK"),
         *("MARK", "storage", storage, "0", "cpu", elements, "TUPLE", "BINPERSID"),
@@ -167,7 +166,7 @@ def _flat_pickle(storage: str, elements: int) -> list[object]:
 
 
 def _check_pickle(contents: bytes, data_bytes: int, where: str) -> None:
-    """`contents` describes one tensor over `data_bytes` of numbers."""
+    """Raise CheckpointError unless a pickle describes one tensor over at most `data_bytes` of numbers."""
     storages, largest = [], 0
     for opcode, argument, _ in pickletools.genops(contents):
         if opcode.name == "GLOBAL" and argument in _STORAGES:
@@ -215,9 +214,9 @@ class JsonIndexWriter(FileSystemWriter):
 
 
 class JsonIndexReader(FileSystemReader):
-    """Reads what JsonIndexWriter wrote. Tensors are loaded with `weights_only`: nothing in a checkpoint is executed.
+    """Reads the files of JsonIndexWriter. Tensors are loaded with `weights_only`: nothing in a checkpoint is executed.
 
-    Nor does a tensor take more memory than its bytes in the file: see tensor_archive.py.
+    `check_archive` ensures that no tensor takes more memory than its bytes in the file.
     """
 
     def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
@@ -238,15 +237,15 @@ class JsonIndexReader(FileSystemReader):
                 size=torch.Size([entry["size"]]),
                 chunks=chunks,
             )
-        # DCP's own type for this field is Any: whatever the storage layer wants to keep.
+        # DCP's type of this field is Any: it belongs to the storage layer.
         return Metadata(state_dict_metadata=dict(entries), storage_data=places)
 
 
 def load_index(folder: Path) -> dict[str, dict]:
-    """The checkpoint's tensors by name, each covered by its chunks exactly once.
+    """Load the index: the checkpoint's tensors by name, each covered by its chunks exactly once.
 
-    Sizes decide what is allocated, so they are held against the files: no element without its bytes there, and no byte
-    that is counted twice. Raises CheckpointError when the index is missing, malformed, or says anything else.
+    Memory is allocated by its sizes, so they are compared with the files: every element has its bytes there, and no
+    byte is used twice. Raises CheckpointError when the index is missing, malformed or inconsistent.
     """
     path = folder / INDEX_NAME
     try:
@@ -263,7 +262,7 @@ def load_index(folder: Path) -> dict[str, dict]:
 
 
 def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
-    """File, offset and length in bytes of a tensor's chunks. Raises CheckpointError when they do not make it up."""
+    """Return file, offset and length in bytes of a tensor's chunks. Raises CheckpointError unless they cover it."""
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "size", "chunks"} or str(entry["dtype"]) not in DTYPES:
         raise CheckpointError(f"{where} has no size, no chunks or no dtype of {', '.join(DTYPES)}.")
     itemsize = DTYPES[str(entry["dtype"])].itemsize
@@ -275,7 +274,7 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
                 if elements > 0 and offset >= 0 and length >= elements * itemsize:
                     found.append((start, elements, file, offset, length))
                     continue
-        raise CheckpointError(f"{where} has the chunk {str(chunk)[:100]}, which none can be.")
+        raise CheckpointError(f"{where} has the malformed chunk {str(chunk)[:100]}.")
     end = 0
     for start, elements, *_ in sorted(found):
         if start != end:
@@ -287,7 +286,7 @@ def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
 
 
 def _check_extents(file: Path, places: list[tuple[int, int]]) -> None:
-    """That the chunks lie within the file and not within each other."""
+    """Raise CheckpointError for chunks that exceed the file or overlap."""
     try:
         num_bytes = check_regular(file, follow_links=False).st_size
     except OSError as error:
@@ -303,9 +302,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fragment(ShardView):
-    """A ShardView that DCP can ask for its chunks.
+    """The part of a flattened tensor that one rank holds, in the form that DCP needs.
 
-    Every stage and world size cuts the same flat tensor in other places; when loading, DCP reads what overlaps. `local`
+    Every stage and world size cuts the same flat tensor at other places; when loading, DCP reads the overlaps. `local`
     is a live view when loading and a copy on the host when saving.
     """
 
@@ -330,19 +329,19 @@ class Fragment(ShardView):
 
 
 def engine_fragments(engine: DeepSpeedEngine) -> dict[str, Fragment]:
-    """Everything this rank owns, by '<state>/<name>'; see zero_shards.state_views."""
+    """Return all tensors that this rank owns, by '<state>/<name>'; see zero_shards.state_views."""
     return {key: Fragment(view.local, view.start, view.total) for key, view in state_views(engine).items()}
 
 
 class FragmentSavePlanner(DefaultSavePlanner):
-    """Writes fragments; what several ranks hold alike is written by one of them."""
+    """Writes fragments; one rank writes those that several ranks hold."""
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].local
 
 
 class FragmentLoadPlanner(DefaultLoadPlanner):
-    """Fills fragments in place. Raises CheckpointError for a tensor that is not stored, or has another size."""
+    """Fills fragments in place. Raises CheckpointError for a tensor that is not stored or has another size."""
 
     def set_up_planner(
         self,
@@ -374,7 +373,7 @@ class FragmentLoadPlanner(DefaultLoadPlanner):
         return self.state_dict[index.fqn].local
 
 
-#: Where a parameter's weights are: trained, or frozen. Buffers follow from the model's shape.
+#: Prefixes of trained and of frozen weights. Buffers follow from the model's shape.
 _WEIGHTS = (f"{MASTER}/", "frozen/")
 
 
@@ -382,7 +381,7 @@ class StoredWeights:
     """The master weights and frozen parameters of a checkpoint, each as one flat tensor by the parameter's name."""
 
     def __init__(self, folder: Path) -> None:
-        """Reads the index only. Raises CheckpointError when it is damaged, or a weight is no floating-point number."""
+        """Read the index only. Raises CheckpointError when it is damaged or has weights of an integer type."""
         self._folder = folder
         self._entries: dict[str, dict] = {}
         for key, entry in load_index(folder).items():
@@ -394,14 +393,14 @@ class StoredWeights:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Elements by parameter."""
+        """Number of elements by parameter."""
         return {name: entry["size"] for name, entry in self._entries.items()}
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
-        """`elements` weights of a parameter from its element `start` on, flat, in fp32.
+        """Read `elements` weights of a parameter from its element `start`, flat, in fp32.
 
-        Takes their memory, twice where they are stored in another precision. Raises CheckpointError when a file is
-        damaged or gone, as of a run that goes on and lets its checkpoint expire.
+        Takes their memory, twice when they are stored in another precision. Raises CheckpointError when a file is
+        damaged or gone, for example because the run continues and has deleted the checkpoint.
         """
         entry = self._entries[name]
         weights = torch.empty(elements, dtype=DTYPES[entry["dtype"]])
@@ -410,7 +409,7 @@ class StoredWeights:
         return weights.float()
 
     def _read_into(self, part: Tensor, dtype: str, chunk: list, first: int, name: str) -> None:
-        """Fill `part` with a chunk's elements from its own element `first` on."""
+        """Fill `part` with a chunk's elements from the chunk's element `first`."""
         _, in_chunk, file_name, offset, num_bytes = chunk
         path = self._folder / file_name
         try:
@@ -421,14 +420,13 @@ class StoredWeights:
                     raise CheckpointError(f"{path} ends within '{name[:200]}'.")
         except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error.strerror or error}. A run that goes on deletes what --keep-last and "
-                "--keep-every do not keep; name a newer checkpoint."
+                f"{path} cannot be read: {error.strerror or error}. A run that continues deletes checkpoints that "
+                "--keep-last and --keep-every do not keep; name a newer checkpoint."
             ) from None
 
 
 def _overlaps(chunks: list[list], start: int, elements: int) -> Iterator[tuple[list, int, int, int]]:
-    """For a range of a flat tensor, the chunks that hold it in order: (chunk, its first element that is wanted, how
-    many of them, their place in the range)."""
+    """Yield the chunks of a range of a flat tensor: (chunk, first element in it, elements, position in the range)."""
     end = start + elements
     index = bisect_right(chunks, start, key=lambda chunk: chunk[0]) - 1
     while start < end:

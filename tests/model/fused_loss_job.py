@@ -1,4 +1,4 @@
-"""Process of test_fused_loss.py, under Triton's interpreter: how far Liger's kernel is from torch's operations.
+"""Process of test_loss.py, under Triton's interpreter: how far Liger's kernel is from torch's operations.
 
 Prints one JSON object: of each case the errors of the loss, the gradients and z^2 against double precision, Liger's and
 torch's.
