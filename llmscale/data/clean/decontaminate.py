@@ -1,11 +1,11 @@
-"""Evaluation text in training text, as GPT-3 took it out (Brown et al. 2020, arXiv 2005.14165, appendix C).
+"""Remove evaluation text from training text as for GPT-3 (Brown et al. 2020, arXiv 2005.14165, appendix C).
 
-N-grams of 13 words that both have, and the 200 characters on either side, are cut out; what is left of the document is
-split there, pieces of fewer than 200 characters go, and so does a document that falls into more than 10 pieces, short
-ones counted. N-grams that stand in more than 10 documents are ignored: phrases, boilerplate.
+Common n-grams of 13 words are cut out with 200 characters on either side, which splits the document. Pieces of fewer
+than 200 characters are removed, and so is a document that splits into more than 10 pieces, short ones included. N-grams
+in more than 10 documents are ignored as phrases or boilerplate.
 
-How many documents have an n-gram is known at the end only, so documents that have any wait in a file until then, and
-come last in the output.
+How many documents contain an n-gram is known only at the end. So documents that contain any wait in a file until then,
+and come last in the output.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ _JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class EvaluationNgrams:
-    """All n-grams of NGRAM_WORDS words, sorted by hash."""
+    """N-grams of NGRAM_WORDS words, sorted by hash."""
 
     hashes: Hashes
     items: NDArray[np.uint32]
-    """Of each n-gram, the first item that has it."""
+    """First item that contains each n-gram, [n-grams]."""
     labels: Sequence[str]
-    """Of each item, its file and line."""
+    """File and line of each item."""
     num_short: int
-    """Items of fewer words, which cannot be looked for."""
+    """Items with fewer words, which cannot be searched for."""
 
 
 def read_evaluation_text(paths: Sequence[Path]) -> EvaluationNgrams:
-    """Raises DataError for a file that cannot be read as a whole, or that holds nothing to look for."""
+    """Read the n-grams of all items. Raises DataError for a file that is partly unreadable or has too few words."""
     labels: list[str] = []
     hashes: list[Hashes] = [np.zeros(0, np.uint64)]
     items: list[NDArray[np.uint32]] = [np.zeros(0, np.uint32)]
@@ -72,8 +72,10 @@ def read_evaluation_text(paths: Sequence[Path]) -> EvaluationNgrams:
 
 
 def _read_items(path: Path) -> Iterator[tuple[str, str]]:
-    """Where each item stands, and all text in it: of JSON lines every string of a line, whatever its field, of a JSON
-    list those of an entry, of other JSON all, else the whole file."""
+    """Yield each item's location and text.
+
+    An item is all strings of a JSON line, of an entry of a JSON list, or of other JSON; otherwise it is the file.
+    """
     try:
         check_regular(path, follow_links=True)
     except OSError as error:
@@ -130,7 +132,7 @@ def _text_of(value: object, where: str) -> str:
 
 
 def _no_json(where: str, error: Exception) -> DataError:
-    return DataError(f"--decontaminate {where} is not JSON: {error}. Nothing of it may be missed.")
+    return DataError(f"--decontaminate {where} is not JSON: {error}. Correct it, so that no item is missed.")
 
 
 def _strings(value: object) -> Iterator[str]:
@@ -148,7 +150,7 @@ def _decode(contents: bytes, where: str) -> str:
     if len(contents) > MAX_DOCUMENT_BYTES:
         raise DataError(f"--decontaminate {where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB. Give JSON lines.")
     if b"\0" in contents:
-        raise DataError(f"--decontaminate {where} holds zero bytes: it is binary. Give JSON lines or text.")
+        raise DataError(f"--decontaminate {where} contains zero bytes: it is binary. Give JSON lines or text.")
     try:
         return contents.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -158,7 +160,7 @@ def _decode(contents: bytes, where: str) -> str:
 
 
 def save_hashes(ngrams: EvaluationNgrams, path: Path) -> None:
-    """For the workers, which map one file into the memory of all. Raises OSError."""
+    """Write the hashes to a file that all workers map into memory. Raises OSError."""
     buffer = io.BytesIO()
     np.save(buffer, ngrams.hashes)
     path.write_bytes(buffer.getvalue())
@@ -167,12 +169,12 @@ def save_hashes(ngrams: EvaluationNgrams, path: Path) -> None:
 WINDOW_CHARACTERS = 200
 MIN_PIECE_CHARACTERS = 200
 MAX_PIECES = 10
-#: Of documents with an n-gram, beyond which it is ignored, where `--max-ngram-documents` says nothing else.
+#: Default of `--max-ngram-documents`: an n-gram in more documents is ignored.
 MAX_NGRAM_DOCUMENTS = 10
 
 
 def find_overlaps(text: Text, hashes: Hashes) -> Overlaps | None:
-    """Where the text has an n-gram of which the hash is among `hashes`, sorted."""
+    """Return the matches of a text with `hashes`, which are sorted, or None."""
     own = hash_ngrams(text.word_hashes, NGRAM_WORDS)
     if not len(own) or not len(hashes):
         return None
@@ -187,25 +189,24 @@ def find_overlaps(text: Text, hashes: Hashes) -> Overlaps | None:
 
 @dataclass(frozen=True)
 class Decontaminated:
-    """What became of a document that has n-grams of evaluation text."""
+    """Result for a document with n-grams of evaluation text."""
 
     number: int
     text: str
-    """As it was."""
+    """Original text."""
     pieces: list[str]
-    """What stays: the whole text where all its n-grams are ignored, nothing where all of it goes."""
+    """Text to keep: the original if all its n-grams are ignored, nothing if the document is removed."""
     cuts: list[tuple[str, Why]]
-    """What was cut out, or everything."""
+    """Removed text with reasons: the parts, or the document."""
 
 
 class Decontaminator:
-    """Holds documents back until all have been seen."""
+    """Hold documents back until all have been seen."""
 
     def __init__(
         self, ngrams: EvaluationNgrams, path: Path, max_documents: int, counts: NDArray[np.uint32] | None = None
     ) -> None:
-        """`path` is a file that may grow to the size of the documents that have n-grams. `counts`: in how many
-        documents each n-gram is, where that is known already."""
+        """Store documents in the file `path`. `counts` are the documents per n-gram, if they are known already."""
         self._ngrams = ngrams
         self._is_counted = counts is not None
         self._counts = counts if counts is not None else np.zeros(len(ngrams.hashes), np.uint32)
@@ -214,18 +215,18 @@ class Decontaminator:
         self._file = path.open("w", encoding="utf-8")
 
     def hold(self, number: int, text: str, overlaps: Overlaps) -> None:
-        """Raises OSError."""
+        """Store a document until `finish`. Raises OSError."""
         if not self._is_counted:
             self._counts[overlaps.ngrams] += 1
         self._file.write(json.dumps([number, text, overlaps.matches], ensure_ascii=False) + "\n")
 
     @property
     def num_ignored(self) -> int:
-        """N-grams that were found in too many documents."""
+        """N-grams found in too many documents."""
         return int((self._counts > self._max_documents).sum())
 
     def finish(self) -> Iterator[Decontaminated]:
-        """Every document that was held, in order. Raises OSError."""
+        """Yield the result for every document held, in order. Raises OSError."""
         self._file.close()
         # Not splitlines, which also ends a line at characters of the text.
         with self._path.open(encoding="utf-8", newline="\n") as file:
@@ -235,7 +236,7 @@ class Decontaminator:
         self._path.unlink()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._file.close()
 
     def _judge(self, number: int, text: str, matches: Sequence[tuple[int, int, int]]) -> Decontaminated:
@@ -265,7 +266,7 @@ class Decontaminator:
 
 
 def _join(matches: Sequence[tuple[int, int, int]], num_characters: int) -> list[tuple[int, int, tuple[int, int, int]]]:
-    """Stretches to cut, windows included, each with its first match; matches are in the order of the text."""
+    """Return ranges to cut, windows included, each with its first match, from matches in the order of the text."""
     cuts: list[tuple[int, int, tuple[int, int, int]]] = []
     for match in matches:
         begin, end = max(0, match[1] - WINDOW_CHARACTERS), min(num_characters, match[2] + WINDOW_CHARACTERS)
@@ -277,7 +278,7 @@ def _join(matches: Sequence[tuple[int, int, int]], num_characters: int) -> list[
 
 
 def _between(text: str, cuts: Sequence[tuple[int, int]]) -> list[str]:
-    """What lies before, between and behind stretches, without what is empty."""
+    """Return the non-empty pieces of text before, between and after the cuts."""
     begins, ends = [0, *(end for _, end in cuts)], [*(begin for begin, _ in cuts), len(text)]
     pieces = (text[begin:end].strip() for begin, end in zip(begins, ends, strict=True))
     return [piece for piece in pieces if piece]

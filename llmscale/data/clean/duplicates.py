@@ -65,7 +65,7 @@ class NearSettings:
 
 
 def index_bytes_per_document(steps: Iterable[str], settings: NearSettings) -> int:
-    """Return the memory that the steps take for each document kept.
+    """Return the bytes of memory that the steps need for each document kept.
 
     A near duplicate's index holds a 32-bit hash and number per band, a byte per minimum, and the document's number.
     """
