@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
-from llmscale.config.deepspeed.schema import read_ds_config
+from llmscale.config.deepspeed.resolve import read_ds_config, resolve_ds_config, without_pinned_memory
 from llmscale.config.parallel_layout import ParallelLayout
 from tests.config.deepspeed.test_resolve import Size
 

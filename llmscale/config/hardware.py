@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.attention_kernels import AMPERE, ComputeCapability
+from llmscale.config.interconnect import Interconnect
 from llmscale.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from llmscale.config.deepspeed.sections import Precision
+    from llmscale.config.deepspeed.schema import Precision
 
 
 def has_bf16(capability: ComputeCapability | None) -> bool:
@@ -240,3 +241,12 @@ def model_flops_utilisation(
     if gpu is None or not is_16bit:
         return None
     return tokens_per_second_per_device * flops_per_token / gpu.dense_16bit_flops
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs that a run trains on, and the network between their nodes."""
+
+    gpu: GPU
+    gpus_per_node: int
+    interconnect: Interconnect

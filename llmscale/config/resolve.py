@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan
-from llmscale.config.deepspeed.resolve import resolve_ds_config, without_pinned_memory
-from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.resolve import DsConfig, resolve_ds_config, without_pinned_memory
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision, ResolvedDsConfig
 from llmscale.config.hf_model import default_preset
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec, get_optimizer
@@ -43,10 +43,15 @@ class ResolvedStep:
     ds: DsConfig
     """The file, with what flags override."""
     ds_config: Mapping[str, object]
-    """What `deepspeed.initialize` gets: nothing in it is open."""
+    """JSON values that `deepspeed.initialize` gets; no key is "auto"."""
     checkpointing: CheckpointingMode
     optimizer: OptimizerSpec
     loss: LossSettings
+
+    @cached_property
+    def engine_config(self) -> ResolvedDsConfig:
+        """`ds_config`, typed."""
+        return ResolvedDsConfig.model_validate(dict(self.ds_config))
 
     @property
     def precision(self) -> Precision:
@@ -55,6 +60,14 @@ class ResolvedStep:
     @property
     def zero_stage(self) -> int:
         return self.ds.zero_stage
+
+    def with_plan(self, plan: BatchPlan) -> ResolvedStep:
+        """Return the step with another micro-batch. `plan` must accumulate gradients exactly if this step does."""
+        batch = {
+            "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        }
+        return replace(self, plan=plan, ds_config={**self.ds_config, **batch})
 
 
 @dataclass(frozen=True)

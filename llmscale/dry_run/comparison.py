@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.loss_settings import LossSettings
-from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.on_demand import quiet_torch
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.step_peaks import PHASES
@@ -36,6 +34,4 @@ def compare_with_dry_run(fit: Fit, shape: GPTShape) -> Comparison:
     with quiet_torch("--dry-run"):
         from llmscale.dry_run.engine import dry_run
 
-        loss = LossSettings(fit.loss_chunk_tokens)
-        step = resolve_step(fit.ds, shape, fit.plan, fit.strategy.checkpointing, fit.layout.optimizer, loss)
-        return Comparison(fit, dry_run(step, fit.machines.capability))
+        return Comparison(fit, dry_run(fit.step, fit.machines.capability))

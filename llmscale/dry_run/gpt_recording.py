@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import LossSettings
 from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.fake_world import fake_world

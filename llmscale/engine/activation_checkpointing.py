@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import BlockCheckpoint
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.engine.activation_checkpointing import save_products
 from llmscale.model.attention_context import AttentionContext
 from llmscale.model.block import Block, Remember

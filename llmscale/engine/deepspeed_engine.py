@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import MutableMapping
 
-from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.deepspeed.schema import Precision
 
 #: Of torch's caching allocator. Either is read; the second is torch's name for it since 2.9.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
-from llmscale.config.deepspeed.sections import DsFile
+from llmscale.config.deepspeed.schema import DsFile
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine

@@ -7,19 +7,17 @@ whole memory is not: it is assumed, named here, and kept apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import CheckpointingMode
-from llmscale.config.loss_settings import CHUNK_TOKENS
-from llmscale.memory.activations.activation_memory import estimate_activations
+from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.resolve import ResolvedStep
+from llmscale.memory.activations.activation_memory import ActivationMemory, estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.step_peaks import PHASES, find_moments
-from llmscale.memory.zero_settings import EngineLayout
+from llmscale.memory.zero_settings import zero_setup
 
 #: ASSUMED, not calibrated: the CUDA context, kernels and cuBLAS's work space take 0.5 to 1 GiB that no PyTorch counter
 #: shows; NCCL's buffers come on top with every peer.
@@ -80,60 +78,45 @@ class MemoryEstimate:
         return self.reserved_bytes + self.context_bytes
 
 
-def estimate_memory(
-    shape: GPTShape,
-    micro_batch_size: int,
-    layout: EngineLayout,
-    checkpointing: CheckpointingMode,
-    capability: ComputeCapability | None = None,
-    loss_chunk_tokens: int = CHUNK_TOKENS,
-) -> MemoryEstimate:
-    """Every moment of a step on one rank, at its own peak. `capability` is its GPU's; None: of an Ampere or newer
-    one. Raises NotRecorded."""
+def estimate_memory(step: ResolvedStep, capability: ComputeCapability | None = None) -> MemoryEstimate:
+    """Estimate one rank's memory at the peak of each part of a step, on GPUs of that compute capability.
+
+    `capability` None means Ampere or newer. Raises NotRecorded.
+    """
+    setup = zero_setup(step, capability)
     # Of the accumulation, only whether there is any matters to the states, and not even that at stage 3 but for hpZ's
     # copies; of checkpointing, only stage 3 knows, and only whether blocks run twice.
-    sharded = layout.zero_stage == 3
-    alike = sharded and layout.zero_hpz_partition_size == 1
-    steps = 1 if alike else min(2, layout.gradient_accumulation_steps)
-    mode: CheckpointingMode = "full" if sharded and checkpointing != "none" else "none"
-    states = _states(shape, replace(layout, gradient_accumulation_steps=steps), mode)
-    activations = _activations(
-        shape,
-        micro_batch_size=micro_batch_size,
-        precision=layout.precision,
-        checkpointing=checkpointing,
-        cpu_checkpointing=layout.cpu_checkpointing,
-        zero_stage=layout.zero_stage,
-        capability=capability,
-        loss_chunk_tokens=loss_chunk_tokens,
-    )
+    sharded = setup.stage == 3
+    alike = sharded and setup.zero.zero_hpz_partition_size == 1
+    micro_steps = 1 if alike else min(2, step.plan.gradient_accumulation_steps)
+    mode: CheckpointingMode = "full" if sharded and step.checkpointing != "none" else "none"
+    states = _states(step.shape, setup.with_micro_steps(micro_steps), mode)
+    activations = _step_activations(step, capability)
     return MemoryEstimate(
-        moments=find_moments(shape.architecture, states, activations),
+        moments=find_moments(step.shape.architecture, states, activations),
         host_bytes=states.host_bytes + activations.host_bytes,
         nvme_bytes=states.nvme_bytes,
     )
 
 
-def estimate_least(
-    shape: GPTShape,
-    micro_batch_size: int,
-    ds: DsConfig,
-    checkpointing: CheckpointingMode,
-    capability: ComputeCapability | None = None,
-    loss_chunk_tokens: int = CHUNK_TOKENS,
-) -> int:
-    """Bytes that are needed whatever DeepSpeed does: activations, and below stage 3 every parameter in 16 bit."""
-    activations = _activations(
-        shape,
-        micro_batch_size=micro_batch_size,
-        precision=ds.precision,
-        checkpointing=checkpointing,
-        cpu_checkpointing=ds.cpu_checkpointing,
-        zero_stage=ds.zero_stage,
+def estimate_least(step: ResolvedStep, capability: ComputeCapability | None = None) -> int:
+    """Estimate bytes that are needed whatever DeepSpeed does: activations, and below stage 3 every parameter in 16
+    bits."""
+    parameters = 0 if step.zero_stage == 3 else 2 * step.shape.num_parameters
+    return _step_activations(step, capability).peak_bytes + parameters
+
+
+def _step_activations(step: ResolvedStep, capability: ComputeCapability | None) -> ActivationMemory:
+    return _activations(
+        step.shape,
+        micro_batch_size=step.plan.micro_batch_size,
+        precision=step.precision,
+        checkpointing=step.checkpointing,
+        cpu_checkpointing=step.engine_config.cpu_checkpointing,
+        zero_stage=step.zero_stage,
         capability=capability,
-        loss_chunk_tokens=loss_chunk_tokens,
+        loss_chunk_tokens=step.loss.chunk_tokens,
     )
-    return activations.peak_bytes + (0 if ds.zero_stage == 3 else 2 * shape.num_parameters)
 
 
 #: The rows of one table ask for the same again and again.

@@ -8,7 +8,7 @@ from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.memory.states.by_stage import estimate_states_of
-from llmscale.memory.zero_settings import EngineLayout
+from llmscale.memory.zero_settings import ZeroSetup
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class HFStates:
         return int((gpu_bytes - CONTEXT_BYTES) / RESERVED_PER_ALLOCATED) - self.begin_of_backward_bytes
 
 
-def estimate_hf_states(model: HFModel, layout: EngineLayout) -> HFStates:
+def estimate_hf_states(model: HFModel, setup: ZeroSetup) -> HFStates:
     """Parameters, gradients, optimizer states, buffers and temporaries of DeepSpeed; nothing of the model's own."""
-    states = estimate_states_of(ParameterTensors(model.architecture), layout)
+    states = estimate_states_of(ParameterTensors(model.architecture), setup)
     moments = {
         "forward": states.resident + states.forward,
         "backward": states.resident + states.backward,

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.hardware import GPU
+from llmscale.config.hardware import GPU, Cluster
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.optimizers import ADAMW
-from llmscale.memory.zero_settings import EngineLayout
+from llmscale.config.resolve import ResolvedStep
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.terminal.human_numbers import format_quantity
 
@@ -107,11 +105,10 @@ def nearest_rows(gpu: GPU) -> FittedRows:
     return next(rows for rows in FITTED if rows.name == name)
 
 
-def beyond_rows(
-    shape: GPTShape, plan: BatchPlan, layout: EngineLayout, gpu: GPU, *, gpus_per_node: int, interconnect: Interconnect
-) -> Iterator[Beyond]:
-    """Everything about a run that no row has. `interconnect` is between nodes of `gpus_per_node`."""
-    rows, ranks = nearest_rows(gpu), layout.ranks.world_size
+def beyond_rows(step: ResolvedStep, cluster: Cluster) -> Iterator[Beyond]:
+    """Everything about a run that no row has."""
+    shape, gpu, zero = step.shape, cluster.gpu, step.engine_config.zero
+    rows, ranks = nearest_rows(gpu), step.plan.ranks.world_size
     if gpu.name not in rows.gpu_names:
         yield Beyond(gpu.name, gpu.name)
     if not rows.gpus[0] <= ranks <= rows.gpus[1]:
@@ -126,30 +123,29 @@ def beyond_rows(
         yield Beyond("blocks", "blocks unlike GPT-3's")
     if shape.has_mask:
         yield Beyond("mask", "attention with a mask")
-    tokens = plan.micro_batch_size * shape.seq_len
+    tokens = step.plan.micro_batch_size * shape.seq_len
     if tokens < SMALLEST_MICRO_BATCH_TOKENS:
         yield Beyond("micro-batch", f"micro-batches of {tokens:,} tokens")
-    if layout.precision != "bf16":
-        yield Beyond("precision", layout.precision)
-    if layout.zero_stage != 3:
-        yield Beyond("stage", f"ZeRO stage {layout.zero_stage}")
-    if layout.zero_hpz_partition_size > 1:
+    if step.precision != "bf16":
+        yield Beyond("precision", step.precision)
+    if step.zero_stage != 3:
+        yield Beyond("stage", f"ZeRO stage {step.zero_stage}")
+    if zero.zero_hpz_partition_size > 1:
         yield Beyond("hpZ", "hpZ")
-    if layout.optimizer != ADAMW:
-        yield Beyond("optimizer", layout.optimizer.name)
-    if layout.offload_optimizer.device != "none" or layout.offload_param.device != "none":
+    if step.optimizer != ADAMW:
+        yield Beyond("optimizer", step.optimizer.name)
+    if zero.offload_optimizer.device != "none" or zero.offload_param.device != "none":
         yield Beyond("offload", "offload")
+    interconnect, gpus_per_node = cluster.interconnect, cluster.gpus_per_node
     per_gpu = interconnect.bytes_per_s_per_node(gpus_per_node) / gpus_per_node
     if ranks > gpus_per_node and per_gpu < rows.network.bytes_per_s:
         yield Beyond("network", f"{interconnect.name} where theirs is {rows.network.name}")
 
 
-def calibrate(
-    shape: GPTShape, plan: BatchPlan, layout: EngineLayout, gpu: GPU, *, gpus_per_node: int, interconnect: Interconnect
-) -> Calibration:
+def calibrate(step: ResolvedStep, cluster: Cluster) -> Calibration:
     """What an estimate of this run rests on."""
-    beyond = tuple(beyond_rows(shape, plan, layout, gpu, gpus_per_node=gpus_per_node, interconnect=interconnect))
-    rows = nearest_rows(gpu)
+    beyond = tuple(beyond_rows(step, cluster))
+    rows, gpu = nearest_rows(cluster.gpu), cluster.gpu
     if not beyond:
         return Calibration(f"calibrated: {rows.describe()}", (), ERROR_WITHIN)
     is_known = gpu.name in rows.gpu_names

@@ -21,13 +21,12 @@ from functools import lru_cache
 from llmscale.architecture.description import Architecture
 from llmscale.architecture.layers import together
 from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.sections import CheckpointingMode
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
+from llmscale.config.resolve import ResolvedStep
 from llmscale.memory.states.stage3 import count_gathers
 from llmscale.memory.states.stage3_parameters import Gathers, persistent_parameters
-from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, zero_setup
 from llmscale.planning.kernels import memory_bytes_per_s
 
 #: Of a link's peak rate that a ring reaches. NCCL itself reckons with 240 of an A100's 300 GB/s and 371 of an H100's
@@ -75,48 +74,47 @@ class Traffic:
         return (self.gathered_bytes + self.reduced_bytes) * (ring_ranks - 1) / ring_ranks
 
 
-def count_traffic(
-    shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode, *, compiled_blocks: bool = False
-) -> Traffic:
+def count_traffic(step: ResolvedStep, *, compiled_blocks: bool = False) -> Traffic:
     """Traffic of one optimizer step. Stage 3 gathers a compiled block as a whole, an eager one matrix by matrix."""
-    elements, micro_steps = shape.num_parameters, layout.gradient_accumulation_steps
-    if layout.zero_stage == 3:
-        return _count_stage3(shape, layout, checkpointing, compiled_blocks)
-    reduce_width = BYTES_PER_ELEMENT[layout.communication_dtype]
-    scatters = layout.zero_stage > 0 and layout.reduce_scatter and not layout.use_multi_rank_bucket_allreduce
-    reductions = micro_steps if layout.zero_stage == 2 else 1
-    buckets = -(-elements // layout.reduce_bucket_size)
-    reduced = reductions * elements * reduce_width * (1 if scatters else 2)
-    gathered = elements * layout.parameter_width if layout.zero_stage else 0
-    gathers = -(-elements // layout.allgather_bucket_size) if layout.zero_stage else 0
+    config, elements, micro_steps = step.engine_config, step.shape.num_parameters, step.plan.gradient_accumulation_steps
+    zero = config.zero
+    if zero.stage == 3:
+        return _count_stage3(step, compiled_blocks)
+    scatters = zero.stage > 0 and zero.reduce_scatter and not zero.use_multi_rank_bucket_allreduce
+    reductions = micro_steps if zero.stage == 2 else 1
+    buckets = -(-elements // zero.reduce_bucket_size)
+    reduced = reductions * elements * BYTES_PER_ELEMENT[config.communication_data_type] * (1 if scatters else 2)
+    gathered = elements * BYTES_PER_ELEMENT[config.model_dtype] if zero.stage else 0
+    gathers = -(-elements // zero.allgather_bucket_size) if zero.stage else 0
     return Traffic(gathered, reduced, 2 * reductions * buckets + gathers)
 
 
-def _count_stage3(
-    shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode, compiled_blocks: bool
-) -> Traffic:
+def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
     """As llmscale.memory.states.stage3 follows DeepSpeed through a micro-step: what is still gathered, or comes with
     a prefetch, is not gathered again. With hpZ a step's first forward pass gathers from all ranks, and leaves the
     copies that the other passes gather from."""
+    shape, config = step.shape, step.engine_config
     tensors = _of_compiled_blocks(shape.architecture) if compiled_blocks else shape.tensors
-    micro_steps, group = layout.gradient_accumulation_steps, layout.zero_hpz_partition_size
+    micro_steps, group = step.plan.gradient_accumulation_steps, config.zero.zero_hpz_partition_size
     # A compiled block that recomputes selectively does so within its graph.
-    recomputes = checkpointing == "full" or (checkpointing == "selective" and not compiled_blocks)
+    recomputes = step.checkpointing == "full" or (step.checkpointing == "selective" and not compiled_blocks)
     # One micro-step is like the other, and the memory's estimate has followed it.
-    forward, backward = count_gathers(tensors, replace(layout, gradient_accumulation_steps=1), recomputes)
+    setup = zero_setup(step).with_micro_steps(1)
+    forward, backward = count_gathers(tensors, setup, recomputes)
     everything = Gathers().plus(forward, micro_steps).plus(backward, micro_steps)
     from_all = forward if group > 1 else everything
     from_group = everything.plus(from_all, -1)
     # After a step, each by itself (DeepSpeedZeroOptimizer_Stage3._post_step).
-    persistent = [tensor.elements for tensor in persistent_parameters(shape.tensors.all, layout).values()]
+    persistent = [tensor.elements for tensor in persistent_parameters(shape.tensors.all, setup).values()]
     matrices = sum(tensor.kind != "vector" for tensor in shape.tensors.all)
-    scatters = min(-(-shape.num_parameters // max(1, layout.reduce_bucket_size)), matrices)
+    scatters = min(-(-shape.num_parameters // max(1, config.zero.reduce_bucket_size)), matrices)
+    parameter_bytes = BYTES_PER_ELEMENT[config.model_dtype]
     return Traffic(
-        gathered_bytes=(from_all.elements + sum(persistent)) * layout.parameter_width,
-        reduced_bytes=micro_steps * shape.num_parameters * BYTES_PER_ELEMENT[layout.communication_dtype],
+        gathered_bytes=(from_all.elements + sum(persistent)) * parameter_bytes,
+        reduced_bytes=micro_steps * shape.num_parameters * BYTES_PER_ELEMENT[config.communication_data_type],
         collectives=from_all.calls + micro_steps * scatters,
         small_collectives=len(persistent),
-        group_gathered_bytes=from_group.elements * layout.parameter_width,
+        group_gathered_bytes=from_group.elements * parameter_bytes,
         group_collectives=from_group.calls,
         group_ranks=group,
     )

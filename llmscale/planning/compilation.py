@@ -10,13 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from llmscale.config.deepspeed.sections import DsFile
-from llmscale.config.hardware import GPUS, find_gpu
+from llmscale.config.hardware import GPUS, Cluster, find_gpu
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import CompileMode
-from llmscale.memory.zero_settings import build_layout
-from llmscale.planning.throughput import estimate_throughput
+from llmscale.planning.throughput import estimate_step
 
 #: `inductor` writes kernels. `aot_eager` traces the same graphs and runs them operator by operator: it saves no time,
 #: and works where inductor does not.
@@ -89,7 +87,7 @@ def decide_compilation(
 def _gathers_less_than_a_block(run: ResolvedRun) -> bool:
     """Whether stage 3 is asked to keep less than a block's parameters: then eager blocks, layer by layer, need less
     memory than compiled ones."""
-    zero = DsFile.model_validate(run.ds_config).zero
+    zero = run.engine_config.zero
     kept = min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     return zero.stage == 3 and kept < run.shape.num_parameters // run.shape.n_layer
 
@@ -99,13 +97,7 @@ def _saved_s(run: ResolvedRun, device_name: str, gpus_per_node: int, network: In
     rate in this precision is not known."""
     known = find_gpu(device_name)
     # The optimizer takes as long with either, whichever it is.
-    layout = build_layout(run.ds_config, run.plan.ranks)
-    steps = [
-        estimate_throughput(
-            *(run.shape, run.plan, layout, run.checkpointing, gpu), gpus_per_node=gpus_per_node, interconnect=network
-        )
-        for gpu in ([known] if known else GPUS)
-    ]
+    steps = [estimate_step(run, Cluster(gpu, gpus_per_node, network)) for gpu in ([known] if known else GPUS)]
     tokens = run.plan.tokens_per_step
     saved = [tokens / step.tokens_per_second - tokens / step.compiled_tokens_per_second for step in steps if step]
     return min(saved, default=None)

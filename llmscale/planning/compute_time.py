@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU
 from llmscale.planning.kernels import Kernels, kernel_efficiency, memory_bytes_per_s
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from llmscale.architecture.hf_config import HFModel
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import resolve_ds_config
-from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.deepspeed.schema import Precision, ResolvedDsConfig
+from llmscale.config.optimizers import ADAMW
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.memory.hf_states import HFStates, estimate_hf_states
-from llmscale.memory.zero_settings import EngineLayout, build_layout
+from llmscale.memory.zero_settings import ZeroSetup
 from llmscale.planning.largest_micro_batch import Machines
 from llmscale.planning.strategy import DEFAULT_NVME_PATH, Strategy, legal_strategies, strategy_of
 
@@ -23,7 +24,7 @@ class HFConfig:
     states: HFStates
     room_bytes: int
     """For activations; negative: missing."""
-    layout: EngineLayout
+    ds_config: ResolvedDsConfig
 
     @property
     def fits(self) -> bool:
@@ -41,11 +42,11 @@ def find_hf_configs(
     )
     found = []
     for ds, mode in legal_strategies(precision, DEFAULT_NVME_PATH, ("none",)):
-        layout = build_layout(resolve_ds_config(ds, model, plan), ranks)
-        states = estimate_hf_states(model, layout)
+        resolved = ResolvedDsConfig.model_validate(resolve_ds_config(ds, model, plan))
+        states = estimate_hf_states(model, ZeroSetup(resolved, ranks.shard_ranks, ADAMW))
         room = states.room_bytes(machines.gpu_bytes)
         spare = machines.gpu_bytes - states.estimate.total_bytes
-        found.append(HFConfig(strategy_of(ds, mode), states, min(room, spare) if spare < 0 else room, layout))
+        found.append(HFConfig(strategy_of(ds, mode), states, min(room, spare) if spare < 0 else room, resolved))
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from llmscale.architecture.attention_kernels import attention_kernel
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.hardware import GPU, get_gpu
 from llmscale.config.loss_settings import CHUNK_TOKENS
 

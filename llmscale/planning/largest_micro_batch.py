@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
-from llmscale.config.deepspeed.resolve import resolve_ds_config
-from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.resolve import DsConfig
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU
 from llmscale.config.interconnect import Interconnect
-from llmscale.config.loss_settings import CHUNK_TOKENS
+from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
-from llmscale.memory.zero_settings import EngineLayout, build_layout
 from llmscale.planning.strategy import (
     CHECKPOINTING,
     DEFAULT_NVME_PATH,
@@ -89,13 +88,21 @@ class Search:
 class Fit:
     """One ds_config at one micro-batch on a job's machines."""
 
-    ds: DsConfig
-    strategy: Strategy
-    plan: BatchPlan
-    layout: EngineLayout
+    step: ResolvedStep
     estimate: MemoryEstimate
     machines: Machines
-    loss_chunk_tokens: int
+
+    @property
+    def ds(self) -> DsConfig:
+        return self.step.ds
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.step.plan
+
+    @property
+    def strategy(self) -> Strategy:
+        return strategy_of(self.step.ds, self.step.checkpointing)
 
     @property
     def spare_bytes(self) -> int:
@@ -125,11 +132,7 @@ class Fit:
 
 def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Fit:
     """One micro-batch. Raises ConfigError when it does not divide a rank's share of the global batch."""
-    plan = _plan(job, micro_batch_size)
-    layout = build_layout(
-        resolve_ds_config(ds, job.shape, plan), plan.ranks, job.optimizer.on_gpu(job.machines.capability)
-    )
-    return _fit(ds, job, checkpointing, plan, layout)
+    return _fit(job, _step(ds, job, checkpointing, micro_batch_size))
 
 
 def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Fit:
@@ -144,19 +147,12 @@ def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -
     sizes = legal_micro_batches(job)
     if len(sizes) == 1:
         return fit_at(ds, job, checkpointing, sizes[0])
-    least = estimate_least(
-        job.shape, sizes[-1], ds, checkpointing, job.machines.capability, loss_chunk_tokens=job.loss_chunk_tokens
-    )
-    if least <= job.machines.gpu_bytes:
-        whole = fit_at(ds, job, checkpointing, sizes[-1])
-        if whole.fits:
-            return whole
-    # What the file says is resolved once: of the plan, only the accumulation matters to the layout.
-    smallest = _plan(job, sizes[0])
-    layout = build_layout(
-        resolve_ds_config(ds, job.shape, smallest), smallest.ranks, job.optimizer.on_gpu(job.machines.capability)
-    )
-    return _bisect(ds, job, checkpointing, sizes[:-1], layout)
+    whole = _step(ds, job, checkpointing, sizes[-1])
+    if estimate_least(whole, job.machines.capability) <= job.machines.gpu_bytes:
+        fit = _fit(job, whole)
+        if fit.fits:
+            return fit
+    return _bisect(job, _step(ds, job, checkpointing, sizes[0]), sizes[:-1])
 
 
 def find_fits(search: Search) -> list[Fit]:
@@ -174,15 +170,11 @@ def legal_micro_batches(job: Job) -> list[int]:
     return divisors(plan.samples_per_rank)
 
 
-def _bisect(
-    ds: DsConfig, job: Job, checkpointing: CheckpointingMode, sizes: Sequence[int], layout: EngineLayout
-) -> Fit:
-    """The largest of ascending `sizes` that fits, else the first."""
+def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Fit:
+    """The largest of ascending `sizes` that fits, else the first, which `smallest` has; all of them accumulate."""
 
     def fit(index: int) -> Fit:
-        plan = _plan(job, sizes[index])
-        steps = plan.gradient_accumulation_steps
-        return _fit(ds, job, checkpointing, plan, replace(layout, gradient_accumulation_steps=steps))
+        return _fit(job, smallest.with_plan(_plan(job, sizes[index])))
 
     best = fit(0)
     low, high = 0, len(sizes)
@@ -196,13 +188,14 @@ def _bisect(
     return best
 
 
-def _fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, plan: BatchPlan, layout: EngineLayout) -> Fit:
-    estimate = estimate_memory(
-        *(job.shape, plan.micro_batch_size, layout, checkpointing, job.machines.capability),
-        loss_chunk_tokens=job.loss_chunk_tokens,
-    )
-    strategy = strategy_of(ds, checkpointing)
-    return Fit(ds, strategy, plan, layout, estimate, job.machines, job.loss_chunk_tokens)
+def _step(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> ResolvedStep:
+    optimizer = job.optimizer.on_gpu(job.machines.capability)
+    loss = LossSettings(job.loss_chunk_tokens)
+    return resolve_step(ds, job.shape, _plan(job, micro_batch_size), checkpointing, optimizer, loss)
+
+
+def _fit(job: Job, step: ResolvedStep) -> Fit:
+    return Fit(step, estimate_memory(step, job.machines.capability), job.machines)
 
 
 def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.resolve import DsConfig
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.presets import PRESETS
 from llmscale.planning.largest_micro_batch import Fit, Job, Search, fit_at
 from llmscale.planning.strategy import Strategy, legal_strategies, strategy_of

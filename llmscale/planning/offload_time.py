@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmscale.architecture.shape import GPTShape
-from llmscale.config.hardware import GPU
-from llmscale.memory.zero_settings import EngineLayout
+from llmscale.config.hardware import Cluster
+from llmscale.config.resolve import ResolvedStep
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT
 from llmscale.planning.communication_time import Traffic
 
 
@@ -25,37 +25,31 @@ class HostRates:
     """Reading and writing, all ranks of a node together: one PCIe 4.0 drive."""
 
 
-def estimate_offload_s(
-    shape: GPTShape,
-    micro_batch_size: int,
-    layout: EngineLayout,
-    traffic: Traffic,
-    gpu: GPU,
-    ranks_per_node: int,
-    host: HostRates,
-) -> float:
+def estimate_offload_s(step: ResolvedStep, cluster: Cluster, traffic: Traffic, host: HostRates | None = None) -> float:
     """Seconds of one optimizer step that a rank waits for its host: copies, the optimizer step on the CPU, the disk."""
-    share = shape.num_parameters / layout.ranks.shard_ranks
-    micro_steps = layout.gradient_accumulation_steps
+    host, shape, zero, ranks_per_node = host or HostRates(), step.shape, step.engine_config.zero, cluster.gpus_per_node
+    width = BYTES_PER_ELEMENT[step.engine_config.model_dtype]
+    shard_ranks, micro_steps = step.plan.ranks.shard_ranks, step.plan.gradient_accumulation_steps
+    share = shape.num_parameters / shard_ranks
     link_bytes = 0.0
     nvme_bytes = 0.0
     seconds = 0.0
-    if layout.offload_optimizer.device != "none":
-        copies = micro_steps if layout.zero_stage >= 2 else 1
-        link_bytes += share * (copies + 1) * layout.parameter_width
-        step_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture)
+    if zero.offload_optimizer.device != "none":
+        copies = micro_steps if zero.stage >= 2 else 1
+        link_bytes += share * (copies + 1) * width
+        step_bytes = step.optimizer.step_bytes_per_weight(shape.architecture)
         seconds += share * ranks_per_node * step_bytes / host.memory_bytes_per_s
-        if layout.offload_optimizer.device == "nvme":
-            nvme_bytes += share * 2 * layout.optimizer.state_bytes_per_weight(shape.architecture)
-    if layout.offload_param.device != "none":
-        shards = traffic.gathered_bytes / layout.ranks.shard_ranks
+        if zero.offload_optimizer.device == "nvme":
+            nvme_bytes += share * 2 * step.optimizer.state_bytes_per_weight(shape.architecture)
+    if zero.offload_param.device != "none":
+        shards = traffic.gathered_bytes / shard_ranks
         link_bytes += shards
-        if layout.offload_param.device == "nvme":
+        if zero.offload_param.device == "nvme":
             nvme_bytes += shards
-    if layout.cpu_checkpointing:
-        width = 4 if layout.precision == "fp32" else 2
-        saved = micro_batch_size * shape.seq_len * shape.n_embd * shape.n_layer * width
+    if step.engine_config.cpu_checkpointing:
+        activation_width = 4 if step.precision == "fp32" else 2
+        saved = step.plan.micro_batch_size * shape.seq_len * shape.n_embd * shape.n_layer * activation_width
         link_bytes += 2 * micro_steps * saved
     # A node's GPUs copy at the same time, all from one host's memory.
-    link = min(gpu.host_link_bytes_per_s, host.memory_bytes_per_s / ranks_per_node)
+    link = min(cluster.gpu.host_link_bytes_per_s, host.memory_bytes_per_s / ranks_per_node)
     return seconds + link_bytes / link + nvme_bytes * ranks_per_node / host.nvme_bytes_per_s

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.hardware import GPU, usable_precision
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.loss_settings import CHUNK_TOKENS

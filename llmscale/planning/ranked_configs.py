@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from llmscale.config.hardware import Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.planning.kernels import Kernels
 from llmscale.planning.largest_micro_batch import Fit, Search, find_fits
 from llmscale.planning.recommend import Recommendation, recommend
-from llmscale.planning.throughput import Throughput, estimate_throughput
+from llmscale.planning.throughput import Throughput, estimate_step
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,5 @@ def fastest_by_link(search: Search) -> list[tuple[Interconnect, dict[str, float]
 
 def _throughput(search: Search, fit: Fit) -> Throughput | None:
     job = search.job
-    return estimate_throughput(
-        job.shape,
-        fit.plan,
-        fit.layout,
-        fit.strategy.checkpointing,
-        search.gpu,
-        gpus_per_node=job.machines.gpus_per_node,
-        interconnect=search.interconnect,
-        kernels=Kernels(loss_chunk_tokens=fit.loss_chunk_tokens),
-    )
+    cluster = Cluster(search.gpu, job.machines.gpus_per_node, search.interconnect)
+    return estimate_step(fit.step, cluster, Kernels(loss_chunk_tokens=fit.step.loss.chunk_tokens))

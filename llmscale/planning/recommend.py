@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from llmscale.config.deepspeed.schema import DsConfig
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.resolve import DsConfig
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.largest_micro_batch import Fit, Job, Machines, Search, fit_at, legal_micro_batches

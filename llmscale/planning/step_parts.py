@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from llmscale.config.hardware import GPU
+from llmscale.config.hardware import GPU, Cluster
 from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.resolve import ResolvedRun
-from llmscale.memory.zero_settings import EngineLayout
 from llmscale.planning.compute_time import compute_parts
 from llmscale.planning.kernels import Kernels
-from llmscale.planning.throughput import estimate_throughput
+from llmscale.planning.throughput import estimate_step
 
 
 def predict_step_parts(
-    resolved: ResolvedRun, layout: EngineLayout, gpu: GPU, *, gpus_per_node: int, compiled_blocks: bool
+    resolved: ResolvedRun, gpu: GPU, *, gpus_per_node: int, compiled_blocks: bool
 ) -> dict[str, float]:
     """Seconds of one optimizer step on one GPU by part; empty where the GPU's rate in this precision is not known.
 
@@ -23,12 +22,7 @@ def predict_step_parts(
     args = (resolved.shape, plan.micro_batch_size, resolved.precision, resolved.checkpointing, gpu, kernels)
     compute = compute_parts(*args)
     # Within a node none of them is used.
-    throughput = estimate_throughput(
-        *(resolved.shape, plan, layout, resolved.checkpointing, gpu),
-        gpus_per_node=gpus_per_node,
-        interconnect=INTERCONNECTS[0],
-        kernels=kernels,
-    )
+    throughput = estimate_step(resolved, Cluster(gpu, gpus_per_node, INTERCONNECTS[0]), kernels)
     if compute is None or throughput is None:
         return {}
     micro_steps = plan.gradient_accumulation_steps

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
-from llmscale.config.deepspeed.sections import CheckpointingMode, OffloadDevice, Precision
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision
 from llmscale.errors import ConfigError
 
 STAGES = (0, 1, 2, 3)

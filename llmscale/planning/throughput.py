@@ -25,17 +25,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.sections import CheckpointingMode
-from llmscale.config.hardware import GPU
-from llmscale.config.interconnect import Interconnect
-from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout
+from llmscale.config.hardware import GPU, Cluster
+from llmscale.config.resolve import ResolvedStep
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT
 from llmscale.planning.calibration import calibrate
 from llmscale.planning.communication_time import CommunicationTime, Traffic, count_traffic, estimate_communication
 from llmscale.planning.compute_time import OWN_KERNELS, estimate_compute_s
 from llmscale.planning.kernels import Kernels, kernel_efficiency, memory_bytes_per_s
-from llmscale.planning.offload_time import HostRates, estimate_offload_s
+from llmscale.planning.offload_time import estimate_offload_s
 
 #: Of a parameter that an optimizer step writes for the next forward pass, and of a gradient, in 16 bits.
 _WRITTEN_BYTES = 2
@@ -70,63 +67,41 @@ class Throughput:
     """How far off the estimate is known to be, there or within them."""
 
 
-def estimate_throughput(
-    shape: GPTShape,
-    plan: BatchPlan,
-    layout: EngineLayout,
-    checkpointing: CheckpointingMode,
-    gpu: GPU,
-    *,
-    gpus_per_node: int,
-    interconnect: Interconnect,
-    kernels: Kernels = OWN_KERNELS,
-) -> Throughput | None:
-    """The step of `plan` under `layout`; `gpus_per_node` must divide its world size, or be no smaller.
-
-    None when the GPU's rate in the run's precision is not known.
-    """
-    compiled_traffic = count_traffic(shape, layout, checkpointing, compiled_blocks=True)
-    traffic = compiled_traffic if kernels.compiled_blocks else count_traffic(shape, layout, checkpointing)
-    return estimate_step(
-        *(shape, plan, layout, checkpointing, gpu, traffic, compiled_traffic),
-        gpus_per_node=gpus_per_node,
-        interconnect=interconnect,
-        kernels=kernels,
-    )
-
-
 def estimate_step(
-    shape: GPTShape,
-    plan: BatchPlan,
-    layout: EngineLayout,
-    checkpointing: CheckpointingMode,
-    gpu: GPU,
-    traffic: Traffic,
-    compiled_traffic: Traffic,
-    *,
-    gpus_per_node: int,
-    interconnect: Interconnect,
-    kernels: Kernels,
+    step: ResolvedStep,
+    cluster: Cluster,
+    kernels: Kernels = OWN_KERNELS,
+    traffic: Traffic | None = None,
 ) -> Throughput | None:
-    """`estimate_throughput` with traffic that was counted elsewhere: of `kernels`, and of compiled blocks."""
-    micro_step_s = estimate_compute_s(shape, plan.micro_batch_size, layout.precision, checkpointing, gpu, kernels)
+    """Estimate the time of an optimizer step; None when the GPU's rate in the run's precision is not known.
+
+    `cluster.gpus_per_node` must divide the world size, or be no smaller. `traffic` replaces what DeepSpeed exchanges.
+    """
+    plan, gpu = step.plan, cluster.gpu
+    micro_step_s = _micro_step_s(step, gpu, kernels)
     if micro_step_s is None:
         return None
-    ranks_per_node = min(gpus_per_node, plan.ranks.world_size)
+    compiled_traffic = traffic or count_traffic(step, compiled_blocks=True)
+    if traffic is None:
+        traffic = compiled_traffic if kernels.compiled_blocks else count_traffic(step)
+    ranks_per_node = min(cluster.gpus_per_node, plan.ranks.world_size)
+    cluster = replace(cluster, gpus_per_node=ranks_per_node)
     num_nodes = -(-plan.ranks.world_size // ranks_per_node)
+    machines = (gpu, ranks_per_node, num_nodes, cluster.interconnect)
     compute_s = micro_step_s * plan.gradient_accumulation_steps
-    machines = (gpu, ranks_per_node, num_nodes, interconnect)
-    communication_s = _exposed_s(compute_s, estimate_communication(traffic, *machines), traffic, layout)
-    offload_s = estimate_offload_s(shape, plan.micro_batch_size, layout, traffic, gpu, ranks_per_node, HostRates())
-    optimizer_s = _optimizer_s(shape, plan, layout, gpu)
+    communication_s = _exposed_s(compute_s, estimate_communication(traffic, *machines), traffic, step)
+    offload_s = estimate_offload_s(step, cluster, traffic)
+    optimizer_s = _optimizer_s(step, gpu)
     step_s = compute_s + communication_s + optimizer_s + offload_s
-    compiled_compute_s = _compiled_compute_s(shape, plan, layout, checkpointing, gpu, kernels)
+    compiled_micro_step_s = _micro_step_s(step, gpu, replace(kernels, compiled_blocks=True))
+    assert compiled_micro_step_s is not None
+    compiled_compute_s = compiled_micro_step_s * plan.gradient_accumulation_steps
     compiled_communication = estimate_communication(compiled_traffic, *machines)
-    compiled_s = compiled_compute_s + _exposed_s(compiled_compute_s, compiled_communication, compiled_traffic, layout)
+    compiled_s = compiled_compute_s + _exposed_s(compiled_compute_s, compiled_communication, compiled_traffic, step)
     compiled_s += optimizer_s + offload_s
-    calibration = calibrate(shape, plan, layout, gpu, gpus_per_node=ranks_per_node, interconnect=interconnect)
+    calibration = calibrate(step, cluster)
     tokens_per_second = plan.tokens_per_step / step_s
-    mfu = tokens_per_second * shape.flops_per_token / (plan.ranks.world_size * gpu.dense_16bit_flops)
+    mfu = tokens_per_second * step.shape.flops_per_token / (plan.ranks.world_size * gpu.dense_16bit_flops)
     return Throughput(
         step_s=step_s,
         compute_s=compute_s,
@@ -134,7 +109,7 @@ def estimate_step(
         optimizer_s=optimizer_s,
         offload_s=offload_s,
         tokens_per_second=tokens_per_second,
-        mfu=None if layout.precision == "fp32" else mfu,
+        mfu=None if step.precision == "fp32" else mfu,
         compiled_tokens_per_second=plan.tokens_per_step / compiled_s,
         calibration=calibration.words,
         rests_on=calibration.rests_on,
@@ -143,21 +118,11 @@ def estimate_step(
     )
 
 
-def _compiled_compute_s(
-    shape: GPTShape,
-    plan: BatchPlan,
-    layout: EngineLayout,
-    checkpointing: CheckpointingMode,
-    gpu: GPU,
-    kernels: Kernels,
-) -> float:
-    compiled = replace(kernels, compiled_blocks=True)
-    seconds = estimate_compute_s(shape, plan.micro_batch_size, layout.precision, checkpointing, gpu, compiled)
-    assert seconds is not None
-    return seconds * plan.gradient_accumulation_steps
+def _micro_step_s(step: ResolvedStep, gpu: GPU, kernels: Kernels) -> float | None:
+    return estimate_compute_s(step.shape, step.plan.micro_batch_size, step.precision, step.checkpointing, gpu, kernels)
 
 
-def _exposed_s(compute_s: float, communication: CommunicationTime, traffic: Traffic, layout: EngineLayout) -> float:
+def _exposed_s(compute_s: float, communication: CommunicationTime, traffic: Traffic, step: ResolvedStep) -> float:
     """What exchanging adds to the arithmetic.
 
     What DeepSpeed runs beside the arithmetic (overlap_comm: at stage 3 everything, below it the reductions) is neither
@@ -165,23 +130,24 @@ def _exposed_s(compute_s: float, communication: CommunicationTime, traffic: Traf
     """
     busy_s = compute_s + communication.copies_s + communication.waiting_s
     beside_s = 0.0
-    if layout.overlap_comm:
+    if step.engine_config.zero.overlap_comm:
         reduced = traffic.reduced_bytes / max(1.0, traffic.gathered_bytes + traffic.reduced_bytes)
-        beside_s = communication.wire_s * (1.0 if layout.zero_stage == 3 else reduced)
+        beside_s = communication.wire_s * (1.0 if step.zero_stage == 3 else reduced)
     return math.hypot(busy_s, beside_s) + communication.wire_s - beside_s - compute_s
 
 
-def _optimizer_s(shape: GPTShape, plan: BatchPlan, layout: EngineLayout, gpu: GPU) -> float:
+def _optimizer_s(step: ResolvedStep, gpu: GPU) -> float:
+    shape, micro_steps = step.shape, step.plan.gradient_accumulation_steps
     # Stage 0 steps everything on every rank. Muon's matrix products run on the GPU wherever the states lie.
-    sharing_ranks = layout.ranks.shard_ranks if layout.zero_stage else 1
-    step_flops = layout.optimizer.step_flops(shape.architecture) / sharing_ranks
+    sharing_ranks = step.plan.ranks.shard_ranks if step.zero_stage else 1
+    step_flops = step.optimizer.step_flops(shape.architecture) / sharing_ranks
     seconds = step_flops / (gpu.dense_16bit_flops * kernel_efficiency(gpu).matmul)
     moved_bytes = 0.0
-    if layout.offload_optimizer.device == "none":
-        moved_bytes = layout.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
+    if step.engine_config.zero.offload_optimizer.device == "none":
+        moved_bytes = step.optimizer.step_bytes_per_weight(shape.architecture) + _WRITTEN_BYTES
     moved_bytes *= shape.num_parameters / sharing_ranks
-    if layout.zero_stage < 2 and plan.gradient_accumulation_steps > 1:
+    if step.zero_stage < 2 and micro_steps > 1:
         # Below stage 2 every rank sums whole gradients: the new one is read, the sum is read and written.
-        summed_bytes = _WRITTEN_BYTES + 2 * BYTES_PER_ELEMENT[layout.grad_accum_dtype]
-        moved_bytes += plan.gradient_accumulation_steps * summed_bytes * shape.num_parameters
+        summed_bytes = _WRITTEN_BYTES + 2 * BYTES_PER_ELEMENT[step.engine_config.grad_accum_dtype]
+        moved_bytes += micro_steps * summed_bytes * shape.num_parameters
     return seconds + moved_bytes / memory_bytes_per_s(gpu)

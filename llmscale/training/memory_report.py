@@ -14,7 +14,6 @@ from llmscale.errors import LlmscaleError, TrainingError
 from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.memory.format_bytes import describe_breakdown, format_size
-from llmscale.memory.zero_settings import build_layout
 from llmscale.planning.largest_micro_batch import Job, Machines
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.training.run_inputs import PreparedRun
@@ -35,15 +34,10 @@ class OutOfMemory(TrainingError):
 def estimate_run(run: PreparedRun, capability: ComputeCapability | None) -> MemoryEstimate | None:
     """The estimate for one rank from what DeepSpeed gets, on a GPU of that compute capability; None with Adafactor,
     whose states are not modelled, and for a block whose activations nobody has recorded."""
-    resolved, plan = run.resolved, run.resolved.plan
-    if not resolved.optimizer.steps_shards:
+    if not run.resolved.optimizer.steps_shards:
         return None
-    layout = build_layout(resolved.ds_config, plan.ranks, resolved.optimizer.on_gpu(capability))
     try:
-        return estimate_memory(
-            *(resolved.shape, plan.micro_batch_size, layout, resolved.checkpointing, capability),
-            loss_chunk_tokens=resolved.loss.chunk_tokens,
-        )
+        return estimate_memory(run.resolved, capability)
     except NotRecorded:
         return None
 

@@ -13,7 +13,7 @@ from llmscale.checkpoint.history import find_any_checkpoint, list_checkpoints
 from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import checkpoints_folder
 from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.hf_model import (
     PublishedModel,
     is_published,

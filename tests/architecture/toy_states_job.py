@@ -16,12 +16,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.engine import dry_run
 from llmscale.memory.states.by_stage import estimate_states_of
-from llmscale.memory.zero_settings import build_layout
+from llmscale.memory.zero_settings import zero_setup
 from tests.architecture.test_toy_variant import describe_toy
 from tests.memory.activations.toy_decoder import ToyDecoder, ToyShape
 
@@ -46,7 +46,7 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
         resolved = resolve_step(ds, STAND_IN, plan, "none")
         simulated = dry_run(resolved)
     resident = simulated.resident.total_bytes
-    states = estimate_states_of(ParameterTensors(toy), build_layout(resolved.ds_config, plan.ranks))
+    states = estimate_states_of(ParameterTensors(toy), zero_setup(resolved))
     return {
         "dry_run": {
             "resident": resident,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.presets import PRESETS
 from scripts.bench.gpu import gpu
 from scripts.bench.gpu.cells import Cell, Device, list_cpu_cells, list_gpu_cells

@@ -13,7 +13,7 @@ from llmscale.config.choices import (
     rate_warning,
     steps_words,
 )
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.presets import PRESETS, nominal_parameters
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig

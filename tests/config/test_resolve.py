@@ -7,7 +7,7 @@ import pytest
 from llmscale.architecture.families.registry import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.arguments import parse_run_config
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.arguments import parse_run_config
-from llmscale.memory.zero_settings import build_layout
 from llmscale.planning.communication_time import Traffic, count_traffic
 from llmscale.training.run_inputs import prepare_run
 from tests.conftest import build_train_command
@@ -20,9 +19,7 @@ JOB = Path(__file__).with_name("traffic_job.py")
 def predict(flags: list[str]) -> Traffic:
     """Of a step on two ranks."""
     resolved = prepare_run(parse_run_config(flags), world_size=2).resolved
-    layout = build_layout(resolved.ds_config, resolved.plan.ranks, resolved.optimizer)
-    compiled = "--compile" in flags
-    return count_traffic(resolved.shape, layout, resolved.checkpointing, compiled_blocks=compiled)
+    return count_traffic(resolved, compiled_blocks="--compile" in flags)
 
 
 #: Stage 3 that keeps nothing between modules, and looks ahead by so many elements with every one.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import resolve_step
 from llmscale.architecture.shape import GPTShape
 from llmscale.dry_run.engine import dry_run

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.silence_libraries import quiet_libraries

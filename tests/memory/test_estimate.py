@@ -11,8 +11,8 @@ import pytest
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.dry_run.comparison import compare_with_dry_run
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
@@ -267,8 +267,8 @@ def test_checkpoints_on_the_host_are_counted_there() -> None:
 
 def test_activations_and_unsharded_parameters_are_a_lower_bound() -> None:
     for stage in range(4):
-        estimate = fit(config(stage, "bf16"), SHAPE, "none").estimate
-        least = estimate_least(SHAPE, 4, config(stage, "bf16"), "none")
+        found = fit(config(stage, "bf16"), SHAPE, "none")
+        least, estimate = estimate_least(found.step), found.estimate
         activations = estimate_activations(SHAPE, micro_batch_size=4, precision="bf16", checkpointing="none")
         parameters = 0 if stage == 3 else 2 * SHAPE.num_parameters
         assert least == activations.peak_bytes + parameters < estimate.allocated_bytes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from llmscale.architecture.families.registry import read_shape
@@ -11,13 +9,13 @@ from llmscale.architecture.hf_config import HFModel
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import GPTShape, build_shape, describe_gpt
 from llmscale.config.batch_plan import build_batch_plan
-from llmscale.config.deepspeed.resolve import resolve_ds_config
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import resolve_step
 from llmscale.memory.estimate import CONTEXT_BYTES
 from llmscale.memory.hf_states import estimate_hf_states
 from llmscale.memory.states.by_stage import estimate_states, estimate_states_of
-from llmscale.memory.zero_settings import EngineLayout, build_layout
+from llmscale.memory.zero_settings import ZeroSetup, zero_setup
 from llmscale.planning.strategy import CHECKPOINTING
 
 GIB = 2**30
@@ -35,19 +33,20 @@ def model(config: dict[str, object]) -> HFModel:
     return HFModel("test", str(config["model_type"]), describe_gpt(shape, shape.vocab_size))
 
 
-def layout(stage: int, world_size: int, shape: GPTShape = SHAPE) -> EngineLayout:
-    ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}, "test")
+def setup(stage: int, world_size: int, shape: GPTShape = SHAPE, sums: str | None = None, steps: int = 2) -> ZeroSetup:
+    sections = {"data_types": {"grad_accum_dtype": sums}} if sums else {}
+    ds = parse_ds_config({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, **sections}, "test")
     plan = build_batch_plan(
-        global_batch_size=2 * world_size, ranks=ParallelLayout(world_size), seq_len=1, micro_batch_size=1
+        global_batch_size=steps * world_size, ranks=ParallelLayout(world_size), seq_len=1, micro_batch_size=1
     )
-    return build_layout(resolve_ds_config(ds, shape, plan), plan.ranks)
+    return zero_setup(resolve_step(ds, shape, plan, "none"))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_gpt2_is_our_gpt2(stage: int, world_size: int) -> None:
-    theirs = estimate_hf_states(model(GPT2), layout(stage, world_size))
-    ours = estimate_states(SHAPE, layout(stage, world_size))
+    theirs = estimate_hf_states(model(GPT2), setup(stage, world_size))
+    ours = estimate_states(SHAPE, setup(stage, world_size))
     assert theirs.estimate.moments == {
         "forward": ours.resident + ours.forward,
         "backward": ours.resident + ours.backward,
@@ -55,8 +54,8 @@ def test_gpt2_is_our_gpt2(stage: int, world_size: int) -> None:
     }
     tensors = ParameterTensors(model(GPT2).architecture)
     for mode in CHECKPOINTING:
-        of_list = estimate_states_of(tensors, layout(stage, world_size), mode)
-        assert of_list == estimate_states(SHAPE, layout(stage, world_size), mode)
+        of_list = estimate_states_of(tensors, setup(stage, world_size), mode)
+        assert of_list == estimate_states(SHAPE, setup(stage, world_size), mode)
 
 
 @pytest.mark.parametrize(
@@ -65,16 +64,14 @@ def test_gpt2_is_our_gpt2(stage: int, world_size: int) -> None:
     [(1, 26.2), (2, 26.2)],
 )
 def test_llama_8b_after_a_step_is_as_a_dry_run_counted_it(stage: int, gib: float) -> None:
-    ds_layout = replace(layout(stage, 8), grad_accum_dtype="bf16", gradient_accumulation_steps=1)
-    states = estimate_hf_states(model(LLAMA_8B), ds_layout)
+    states = estimate_hf_states(model(LLAMA_8B), setup(stage, 8, sums="bf16", steps=1))
     assert states.estimate.moments["forward"].total_bytes / GIB == pytest.approx(gib, rel=0.02)
 
 
 def test_openrlhf_698() -> None:
     """Llama-3-8B at stage 2 on one GPU of 80 GB: about 46 GB after the start and 61 GB after the first backward pass,
     the CUDA context included, and out of memory in the step (github.com/OpenRLHF/OpenRLHF/issues/698)."""
-    sums = replace(layout(2, 1), grad_accum_dtype="bf16", gradient_accumulation_steps=2)
-    moments = estimate_hf_states(model(LLAMA_8B), sums).estimate.moments
+    moments = estimate_hf_states(model(LLAMA_8B), setup(2, 1, sums="bf16")).estimate.moments
     # Adam's moments come with the first step; gradients that wait between micro-steps are those that wait for the step.
     after_backward = moments["forward"].total_bytes - 8 * model(LLAMA_8B).num_parameters
     after_start = after_backward - moments["forward"].gradients_bytes
@@ -88,17 +85,17 @@ def test_an_untied_head_is_counted_and_its_gradient_does_not_wait() -> None:
     table_bytes = 2 * 128256 * 4096
     for stage in (0, 1, 2, 3):
         sizes = [
-            estimate_hf_states(model(config), layout(stage, 8)).estimate.moments["optimizer step"].total_bytes
+            estimate_hf_states(model(config), setup(stage, 8)).estimate.moments["optimizer step"].total_bytes
             for config in (LLAMA_8B, tied)
         ]
         assert sizes[0] > sizes[1]
-    begin = [estimate_hf_states(model(config), layout(2, 8)) for config in (LLAMA_8B, tied)]
+    begin = [estimate_hf_states(model(config), setup(2, 8)) for config in (LLAMA_8B, tied)]
     resident = [s.estimate.moments["forward"].total_bytes for s in begin]
     assert begin[0].begin_of_backward_bytes - resident[0] < table_bytes
     assert begin[1].begin_of_backward_bytes - resident[1] >= table_bytes
 
 
 def test_the_room_is_what_reserve_and_context_leave() -> None:
-    states = estimate_hf_states(model(LLAMA_8B), layout(3, 8))
+    states = estimate_hf_states(model(LLAMA_8B), setup(3, 8))
     assert states.room_bytes(80 * GIB) - states.room_bytes(40 * GIB) == pytest.approx(40 * GIB / 1.1, rel=1e-6)
     assert states.room_bytes(GIB) == -states.begin_of_backward_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import PRESETS
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED

@@ -1,4 +1,4 @@
-"""Layouts as train.py would resolve them."""
+"""Steps as train.py would resolve them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.resolve import resolve_ds_config
-from llmscale.config.deepspeed.schema import parse_ds_config
-from llmscale.config.deepspeed.sections import Precision
+from llmscale.config.deepspeed.resolve import parse_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
-from llmscale.memory.zero_settings import EngineLayout, build_layout
+from llmscale.config.optimizers import ADAMW, OptimizerSpec
+from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.planning.largest_micro_batch import Job, Search
 
-LayoutOf = Callable[[Mapping[str, object], GPTShape, BatchPlan], EngineLayout]
+StepOf = Callable[..., ResolvedStep]
 
 
 def search(job: Job, precision: Precision = "bf16", **keys: object) -> Search:
@@ -25,10 +25,19 @@ def search(job: Job, precision: Precision = "bf16", **keys: object) -> Search:
 
 
 @pytest.fixture(scope="session")
-def layout_of() -> LayoutOf:
-    """Function from (ds_config file, shape, plan) to the layout on GPUs."""
+def step_of() -> StepOf:
+    """Function from (ds_config file, shape, plan, checkpointing, optimizer) to the step on GPUs; `zero` replaces keys
+    of the resolved zero_optimization."""
 
-    def build(ds: Mapping[str, object], shape: GPTShape, plan: BatchPlan) -> EngineLayout:
-        return build_layout(resolve_ds_config(parse_ds_config(dict(ds), "test"), shape, plan), plan.ranks)
+    def build(
+        ds: Mapping[str, object],
+        shape: GPTShape,
+        plan: BatchPlan,
+        checkpointing: CheckpointingMode = "none",
+        optimizer: OptimizerSpec = ADAMW,
+        zero: Mapping[str, object] | None = None,
+    ) -> ResolvedStep:
+        written = {**ds, "zero_optimization": {**ds["zero_optimization"], **(zero or {})}}  # type: ignore[dict-item]
+        return resolve_step(parse_ds_config(written, "test"), shape, plan, checkpointing, optimizer)
 
     return build

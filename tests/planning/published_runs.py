@@ -29,17 +29,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.batch_plan import BatchPlan, build_batch_plan
-from llmscale.config.deepspeed.sections import CheckpointingMode
-from llmscale.config.hardware import get_gpu
+from llmscale.config.batch_plan import build_batch_plan
+from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.hardware import Cluster, get_gpu
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.parallel_layout import ParallelLayout
-from llmscale.memory.zero_settings import EngineLayout
+from llmscale.config.resolve import ResolvedStep
 from llmscale.planning.calibration import beyond_rows
 from llmscale.planning.communication_time import Traffic, count_traffic
 from llmscale.planning.kernels import Kernels
 from llmscale.planning.throughput import Throughput, estimate_step
-from tests.planning.conftest import LayoutOf
+from tests.planning.conftest import StepOf
 
 
 def _gpt(n_layer: int, n_head: int, n_embd: int, vocab_size: int = 50257, **keys: object) -> dict[str, object]:
@@ -142,27 +142,23 @@ class PublishedRun:
         share = 1 + seq_len / (6 * width) + shape.vocab_size / (16 * layers * width)
         return rate * 1e12 / (96 * layers * width**2 * share)
 
-    def estimate(self, layout_of: LayoutOf) -> float:
+    def estimate(self, step_of: StepOf) -> float:
         """Tokens per second and GPU."""
         recomputed = 1.0 if self.row["recomputed"] == "selective" else float(self.row["recomputed"])
         mode: CheckpointingMode = "selective" if self.row["recomputed"] == "selective" else "full"
         # Blocks take their turns: of a step in which some are recomputed, so much is as if all were.
-        seconds = (1 - recomputed) / self._step(layout_of, "none").tokens_per_second
-        seconds += recomputed / self._step(layout_of, mode).tokens_per_second
+        seconds = (1 - recomputed) / self._step(step_of, "none").tokens_per_second
+        seconds += recomputed / self._step(step_of, mode).tokens_per_second
         return 1 / seconds / self.gpus
 
-    def over_estimate(self, layout_of: LayoutOf) -> float:
+    def over_estimate(self, step_of: StepOf) -> float:
         """Published over estimated rate: below 1 the model is too fast."""
-        return self.tokens_per_second_per_gpu / self.estimate(layout_of)
+        return self.tokens_per_second_per_gpu / self.estimate(step_of)
 
-    def beyond_kinds(self, layout_of: LayoutOf) -> tuple[str, ...]:
+    def beyond_kinds(self, step_of: StepOf) -> tuple[str, ...]:
         """The kinds of ways in which it lies beyond the rows of the fit, sorted."""
-        plan, layout = self._plan_and_layout(layout_of)
-        ways = beyond_rows(
-            *(self.shape, plan, layout, get_gpu(self.row["gpu"])),
-            gpus_per_node=self._ranks_per_node,
-            interconnect=self._network,
-        )
+        cluster = Cluster(get_gpu(self.row["gpu"]), self._ranks_per_node, self._network)
+        ways = beyond_rows(self._resolve(step_of, "none"), cluster)
         return tuple(sorted({way.kind for way in ways}))
 
     @property
@@ -170,7 +166,7 @@ class PublishedRun:
         """Data-parallel alone, at a scale beyond the rows': of these all are taken, with whatever attention."""
         return self.is_expressible and self.row["gpus_per_sequence"] == "1" and "scores" in self.row["counts"]
 
-    def _plan_and_layout(self, layout_of: LayoutOf) -> tuple[BatchPlan, EngineLayout]:
+    def _resolve(self, step_of: StepOf, checkpointing: CheckpointingMode) -> ResolvedStep:
         row, ranks = self.row, self.gpus // int(self.row["gpus_per_sequence"])
         micro, steps = int(row["micro_batch_size"]), int(row["accumulation"])
         plan = build_batch_plan(
@@ -179,8 +175,8 @@ class PublishedRun:
             seq_len=int(row["seq_len"]),
             micro_batch_size=micro,
         )
-        ds = {**_BF16, "zero_optimization": {"stage": self._stage}}
-        return plan, replace(layout_of(ds, self.shape, plan), overlap_comm=True)
+        zero = {"stage": self._stage, "overlap_comm": True}
+        return step_of({**_BF16, "zero_optimization": zero}, self.shape, plan, checkpointing)
 
     @property
     def _ranks_per_node(self) -> int:
@@ -194,7 +190,7 @@ class PublishedRun:
     def _stage(self) -> int:
         return {"zero1": 1, "ddp": 0}.get(self.row["sharding"], 3)
 
-    def _step(self, layout_of: LayoutOf, checkpointing: CheckpointingMode) -> Throughput:
+    def _step(self, step_of: StepOf, checkpointing: CheckpointingMode) -> Throughput:
         row, shape = self.row, self.shape
         together = int(row["gpus_per_sequence"])
         gpu = get_gpu(row["gpu"])
@@ -205,13 +201,13 @@ class PublishedRun:
             memory_bytes_per_s=gpu.memory_bytes_per_s * together,
             link_bytes_per_s=gpu.link_bytes_per_s * together,
         )
-        plan, layout = self._plan_and_layout(layout_of)
-        steps = plan.gradient_accumulation_steps
+        step = self._resolve(step_of, checkpointing)
+        steps = step.plan.gradient_accumulation_steps
         per_node = self._ranks_per_node
         gradient_bytes = _GRADIENT_BYTES[row["reduce"]]
         sharding = row["sharding"]
         if sharding == "ZERO3":
-            traffic = count_traffic(shape, layout, checkpointing)
+            traffic = count_traffic(step)
         elif self._stage == 3:
             scatters = 1 if "no_sync" in sharding else steps
             group = per_node if sharding == "HSDP" else 1
@@ -223,14 +219,14 @@ class PublishedRun:
             gathered = 2.0 * elements if self._stage else 0.0
             traffic = Traffic(gathered, 2.0 * elements * gradient_bytes, 3 * shape.n_layer)
         found = estimate_step(
-            *(shape, plan, layout, checkpointing, gpu, traffic, traffic),
-            gpus_per_node=per_node,
-            interconnect=self._network,
-            kernels=Kernels(
+            step,
+            Cluster(gpu, per_node, self._network),
+            Kernels(
                 "flash-1" if row["attention"] == "flash-1" else "flash-2",
                 compiled_blocks=row["fused"] == "1",
                 loss_chunk_tokens=1 << 30 if row["loss"] == "fused" else None,
             ),
+            traffic,
         )
         assert found is not None
         return found

@@ -8,12 +8,12 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
-from llmscale.config.hardware import get_gpu
+from llmscale.config.hardware import Cluster, get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.calibration import FITTED, SEEN_BEYOND, SMALLEST_MICRO_BATCH_TOKENS
-from llmscale.planning.throughput import Throughput, estimate_throughput
+from llmscale.planning.throughput import Throughput, estimate_step
 from tests.planning.published_runs import published_runs, read_rows
 from tests.planning.test_throughput import MPT
 
@@ -22,7 +22,7 @@ STAGE_3: dict[str, object] = {"bf16": {"enabled": True}, "zero_optimization": {"
 
 
 def estimate(
-    layout_of,
+    step_of,
     shape: GPTShape,
     *,
     gpus: int,
@@ -35,17 +35,15 @@ def estimate(
     plan = build_batch_plan(
         global_batch_size=8 * micro * gpus, ranks=ParallelLayout(gpus), seq_len=shape.seq_len, micro_batch_size=micro
     )
-    layout = replace(layout_of(ds or STAGE_3, shape, plan), optimizer=optimizer)
     interconnect = get_interconnect(network or ("ib-200g" if gpu.startswith("a100") else "ib-400g"))
-    found = estimate_throughput(
-        shape, plan, layout, "full", get_gpu(gpu), gpus_per_node=min(8, gpus), interconnect=interconnect
-    )
+    step = step_of(ds or STAGE_3, shape, plan, "full", optimizer)
+    found = estimate_step(step, Cluster(get_gpu(gpu), min(8, gpus), interconnect))
     assert found is not None
     return found
 
 
-def test_a_run_within_the_rows_is_calibrated_and_says_their_range_and_error(layout_of) -> None:
-    found = estimate(layout_of, SEVEN_B, gpus=64)
+def test_a_run_within_the_rows_is_calibrated_and_says_their_range_and_error(step_of) -> None:
+    found = estimate(step_of, SEVEN_B, gpus=64)
     assert found.beyond == ()
     assert found.calibration.startswith(
         "calibrated: A100 rows of llm-foundry (8-128 GPUs, 125M-70B parameters, contexts of 512-65,536"
@@ -90,47 +88,47 @@ def test_a_run_within_the_rows_is_calibrated_and_says_their_range_and_error(layo
         ),
     ],
 )
-def test_whatever_no_row_has_is_an_extrapolation(layout_of, changes: dict, beyond: str, seen: str) -> None:
-    found = estimate(layout_of, **{"shape": SEVEN_B, "gpus": 64, "micro": 2, **changes})
+def test_whatever_no_row_has_is_an_extrapolation(step_of, changes: dict, beyond: str, seen: str) -> None:
+    found = estimate(step_of, **{"shape": SEVEN_B, "gpus": 64, "micro": 2, **changes})
     assert found.beyond == (beyond,)
     assert found.rests_on.startswith("extrapolated beyond the ")
     assert found.error.startswith(seen)
     assert found.calibration == f"{found.rests_on}: {beyond}; {found.error}"
 
 
-def test_a_network_within_one_node_is_of_no_interest(layout_of) -> None:
-    assert estimate(layout_of, SEVEN_B, gpus=8, network="ethernet-1g").beyond == ()
+def test_a_network_within_one_node_is_of_no_interest(step_of) -> None:
+    assert estimate(step_of, SEVEN_B, gpus=8, network="ethernet-1g").beyond == ()
 
 
-def test_slower_networks_tell_of_those_who_have_one(layout_of) -> None:
+def test_slower_networks_tell_of_those_who_have_one(step_of) -> None:
     llama = replace(SEVEN_B, norm="rmsnorm")
-    assert estimate(layout_of, llama, gpus=64, network="roce-100g").error.startswith("26 published runs like it")
+    assert estimate(step_of, llama, gpus=64, network="roce-100g").error.startswith("26 published runs like it")
 
 
-def test_a_gpu_without_rows_is_beyond_its_neighbours(layout_of) -> None:
+def test_a_gpu_without_rows_is_beyond_its_neighbours(step_of) -> None:
     shape = replace(SEVEN_B, norm="rmsnorm")
-    found = estimate(layout_of, shape, gpus=8, gpu="h200")
+    found = estimate(step_of, shape, gpus=8, gpu="h200")
     assert found.beyond == ("h200", "blocks unlike GPT-3's")
     assert found.rests_on == "not calibrated, with the H100's efficiency"
     # Those of its own kind, and those of Llama's blocks on an A100 or H100.
     assert found.error.startswith("12 published runs like it")
-    assert estimate(layout_of, shape, gpus=8, gpu="b200").error == "no published run like it is known"
+    assert estimate(step_of, shape, gpus=8, gpu="b200").error == "no published run like it is known"
 
 
-def test_of_larger_runs_with_other_blocks_larger_ones_tell(layout_of) -> None:
+def test_of_larger_runs_with_other_blocks_larger_ones_tell(step_of) -> None:
     llama = replace(SEVEN_B, norm="rmsnorm")
-    assert estimate(layout_of, llama, gpus=992).error.startswith("5 published runs like it reached 0.48")
-    assert estimate(layout_of, llama, gpus=992, micro=1).error.startswith("8 published runs like it reached 0.35")
+    assert estimate(step_of, llama, gpus=992).error.startswith("5 published runs like it reached 0.48")
+    assert estimate(step_of, llama, gpus=992, micro=1).error.startswith("8 published runs like it reached 0.35")
     stage_1 = {**STAGE_3, "zero_optimization": {"stage": 1}}
-    assert estimate(layout_of, llama, gpus=992, micro=1, ds=stage_1).error == "no published run like it is known"
+    assert estimate(step_of, llama, gpus=992, micro=1, ds=stage_1).error == "no published run like it is known"
 
 
-def test_what_is_said_of_published_runs_is_what_the_table_gives(layout_of) -> None:
+def test_what_is_said_of_published_runs_is_what_the_table_gives(step_of) -> None:
     seen: dict[tuple[str, ...], list[float]] = {}
     for run in published_runs():
-        kinds = run.beyond_kinds(layout_of) if run.is_expressible else ()
+        kinds = run.beyond_kinds(step_of) if run.is_expressible else ()
         if kinds and (run.counts or ("larger" in kinds and run.tells_of_larger)):
-            seen.setdefault(kinds, []).append(run.over_estimate(layout_of))
+            seen.setdefault(kinds, []).append(run.over_estimate(step_of))
     assert SEEN_BEYOND.keys() == seen.keys()
     for kinds, rates in seen.items():
         assert SEEN_BEYOND[kinds] == pytest.approx(sorted(rates), abs=0.0101), kinds

@@ -6,7 +6,7 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import build_batch_plan
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.parallel_layout import ParallelLayout
@@ -20,6 +20,7 @@ from llmscale.planning.communication_time import (
 
 SHAPE = GPTShape(24, 16, 2048, 50304, 2048, tied=False)
 NUM = SHAPE.num_parameters
+STAGE_3 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 
 
 #: Stage 3 that looks nowhere ahead, that keeps nothing either, and not even biases and norms between steps.
@@ -28,12 +29,21 @@ NOTHING_KEPT = {"stage3_max_reuse_distance": 0, **NO_PREFETCH}
 NOTHING_STAYS = {"stage3_param_persistence_threshold": 0, **NOTHING_KEPT}
 
 
-def traffic(layout_of, stage: int, *, micro_steps: int = 1, checkpointing: CheckpointingMode = "none", **changes):
+def traffic(
+    step_of,
+    stage: int,
+    *,
+    micro_steps: int = 1,
+    checkpointing: CheckpointingMode = "none",
+    precision: str = "bf16",
+    top: dict | None = None,
+    **changes,
+):
     plan = build_batch_plan(
         global_batch_size=64 * micro_steps, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=8
     )
-    layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}, SHAPE, plan)
-    return count_traffic(SHAPE, replace(layout, **changes), checkpointing)
+    ds = {precision: {"enabled": True}, "zero_optimization": {"stage": stage}, **(top or {})}
+    return count_traffic(step_of(ds, SHAPE, plan, checkpointing, zero=changes))
 
 
 def passes(found: Traffic) -> float:
@@ -52,47 +62,47 @@ def passes(found: Traffic) -> float:
         (2, 4, 2 * 4 + 1),  # every micro-step reduces
     ],
 )
-def test_volumes_of_stages_below_3(layout_of, stage: int, micro_steps: int, expected: float) -> None:
-    assert passes(traffic(layout_of, stage, micro_steps=micro_steps)) == pytest.approx(expected)
+def test_volumes_of_stages_below_3(step_of, stage: int, micro_steps: int, expected: float) -> None:
+    assert passes(traffic(step_of, stage, micro_steps=micro_steps)) == pytest.approx(expected)
 
 
-def test_stage_2_without_multi_rank_buckets_is_the_papers_volume(layout_of) -> None:
-    assert passes(traffic(layout_of, 2, use_multi_rank_bucket_allreduce=False)) == pytest.approx(2)
+def test_stage_2_without_multi_rank_buckets_is_the_papers_volume(step_of) -> None:
+    assert passes(traffic(step_of, 2, use_multi_rank_bucket_allreduce=False)) == pytest.approx(2)
 
 
-def test_stage_3_gathers_twice_and_scatters_once(layout_of) -> None:
-    assert passes(traffic(layout_of, 3, micro_steps=2, **NOTHING_STAYS)) == pytest.approx(2 * 3)
+def test_stage_3_gathers_twice_and_scatters_once(step_of) -> None:
+    assert passes(traffic(step_of, 3, micro_steps=2, **NOTHING_STAYS)) == pytest.approx(2 * 3)
 
 
-def test_what_stays_between_steps_is_gathered_behind_each_step(layout_of) -> None:
+def test_what_stays_between_steps_is_gathered_behind_each_step(step_of) -> None:
     """Biases and norms, every one by itself; and they are not gathered by the passes."""
-    found = traffic(layout_of, 3, micro_steps=2, **NOTHING_KEPT)
+    found = traffic(step_of, 3, micro_steps=2, **NOTHING_KEPT)
     vectors = [tensor.elements for tensor in SHAPE.tensors.all if tensor.kind == "vector"]
     assert found.small_collectives == len(vectors)
     assert found.gathered_bytes == 2 * (2 * 2 * (NUM - sum(vectors)) + sum(vectors))
 
 
-def test_stage_3_does_not_gather_again_what_is_still_live(layout_of) -> None:
+def test_stage_3_does_not_gather_again_what_is_still_live(step_of) -> None:
     # With DeepSpeed's 1e9 and no recomputation, the last 5e8 parameters are still gathered.
     expected = 3 - 5e8 / NUM
-    none, full = (traffic(layout_of, 3, checkpointing=mode, **NO_PREFETCH) for mode in ("none", "full"))
+    none, full = (traffic(step_of, 3, checkpointing=mode, **NO_PREFETCH) for mode in ("none", "full"))
     assert passes(none) == pytest.approx(expected, abs=0.01)
     assert passes(full) > passes(none)
     assert full.collectives > none.collectives
-    kept = traffic(layout_of, 3, stage3_max_reuse_distance=10**12)
+    kept = traffic(step_of, 3, stage3_max_reuse_distance=10**12)
     assert passes(kept) == pytest.approx(2, abs=0.001)
     assert kept.collectives < none.collectives
 
 
-def test_stage_3_autocast_travels_in_fp32(layout_of) -> None:
-    changes = {"precision": "autocast", "communication_dtype": "fp32", **NOTHING_STAYS}
-    assert passes(traffic(layout_of, 3, **changes)) == pytest.approx(2 * 3)
+def test_stage_3_autocast_travels_in_fp32(step_of) -> None:
+    top = {"communication_data_type": "fp32"}
+    assert passes(traffic(step_of, 3, precision="torch_autocast", top=top, **NOTHING_STAYS)) == pytest.approx(2 * 3)
 
 
-def test_stage_3_gathers_what_its_prefetcher_has_seen_once(layout_of) -> None:
+def test_stage_3_gathers_what_its_prefetcher_has_seen_once(step_of) -> None:
     def gathered(bucket: int, **changes: int) -> float:
         changes = {"stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": bucket, **changes}
-        return passes(traffic(layout_of, 3, **changes)) - 1
+        return passes(traffic(step_of, 3, **changes)) - 1
 
     assert gathered(NUM, stage3_max_live_parameters=10 * NUM) == pytest.approx(1, abs=0.01)
     # Nine modules a block and five more: the larger a bucket than what one module has on average, the more is seen.
@@ -105,34 +115,30 @@ def test_stage_3_gathers_what_its_prefetcher_has_seen_once(layout_of) -> None:
     assert gathered(NUM, stage3_max_live_parameters=NUM // 4) == pytest.approx(1.75, abs=0.05)
 
 
-def test_stage_3_gathers_a_tied_embedding_for_the_head_too(layout_of) -> None:
+def test_stage_3_gathers_a_tied_embedding_for_the_head_too(step_of) -> None:
     tied = replace(SHAPE, tied=True)
     plan = build_batch_plan(global_batch_size=8, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=1)
-    layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, tied, plan)
-    layout = replace(layout, **NOTHING_STAYS)
+    step = step_of(STAGE_3, tied, plan, zero=NOTHING_STAYS)
     table = 50304 * 2048
-    assert count_traffic(tied, layout, "none").gathered_bytes == 2 * 2 * (tied.num_parameters + table)
+    assert count_traffic(step).gathered_bytes == 2 * 2 * (tied.num_parameters + table)
 
 
-def test_stage_3_gathers_compiled_blocks_as_a_whole_and_eager_ones_by_matrix(layout_of) -> None:
+def test_stage_3_gathers_compiled_blocks_as_a_whole_and_eager_ones_by_matrix(step_of) -> None:
     plan = build_batch_plan(global_batch_size=8, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=1)
-    layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, SHAPE, plan)
-    layout = replace(layout, **NOTHING_STAYS, reduce_bucket_size=NUM)
-    eager, compiled = (count_traffic(SHAPE, layout, "none", compiled_blocks=compiled) for compiled in (False, True))
+    step = step_of(STAGE_3, SHAPE, plan, zero={**NOTHING_STAYS, "reduce_bucket_size": NUM})
+    eager, compiled = (count_traffic(step, compiled_blocks=compiled) for compiled in (False, True))
     # Of four linear layers and two norms a block, two embeddings, the final norm and the head, what each has; in two
     # passes, and one reduction.
     assert (eager.collectives, compiled.collectives) == (2 * (24 * 6 + 4) + 1, 2 * (24 + 4) + 1)
     assert eager.gathered_bytes == compiled.gathered_bytes
 
 
-def test_stage_3_gathers_tensors_together_until_they_fill_a_bucket(layout_of) -> None:
+def test_stage_3_gathers_tensors_together_until_they_fill_a_bucket(step_of) -> None:
     plan = build_batch_plan(global_batch_size=8, ranks=ParallelLayout(8), seq_len=2048, micro_batch_size=1)
-    layout = layout_of({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}, SHAPE, plan)
-    layout = replace(layout, reduce_bucket_size=NUM)
 
     def calls(bucket: int, compiled: bool) -> int:
-        wanted = replace(layout, stage3_prefetch_bucket_size=bucket)
-        return count_traffic(SHAPE, wanted, "none", compiled_blocks=compiled).collectives
+        zero = {"reduce_bucket_size": NUM, "stage3_prefetch_bucket_size": bucket}
+        return count_traffic(step_of(STAGE_3, SHAPE, plan, zero=zero), compiled_blocks=compiled).collectives
 
     # A block's four matrices have 12.6M, 4.2M, 16.8M and 16.8M elements, an embedding and the head 103M.
     for compiled in (False, True):
@@ -183,21 +189,21 @@ def test_copies_are_through_the_gpus_own_memory() -> None:
     assert slow.wire_s == fast.wire_s
 
 
-def test_hpz_gathers_once_a_step_from_all_ranks_and_else_within_the_group(layout_of) -> None:
-    plain = traffic(layout_of, 3, micro_steps=4, **NOTHING_STAYS)
-    hpz = traffic(layout_of, 3, micro_steps=4, **NOTHING_STAYS, zero_hpz_partition_size=4)
+def test_hpz_gathers_once_a_step_from_all_ranks_and_else_within_the_group(step_of) -> None:
+    plain = traffic(step_of, 3, micro_steps=4, **NOTHING_STAYS)
+    hpz = traffic(step_of, 3, micro_steps=4, **NOTHING_STAYS, zero_hpz_partition_size=4)
     assert hpz.gathered_bytes == 2 * NUM
     assert hpz.group_gathered_bytes + hpz.gathered_bytes == plain.gathered_bytes
     assert hpz.group_collectives + hpz.collectives == plain.collectives
     assert hpz.group_bytes_per_rank == pytest.approx(hpz.group_gathered_bytes * 3 / 4)
 
 
-def test_hpz_pays_within_nodes_and_not_across_them(layout_of) -> None:
+def test_hpz_pays_within_nodes_and_not_across_them(step_of) -> None:
     gpu, network = get_gpu("h100-80gb"), get_interconnect("ethernet-25g")
     changes = {"micro_steps": 4, **NOTHING_STAYS}
 
     def waited_s(group: int) -> float:
-        found = traffic(layout_of, 3, zero_hpz_partition_size=group, **changes)
+        found = traffic(step_of, 3, zero_hpz_partition_size=group, **changes)
         return estimate_communication(found, gpu, 4, 2, network).wire_s
 
     assert waited_s(4) < 0.7 * waited_s(1)

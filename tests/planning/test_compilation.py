@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import CompileMode, RunConfig

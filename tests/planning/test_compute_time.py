@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import custom_gpu, get_gpu
 from llmscale.planning.compute_time import estimate_compute_s, peak_flops
 from llmscale.planning.kernels import Kernels

@@ -17,12 +17,12 @@ def test_room_and_the_layout_that_leaves_most(tmp_path) -> None:
     assert model is not None
     configs = find_hf_configs(model, Machines(1, 8, 80 * GIB), "bf16", None)
     assert [config.strategy.checkpointing for config in configs] == ["none"] * len(configs)
-    assert {config.layout.gradient_accumulation_steps for config in configs} == {2}, "most runs accumulate"
+    assert {config.ds_config.gradient_accumulation_steps for config in configs} == {2}, "most runs accumulate"
     best = roomiest(configs)
     assert best.fits
     assert (best.strategy.zero_stage, best.strategy.offload) == (3, "-")
     small = find_hf_configs(model, Machines(1, 1, 8 * GIB), "bf16", 1)
-    assert {config.layout.gradient_accumulation_steps for config in small} == {1}
+    assert {config.ds_config.gradient_accumulation_steps for config in small} == {1}
     missing = [config for config in small if not config.fits]
     assert missing and all(config.room_bytes <= 0 for config in missing)
     assert roomiest(missing).room_bytes == max(config.room_bytes for config in missing)

@@ -8,11 +8,10 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import divisors
-from llmscale.config.deepspeed.resolve import resolve_ds_config
-from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
+from llmscale.config.resolve import resolve_step
 from llmscale.errors import ConfigError
 from llmscale.memory.estimate import estimate_memory
-from llmscale.memory.zero_settings import build_layout
 from llmscale.planning.largest_micro_batch import (
     Job,
     Machines,
@@ -60,8 +59,8 @@ def test_a_row_is_the_estimate_of_what_train_py_would_resolve() -> None:
     job = Job(SHAPE, 64, MACHINES)
     fit = find_largest_fit(config(2), job, "selective")
     assert fit.plan.global_batch_size == 64
-    assert fit.layout == build_layout(resolve_ds_config(config(2), SHAPE, fit.plan), fit.plan.ranks)
-    assert fit.estimate == estimate_memory(SHAPE, fit.plan.micro_batch_size, fit.layout, "selective")
+    assert fit.step == resolve_step(config(2), SHAPE, fit.plan, "selective")
+    assert fit.estimate == estimate_memory(fit.step)
 
 
 def test_nothing_fits_gives_the_smallest_and_what_is_missing() -> None:
@@ -124,7 +123,7 @@ def test_every_legal_strategy_is_a_row_once() -> None:
 def test_fp16_has_no_row_at_stage_0() -> None:
     fits = find_fits(search(Job(SHAPE, 64, MACHINES), "fp16"))
     assert {fit.strategy.zero_stage for fit in fits} == {1, 2, 3}
-    assert {fit.layout.precision for fit in fits} == {"fp16"}
+    assert {fit.step.precision for fit in fits} == {"fp16"}
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_what_fits_in_no_way_says_what_is_missing_and_what_helps() -> None:
 
 def test_a_card_without_bf16_runs_fp16() -> None:
     found = put(SMALL, gpus("t4"))
-    assert found.row is not None and found.row.fit.layout.precision == "fp16"
+    assert found.row is not None and found.row.fit.step.precision == "fp16"
 
 
 def test_the_usual_mfu_is_that_of_the_arithmetic() -> None:

@@ -13,9 +13,9 @@ RUNS = published_runs()
 
 
 @pytest.fixture(scope="module")
-def error_of(layout_of) -> dict[str, float]:
+def error_of(step_of) -> dict[str, float]:
     """Run -> estimated over published rate, minus 1."""
-    return {run.row["run"]: 1 / run.over_estimate(layout_of) - 1 for run in RUNS if run.is_expressible}
+    return {run.row["run"]: 1 / run.over_estimate(step_of) - 1 for run in RUNS if run.is_expressible}
 
 
 def errors(runs: Iterable[PublishedRun], error_of: dict[str, float]) -> np.ndarray:

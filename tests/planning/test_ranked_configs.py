@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.planning.largest_micro_batch import Job, Machines
 from llmscale.planning.ranked_configs import rank_configs
 from llmscale.planning.recommend import find_shortfall, nearest_fit

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.schema import DsConfig, parse_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.planning.largest_micro_batch import Fit, Job, Machines, find_fits, fit_at
 from llmscale.planning.recommend import find_enough_nodes, find_smallest_change, nearest_fit, recommend
 from llmscale.planning.strategy import Strategy
@@ -63,7 +63,7 @@ def test_of_equally_fast_rows_a_tight_one_is_not_taken(fits: list[Fit]) -> None:
 def test_of_equally_fast_rows_one_of_tiny_micro_batches_is_not_taken() -> None:
     """Estimated rates know nothing of a GPU that waits for the next kernel."""
     small, large = (fit_at(config(stage), JOB, "none", size) for stage, size in ((0, 2), (1, 4)))
-    for fits, index in (((small, large), 1), ((small, replace(large, plan=small.plan)), 0)):
+    for fits, index in (((small, large), 1), ((small, replace(large, step=replace(large.step, plan=small.plan))), 0)):
         chosen = recommend(fits, [100.0, 100.0])
         assert chosen is not None
         assert chosen.index == index
@@ -136,7 +136,7 @@ def test_what_the_user_wrote_is_kept_in_a_change() -> None:
     job = limited(needed(config(2), "full"))
     change = find_smallest_change(ds, job, "full", 1)
     assert change is not None
-    assert change.fit.layout.reduce_bucket_size == 1_000_000
+    assert change.fit.step.engine_config.zero.reduce_bucket_size == 1_000_000
 
 
 def test_more_nodes_when_nothing_fits() -> None:

@@ -75,10 +75,10 @@ def _row_as_dict(row: RankedConfig) -> dict[str, object]:
     fit = row.fit
     return {
         "strategy": strategy_as_dict(fit.strategy),
-        "precision": fit.layout.precision,
+        "precision": fit.step.precision,
         "micro_batch_size": fit.plan.micro_batch_size,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps,
-        "grad_accum_dtype": fit.layout.grad_accum_dtype,
+        "grad_accum_dtype": fit.step.engine_config.grad_accum_dtype,
         "estimate": estimate_as_dict(fit.estimate),
         **_fit_as_dict(fit),
         "throughput": None if row.throughput is None else asdict(row.throughput),

@@ -43,10 +43,10 @@ def run(args: argparse.Namespace, model: HFModel) -> int:
 
 def _accumulation(global_batch_size: int | None, row: HFConfig) -> str:
     """Whether gradients are summed over micro-steps was decided here, where the batch was not given."""
-    if row.layout.gradient_accumulation_steps == 1:
+    if row.ds_config.gradient_accumulation_steps == 1:
         return "one micro-step per step, as --global-batch-size has one sequence per GPU: no gradients are summed."
     why = "" if global_batch_size else " (assumed: --global-batch-size says how many)"
-    return f"gradients of several micro-steps{why} are summed in {row.layout.grad_accum_dtype}."
+    return f"gradients of several micro-steps{why} are summed in {row.ds_config.grad_accum_dtype}."
 
 
 def _lines(rows: list[HFConfig], machines: Machines) -> Iterator[str]:

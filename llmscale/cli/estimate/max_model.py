@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         if fit is not None and fit.plan.gradient_accumulation_steps > 1:
             said.append(
                 f"global batch {job.global_batch_size:,}: {fit.plan.gradient_accumulation_steps} micro-steps, whose "
-                f"gradients are summed in {fit.layout.grad_accum_dtype}."
+                f"gradients are summed in {fit.step.engine_config.grad_accum_dtype}."
             )
         said += [
             _shapes_line(model, family),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from llmscale.cli.flags import DEFAULT_INTERCONNECT, LIST, given_model, resolve_model
 from llmscale.config.arguments import build_run_config
-from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, custom_gpu, get_gpu, usable_precision
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import get_optimizer

@@ -14,7 +14,7 @@ from llmscale.cli.estimate.request import EstimateRequest, read_request
 from llmscale.cli.estimate.table import comparison_lines, legend_lines, moment_lines, row_lines
 from llmscale.cli.train_command import data_words, model_words, train_command
 from llmscale.config.choices import preset_words
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.hf_model import is_published
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.presets import PRESETS
@@ -80,7 +80,7 @@ def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
 
 def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
     """Write the row's ds_config, all of it or nothing. Raises ConfigError."""
-    config = strategy_ds_config(fit.strategy, fit.layout.precision, nvme_path)
+    config = strategy_ds_config(fit.strategy, fit.step.precision, nvme_path)
     parse_ds_config(config, str(path))
     write_output_file("--emit", path, json.dumps(config, indent=2) + "\n")
 
@@ -99,7 +99,7 @@ def _lines(
         yield f"  {reshaped}"
     if is_published(model) and shape.vocab_size != shape.padded_vocab_size:
         yield f"  its table of {shape.vocab_size:,} rows is padded to {shape.padded_vocab_size:,} here"
-    precisions = " and ".join(sorted({fit.layout.precision for fit in ranking.fits}))
+    precisions = " and ".join(sorted({fit.step.precision for fit in ranking.fits}))
     optimizer = "" if job.optimizer is ADAMW else f"{job.optimizer.name}, "
     yield (
         f"on {request.machines_in_words}, {precisions}, {optimizer}global batch {job.global_batch_size:,} sequences "
@@ -123,8 +123,8 @@ def _explain(fit: Fit, name: str) -> Iterator[str]:
     """One ds_config moment by moment."""
     yield ""
     yield (
-        f"{name}: {fit.strategy.describe()}, {fit.layout.precision}, "
-        f"gradients summed in {fit.layout.grad_accum_dtype}; {fit.plan.describe()}"
+        f"{name}: {fit.strategy.describe()}, {fit.step.precision}, "
+        f"gradients summed in {fit.step.engine_config.grad_accum_dtype}; {fit.plan.describe()}"
     )
     for warning in fit.ds.warnings:
         yield f"  warning: {warning}"

@@ -118,7 +118,7 @@ def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
 
 def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
     """In which type gradients of several micro-steps are summed."""
-    types = {fit.layout.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
+    types = {fit.step.engine_config.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
     if types:
         yield (
             f"gradients of several micro-steps are summed in {' or '.join(sorted(types))}, counted in grad and comm "

@@ -139,7 +139,7 @@ def _placement_lines(request: PlanRequest, plan: Plan, placement: GPUPlacement, 
     else:
         fit = placement.row.fit
         is_summed = fit.plan.gradient_accumulation_steps > 1
-        summed = f" (gradients summed in {fit.layout.grad_accum_dtype})" if is_summed else ""
+        summed = f" (gradients summed in {fit.step.engine_config.grad_accum_dtype})" if is_summed else ""
         yield _line(
             "ZeRO",
             f"{fit.strategy.describe()}, micro-batch {fit.plan.micro_batch_size} x "
@@ -289,7 +289,7 @@ def _run_as_dict(request: PlanRequest, plan: Plan) -> dict[str, object] | None:
         "strategy": strategy_as_dict(fit.strategy) if fit else None,
         "micro_batch_size": fit.plan.micro_batch_size if fit else None,
         "gradient_accumulation_steps": fit.plan.gradient_accumulation_steps if fit else None,
-        "grad_accum_dtype": fit.layout.grad_accum_dtype if fit else None,
+        "grad_accum_dtype": fit.step.engine_config.grad_accum_dtype if fit else None,
         "why": placement.why,
         "mfu": placement.mfu,
         "calibration": placement.calibration,

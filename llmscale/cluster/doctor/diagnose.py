@@ -30,7 +30,7 @@ from llmscale.cluster.doctor.system import check_system, needed_ops
 from llmscale.cluster.hostfile import Host, parse_hostfile
 from llmscale.cluster.remote import FAN_OUT, SSH_OPTIONS, Finished, is_this_machine
 from llmscale.config.arguments import parse_run_config
-from llmscale.config.deepspeed.schema import DsConfig, read_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, read_ds_config
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.training.run_inputs import with_published_model

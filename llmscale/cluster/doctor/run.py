@@ -14,8 +14,8 @@ from llmscale.cluster.doctor.host_facts import DataFacts, FileFacts, FolderFacts
 from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, red, split_error, yellow
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import parse_run_config
-from llmscale.config.deepspeed.problems import find_problems
-from llmscale.config.deepspeed.schema import DsConfig, load_ds_config, parse_ds_config
+from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config
+from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run, resolve_schedule, resolve_shape

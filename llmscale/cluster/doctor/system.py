@@ -17,7 +17,7 @@ from llmscale.cluster.doctor.host_facts import HostFacts, SystemFacts
 from llmscale.cluster.doctor.process_limit import process_limit
 from llmscale.cluster.doctor.rows import CheckRow, green, listed, placed, red, yellow
 from llmscale.cluster.extension_locks import STALE_LOCK_S, extensions_folder, find_locks
-from llmscale.config.deepspeed.schema import DsConfig
+from llmscale.config.deepspeed.resolve import DsConfig
 from llmscale.engine.silence_libraries import quiet_libraries
 
 #: Docker gives 64 MiB, too little for NCCL's buffers and the data workers' batches.

@@ -5,10 +5,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterable, Iterator
+from typing import get_args
 
-from llmscale.config.deepspeed.sections import DsFile, OffloadOptimizer, OffloadParam, ZeroOptimization
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from llmscale.config.deepspeed.schema import (
+    AUTO,
+    DsFile,
+    OffloadOptimizer,
+    OffloadParam,
+    Section,
+    ZeroOptimization,
+    show,
+)
 from llmscale.config.optimizers import ADAMW
+from llmscale.errors import did_you_mean
+
+_REMOVED = "DeepSpeed removed it in 2026. Delete it."
+_OWN_LOOP = "llmscale counts micro-batches itself. Delete it."
+_CPU_ADAM = "it needs DeepSpeed's own CPU Adam, llmscale passes torch.optim.AdamW. Delete it."
+_QUANTISED = "ranks then exchange rounded numbers, which changes the loss curve. Delete it."
+_PARALLELISM = "llmscale is data parallel only (ZeRO). Delete it."
+_CHECKPOINT_ONLY = "it configures DeepSpeed's own checkpoints, llmscale writes others. Delete it."
+_NO_BUFFERS = "the GPT has no buffers to keep in another type. Delete it."
+_DATA = "the order and shape of batches come from llmscale's data feed. Delete it."
+
+#: Dotted path -> why. A path to a section refuses the whole section.
+UNSUPPORTED: dict[str, str] = {
+    "optimizer": "llmscale builds its own. Delete it and use --optimizer, --lr, --weight-decay, --beta1, "
+    "--beta2, --eps.",
+    "scheduler": "llmscale sets the learning rate itself. Delete it and use --schedule, --lr, --warmup-steps.",
+    "checkpoint": "llmscale writes its own checkpoints, and a 'load_universal' left here makes the next "
+    "restart read an old one. Delete it.",
+    "datastates_ckpt": _CHECKPOINT_ONLY,
+    "bfloat16": "it is the old name of 'bf16'. Rename it.",
+    "wandb": "DeepSpeed would start a second wandb run. Delete it and use --wandb.",
+    "comet": "metrics are in the run folder's metrics.jsonl. Delete it.",
+    "managed_gradient_accumulation": _OWN_LOOP,
+    "compile": "llmscale compiles the blocks itself, at every stage. Delete it and use --compile.",
+    "autotuning": "use `llmscale estimate` to choose stage, offload and micro-batch. Delete it.",
+    "data_efficiency": _DATA,
+    "hybrid_engine": "it generates text during RLHF, llmscale pre-trains. Delete it.",
+    "weight_quantization": "it is for inference. Delete it.",
+    "pipeline": _PARALLELISM,
+    "tensor_parallel": _PARALLELISM,
+    "expert_parallel": _PARALLELISM,
+    "sequence_parallel_size": _PARALLELISM,
+    "data_parallel_size": _PARALLELISM,
+    "seq_parallel_communication_data_type": _PARALLELISM,
+    "use_data_before_expert_parallelism": _PARALLELISM,
+    "allgather_size": "it belongs to a format that DeepSpeed gave up. Use zero_optimization.allgather_bucket_size.",
+    "nebula": _REMOVED,
+    "compression_training": _REMOVED,
+    "amp": "DeepSpeed removed Apex AMP in 2026. Use 'bf16', 'fp16' or 'torch_autocast'.",
+    "quantize_training": _REMOVED,
+    "sparse_gradients": _REMOVED,
+    "eigenvalue": _REMOVED,
+    "sparse_attention": _REMOVED,
+    "elasticity": "DeepSpeed removed it in 2026. Delete it: llmscale resumes a run at any legal world size.",
+    "graph_harvesting": _REMOVED,
+    "curriculum_learning": _REMOVED,
+    "progressive_layer_drop": _REMOVED,
+    "zero_optimization.mics_shard_size": _REMOVED,
+    "zero_optimization.mics_hierarchical_params_gather": _REMOVED,
+    "zero_optimization.zeropp_loco_param": _REMOVED,
+    "zero_optimization.cpu_offload": 'it is deprecated. Write "offload_optimizer": {"device": "cpu"}.',
+    "zero_optimization.cpu_offload_param": 'it is deprecated. Write "offload_param": {"device": "cpu"}.',
+    "zero_optimization.cpu_offload_use_pin_memory": "it is deprecated. Write 'pin_memory' in the offload section.",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "it is deprecated. Rename it to "
+    "'stage3_gather_16bit_weights_on_model_save'.",
+    "zero_optimization.legacy_stage1": "DeepSpeed stops with an error when it is true. Delete it.",
+    "zero_optimization.elastic_checkpoint": _CHECKPOINT_ONLY,
+    "zero_optimization.pipeline_loading_checkpoint": _CHECKPOINT_ONLY,
+    "zero_optimization.compute_grad_norm": "llmscale clips by and logs the gradient norm. Delete it.",
+    "zero_optimization.zenflow": _CPU_ADAM,
+    "zero_optimization.zero_quantized_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_nontrainable_weights": _QUANTISED,
+    "zero_optimization.zero_quantized_gradients": _QUANTISED,
+    "zero_optimization.save_muon_momentum_buffer_in_memory": "it is for DeepSpeed's Muon, and "
+    "--optimizer muon is llmscale's own. Delete it.",
+    "zero_optimization.leaf_module": "it is for mixtures of experts. Delete it.",
+    "zero_optimization.offload_optimizer.super_offload": _CPU_ADAM,
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _CPU_ADAM,
+    "fp16.fp16_master_weights_and_grads": _CPU_ADAM,
+    "bf16.bf16_master_weights_and_grads": "checkpoints hold an fp32 master copy of the weights. Delete it.",
+    "bf16.bf16_optimizer_states": "checkpoints hold fp32 moments. Delete it.",
+    "data_types.buffer_dtype": _NO_BUFFERS,
+    "data_types.keep_in_fp32_modules": _NO_BUFFERS,
+}
+
 
 _EVERY_STAGE = frozenset({1, 2, 3})
 _FLAT_STAGES = frozenset({1, 2})
@@ -222,3 +310,126 @@ def _dedicated_bf16_optimizer(keys: DsFile) -> bool:
     """Whether DeepSpeed takes its BF16_Optimizer: stage 1, bf16, fp32 accumulation, no offload."""
     accumulation = keys.data_types.grad_accum_dtype if keys.data_types else None
     return keys.zero.stage == 1 and keys.precision == "bf16" and accumulation == "fp32"
+
+
+#: Where "auto" is filled in by llmscale.config.deepspeed.resolve. Anywhere else DeepSpeed would take its default.
+AUTO_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "torch_autocast.enabled",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+def find_problems(config: dict[str, object]) -> list[str]:
+    """One sentence or two each, the worst first; none when DeepSpeed would train what is written."""
+    unsupported = list(_unsupported(config))
+    try:
+        return unsupported + list(refusals(DsFile.model_validate(config)))
+    except ValidationError as error:
+        wrong = [detail for detail in error.errors() if not _is_unsupported(detail)]
+        legal = _without(config, error.errors())
+    return unsupported + [_explain(detail) for detail in wrong] + _refusals_of_the_rest(legal)
+
+
+def _is_unsupported(detail: ErrorDetails) -> bool:
+    """Named already, with the reason."""
+    dotted = ".".join(str(part) for part in detail["loc"])
+    return any(dotted == name or dotted.startswith(f"{name}.") for name in UNSUPPORTED)
+
+
+def _without(config: dict[str, object], details: Iterable[ErrorDetails]) -> dict[str, object]:
+    rest = copy.deepcopy(config)
+    for detail in details:
+        section: object = rest
+        *parents, key = detail["loc"]
+        for name in parents:
+            section = section.get(name) if isinstance(section, dict) else None
+        if isinstance(section, dict):
+            section.pop(key, None)
+    return rest
+
+
+def _refusals_of_the_rest(config: dict[str, object]) -> list[str]:
+    """How the legal keys go together. Nothing when one is missing that the others need."""
+    try:
+        return list(refusals(DsFile.model_validate(config)))
+    except ValidationError:
+        return []
+
+
+def _unsupported(config: dict[str, object]) -> Iterable[str]:
+    for dotted, reason in UNSUPPORTED.items():
+        value: object = config
+        for name in dotted.split("."):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = value[name]
+        else:
+            yield f"'{dotted}' is not supported: {reason}"
+
+
+def _explain(detail: ErrorDetails) -> str:
+    """One of pydantic's errors as a sentence that names the path, the value and the legal ones."""
+    path = tuple(str(part) for part in detail["loc"])
+    dotted, value, kind = ".".join(path), detail["input"], detail["type"]
+    if kind == "extra_forbidden":
+        return _unknown_key(path)
+    if value == AUTO:
+        return (
+            f'{dotted} is "auto", which DeepSpeed would silently replace by its default. Write a value or '
+            "delete the "
+            f"key. llmscale fills: {', '.join(AUTO_KEYS)}."
+        )
+    if kind == "missing":
+        default = "0 (nothing is sharded)" if path[-1] == "stage" else "false"
+        return f"{dotted} is missing, DeepSpeed would silently take {default}. Write it."
+    if kind == "model_type":
+        return f"{dotted} must be an object {{...}}, not {show(value)}."
+    if kind == "literal_error":
+        return f"{dotted} must be {detail['ctx']['expected']}, not {show(value)}."
+    message = str(detail["ctx"]["error"]) if kind == "value_error" else f"{detail['msg']}, not {show(value)}."
+    return f"{dotted} {message}"
+
+
+def _unknown_key(path: tuple[str, ...]) -> str:
+    *parents, key = path
+    known = sorted(_section_at(parents).model_fields)
+    hint = _home_of(key) or did_you_mean(key, known)
+    if not hint:
+        place = f"keys of {'.'.join(parents)}" if parents else "top-level keys"
+        hint = f" Legal {place}: {', '.join(known)}."
+    return f"'{'.'.join(path)}' is not a key that DeepSpeed reads.{hint}"
+
+
+def _section_at(path: Iterable[str]) -> type[Section]:
+    section: type[Section] = DsFile
+    for name in path:
+        section = _subsections(section)[name]
+    return section
+
+
+def _subsections(section: type[Section]) -> dict[str, type[Section]]:
+    found = {}
+    for name, field in section.model_fields.items():
+        for option in get_args(field.annotation):
+            if isinstance(option, type) and issubclass(option, Section):
+                found[name] = option
+    return found
+
+
+def _home_of(key: str) -> str:
+    """Where a key belongs that was written at the wrong level."""
+    pending: list[tuple[str, type[Section]]] = [("", DsFile)]
+    while pending:
+        prefix, section = pending.pop(0)
+        if key in section.model_fields:
+            return f" It belongs in {prefix.rstrip('.') or 'the top level'}."
+        pending += [(f"{prefix}{name}.", sub) for name, sub in _subsections(section).items()]
+    return ""

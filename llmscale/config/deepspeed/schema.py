@@ -1,131 +1,391 @@
-"""Read a ds_config and refuse, in one line, what DeepSpeed would ignore, misread or crash on. No torch."""
+"""Types of single values in a ds_config: strict where pydantic would guess, with error texts to act on.
+
+Each validator raises ValueError with the end of a sentence that begins with the key's dotted path.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from pathlib import Path
+import json
+from collections.abc import Callable
+from typing import Annotated, Literal
 
-from llmscale.config.deepspeed.problems import find_problems
-from llmscale.config.deepspeed.rules import ignored_keys, refusals
-from llmscale.config.deepspeed.sections import (
-    Bf16,
-    CheckpointingMode,
-    DsFile,
-    Fp16,
-    OffloadDevice,
-    Precision,
-    Section,
-    TorchAutocast,
-)
-from llmscale.config.shipped import DS_CONFIGS
-from llmscale.errors import ConfigError
-from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+
+AUTO = "auto"
+#: Beyond these DeepSpeed's arithmetic, in fp32 and 64 bits, has no meaning.
+_MAX_NUMBER = 1e18
+_MAX_COUNT = 2**63 - 1
 
 
-@dataclass(frozen=True)
-class DsConfig:
-    """A ds_config that was checked against the closed schema."""
+def show(value: object) -> str:
+    """A value as it stands in the JSON, cut to a readable length."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
 
-    source: str
-    """The file's name, for messages."""
-    keys: DsFile
-    """What the file says, typed; absent sections are None."""
-    warnings: tuple[str, ...]
-    """Keys that have no effect, one sentence each."""
+
+def _flag(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {show(value)}.")
+    return value
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"must be a non-empty string, not {show(value)}.")
+    return value
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ValueError(f"must be a list of strings, not {show(value)}.")
+    return tuple(_text(item) for item in value)
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_NUMBER:
+        raise ValueError(f"must be a number of at least 0{_most(value, _MAX_NUMBER)}, not {show(value)}.")
+    return float(value)
+
+
+def _whole(minimum: int, maximum: int = _MAX_COUNT) -> Callable[[object], int]:
+    """A whole number; `5e8` is one too, as people write it."""
+
+    def check(value: object) -> int:
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if isinstance(value, bool) or not whole or not minimum <= int(value) <= maximum:  # type: ignore[call-overload]
+            raise ValueError(f"must be a whole number of at least {minimum}{_most(value, maximum)}, not {show(value)}.")
+        return int(value)  # type: ignore[call-overload]
+
+    return check
+
+
+def _most(value: object, maximum: float) -> str:
+    """The upper bound, where it is what is violated."""
+    return f" and at most {maximum:,g}" if isinstance(value, int | float) and value > maximum else ""
+
+
+def _stage(value: object) -> object:
+    if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1, 2, 3):
+        raise ValueError(f"must be 0, 1, 2 or 3, not {show(value)}.")
+    return value
+
+
+def _or_auto(check: Callable[[object], object]) -> Callable[[object], object]:
+    def check_or_auto(value: object) -> object:
+        return value if value == AUTO else check(value)
+
+    return check_or_auto
+
+
+Auto = Literal["auto"]
+Stage = Annotated[Literal[0, 1, 2, 3], PlainValidator(_stage)]
+Flag = Annotated[bool, PlainValidator(_flag)]
+Text = Annotated[str, PlainValidator(_text)]
+Texts = Annotated[tuple[str, ...], PlainValidator(_texts)]
+Number = Annotated[float, PlainValidator(_number)]
+Count = Annotated[int, PlainValidator(_whole(0))]
+Positive = Annotated[int, PlainValidator(_whole(1))]
+Power = Annotated[int, PlainValidator(_whole(0, 64))]
+"""Of two, as an fp16 loss scale."""
+Depth = Annotated[int, PlainValidator(_whole(-1))]
+"""Levels of nesting; -1: all."""
+FlagOrAuto = Annotated[bool | Auto, PlainValidator(_or_auto(_flag))]
+NumberOrAuto = Annotated[float | Auto, PlainValidator(_or_auto(_number))]
+CountOrAuto = Annotated[int | Auto, PlainValidator(_or_auto(_whole(0)))]
+PositiveOrAuto = Annotated[int | Auto, PlainValidator(_or_auto(_whole(1)))]
+
+
+Precision = Literal["fp32", "bf16", "fp16", "autocast"]
+#: What a block keeps for its backward pass: everything, its matrix products, or (as DeepSpeed does) its input.
+CheckpointingMode = Literal["none", "selective", "full"]
+OffloadDevice = Literal["none", "cpu", "nvme"]
+Dtype = Literal["fp32", "bf16", "fp16"]
+
+
+class Section(BaseModel):
+    """One JSON object. Frozen; a key it does not declare is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+
+class OffloadOptimizer(Section):
+    """Optimizer states and the optimizer step on the host; nvme: the states on disk (stage 3 only)."""
+
+    device: OffloadDevice = "none"
+    nvme_path: Text | None = None
+    buffer_count: Count = 4
+    """NVMe: buffers of the largest partition; parameter, gradient and Adam's two moments need 4."""
+    pin_memory: Flag = True
+    pipeline_read: Flag = False
+    pipeline_write: Flag = False
+    fast_init: Flag = False
+    ratio: Number = 1.0
+
+
+class OffloadParam(Section):
+    """Low-precision parameters on the host or on disk; stage 3 only."""
+
+    device: OffloadDevice = "none"
+    nvme_path: Text | None = None
+    buffer_count: Count = 5
+    buffer_size: Count = 100_000_000
+    """NVMe: elements per buffer."""
+    max_in_cpu: Count = 1_000_000_000
+    """NVMe: elements that stay in host memory."""
+    pin_memory: Flag = True
+
+
+class ZeroOptimization(Section):
+    """What is sharded; sizes of buffers in elements. `stage` has no default: DeepSpeed's, 0, is a trap."""
+
+    stage: Stage
+    contiguous_gradients: Flag = True
+    reduce_scatter: Flag = True
+    reduce_bucket_size: PositiveOrAuto = 500_000_000
+    use_multi_rank_bucket_allreduce: Flag = True
+    allgather_partitions: Flag = True
+    allgather_bucket_size: Count = 500_000_000
+    overlap_comm: Flag | None = None
+    load_from_fp32_weights: Flag = True
+    offload_param: OffloadParam | None = None
+    offload_optimizer: OffloadOptimizer | None = None
+    sub_group_size: Positive = 1_000_000_000
+    stage3_prefetch_bucket_size: CountOrAuto = 50_000_000
+    stage3_param_persistence_threshold: CountOrAuto = 100_000
+    stage3_model_persistence_threshold: Count = 2**63 - 1
+    stage3_max_live_parameters: Count = 1_000_000_000
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: Flag = False
+    stage3_module_granularity_threshold: Count = 0
+    stage3_use_all_reduce_for_fetch_params: Flag = False
+    stage3_allgather_sequential: Flag = False
+    ignore_unused_parameters: Flag = True
+    round_robin_gradients: Flag = False
+    parameter_alignment: Flag = False
+    zero_hpz_partition_size: Positive = 1
+    """Ranks that together keep a second copy of the parameters, gathered from each other after the first use of a step:
+    ZeRO++'s hpZ (arXiv:2306.10209, section 3.2). 1: none."""
+    memory_efficient_linear: Flag = True
+    override_module_apply: Flag = True
+    log_trace_cache_warnings: Flag = False
+    enable_sanity_checks: Flag = False
+
+
+class Fp16(Section):
+    """fp16 weights, fp32 master; `loss_scale` 0 is dynamic: 2**initial_scale_power, halved on overflow."""
+
+    enabled: FlagOrAuto
+    auto_cast: Flag = False
+    loss_scale: Number = 0.0
+    initial_scale_power: Power = 16
+    loss_scale_window: Positive = 1000
+    """Steps without overflow before the scale is doubled."""
+    hysteresis: Positive = 2
+    """Overflows before the scale is halved."""
+    consecutive_hysteresis: Flag = False
+    min_loss_scale: Positive = 1
+
+
+class Bf16(Section):
+    """bf16 weights, fp32 master."""
+
+    enabled: FlagOrAuto
+    immediate_grad_update: Flag = False
+    check_grad_overflow: Flag = True
+    """Skip a step whose gradients are not finite."""
+
+
+class TorchAutocast(Section):
+    """fp32 weights, matrix products in bf16."""
+
+    enabled: FlagOrAuto
+    dtype: Literal["bfloat16", "bf16"] = "bfloat16"
+    lower_precision_safe_modules: Texts | None = None
+
+
+class DataTypes(Section):
+    grad_accum_dtype: Dtype | None = None
+    param_dtype: Dtype | None = None
+
+
+class ActivationCheckpointing(Section):
+    """Its presence switches activation checkpointing on."""
+
+    partition_activations: Flag = False
+    contiguous_memory_optimization: Flag = False
+    cpu_checkpointing: Flag = False
+    """Keep the saved activations in host memory."""
+    number_checkpoints: Positive | None = None
+    synchronize_checkpoint_boundary: Flag = False
+    profile: Flag = False
+
+
+class Aio(Section):
+    """Disk access of NVMe offload."""
+
+    block_size: Positive = 1_048_576
+    queue_depth: Positive = 8
+    intra_op_parallelism: Positive = 1
+    single_submit: Flag = False
+    overlap_events: Flag = True
+    use_gds: Flag = False
+
+
+class CommsLogger(Section):
+    enabled: Flag = False
+    prof_all: Flag = True
+    prof_ops: Texts = ()
+    verbose: Flag = False
+    debug: Flag = False
+
+
+class FlopsProfiler(Section):
+    enabled: Flag = False
+    recompute_fwd_factor: Number = 0.0
+    profile_step: Positive = 1
+    module_depth: Depth = -1
+    top_modules: Positive = 1
+    detailed: Flag = True
+    output_file: Text | None = None
+
+
+class FileMonitor(Section):
+    """`tensorboard` and `csv_monitor`."""
+
+    enabled: Flag = False
+    output_path: str = ""
+    job_name: Text = "DeepSpeedJobName"
+
+
+class ThroughputTimer(Section):
+    enabled: Flag = True
+    synchronized: Flag = True
+
+
+class Timers(Section):
+    throughput: ThroughputTimer | None = None
+
+
+class DsFile(Section):
+    """A whole ds_config as written; an absent section is None."""
+
+    train_batch_size: PositiveOrAuto | None = None
+    train_micro_batch_size_per_gpu: PositiveOrAuto | None = None
+    gradient_accumulation_steps: PositiveOrAuto | None = None
+    gradient_clipping: NumberOrAuto | None = None
+    zero_optimization: ZeroOptimization | None = None
+    bf16: Bf16 | None = None
+    fp16: Fp16 | None = None
+    torch_autocast: TorchAutocast | None = None
+    data_types: DataTypes | None = None
+    activation_checkpointing: ActivationCheckpointing | None = None
+    aio: Aio | None = None
+    communication_data_type: Dtype | None = None
+    prescale_gradients: Flag = False
+    gradient_predivide_factor: Number = 1.0
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    zero_allow_untested_optimizer: Flag = True
+    zero_force_ds_cpu_optimizer: Flag = False
+    steps_per_print: Positive | None = None
+    wall_clock_breakdown: Flag = False
+    memory_breakdown: Flag = False
+    dump_state: Flag = False
+    disable_python_gc: Flag = False
+    disable_allgather: Flag = False
+    dataloader_drop_last: Flag = False
+    vocabulary_size: Positive | None = None
+    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = None
+    comms_logger: CommsLogger | None = None
+    flops_profiler: FlopsProfiler | None = None
+    tensorboard: FileMonitor | None = None
+    csv_monitor: FileMonitor | None = None
+    timers: Timers | None = None
 
     @property
-    def zero_stage(self) -> int:
-        return self.keys.zero.stage
-
-    @property
-    def zero_hpz_partition_size(self) -> int:
-        """Ranks of a group that keeps second copies of the parameters; 1: none does, as below stage 3."""
-        return self.keys.zero.zero_hpz_partition_size if self.zero_stage == 3 else 1
+    def zero(self) -> ZeroOptimization:
+        return self.zero_optimization or ZeroOptimization(stage=0)
 
     @property
     def precision(self) -> Precision:
-        return self.keys.precision
+        """The section that is on, else fp32. "auto" is on unless another is, bf16 before the others."""
+        sections: tuple[tuple[Precision, Bf16 | Fp16 | TorchAutocast | None], ...] = (
+            ("bf16", self.bf16),
+            ("fp16", self.fp16),
+            ("autocast", self.torch_autocast),
+        )
+        for wanted in (True, AUTO):
+            for precision, section in sections:
+                if section is not None and section.enabled == wanted:
+                    return precision
+        return "fp32"
 
     @property
-    def fp16(self) -> Fp16 | None:
-        """The loss-scale settings; None in another precision."""
-        return self.keys.fp16 if self.precision == "fp16" else None
+    def leaves_precision_open(self) -> bool:
+        """Whether it is bf16 by an "auto" alone, so that another device may take another precision."""
+        types = self.data_types
+        names_bf16 = types is not None and "bf16" in (types.param_dtype, types.grad_accum_dtype)
+        return self.precision == "bf16" and self.bf16 is not None and self.bf16.enabled == AUTO and not names_bf16
+
+    @property
+    def model_dtype(self) -> Dtype:
+        """What the parameters are stored in between steps."""
+        return "fp32" if self.precision == "autocast" else self.precision
 
     @property
     def offload_optimizer_device(self) -> OffloadDevice:
-        return self.keys.offload_optimizer_device
+        section = self.zero.offload_optimizer
+        return section.device if section else "none"
 
     @property
     def offload_param_device(self) -> OffloadDevice:
-        return self.keys.offload_param_device
+        section = self.zero.offload_param
+        return section.device if section else "none"
+
+
+class ResolvedZero(ZeroOptimization):
+    """`zero_optimization` with a value for every key; an absent offload section has device "none"."""
+
+    reduce_bucket_size: Positive = 500_000_000
+    stage3_prefetch_bucket_size: Count = 50_000_000
+    stage3_param_persistence_threshold: Count = 100_000
+    overlap_comm: Flag = False
+    offload_param: OffloadParam = Field(default_factory=OffloadParam)
+    offload_optimizer: OffloadOptimizer = Field(default_factory=OffloadOptimizer)
+
+
+class ResolvedDataTypes(DataTypes):
+    grad_accum_dtype: Dtype
+
+
+class ResolvedDsConfig(DsFile):
+    """A ds_config as `deepspeed.initialize` gets it: no "auto", and no default that is left to DeepSpeed."""
+
+    train_batch_size: Positive
+    train_micro_batch_size_per_gpu: Positive
+    gradient_accumulation_steps: Positive
+    gradient_clipping: Number
+    zero_optimization: ResolvedZero
+    data_types: ResolvedDataTypes
+    communication_data_type: Dtype
 
     @property
-    def checkpointing(self) -> CheckpointingMode:
-        """`full` when the section is there: DeepSpeed has none that means `selective`."""
-        return "none" if self.keys.activation_checkpointing is None else "full"
+    def zero(self) -> ResolvedZero:
+        return self.zero_optimization
+
+    @property
+    def grad_accum_dtype(self) -> Dtype:
+        """Type in which gradients are summed over micro-batches."""
+        return self.data_types.grad_accum_dtype
 
     @property
     def cpu_checkpointing(self) -> bool:
-        """Whether saved activations go to host memory."""
-        section = self.keys.activation_checkpointing
-        return section is not None and section.cpu_checkpointing
+        """Whether saved activations are kept in host memory."""
+        return self.activation_checkpointing is not None and self.activation_checkpointing.cpu_checkpointing
 
     @property
-    def gradient_clipping(self) -> float | None:
-        """Largest global gradient norm, 0 for no clipping; None when the file leaves it open."""
-        clipping = self.keys.gradient_clipping
-        return None if clipping is None or isinstance(clipping, str) else clipping
+    def check_grad_overflow(self) -> bool:
+        return self.bf16 is None or self.bf16.check_grad_overflow
 
-    def with_flags(self, precision: Precision | None, gradient_clipping: float | None) -> DsConfig:
-        """The same config with what train.py's flags override. Raises ConfigError when its other keys do not allow
-        the precision."""
-        ds = self if precision is None else self.with_precision(precision)
-        if gradient_clipping is None:
-            return ds
-        return replace(ds, keys=ds.keys.model_copy(update={"gradient_clipping": gradient_clipping}))
-
-    def with_precision(self, precision: Precision) -> DsConfig:
-        """The same config in another precision. Raises ConfigError when its other keys do not allow it."""
-        bf16, fp16, autocast = self.keys.bf16, self.keys.fp16, self.keys.torch_autocast
-        keys = self.keys.model_copy(
-            update={
-                "bf16": _switch(bf16 or Bf16(enabled=False), precision == "bf16"),
-                "fp16": _switch(fp16 or Fp16(enabled=False), precision == "fp16"),
-                "torch_autocast": _switch(autocast or TorchAutocast(enabled=False), precision == "autocast"),
-            }
-        )
-        _refuse_first(f"{self.source} with precision {precision}", list(refusals(keys)))
-        return replace(self, keys=keys)
-
-
-def load_ds_config(path: Path) -> dict[str, object]:
-    """The JSON object in a file, or in the one of llmscale's own that `path` names, not yet checked. Raises
-    ConfigError."""
-    found = DS_CONFIGS.find(path)
-    try:
-        return load_json(found, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {found}")
-    except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"ds_config {path} does not exist.{DS_CONFIGS.why_missing(path)}") from None
-
-
-def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
-    """Check every key, type, value and combination. Raises ConfigError, prefixed with `source`."""
-    _refuse_first(source, find_problems(config))
-    keys = DsFile.model_validate(config)
-    return DsConfig(source, keys, tuple(ignored_keys(keys)))
-
-
-def read_ds_config(path: Path) -> DsConfig:
-    """Load and check a file, or the one of llmscale's own that `path` names. Raises ConfigError."""
-    found = DS_CONFIGS.find(path)
-    return parse_ds_config(load_ds_config(path), str(path) if found == path else found.name)
-
-
-def _switch(section: Bf16 | Fp16 | TorchAutocast, enabled: bool) -> Section:
-    return section.model_copy(update={"enabled": enabled})
-
-
-def _refuse_first(source: str, problems: list[str]) -> None:
-    if problems:
-        more = f" (And {len(problems) - 1} more in this file.)" if len(problems) > 1 else ""
-        raise ConfigError(f"{source}: {problems[0]}{more}")
+    @property
+    def immediate_grad_update(self) -> bool:
+        return self.bf16 is not None and self.bf16.immediate_grad_update

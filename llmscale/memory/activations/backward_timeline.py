@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
-from llmscale.config.deepspeed.sections import Dtype
+from llmscale.config.deepspeed.schema import Dtype
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.state_memory import BackwardMoment
 from llmscale.memory.zero_settings import tensor_bytes

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from llmscale.architecture.attention_kernels import AttentionKernel, ComputeCapability, attention_kernel
 from llmscale.architecture.shape import AttentionBias, GPTShape, NormPlacement, Positions, QKNorm
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import softmax_tokens
 
 #: bf16 and fp16 run the same operators on tensors of the same sizes.

@@ -14,41 +14,41 @@ from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.flat_groups import FlatGroup, build_flat_groups
 from llmscale.memory.states.stage0 import reduce_in_buckets
 from llmscale.memory.states.state_memory import StateMemory
-from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+from llmscale.memory.zero_settings import ZeroSetup, tensor_bytes
 
 
-def uses_bf16_optimizer(layout: EngineLayout) -> bool:
+def uses_bf16_optimizer(setup: ZeroSetup) -> bool:
     """Whether DeepSpeed takes this class."""
     return (
-        layout.zero_stage == 1
-        and layout.precision == "bf16"
-        and layout.grad_accum_dtype == "fp32"
-        and layout.offload_optimizer.device == "none"
+        setup.stage == 1
+        and setup.config.precision == "bf16"
+        and setup.config.grad_accum_dtype == "fp32"
+        and setup.zero.offload_optimizer.device == "none"
     )
 
 
-def estimate_bf16_optimizer(tensors: ParameterTensors, layout: EngineLayout) -> StateMemory:
+def estimate_bf16_optimizer(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory:
     """The sums of all gradients in fp32 stay between steps. A gradient in bf16 is added to them at the end of the
     backward pass, or at once with immediate_grad_update."""
-    groups = build_flat_groups(tensors, layout)
+    groups = build_flat_groups(tensors, setup)
     tally = Tally()
     low = sum(tensor_bytes(tensor.elements, "bf16") for tensor in tensors.all)
-    kept = layout.gradient_accumulation_steps > 1 and not layout.immediate_grad_update
+    kept = setup.accumulates and not setup.config.immediate_grad_update
     tally.hold("gradients", low if kept else 0)
     forward = tally.now
 
     def hook(tensor: ParameterTensor) -> None:
-        if layout.immediate_grad_update:
+        if setup.config.immediate_grad_update:
             _add(tensor, tally)
             tally.drop("gradients", tensor_bytes(tensor.elements, "bf16"))
         elif kept:  # cleared to zero, not freed, and added to in place
             tally.drop("gradients", tensor_bytes(tensor.elements, "bf16"))
 
     def end() -> None:
-        if not layout.immediate_grad_update:
+        if not setup.config.immediate_grad_update:
             for tensor in tensors.all:
                 _add(tensor, tally)
-        reduce_in_buckets([group.elements for group in groups], "fp32", layout, tally)
+        reduce_in_buckets([group.elements for group in groups], "fp32", setup, tally)
 
     course = follow_backward(tensors, tally, dtype="bf16", hook=hook, end=end)
     return StateMemory(

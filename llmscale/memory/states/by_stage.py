@@ -9,31 +9,31 @@ from __future__ import annotations
 
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.memory.states.bf16 import estimate_bf16_optimizer, uses_bf16_optimizer
 from llmscale.memory.states.stage0 import estimate_stage0
 from llmscale.memory.states.stage3 import estimate_stage3
 from llmscale.memory.states.stage12 import estimate_stage12
 from llmscale.memory.states.state_memory import StateMemory
-from llmscale.memory.zero_settings import EngineLayout
+from llmscale.memory.zero_settings import ZeroSetup
 
 
-def estimate_states(shape: GPTShape, layout: EngineLayout, checkpointing: CheckpointingMode = "none") -> StateMemory:
+def estimate_states(shape: GPTShape, setup: ZeroSetup, checkpointing: CheckpointingMode = "none") -> StateMemory:
     """One rank's memory without activations; autocast's 16-bit copies of weights count as activations.
 
     `checkpointing` matters at stage 3, where recomputation gathers the parameters once more.
     """
-    return estimate_states_of(shape.tensors, layout, checkpointing)
+    return estimate_states_of(shape.tensors, setup, checkpointing)
 
 
 def estimate_states_of(
-    tensors: ParameterTensors, layout: EngineLayout, checkpointing: CheckpointingMode = "none"
+    tensors: ParameterTensors, setup: ZeroSetup, checkpointing: CheckpointingMode = "none"
 ) -> StateMemory:
     """The same for any list of parameters."""
-    if layout.zero_stage == 0:
-        return estimate_stage0(tensors, layout)
-    if uses_bf16_optimizer(layout):
-        return estimate_bf16_optimizer(tensors, layout)
-    if layout.zero_stage == 3:
-        return estimate_stage3(tensors, layout, recomputes=checkpointing != "none")
-    return estimate_stage12(tensors, layout)
+    if setup.stage == 0:
+        return estimate_stage0(tensors, setup)
+    if uses_bf16_optimizer(setup):
+        return estimate_bf16_optimizer(tensors, setup)
+    if setup.stage == 3:
+        return estimate_stage3(tensors, setup, recomputes=checkpointing != "none")
+    return estimate_stage12(tensors, setup)

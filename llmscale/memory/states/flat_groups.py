@@ -11,7 +11,7 @@ from llmscale.architecture.parameter_list import ParameterTensor, ParameterTenso
 from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.states.muon import orthogonalising_bytes
-from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, EngineLayout, state_tensor_bytes, tensor_bytes
+from llmscale.memory.zero_settings import BYTES_PER_ELEMENT, ZeroSetup, state_tensor_bytes, tensor_bytes
 
 #: DeepSpeedZeroOptimizer.nccl_start_alignment_factor, in elements.
 _START_ALIGNMENT = 2
@@ -75,19 +75,19 @@ class FlatGroup:
         return {tensor.index: offset for tensor, offset in zip(self.tensors, self.offsets, strict=True)}
 
 
-def build_flat_groups(tensors: ParameterTensors, layout: EngineLayout) -> tuple[FlatGroup, ...]:
+def build_flat_groups(tensors: ParameterTensors, setup: ZeroSetup) -> tuple[FlatGroup, ...]:
     """All groups. With `round_robin_gradients` every shard_ranks-th tensor is next to the other; with
     `parameter_alignment` each begins at a multiple of 16 bytes."""
-    groups = layout.optimizer.group_tensors(tensors.all)
-    return tuple(_build_flat_group(group, members, layout) for group, members in groups)
+    groups = setup.optimizer.group_tensors(tensors.all)
+    return tuple(_build_flat_group(group, members, setup) for group, members in groups)
 
 
-def _build_flat_group(group: OptimizerGroup, members: Sequence[ParameterTensor], layout: EngineLayout) -> FlatGroup:
-    ranks = layout.ranks.shard_ranks
+def _build_flat_group(group: OptimizerGroup, members: Sequence[ParameterTensor], setup: ZeroSetup) -> FlatGroup:
+    ranks = setup.shard_ranks
     order = list(members)
-    if layout.round_robin_gradients:
+    if setup.zero.round_robin_gradients:
         order = [tensor for start in range(min(ranks, len(order))) for tensor in order[start::ranks]]
-    alignment = 16 // BYTES_PER_ELEMENT[layout.model_dtype] if layout.parameter_alignment else 1
+    alignment = 16 // BYTES_PER_ELEMENT[setup.config.model_dtype] if setup.zero.parameter_alignment else 1
     offsets, end = [], 0
     for tensor in order:
         offsets.append(math.ceil(end / alignment) * alignment if alignment > 1 else end)

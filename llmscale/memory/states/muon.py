@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from llmscale.architecture.parameter_list import ParameterTensor
-from llmscale.config.deepspeed.sections import Dtype
+from llmscale.config.deepspeed.schema import Dtype
 from llmscale.config.muon import Matrix, Part, matrices_of, plan_rounds
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.zero_settings import tensor_bytes

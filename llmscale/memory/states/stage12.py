@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
-from llmscale.config.deepspeed.sections import Dtype
+from llmscale.config.deepspeed.schema import Dtype
 from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.flat_groups import FlatGroup, build_flat_groups
 from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory, fuller
-from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+from llmscale.memory.zero_settings import ZeroSetup, tensor_bytes
 
 
-def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMemory:
+def estimate_stage12(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory:
     """DeepSpeedZeroOptimizer with partition_grads false (stage 1) or true (stage 2)."""
-    walk = _Walk(tensors, layout)
+    walk = _Walk(tensors, setup)
     courses: list[tuple[BackwardMoment, ...]] = []
     forward = walk.tally.now
     # What the second micro-step adds to, every later one adds to as well.
-    micro_steps = min(layout.gradient_accumulation_steps, 2)
+    micro_steps = min(setup.config.gradient_accumulation_steps, 2)
     for micro_step in range(micro_steps):
         walk.begin(boundary=micro_step == micro_steps - 1)
         forward = walk.tally.now
@@ -37,48 +37,48 @@ def estimate_stage12(tensors: ParameterTensors, layout: EngineLayout) -> StateMe
         )
         courses.append(course)
     return StateMemory(
-        resident=_resident(tensors, walk.groups, layout),
+        resident=_resident(tensors, walk.groups, setup),
         forward_course=(forward,) * (tensors.architecture.n_layer + 3),
         # Gradients larger than a bucket, when offloaded, leave the GPU earlier in the last micro-step.
         backward_course=tuple(fuller(moments) for moments in zip(*courses, strict=True)),
         step=walk.step(),
-        host_bytes=_host(tensors, walk.groups, layout).num_bytes,
+        host_bytes=_host(tensors, walk.groups, setup).num_bytes,
     )
 
 
-def _resident(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], layout: EngineLayout) -> Breakdown:
+def _resident(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], setup: ZeroSetup) -> Breakdown:
     """The flat parameters; of each group's partition an fp32 copy, even of fp32, and the optimizer's states."""
-    parameters = sum(tensor_bytes(group.elements, layout.model_dtype) for group in groups)
-    if layout.offload_optimizer.device != "none":
+    parameters = sum(tensor_bytes(group.elements, setup.config.model_dtype) for group in groups)
+    if setup.zero.offload_optimizer.device != "none":
         # temp_grad_buffer_for_gpu_offload: as large as the largest parameter.
         largest = max(tensor.elements for tensor in tensors.all)
-        return Breakdown(parameters_bytes=parameters, buckets_bytes=tensor_bytes(largest, layout.model_dtype))
+        return Breakdown(parameters_bytes=parameters, buckets_bytes=tensor_bytes(largest, setup.config.model_dtype))
     return Breakdown(parameters_bytes=parameters, optimizer_bytes=sum(group.state_bytes for group in groups))
 
 
-def _host(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], layout: EngineLayout) -> HostMemory:
+def _host(tensors: ParameterTensors, groups: tuple[FlatGroup, ...], setup: ZeroSetup) -> HostMemory:
     """With offload: master weights, their gradients and a buffer for the new parameters (pinned), its states (not),
     a buffer of the largest parameter and, for stage 2 to accumulate in, each parameter that this rank has a part of."""
-    host = HostMemory(layout.offload_optimizer.pin_memory)
-    if layout.offload_optimizer.device == "none":
+    host = HostMemory(setup.zero.offload_optimizer.pin_memory)
+    if setup.zero.offload_optimizer.device == "none":
         return host
     for group in groups:
         host.pinned(group.partition, "fp32")
         host.pinned(group.partition, "fp32")
-        host.pinned(group.partition, layout.model_dtype)
+        host.pinned(group.partition, setup.config.model_dtype)
         host.pageable(len(group.optimizer.states) * group.partition, "fp32")
-    host.pinned(max(tensor.elements for tensor in tensors.all), layout.model_dtype)
-    if layout.zero_stage == 2 and layout.gradient_accumulation_steps > 1 and not _is_compact(layout):
+    host.pinned(max(tensor.elements for tensor in tensors.all), setup.config.model_dtype)
+    if setup.stage == 2 and setup.accumulates and not _is_compact(setup):
         for group in groups:
             for tensor in group.tensors:
                 if tensor.index in group.local:
-                    host.pinned(tensor.elements, layout.model_dtype)
+                    host.pinned(tensor.elements, setup.config.model_dtype)
     return host
 
 
-def _is_compact(layout: EngineLayout) -> bool:
+def _is_compact(setup: ZeroSetup) -> bool:
     """_use_compact_grad_partition_buffer: sums in fp32 of gradients in 16 bit lie in one flat buffer per group."""
-    return layout.grad_accum_dtype == "fp32" and layout.model_dtype != "fp32"
+    return setup.config.grad_accum_dtype == "fp32" and setup.config.model_dtype != "fp32"
 
 
 @dataclass
@@ -86,21 +86,21 @@ class _Walk:
     """One optimizer step, allocation by allocation: what is alive beyond the resident memory."""
 
     tensors: ParameterTensors
-    layout: EngineLayout
+    setup: ZeroSetup
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
-        layout = self.layout
-        self.groups = build_flat_groups(self.tensors, layout)
+        setup = self.setup
+        self.groups = build_flat_groups(self.tensors, setup)
         self.group_of = {tensor.index: group for group in self.groups for tensor in group.tensors}
-        self.dtype = layout.model_dtype
-        self.offload = layout.offload_optimizer.device != "none"
-        self.contiguous = layout.contiguous_gradients or self.offload
-        self.compact = _is_compact(layout)
+        self.dtype = setup.config.model_dtype
+        self.offload = setup.zero.offload_optimizer.device != "none"
+        self.contiguous = setup.zero.contiguous_gradients or self.offload
+        self.compact = _is_compact(setup)
         # Stage 1 with gradients in another type keeps them as `param.grad_accum`.
-        self.as_attribute = layout.zero_stage == 1 and layout.grad_accum_dtype != self.dtype
-        self.reduced_dtype: Dtype = layout.grad_accum_dtype if self.as_attribute else self.dtype
-        self.communication_dtype = layout.communication_dtype
+        self.as_attribute = setup.stage == 1 and setup.config.grad_accum_dtype != self.dtype
+        self.reduced_dtype: Dtype = setup.config.grad_accum_dtype if self.as_attribute else self.dtype
+        self.communication_dtype = setup.config.communication_data_type
         self.bucket_bytes = 0
         self.partition_bytes = 0
         self.micro_step = -1
@@ -124,15 +124,15 @@ class _Walk:
         """setup_buckets: one whole bucket, two with overlap_comm. At stage 1 it stays from the first micro-step to the
         end of the last backward pass."""
         if self.contiguous and not self.bucket_bytes:
-            count = 2 if self.layout.overlap_comm else 1
-            self.bucket_bytes = count * tensor_bytes(self.layout.reduce_bucket_size, self.reduced_dtype)
+            count = 2 if self.setup.zero.overlap_comm else 1
+            self.bucket_bytes = count * tensor_bytes(self.setup.zero.reduce_bucket_size, self.reduced_dtype)
             self.tally.hold("buckets", self.bucket_bytes)
 
     def hook(self, tensor: ParameterTensor) -> None:
         """process_gradients: the gradient is complete."""
         self._setup_buckets()
         self._settle(tensor)
-        if self.layout.zero_stage == 2 or (self.layout.overlap_comm and self.boundary):
+        if self.setup.stage == 2 or (self.setup.zero.overlap_comm and self.boundary):
             self._reduce(tensor)
 
     def _settle(self, tensor: ParameterTensor) -> None:
@@ -154,7 +154,7 @@ class _Walk:
     def _reduce(self, tensor: ParameterTensor) -> None:
         """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced first when it is full. A
         parameter larger than the bucket is reduced where it lies."""
-        size = self.layout.reduce_bucket_size
+        size = self.setup.zero.reduce_bucket_size
         if self.bucket_elements + tensor.elements > size:
             self._flush()
         if self.contiguous:
@@ -171,7 +171,7 @@ class _Walk:
             return
         if not self.contiguous:
             self._allreduce_gradients()
-        elif self.layout.reduce_scatter:
+        elif self.setup.zero.reduce_scatter:
             self._make_compact()
             self._average()
         else:
@@ -220,7 +220,7 @@ class _Walk:
                     slices[-1] = (rank, slices[-1][1] + length, False)
                 else:
                     slices.append((rank, length, is_summed))
-        if self.layout.use_multi_rank_bucket_allreduce:
+        if self.setup.zero.use_multi_rank_bucket_allreduce:
             self._allreduce(slices)
             return
         for owner in sorted({rank for rank, _, _ in slices}):
@@ -233,7 +233,7 @@ class _Walk:
         for position, piece in enumerate(slices):
             chunk.append(piece)
             elements += piece[1]
-            if elements <= self.layout.reduce_bucket_size and position < len(slices) - 1:
+            if elements <= self.setup.zero.reduce_bucket_size and position < len(slices) - 1:
                 continue
             self._allreduce_copy(elements, chunk, is_single=len(chunk) == 1)
             chunk, elements = [], 0
@@ -277,9 +277,9 @@ class _Walk:
                 self._make_grads_in_partition()
             elif not self.as_attribute:
                 return
-        elif is_local or self.layout.zero_stage == 1:
+        elif is_local or self.setup.stage == 1:
             return
-        elif self.layout.overlap_comm and not self.contiguous:
+        elif self.setup.zero.overlap_comm and not self.contiguous:
             self.reduced_before.append(tensor)
             return
         self.tally.drop("gradients", self.own.pop(tensor.index, 0))
@@ -303,11 +303,11 @@ class _Walk:
 
     def end(self) -> None:
         """reduce_gradients and independent_gradient_partition_epilogue; at stage 1 in the last micro-step only."""
-        if self.layout.zero_stage == 1:
+        if self.setup.stage == 1:
             if not self.boundary:
                 return
-            if not self.layout.overlap_comm:
-                for _, members in self.layout.optimizer.group_tensors(self.tensors.all):
+            if not self.setup.zero.overlap_comm:
+                for _, members in self.setup.optimizer.group_tensors(self.tensors.all):
                     for tensor in members:
                         self._reduce(tensor)
         self._flush()
@@ -331,7 +331,7 @@ class _Walk:
     def _has_views(self) -> bool:
         """Whether other ranks' gradients still are views of the bucket."""
         return any(
-            tensor.index not in group.local and tensor.elements <= self.layout.reduce_bucket_size
+            tensor.index not in group.local and tensor.elements <= self.setup.zero.reduce_bucket_size
             for group in self.groups
             for tensor in group.tensors
         )

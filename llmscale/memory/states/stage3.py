@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.config.deepspeed.schema import OffloadOptimizer, OffloadParam
 from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.breakdown import Breakdown
@@ -26,8 +27,7 @@ from llmscale.memory.states.stage3_trace import Event, Pass, Stage3Trace
 from llmscale.memory.states.state_memory import BackwardMoment, HostMemory, StateMemory
 from llmscale.memory.zero_settings import (
     BYTES_PER_ELEMENT,
-    EngineLayout,
-    OffloadLayout,
+    ZeroSetup,
     state_tensor_bytes,
     tensor_bytes,
 )
@@ -39,30 +39,35 @@ _NORM_ELEMENTS = 250_000_000
 _SMALLEST_SWAP_BYTES = 2**20
 
 
-def estimate_stage3(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> StateMemory:
+def estimate_stage3(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> StateMemory:
     """`recomputes`: blocks run forward again in the backward pass, and so are gathered again."""
-    followed = _follow(tensors, _as_the_gpu_sees_it(layout), recomputes)
-    sub_groups = _build_sub_groups(tensors, layout)
+    followed = _follow(tensors, _as_the_gpu_sees_it(setup), recomputes)
+    sub_groups = _build_sub_groups(tensors, setup)
     return StateMemory(
-        resident=_resident(tensors, sub_groups, layout),
+        resident=_resident(tensors, sub_groups, setup),
         forward_course=followed.forward,
         backward_course=followed.backward,
-        step=_step(tensors, sub_groups, layout),
-        host_bytes=_host_bytes(sub_groups, layout),
-        nvme_bytes=_nvme_bytes(sub_groups, layout),
+        step=_step(tensors, sub_groups, setup),
+        host_bytes=_host_bytes(sub_groups, setup),
+        nvme_bytes=_nvme_bytes(sub_groups, setup),
     )
 
 
-def _as_the_gpu_sees_it(layout: EngineLayout) -> EngineLayout:
-    """The same for all layouts whose micro-steps are alike: only whether something is offloaded matters, not where."""
-    sections = (layout.offload_optimizer, layout.offload_param)
-    optimizer, parameters = (OffloadLayout("none" if section.device == "none" else "cpu") for section in sections)
-    return replace(layout, offload_optimizer=optimizer, offload_param=parameters)
+def _as_the_gpu_sees_it(setup: ZeroSetup) -> ZeroSetup:
+    """Return one setup for all whose micro-steps are alike: whether something is offloaded matters, not where."""
+    offloads = {
+        "offload_optimizer": OffloadOptimizer(
+            device="none" if setup.zero.offload_optimizer.device == "none" else "cpu"
+        ),
+        "offload_param": OffloadParam(device="none" if setup.zero.offload_param.device == "none" else "cpu"),
+    }
+    zero = setup.zero.model_copy(update=offloads)
+    return replace(setup, config=setup.config.model_copy(update={"zero_optimization": zero}))
 
 
-def count_gathers(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> tuple[Gathers, Gathers]:
+def count_gathers(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> tuple[Gathers, Gathers]:
     """Of a micro-step's forward and backward pass. What stays gathered between steps is not among them."""
-    followed = _follow(tensors, _as_the_gpu_sees_it(layout), recomputes)
+    followed = _follow(tensors, _as_the_gpu_sees_it(setup), recomputes)
     return followed.forward_gathers, followed.backward_gathers
 
 
@@ -77,9 +82,9 @@ class _Followed:
 
 
 @lru_cache(maxsize=32)
-def _follow(tensors: ParameterTensors, layout: EngineLayout, recomputes: bool) -> _Followed:
+def _follow(tensors: ParameterTensors, setup: ZeroSetup, recomputes: bool) -> _Followed:
     """The rows of one table share it."""
-    walk = _Walk(tensors, layout, recomputes)
+    walk = _Walk(tensors, setup, recomputes)
     forward = walk.forward()
     gathers = walk.parameters.gathers
     return _Followed(forward, walk.backward(), gathers, walk.parameters.gathers.plus(gathers, -1))
@@ -119,60 +124,66 @@ def _parts(elements: int, shard: int, ranks: int) -> tuple[Part, ...]:
     return tuple(Part(rank, rank * shard, min(shard, elements - rank * shard)) for rank in holders)
 
 
-def _build_sub_groups(tensors: ParameterTensors, layout: EngineLayout) -> list[_SubGroup]:
+def _build_sub_groups(tensors: ParameterTensors, setup: ZeroSetup) -> list[_SubGroup]:
     """A sub-group is closed when a rank's part of it has reached `sub_group_size` (_create_fp16_sub_groups)."""
     found: list[_SubGroup] = []
-    for index, (group, members) in enumerate(layout.optimizer.group_tensors(tensors.all)):
+    for index, (group, members) in enumerate(setup.optimizer.group_tensors(tensors.all)):
         current: list[int] = []
         for position, tensor in enumerate(members):
-            current.append(shard_elements(tensor, layout.ranks.shard_ranks))
-            if sum(current) >= layout.sub_group_size or position == len(members) - 1:
+            current.append(shard_elements(tensor, setup.shard_ranks))
+            if sum(current) >= setup.zero.sub_group_size or position == len(members) - 1:
                 together = tuple(members[position + 1 - len(current) : position + 1])
                 found.append(_SubGroup(index, group, together, tuple(current)))
                 current = []
     return found
 
 
-def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> Breakdown:
+def _resident(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> Breakdown:
     """The shards in one flat tensor, persistent parameters whole, the sums of gradients in one flat tensor, the bucket;
     an fp32 copy of each sub-group, in fp32 as well, and the optimizer's states."""
-    ranks, dtype = layout.ranks.shard_ranks, layout.model_dtype
+    ranks, dtype = setup.shard_ranks, setup.config.model_dtype
     sizes = [sub_group.elements for sub_group in sub_groups]
     parameters = optimizer = gradients = 0
-    if layout.offload_param.device == "none":
+    if setup.zero.offload_param.device == "none":
         parameters = tensor_bytes(sum(sizes), dtype)
-    if ranks > 1 or layout.offload_param.device != "none":
-        persistent = persistent_parameters(tensors.all, layout).values()
+    if ranks > 1 or setup.zero.offload_param.device != "none":
+        persistent = persistent_parameters(tensors.all, setup).values()
         parameters += sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, dtype) for tensor in persistent)
-    if layout.offload_optimizer.device == "none":
+    if setup.zero.offload_optimizer.device == "none":
         optimizer = sum(
             tensor_bytes(sub_group.elements, "fp32") + state_tensor_bytes(sub_group.group, sub_group.elements)
             for sub_group in sub_groups
         )
-        gradients = tensor_bytes(sum(sizes), layout.grad_accum_dtype)
-    bucket = tensor_bytes(layout.reduce_bucket_size, layout.communication_dtype) if layout.contiguous_gradients else 0
+        gradients = tensor_bytes(sum(sizes), setup.config.grad_accum_dtype)
+    bucket = (
+        tensor_bytes(setup.zero.reduce_bucket_size, setup.config.communication_data_type)
+        if setup.zero.contiguous_gradients
+        else 0
+    )
     return Breakdown(
         parameters_bytes=parameters, gradients_bytes=gradients, optimizer_bytes=optimizer, buckets_bytes=bucket
     )
 
 
-def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> Breakdown:
+def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> Breakdown:
     """step: persistent parameters are released until its end, when hpZ's copies go too; the norm in fp64; then
     sub-group by sub-group the flattened gradients and their fp32 copy. In fp16 the check for overflows makes copies of
     all gradients."""
     tally = Tally()
-    ranks, accumulated = layout.ranks.shard_ranks, layout.grad_accum_dtype
-    if layout.offload_optimizer.device != "none":
+    ranks, accumulated = setup.shard_ranks, setup.config.grad_accum_dtype
+    if setup.zero.offload_optimizer.device != "none":
         for sub_group in sub_groups:
             tally.touch("temporaries", sub_group.orthogonalising_bytes(ranks, from_host=True))
         return tally.take_peak()
-    if ranks > 1 or layout.offload_param.device != "none":
-        persistent = persistent_parameters(tensors.all, layout).values()
-        released = sum(tensor_bytes(shard_elements(tensor, ranks) * ranks, layout.model_dtype) for tensor in persistent)
+    if ranks > 1 or setup.zero.offload_param.device != "none":
+        persistent = persistent_parameters(tensors.all, setup).values()
+        released = sum(
+            tensor_bytes(shard_elements(tensor, ranks) * ranks, setup.config.model_dtype) for tensor in persistent
+        )
         tally.drop("parameters", released)
-    tally.hold("parameters", sum(second_copies(tensors.all, layout).values()))
+    tally.hold("parameters", sum(second_copies(tensors.all, setup).values()))
     everything = sum(sub_group.elements for sub_group in sub_groups)
-    if layout.precision == "fp16":
+    if setup.config.precision == "fp16":
         tally.touch("temporaries", tensor_bytes(everything, accumulated) + tensor_bytes(everything, "fp16") // 2)
     for sub_group in sub_groups:
         for shard in sub_group.shards:
@@ -184,24 +195,24 @@ def _step(tensors: ParameterTensors, sub_groups: Sequence[_SubGroup], layout: En
     return tally.take_peak()
 
 
-def _host_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
+def _host_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
     """In host memory, by one rank."""
     everything = sum(sub_group.elements for sub_group in sub_groups)
-    states, parameters = layout.offload_optimizer, layout.offload_param
+    states, parameters = setup.zero.offload_optimizer, setup.zero.offload_param
     host = HostMemory(pin_memory=True)
     if parameters.device != "none":
         # _create_param_groups_fp16_flat_cpu_memory: page-locked, whatever the config says.
         for index in sorted({sub_group.index for sub_group in sub_groups}):
-            host.pinned(_elements_in_host(index, sub_groups, layout), layout.model_dtype)
+            host.pinned(_elements_in_host(index, sub_groups, setup), setup.config.model_dtype)
     if parameters.device == "nvme":
         # AsyncPartitionedParameterSwapper: its buffers, and a swap space for the largest sub-group not in memory.
-        host.pageable(parameters.buffer_count * parameters.buffer_size, layout.model_dtype)
-        swapped = [sub_group.elements for sub_group in sub_groups if not _is_in_host(sub_group, sub_groups, layout)]
-        host.pageable(max(swapped, default=0), layout.model_dtype)
+        host.pageable(parameters.buffer_count * parameters.buffer_size, setup.config.model_dtype)
+        swapped = [sub_group.elements for sub_group in sub_groups if not _is_in_host(sub_group, sub_groups, setup)]
+        host.pageable(max(swapped, default=0), setup.config.model_dtype)
     host.pin_memory = states.pin_memory
     if states.device != "none":
         # grad_partitions_flat_buffer in _setup_for_real_optimizer.
-        host.pinned(everything, layout.grad_accum_dtype)
+        host.pinned(everything, setup.config.grad_accum_dtype)
     if states.device == "nvme":
         # SwapBufferManager of the OptimizerSwapper.
         host.pageable(states.buffer_count * max(sub_group.elements for sub_group in sub_groups), "fp32")
@@ -213,15 +224,15 @@ def _host_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
     return host.num_bytes
 
 
-def _nvme_bytes(sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
+def _nvme_bytes(sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
     """In files, by one rank."""
     num_bytes = 0
     for sub_group in sub_groups:
-        if layout.offload_optimizer.device == "nvme" and _is_swapped(sub_group):
+        if setup.zero.offload_optimizer.device == "nvme" and _is_swapped(sub_group):
             # With the gradient, which the step reads too.
             num_bytes += (sub_group.group.state_bytes + BYTES_PER_ELEMENT["fp32"]) * sub_group.elements
-        if layout.offload_param.device == "nvme" and not _is_in_host(sub_group, sub_groups, layout):
-            num_bytes += BYTES_PER_ELEMENT[layout.model_dtype] * sub_group.elements
+        if setup.zero.offload_param.device == "nvme" and not _is_in_host(sub_group, sub_groups, setup):
+            num_bytes += BYTES_PER_ELEMENT[setup.config.model_dtype] * sub_group.elements
     return num_bytes
 
 
@@ -230,16 +241,16 @@ def _is_swapped(sub_group: _SubGroup) -> bool:
     return sub_group.elements * BYTES_PER_ELEMENT["fp32"] >= _SMALLEST_SWAP_BYTES
 
 
-def _elements_in_host(index: int, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> int:
+def _elements_in_host(index: int, sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> int:
     """Room for a group's parameters: all of them, or what `max_in_cpu` leaves after the groups before."""
     own = sum(sub_group.elements for sub_group in sub_groups if sub_group.index == index)
-    if layout.offload_param.device == "cpu":
+    if setup.zero.offload_param.device == "cpu":
         return own
     before = sum(sub_group.elements for sub_group in sub_groups if sub_group.index < index)
-    return max(0, min(own, layout.offload_param.max_in_cpu - before))
+    return max(0, min(own, setup.zero.offload_param.max_in_cpu - before))
 
 
-def _is_in_host(sub_group: _SubGroup, sub_groups: Sequence[_SubGroup], layout: EngineLayout) -> bool:
+def _is_in_host(sub_group: _SubGroup, sub_groups: Sequence[_SubGroup], setup: ZeroSetup) -> bool:
     """Whether a sub-group's parameters lie within their group's room (_create_fp16_partitions_with_defragmentation)."""
     end = 0
     for other in sub_groups:
@@ -247,7 +258,7 @@ def _is_in_host(sub_group: _SubGroup, sub_groups: Sequence[_SubGroup], layout: E
             end += other.elements
         if other is sub_group:
             break
-    return end <= _elements_in_host(sub_group.index, sub_groups, layout)
+    return end <= _elements_in_host(sub_group.index, sub_groups, setup)
 
 
 @dataclass
@@ -255,15 +266,15 @@ class _Walk:
     """One micro-step: what is alive beyond the resident memory."""
 
     tensors: ParameterTensors
-    layout: EngineLayout
+    setup: ZeroSetup
     recomputes: bool
     tally: Tally = field(default_factory=Tally)
 
     def __post_init__(self) -> None:
-        self.trace = _trace(self.tensors, self.recomputes, self.layout.stage3_max_reuse_distance)
-        self.parameters = Stage3Parameters(self.trace, self.layout, self.tally)
-        self.dtype = self.layout.model_dtype
-        self.communication = self.layout.communication_dtype
+        self.trace = _trace(self.tensors, self.recomputes, self.setup.zero.stage3_max_reuse_distance)
+        self.parameters = Stage3Parameters(self.trace, self.setup, self.tally)
+        self.dtype = self.setup.config.model_dtype
+        self.communication = self.setup.config.communication_data_type
         self.bucket: list[ParameterTensor] = []
         self.bucket_elements = 0
         self.own_bytes = 0
@@ -346,10 +357,10 @@ class _Walk:
 
     def _reduce(self, tensor: ParameterTensor, num_bytes: int) -> None:
         """reduce_independent_p_g_buckets_and_remove_grads: into the bucket, which is reduced first when it is full."""
-        size = self.layout.reduce_bucket_size
+        size = self.setup.zero.reduce_bucket_size
         if self.bucket and self.bucket_elements + tensor.elements > size:
             self._flush()
-        if self.layout.contiguous_gradients and self.bucket_elements + tensor.elements <= size:
+        if self.setup.zero.contiguous_gradients and self.bucket_elements + tensor.elements <= size:
             self.tally.drop("gradients", num_bytes)
         else:
             self.own_bytes += num_bytes
@@ -362,9 +373,9 @@ class _Walk:
         """__reduce_and_partition_ipg_grads."""
         if not self.bucket:
             return
-        layout = self.layout
-        fits = layout.contiguous_gradients and self.bucket_elements <= layout.reduce_bucket_size
-        if fits and not layout.reduce_scatter:
+        setup = self.setup
+        fits = setup.zero.contiguous_gradients and self.bucket_elements <= setup.zero.reduce_bucket_size
+        if fits and not setup.zero.reduce_scatter:
             self._allreduce()
         else:
             self._reduce_scatter()
@@ -373,33 +384,33 @@ class _Walk:
 
     def _allreduce(self) -> None:
         """__avg_scatter_contiguous_grads: the scaled bucket is a copy, and so is that in the type of the sums."""
-        scaled = tensor_bytes(self.bucket_elements, self.communication) if self.layout.ranks.shard_ranks > 1 else 0
-        other = self.communication != self.layout.grad_accum_dtype
-        cast = tensor_bytes(self.bucket_elements, self.layout.grad_accum_dtype) if other else 0
+        scaled = tensor_bytes(self.bucket_elements, self.communication) if self.setup.shard_ranks > 1 else 0
+        other = self.communication != self.setup.config.grad_accum_dtype
+        cast = tensor_bytes(self.bucket_elements, self.setup.config.grad_accum_dtype) if other else 0
         self.tally.touch("buckets", scaled + cast)
 
     def _reduce_scatter(self) -> None:
         """__avg_scatter_grads and reduce_scatter_coalesced: padded pieces of all gradients in one flat tensor, which a
         single gradient that divides evenly does not need; then each piece in the type of the sums."""
-        ranks, layout = self.layout.ranks.shard_ranks, self.layout
+        ranks, setup = self.setup.shard_ranks, self.setup
         casts = self.cast_bytes
         shards = [shard_elements(tensor, ranks) for tensor in self.bucket]
         needs_copy = len(shards) > 1 or self.bucket[0].elements % ranks
         flat = tensor_bytes(sum(shards) * ranks, self.communication) if needs_copy else 0
         self.tally.hold("buckets", casts + flat)
-        other = self.communication != layout.grad_accum_dtype
-        pieces = sum(tensor_bytes(shard, layout.grad_accum_dtype) for shard in shards) if other else 0
+        other = self.communication != setup.config.grad_accum_dtype
+        pieces = sum(tensor_bytes(shard, setup.config.grad_accum_dtype) for shard in shards) if other else 0
         self.tally.hold("buckets", pieces)
         if other:
             self.tally.drop("buckets", casts + flat)
             casts = flat = 0
-        if layout.offload_optimizer.device != "none":
+        if setup.zero.offload_optimizer.device != "none":
             self._to_host(max(shards))
         self.tally.drop("buckets", casts + flat + pieces)
 
     def _to_host(self, shard: int) -> None:
         """partition_grads: the sum of a parameter's gradient visits the GPU, where its norm is taken in fp64."""
-        accumulated = tensor_bytes(shard, self.layout.grad_accum_dtype)
+        accumulated = tensor_bytes(shard, self.setup.config.grad_accum_dtype)
         norm = tensor_bytes(2 * min(shard, _NORM_ELEMENTS), "fp32")
-        cast = tensor_bytes(shard, "fp32") if self.layout.grad_accum_dtype != "fp32" else 0
+        cast = tensor_bytes(shard, "fp32") if self.setup.config.grad_accum_dtype != "fp32" else 0
         self.tally.touch("temporaries", accumulated + max(norm, cast))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from llmscale.architecture.parameter_list import ParameterTensor
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.stage3_trace import Pass, Stage3Trace
-from llmscale.memory.zero_settings import EngineLayout, tensor_bytes
+from llmscale.memory.zero_settings import ZeroSetup, tensor_bytes
 
 _NEVER = -1
 
@@ -43,11 +43,11 @@ class Gathers(NamedTuple):
 class Stage3Parameters:
     """Fetches and releases; what is gathered is held in `tally`, parameters that always stay excepted."""
 
-    def __init__(self, trace: Stage3Trace, layout: EngineLayout, tally: Tally) -> None:
-        self._trace, self._layout, self._tally = trace, layout, tally
+    def __init__(self, trace: Stage3Trace, setup: ZeroSetup, tally: Tally) -> None:
+        self._trace, self._setup, self._tally = trace, setup, tally
         used = [tensor for tensors in trace.parameters for tensor in tensors]
         self._elements = {tensor.index: tensor.elements for tensor in used}
-        self._persistent = persistent_parameters(used, layout)
+        self._persistent = persistent_parameters(used, setup)
         self._persistent_alike = self._is_alike_in_all_blocks(self._persistent)
         self._live: dict[int, int] = {}
         """Gathered parameters and the bytes of a storage of their own."""
@@ -55,9 +55,9 @@ class Stage3Parameters:
         self._users: dict[int, set[int]] = {}
         self.gathers = Gathers()
         """So far."""
-        self._uncopied = second_copies(used, layout)
+        self._uncopied = second_copies(used, setup)
         """Parameters that have no second copy yet, and its bytes."""
-        if layout.gradient_accumulation_steps > 1:
+        if setup.accumulates:
             # Those of the micro-steps before.
             gone = [self._uncopied.pop(index) for index in self._elements.keys() - self._persistent if self._uncopied]
             tally.hold("parameters", sum(gone))
@@ -97,8 +97,8 @@ class Stage3Parameters:
             discarded.add(tensor.index)
 
     def _prefetch(self) -> None:
-        layout, queue, marked = self._layout, self._trace.queue, self._marked
-        most = min(layout.stage3_max_live_parameters - self.available, layout.stage3_prefetch_bucket_size)
+        setup, queue, marked = self._setup, self._trace.queue, self._marked
+        most = min(setup.zero.stage3_max_live_parameters - self.available, setup.zero.stage3_prefetch_bucket_size)
         chosen: dict[int, ParameterTensor] = {}
         elements = 0
         while self._place < len(queue) and elements < most:
@@ -132,8 +132,8 @@ class Stage3Parameters:
         """One parameter is gathered into its own storage; several into a flat tensor, out of which they are copied.
         With one rank there is nothing to gather, and a copy only where the shards lie on the host."""
         self.available += sum(tensor.elements for tensor in tensors)
-        dtype, ranks = self._layout.model_dtype, self._layout.ranks.shard_ranks
-        from_host = self._layout.offload_param.device != "none"
+        dtype, ranks = self._setup.config.model_dtype, self._setup.shard_ranks
+        from_host = self._setup.zero.offload_param.device != "none"
         if ranks == 1:
             for tensor in tensors:
                 num_bytes = tensor_bytes(tensor.elements, dtype) if from_host else 0
@@ -160,7 +160,7 @@ class Stage3Parameters:
         if not gather.done:
             gather.done = True
             for index in sorted(gather.waiting):
-                num_bytes = tensor_bytes(self._elements[index], self._layout.model_dtype)
+                num_bytes = tensor_bytes(self._elements[index], self._setup.config.model_dtype)
                 self._tally.hold("parameters", num_bytes)
                 self._live[index] = num_bytes
         gather.waiting.discard(tensor.index)
@@ -243,26 +243,26 @@ def shard_elements(tensor: ParameterTensor, shard_ranks: int) -> int:
     return -(-tensor.elements // shard_ranks)
 
 
-def second_copies(tensors: Iterable[ParameterTensor], layout: EngineLayout) -> dict[int, int]:
+def second_copies(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, int]:
     """Bytes of hpZ's copy of each parameter, by index: made when it is first released (_partition_param_sec), and given
     up at the end of the optimizer step. A rank has its part of a group's."""
-    ranks, group = layout.ranks.shard_ranks, layout.zero_hpz_partition_size
+    ranks, group = setup.shard_ranks, setup.zero.zero_hpz_partition_size
     if group == 1:
         return {}
     return {
-        tensor.index: tensor_bytes(shard_elements(tensor, ranks) * ranks // group, layout.model_dtype)
+        tensor.index: tensor_bytes(shard_elements(tensor, ranks) * ranks // group, setup.config.model_dtype)
         for tensor in tensors
     }
 
 
-def persistent_parameters(tensors: Iterable[ParameterTensor], layout: EngineLayout) -> dict[int, ParameterTensor]:
+def persistent_parameters(tensors: Iterable[ParameterTensor], setup: ZeroSetup) -> dict[int, ParameterTensor]:
     """Parameters that stay gathered between steps (DeepSpeedZeRoOffload.mark_persistent_parameters)."""
     chosen: dict[int, ParameterTensor] = {}
     total = 0
     for index, tensor in sorted({tensor.index: tensor for tensor in tensors}.items()):
-        if total + tensor.elements > layout.stage3_model_persistence_threshold:
+        if total + tensor.elements > setup.zero.stage3_model_persistence_threshold:
             continue
-        if tensor.elements <= layout.stage3_param_persistence_threshold:
+        if tensor.elements <= setup.zero.stage3_param_persistence_threshold:
             chosen[index] = tensor
             total += tensor.elements
     return chosen

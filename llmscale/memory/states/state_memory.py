@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmscale.config.deepspeed.sections import Dtype
+from llmscale.config.deepspeed.schema import Dtype
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.zero_settings import BYTES_PER_ELEMENT
 

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from llmscale.config.hardware import find_gpu
 from llmscale.engine.timing import Phase
 from llmscale.errors import LlmscaleError
-from llmscale.memory.zero_settings import build_layout
 from llmscale.planning.step_parts import predict_step_parts
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
@@ -135,11 +134,8 @@ class ProfileSteps(StepAction):
         gpu = find_gpu(live.world.device_name)
         if gpu is None or not resolved.optimizer.steps_shards:
             return {}
-        layout = build_layout(resolved.ds_config, resolved.plan.ranks, resolved.optimizer.on_gpu(gpu.capability))
         compiled = live.run.compilation.backend is not None
-        return predict_step_parts(
-            resolved, layout, gpu, gpus_per_node=max(live.world.ranks_per_node), compiled_blocks=compiled
-        )
+        return predict_step_parts(resolved, gpu, gpus_per_node=max(live.world.ranks_per_node), compiled_blocks=compiled)
 
 
 def _synchronise() -> None:

@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.device_settings import set_allocator_default
 from llmscale.memory.estimate import estimate_memory
-from llmscale.memory.zero_settings import build_layout
 from scripts.bench.harness import (
     GIB,
     REPOSITORY,
@@ -248,10 +247,7 @@ def measure_here(how: str, cell: Cell) -> Row:
     """Return a cell's peak and all estimates, in bytes. Imports torch after the allocator is set."""
     config, run = resolve(cell)
     measured = measure_on_gpu(cell, config, run) if how == "gpu" else measure_dry(run)
-    layout = build_layout(run.ds_config, run.plan.ranks)
-    estimate = estimate_memory(
-        run.shape, cell.micro_batch_size, layout, run.checkpointing, loss_chunk_tokens=run.loss.chunk_tokens
-    )
+    estimate = estimate_memory(run)
     estimates = {
         "llmscale": estimate.peak.total_bytes,
         "deepspeed": deepspeed_bytes(cell, run.shape),

@@ -15,7 +15,7 @@ import pytest
 
 from llmscale.cli.main import main
 from llmscale.config.arguments import parse_run_config
-from llmscale.config.deepspeed.schema import read_ds_config
+from llmscale.config.deepspeed.resolve import read_ds_config
 from llmscale.config.hf_model import with_published_shape
 from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.resolve import SetFacts, resolve_shape

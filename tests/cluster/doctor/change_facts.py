@@ -24,7 +24,7 @@ from llmscale.cluster.doctor.software import (
 from llmscale.cluster.doctor.system import check_system
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import build_run_config
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from tests.cluster.doctor.healthy_facts import break_host
 
 NVME_OPS = ("pin_memory", "async_io")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cluster.doctor.system import main, needed_ops
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from tests.conftest import REPOSITORY
 
 

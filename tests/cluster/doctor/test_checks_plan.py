@@ -9,7 +9,7 @@ from llmscale.cluster.doctor.rows import CheckRow
 from llmscale.cluster.doctor.run import check_plan
 from llmscale.cluster.hostfile import Host
 from llmscale.config.arguments import build_run_config
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.planning.disk_usage import checkpoints_at_once
 from tests.cluster.doctor.healthy_facts import GIB, break_host, build_pair
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmscale.config.deepspeed.problems import find_problems
+from llmscale.config.deepspeed.rules import find_problems
 
 
 def test_a_good_config_has_none() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.deepspeed.rules import EFFECTIVE_STAGES
-from llmscale.config.deepspeed.schema import parse_ds_config
-from llmscale.config.deepspeed.sections import ZeroOptimization
+from llmscale.config.deepspeed.schema import ZeroOptimization
 from llmscale.errors import ConfigError
 
 BF16 = {"bf16": {"enabled": True}}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.deepspeed.schema import DsConfig, load_ds_config, parse_ds_config, read_ds_config
-from llmscale.config.deepspeed.unsupported import UNSUPPORTED
+from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config, read_ds_config
+from llmscale.config.deepspeed.rules import UNSUPPORTED
 from llmscale.errors import ConfigError
 
 
@@ -271,7 +271,7 @@ def test_it_answers_without_torch_and_quickly(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     code = (
-        "import sys; from pathlib import Path; from llmscale.config.deepspeed.schema import read_ds_config;"
+        "import sys; from pathlib import Path; from llmscale.config.deepspeed.resolve import read_ds_config;"
         "import llmscale.config.deepspeed.resolve; read_ds_config(Path(sys.argv[1]));"
         "print(sorted({'torch', 'deepspeed', 'streaming', 'numpy'} & set(sys.modules)))"
     )

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.config.deepspeed.sections import CheckpointingMode, Precision
+from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import LossSettings
 from llmscale.config.presets import PRESETS
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.presets import PRESETS
 from llmscale.dry_run.factor import factor_traces

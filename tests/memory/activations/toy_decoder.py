@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from llmscale.config.deepspeed.sections import CheckpointingMode
+from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.dry_run.factor import factor_traces
 from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint

@@ -14,13 +14,13 @@ import warnings
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, resolve_step
 from llmscale.memory.states.by_stage import estimate_states
 from llmscale.memory.states.state_memory import StateMemory
-from llmscale.memory.zero_settings import build_layout
+from llmscale.memory.zero_settings import zero_setup
 
 #: Large enough that step counts and rounding do not matter, with activations that hardly exist.
 SHAPE = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8)
@@ -45,8 +45,7 @@ def capability_of(cell: dict) -> ComputeCapability | None:
 
 def estimate(cell: dict) -> StateMemory:
     resolved = resolve(cell)
-    layout = build_layout(resolved.ds_config, resolved.plan.ranks, resolved.optimizer.on_gpu(capability_of(cell)))
-    return estimate_states(SHAPE, layout, resolved.checkpointing)
+    return estimate_states(SHAPE, zero_setup(resolved, capability_of(cell)), resolved.checkpointing)
 
 
 def compare(cell: dict) -> dict[str, object]:

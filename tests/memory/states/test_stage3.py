@@ -9,17 +9,17 @@ import pytest
 from llmscale.architecture.parameter_list import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
-from llmscale.config.deepspeed.resolve import resolve_ds_config
-from llmscale.config.deepspeed.schema import parse_ds_config
+from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import resolve_step
 from llmscale.memory.states import stage3
 from llmscale.memory.states.stage3 import estimate_stage3
 from llmscale.memory.states.stage3_parameters import Stage3Parameters
 from llmscale.memory.states.state_memory import StateMemory
-from llmscale.memory.zero_settings import EngineLayout, build_layout
+from llmscale.memory.zero_settings import ZeroSetup, zero_setup
 
 
-def layout_of(shape: GPTShape, rng: random.Random) -> EngineLayout:
+def setup_of(shape: GPTShape, rng: random.Random) -> ZeroSetup:
     """Limits from a tenth of a block to many of them."""
     block = shape.architecture.block_parameters
 
@@ -43,12 +43,12 @@ def layout_of(shape: GPTShape, rng: random.Random) -> EngineLayout:
             zero[section] = {"device": "cpu"}
     config = {"zero_optimization": zero, "bf16": {"enabled": True}}
     plan = BatchPlan(2 * ranks, 1, 2, ParallelLayout(ranks), shape.seq_len)
-    return build_layout(resolve_ds_config(parse_ds_config(config, "test"), shape, plan), plan.ranks)
+    return zero_setup(resolve_step(parse_ds_config(config, "test"), shape, plan, "none"))
 
 
-def estimate(shape: GPTShape, layout: EngineLayout, recomputes: bool) -> StateMemory:
+def estimate(shape: GPTShape, setup: ZeroSetup, recomputes: bool) -> StateMemory:
     stage3._follow.cache_clear()
-    return estimate_stage3(ParameterTensors(shape.architecture), layout, recomputes)
+    return estimate_stage3(ParameterTensors(shape.architecture), setup, recomputes)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -67,7 +67,7 @@ def test_nothing_changes_when_every_block_is_followed(seed: int, monkeypatch: py
             gated_mlp=rng.random() < 0.5,
             tied=rng.random() < 0.5,
         )
-        cases.append((shape, layout_of(shape, rng), rng.random() < 0.5))
+        cases.append((shape, setup_of(shape, rng), rng.random() < 0.5))
     skipping = [estimate(*case) for case in cases]
     monkeypatch.setattr(Stage3Parameters, "equal_blocks", lambda *_: 0)
     assert [estimate(*case) for case in cases] == skipping
@@ -77,7 +77,7 @@ def test_of_a_large_model_few_blocks_are_followed(monkeypatch: pytest.MonkeyPatc
     shape = GPTShape(n_layer=96, n_head=96, n_embd=12288, vocab_size=50257, seq_len=2048)
     config = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
     plan = BatchPlan(1024, 1, 1, ParallelLayout(1024), shape.seq_len)
-    layout = build_layout(resolve_ds_config(parse_ds_config(config, "test"), shape, plan), plan.ranks)
+    setup = zero_setup(resolve_step(parse_ds_config(config, "test"), shape, plan, "none"))
     fetched: list[int] = []
     fetch = Stage3Parameters.fetch
 
@@ -86,6 +86,6 @@ def test_of_a_large_model_few_blocks_are_followed(monkeypatch: pytest.MonkeyPatc
         fetch(self, module)
 
     monkeypatch.setattr(Stage3Parameters, "fetch", count)
-    states = estimate(shape, layout, recomputes=False)
+    states = estimate(shape, setup, recomputes=False)
     assert len(states.forward_course) == 99
     assert len(fetched) < 2 * 10 * 13

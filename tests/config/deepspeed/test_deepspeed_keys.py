@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 from pydantic import BaseModel
 
-from llmscale.config.deepspeed import sections as ds_sections
-from llmscale.config.deepspeed.sections import DsFile, Section
-from llmscale.config.deepspeed.unsupported import UNSUPPORTED
+from llmscale.config.deepspeed import schema as ds_schema
+from llmscale.config.deepspeed.rules import UNSUPPORTED
+from llmscale.config.deepspeed.schema import DsFile, Section
 
 deepspeed = pytest.importorskip("deepspeed")
 
@@ -41,15 +41,15 @@ def pydantic_sections() -> list[tuple[str, type[Section], type[BaseModel]]]:
 
     zero = "zero_optimization"
     return [
-        (zero, ds_sections.ZeroOptimization, DeepSpeedZeroConfig),
-        (f"{zero}.offload_optimizer", ds_sections.OffloadOptimizer, DeepSpeedZeroOffloadOptimizerConfig),
-        (f"{zero}.offload_param", ds_sections.OffloadParam, DeepSpeedZeroOffloadParamConfig),
-        ("bf16", ds_sections.Bf16, DeepSpeedBF16Config),
-        ("fp16", ds_sections.Fp16, DeepSpeedFP16Config),
-        ("comms_logger", ds_sections.CommsLogger, CommsLoggerConfig),
-        ("tensorboard", ds_sections.FileMonitor, TensorBoardConfig),
-        ("csv_monitor", ds_sections.FileMonitor, CSVConfig),
-        ("timers.throughput", ds_sections.ThroughputTimer, DeepSpeedThroughputTimerConfig),
+        (zero, ds_schema.ZeroOptimization, DeepSpeedZeroConfig),
+        (f"{zero}.offload_optimizer", ds_schema.OffloadOptimizer, DeepSpeedZeroOffloadOptimizerConfig),
+        (f"{zero}.offload_param", ds_schema.OffloadParam, DeepSpeedZeroOffloadParamConfig),
+        ("bf16", ds_schema.Bf16, DeepSpeedBF16Config),
+        ("fp16", ds_schema.Fp16, DeepSpeedFP16Config),
+        ("comms_logger", ds_schema.CommsLogger, CommsLoggerConfig),
+        ("tensorboard", ds_schema.FileMonitor, TensorBoardConfig),
+        ("csv_monitor", ds_schema.FileMonitor, CSVConfig),
+        ("timers.throughput", ds_schema.ThroughputTimer, DeepSpeedThroughputTimerConfig),
     ]
 
 
@@ -106,11 +106,11 @@ def test_every_key_that_deepspeed_asks_for_is_known() -> None:
     top = {key.split(".")[0] for key in asked}
     assert top - known("", DsFile) == set()
     sections: dict[str, type[Section]] = {
-        "activation_checkpointing": ds_sections.ActivationCheckpointing,
-        "aio": ds_sections.Aio,
-        "data_types": ds_sections.DataTypes,
-        "flops_profiler": ds_sections.FlopsProfiler,
-        "torch_autocast": ds_sections.TorchAutocast,
+        "activation_checkpointing": ds_schema.ActivationCheckpointing,
+        "aio": ds_schema.Aio,
+        "data_types": ds_schema.DataTypes,
+        "flops_profiler": ds_schema.FlopsProfiler,
+        "torch_autocast": ds_schema.TorchAutocast,
     }
     for name, section in sections.items():
         read = {key.split(".")[1] for key in asked if key.startswith(f"{name}.")}
