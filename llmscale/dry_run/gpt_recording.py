@@ -15,9 +15,8 @@ from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import LossSettings
-from llmscale.dry_run.factor import factor_traces
-from llmscale.dry_run.fake_world import fake_world
-from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
+from llmscale.dry_run.fakes import fake_world
+from llmscale.dry_run.recording import MicroStepTrace, factor_traces, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, RecordedSegment
 from llmscale.memory.activations.symbols import (

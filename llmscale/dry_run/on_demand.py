@@ -9,13 +9,18 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
+from llmscale.architecture.shape import GPTShape
 from llmscale.config.shipped import install_command
 from llmscale.errors import ConfigError
 from llmscale.memory.activations.recorded import NotRecorded, table_of
 from llmscale.memory.activations.recording_cache import cache_folder, write_recordings
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
+from llmscale.memory.breakdown import Breakdown
+from llmscale.memory.step_peaks import PHASES
+from llmscale.planning.largest_micro_batch import Fit
 
 Answer = TypeVar("Answer")
 #: Seconds of one branch on one core.
@@ -66,8 +71,8 @@ def _record(branches: Sequence[BlockBranch | EndsBranch], model: str) -> None:
         seconds = _IMPORT_S + _BRANCH_S * len(branches)
         _say(f"{model}: blocks that are in no table. Recording their memory once, about {seconds:.0f} s ...")
         began = time.perf_counter()
-        from llmscale.dry_run.factor import pack_branches
         from llmscale.dry_run.gpt_recording import record_branch
+        from llmscale.dry_run.recording import pack_branches
 
         gc.collect()
         gc.freeze()  # collections that a trace asks for need not look at what the libraries made
@@ -84,3 +89,29 @@ def _record(branches: Sequence[BlockBranch | EndsBranch], model: str) -> None:
 
 def _say(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
+
+
+if TYPE_CHECKING:
+    from llmscale.dry_run.engine import DryRun
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One row, counted and calculated."""
+
+    fit: Fit
+    dry_run: DryRun
+
+    @property
+    def phases(self) -> dict[str, tuple[Breakdown, Breakdown]]:
+        """Phase -> (dry run, closed form)."""
+        counted = {"forward": self.dry_run.forward, "backward": self.dry_run.backward, "step": self.dry_run.step}
+        return {phase: (counted[phase], self.fit.estimate.phase(phase)) for phase in PHASES}
+
+
+def compare_with_dry_run(fit: Fit, shape: GPTShape) -> Comparison:
+    """Imports torch and DeepSpeed. Raises ConfigError where they are missing, or for NVMe offload."""
+    with quiet_torch("--dry-run"):
+        from llmscale.dry_run.engine import dry_run
+
+        return Comparison(fit, dry_run(fit.step, fit.machines.capability))

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from llmscale.architecture.description import Architecture
 from llmscale.architecture.layers import attention, elementwise, embedding, head, linear, rms_norm
 from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.dry_run.fake_world import fake_world
+from llmscale.dry_run.fakes import fake_world
 from llmscale.memory.activations.recorded import evaluate_segments
 from tests import warm_start
 from tests.memory.activations.toy_decoder import (

@@ -13,7 +13,7 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.dry_run.comparison import compare_with_dry_run
+from llmscale.dry_run.on_demand import compare_with_dry_run
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_least

@@ -12,7 +12,7 @@ from llmscale.planning.ranked_configs import RankedConfig, Ranking
 from llmscale.planning.strategy import Strategy
 
 if TYPE_CHECKING:
-    from llmscale.dry_run.comparison import Comparison
+    from llmscale.dry_run.on_demand import Comparison
     from llmscale.planning.largest_model import LargestModel
 
 

@@ -30,7 +30,7 @@ from llmscale.terminal.colour import paint
 from llmscale.terminal.table import output_width, print_fitting, wrap_line, wrap_lines
 
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and --emit need
-    from llmscale.dry_run.comparison import Comparison
+    from llmscale.dry_run.on_demand import Comparison
 
 EXIT_NOTHING_FITS = 1
 #: Beside those of the model, what train.py must be told again of what the user said here.
@@ -70,7 +70,7 @@ def _names(paths: list[str]) -> list[str] | None:
 
 def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     """Of every file, else of the recommended row, else of the one that misses least."""
-    from llmscale.dry_run.comparison import compare_with_dry_run
+    from llmscale.dry_run.on_demand import compare_with_dry_run
 
     fits = ranking.fits
     if not search.files:

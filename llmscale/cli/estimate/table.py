@@ -15,7 +15,7 @@ from llmscale.planning.throughput import Throughput
 from llmscale.terminal.table import Column, output_width, table_lines
 
 if TYPE_CHECKING:
-    from llmscale.dry_run.comparison import Comparison
+    from llmscale.dry_run.on_demand import Comparison
     from llmscale.planning.largest_model import LargestModel
 
 #: Heads of a Breakdown's fields, in their order.

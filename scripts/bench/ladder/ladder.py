@@ -369,8 +369,7 @@ def count_plain(resolved: ResolvedRun, ways: Ways) -> int:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-    from llmscale.dry_run.fake_gpu import GPU, fake_gpu
-    from llmscale.dry_run.fake_world import fake_tensors_move
+    from llmscale.dry_run.fakes import GPU, fake_gpu, fake_tensors_move
     from llmscale.dry_run.tracker import Category, MemoryTracker
     from scripts.bench.ladder.ladder_gpt import NaiveGPT
 
