@@ -1,9 +1,8 @@
-"""The real DeepSpeed engine around our real model on fake tensors: what it allocates, without a GPU and without memory.
+"""The dry run: the real DeepSpeed engine and our real model on fake tensors, and the memory that they allocate.
 
-Nothing is estimated here: `build_engine` is the training run's, DeepSpeed's code runs line by line as rank 0 of any
-number of ranks, and every storage is followed from the operator that makes it to its release. What a simulation cannot
-see: work space inside of kernels, memory that waits for another CUDA stream, the allocator's fragmentation, the CUDA
-context and NCCL's own buffers.
+Nothing is estimated: `build_engine` is the training run's, DeepSpeed's code runs line by line as rank 0 of any number
+of ranks, and every storage is followed from its allocation to its release. Not simulated: memory that waits for another
+CUDA stream, the CUDA context and NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from llmscale.memory.breakdown import Breakdown
 _PARAMETERS, _GRADIENTS = Category.PARAMETERS, Category.GRADIENTS
 _BUCKETS, _TEMPORARIES = Category.BUCKETS, Category.TEMPORARIES
 
-#: Function of DeepSpeed 0.19.8 or of ours -> what it allocates; the innermost one on the stack counts. Where none is on
-#: the stack, the phase decides.
+#: Category of the memory that a function of DeepSpeed 0.19.8 or of ours allocates. The innermost function on the stack
+#: counts; without one the phase decides.
 _CATEGORIES: dict[tuple[str, str], Category] = {
     # deepspeed/runtime/zero/stage_1_and_2.py
     ("stage_1_and_2.py", "setup_buckets"): _BUCKETS,
@@ -77,7 +76,7 @@ _CATEGORIES: dict[tuple[str, str], Category] = {
 
 
 class Attribution:
-    """Tells a new storage's category from its caller and its shape."""
+    """Finds a new storage's category by its caller and its shape."""
 
     def __init__(self, shape: GPTShape) -> None:
         self._table = shape.architecture.token_embedding.shape
@@ -86,7 +85,7 @@ class Attribution:
     def category_of(
         self, tensor: Tensor, operator: torch._ops.OpOverload, arguments: tuple[object, ...]
     ) -> Category | None:
-        """The category of the storage that is being made right now; None where nothing tells."""
+        """Return the category of the storage that is being allocated; None if unknown."""
         frame: FrameType | None = sys._getframe(1)
         in_backward = False
         while frame is not None:
@@ -97,7 +96,7 @@ class Attribution:
             in_backward |= code.co_name == "_engine_run_backward"
             frame = frame.f_back
         if in_backward and tensor.shape == self._table:
-            # The tied embedding's gradient from the head, which waits for the one from the look-up.
+            # The tied embedding's gradient from the head, which waits for that of the lookup.
             return Category.GRADIENTS
         if tensor.dim() > 1 and tensor.shape[-1] in self._logits:
             return Category.LOGITS
@@ -107,12 +106,12 @@ class Attribution:
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-#: Optimizer steps that are simulated; the last one is measured. ZeRO-3 records the order of the modules in the first
-#: micro-step and prefetches and keeps parameters by it afterwards.
+#: Simulated optimizer steps; the last one is measured. ZeRO-3 records the order of the modules in the first micro-step
+#: and prefetches parameters by it later.
 _STEPS = 2
 
-#: Micro-steps per optimizer step that are simulated: the first one allocates what the later ones add to, and the last
-#: one prepares the step. Those between allocate nothing else.
+#: Simulated micro-steps per optimizer step: the first one allocates buffers and the last one prepares the step. Those
+#: between allocate nothing else.
 _MOST_MICRO_STEPS = 2
 
 
@@ -121,28 +120,28 @@ class DryRun:
     """Live bytes of rank 0 in the last simulated step."""
 
     resident: Breakdown
-    """Between steps."""
+    """Bytes between steps."""
     forward: Breakdown
-    """At the peak of the forward passes."""
+    """Bytes at the peak of the forward passes."""
     backward: Breakdown
-    """At the peak of the backward passes."""
+    """Bytes at the peak of the backward passes."""
     step: Breakdown
-    """At the peak of the optimizer step."""
+    """Bytes at the peak of the optimizer step."""
     states: dict[str, Breakdown]
-    """The same peaks of everything but activations and logits: forward, backward, step."""
+    """Peaks without activations and logits, by phase: forward, backward, step."""
     least_gpu_bytes: int
-    """What the caching allocator needs for both steps, with what it cannot use between the pieces: its rules, replayed
-    over every allocation since the engine was built, one stream. Without the CUDA context."""
+    """Least memory with which the caching allocator runs both steps, fragmentation included, on one stream. Without the
+    CUDA context."""
     host_bytes: int
-    """In host memory between steps, by this rank."""
+    """Bytes of this rank in host memory between steps."""
     seconds: float
-    """What the simulation took."""
+    """Seconds of the simulation."""
 
 
 def dry_run(
     resolved: ResolvedStep, capability: ComputeCapability | None = None, compiler: BlockCompiler | None = None
 ) -> DryRun:
-    """Simulate training on the GPUs of its plan, of that compute capability; None: of Ampere's or newer.
+    """Simulate training on the GPUs of its plan. `capability` None: Ampere or newer.
 
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
     """
@@ -181,7 +180,7 @@ def _refuse_nvme(ds_config: Mapping[str, object]) -> None:
 def _enter_simulation(
     stack: contextlib.ExitStack, shape: GPTShape, world_size: int, capability: ComputeCapability | None
 ) -> MemoryTracker:
-    """Everything that is patched, in order; leaving the stack puts it back."""
+    """Enter all patches in order. Leaving the stack restores everything."""
     stack.enter_context(fake_gpu())
     stack.enter_context(fake_world(world_size))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -200,7 +199,7 @@ def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | N
         "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
     }
     engine = build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated), compiler)
-    # Muon has nothing to orthogonalise for a step of length 0.
+    # Muon orthogonalises nothing at a learning rate of 0.
     set_learning_rate(engine, resolved.optimizer, 1.0)
     return engine
 
@@ -208,7 +207,7 @@ def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | N
 def _train_step(
     engine: DeepSpeedEngine, tracker: MemoryTracker, shape: GPTShape, micro_batch_size: int, micro_steps: int
 ) -> None:
-    """What `llmscale.engine.train_step.train_step` does, phase by phase."""
+    """Train a step like `llmscale.engine.train_step.train_step`, phase by phase."""
     total = torch.zeros((), device=GPU)
     for _ in range(micro_steps):
         with tracker.phase("forward", Category.ACTIVATIONS):
@@ -222,7 +221,7 @@ def _train_step(
 
 
 def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
-    """What lies between steps, by the attributes in which DeepSpeed keeps it."""
+    """Assign categories to the tensors that DeepSpeed keeps between steps."""
     zero = engine.optimizer
     parameters = list(engine.module.parameters())
     kept = {
@@ -242,7 +241,7 @@ def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
 
 
 def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
-    """Label each parameter's gradient as soon as autograd has it, before DeepSpeed's own hook takes it away."""
+    """Label each parameter's gradient as soon as autograd completes it, before DeepSpeed's hook releases it."""
     for parameter in engine.module.parameters():
 
         def label(parameter: torch.Tensor) -> None:
@@ -280,9 +279,9 @@ def _peaks_by_phase(
     *,
     without: Collection[Category] = (),
 ) -> dict[str, Breakdown]:
-    """Phase -> the moment within it with the most live bytes, the categories in `without` left out.
+    """Return each phase's moment with the most live bytes, without the categories `without`.
 
-    `start`: what was alive before the first event.
+    `start`: live bytes before the first event.
     """
     live = Counter({category: getattr(start, f"{category.value}_bytes") for category in Category})
     for category in without:

@@ -1,8 +1,8 @@
-"""A GPU that DeepSpeed believes in: the second CPU, whose tensors hold nothing.
+"""A GPU and ranks that DeepSpeed takes for real ones, in one process; everything patched is restored afterwards.
 
-Fake tensors on `cpu:0` stand for host memory and those on `cpu:1` for the GPU's, so that every `.to(...)`, `.cpu()` and
-pinned buffer in DeepSpeed lands where it would on a real machine, and an operator over both is an error as it is there.
-A fake "cuda" device would need a CUDA build of torch as soon as autograd asks for its streams.
+The GPU is the second CPU: fake tensors on `cpu:0` represent host memory and those on `cpu:1` the GPU's, so every
+`.to(...)`, `.cpu()` and pinned buffer in DeepSpeed is placed as on a real machine, and an operator over both fails as
+it does there. A fake "cuda" device would need a CUDA build of torch as soon as autograd asks for its streams.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from llmscale.errors import ConfigError
 HOST = torch.device("cpu")
 GPU = torch.device("cpu", 1)
 
-#: Plenty: DeepSpeed only asks whether a copy of the parameters fits while it starts.
+#: Large enough: at start-up DeepSpeed only asks whether a copy of the parameters fits.
 _MEMORY_BYTES = 2**50
 
 
 class _Stream:
-    """A stream or event on which everything has already happened."""
+    """Stream or event on which everything has already happened."""
 
     def __init__(self, *_: object, **__: object) -> None:
         """Nothing to set up."""
@@ -61,7 +61,7 @@ class _Stream:
 
 
 class FakeGPU(CPU_Accelerator):
-    """Answers as DeepSpeed's CUDA accelerator does, so that DeepSpeed takes its GPU branches."""
+    """Answers like DeepSpeed's CUDA accelerator, so that DeepSpeed takes its GPU branches."""
 
     _torch_pins_host_memory = False
 
@@ -123,7 +123,7 @@ class FakeGPU(CPU_Accelerator):
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[None]:
-    """For the time being DeepSpeed's accelerator is a FakeGPU."""
+    """Replace DeepSpeed's accelerator by a FakeGPU."""
     from deepspeed.accelerator import real_accelerator
 
     before = real_accelerator.ds_accelerator
@@ -134,8 +134,8 @@ def fake_gpu() -> Iterator[None]:
         real_accelerator.ds_accelerator = before
 
 
-#: Modules that DeepSpeed keeps process-wide state in: the communication backend, process groups, whether checkpointing
-#: is configured, how deep zero.Init is nested.
+#: Modules with process-wide state of DeepSpeed: the communication backend, process groups, whether checkpointing is
+#: configured, how deep zero.Init is nested.
 _STATEFUL_MODULES = (
     "deepspeed.comm.comm",
     "deepspeed.utils.groups",
@@ -148,9 +148,9 @@ _STATEFUL_MODULES = (
 
 @contextlib.contextmanager
 def fake_world(world_size: int) -> Iterator[None]:
-    """This process is rank 0 of `world_size` whose collectives move nothing.
+    """Make this process rank 0 of `world_size`, with collectives that move nothing.
 
-    Raises ConfigError when the process is already part of a job: its groups are one per process.
+    Raises ConfigError when the process is already part of a job, as process groups are process-wide.
     """
     if dist.is_initialized():
         raise ConfigError("a dry run needs a process of its own, and this one is a rank of a running job.")
@@ -167,7 +167,7 @@ def fake_world(world_size: int) -> Iterator[None]:
         stack.enter_context(mock.patch.dict(os.environ, environment))
         for name in _STATEFUL_MODULES:
             stack.enter_context(_kept_state(importlib.import_module(name)))
-        # Stage 3 leaves its own linear layer in place of torch's.
+        # Stage 3 replaces torch's linear layer for good.
         stack.enter_context(mock.patch.object(torch.nn.functional, "linear", torch.nn.functional.linear))
         stack.enter_context(mock.patch.dict(deepspeed.ops.__compatible_ops__))
         leave_out_shared_memory_op()
@@ -180,7 +180,7 @@ def fake_world(world_size: int) -> Iterator[None]:
 
 
 def _checks_across_ranks() -> Iterator[tuple[ModuleType, str]]:
-    """Where stage 3 compares numbers with other ranks', of which there are none."""
+    """Yield the checks of stage 3 that compare numbers with other ranks, which do not exist."""
     for name in ("utils", "partitioned_param_coordinator", "partition_parameters", "stage3"):
         module = importlib.import_module(f"deepspeed.runtime.zero.{name}")
         for check in ("assert_ints_same_as_other_ranks", "assert_lst_len_same_as_other_ranks"):
@@ -190,7 +190,7 @@ def _checks_across_ranks() -> Iterator[tuple[ModuleType, str]]:
 
 @contextlib.contextmanager
 def _kept_state(module: ModuleType) -> Iterator[None]:
-    """Put back every global of a module, containers with what was in them."""
+    """Restore every global of a module, and the contents of its containers."""
     before = {name: value for name, value in vars(module).items() if not name.startswith("__")}
     contents = {name: value.copy() for name, value in before.items() if isinstance(value, list | dict | set)}
     try:
@@ -209,10 +209,10 @@ def _kept_state(module: ModuleType) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fake_tensors_move() -> Iterator[None]:
-    """Let assignments to `.data` carry a fake tensor to another device, `Module.to` use them, and streams be ignored.
+    """Let assignments to `.data` move a fake tensor to another device, `Module.to` use them, and ignore streams.
 
-    torch keeps a fake tensor's device beside its storage and forgets it in an assignment to `.data`, which DeepSpeed
-    uses everywhere.
+    torch keeps a fake tensor's device beside its storage and loses it in an assignment to `.data`, which DeepSpeed uses
+    everywhere.
     """
     data = cast(GetSetDescriptorType, Tensor.data)
 
@@ -237,12 +237,12 @@ def fake_tensors_move() -> Iterator[None]:
         requires_grad: bool = False,
     ) -> Tensor:
         made = make_tensor(data, dtype=dtype, requires_grad=requires_grad)
-        # torch.tensor overlooks a CPU's number.
+        # torch.tensor ignores the index of a CPU.
         return made if device is None else torch.empty(made.shape, dtype=made.dtype, device=device)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "tensor", tensor))
-        # zero.Init replaces torch.tensor for a while and puts back what was there when DeepSpeed was imported.
+        # zero.Init replaces torch.tensor temporarily and restores the one from DeepSpeed's import.
         stack.enter_context(mock.patch.object(partition_parameters, "_orig_torch_tensor", tensor))
         fake_data = property(lambda self: data.__get__(self), set_data)
         stack.enter_context(mock.patch.object(FakeTensor, "data", fake_data, create=True))

@@ -1,8 +1,8 @@
-"""One forward and one backward pass of a model on a simulated GPU, allocation by allocation.
+"""A forward and a backward pass on a simulated GPU, allocation by allocation, and formulas of it over several shapes.
 
-Any model takes part that runs its blocks, one after the other, through a given function. `MicroStepTrace` holds the
-allocations by segment (embeddings, each block, head, and the same backwards), and `factor_traces` makes formulas
-of traces at several shapes.
+Any model can be traced that runs its blocks one after the other through a given function. `MicroStepTrace` holds the
+allocations by segment (embeddings, each block, head, and the same backwards). `factor_traces` turns traces at several
+shapes into formulas: coefficient x product of symbols for every allocation.
 """
 
 from __future__ import annotations
@@ -30,34 +30,37 @@ from llmscale.model.gpt import BlockCheckpoint
 
 _aten = torch.ops.aten
 
-#: What a storage is, as the formulas call it.
+#: Kind of a storage in the formulas.
 _KINDS = {Category.ACTIVATIONS: "activation", Category.TEMPORARIES: "temporary", Category.PARAMETERS: "cast"}
 
 
 @dataclass(frozen=True)
 class TracedSegment:
-    """A segment's allocations and releases."""
+    """Allocations and releases of a segment."""
 
     name: str
-    """One of llmscale.memory.activations.recorded.SEGMENTS."""
+    """Name from llmscale.memory.activations.recorded.SEGMENTS."""
     block: int | None
-    """Of the model; None outside of the blocks."""
+    """Number of the block; None outside the blocks."""
     events: tuple[tuple[int, bool], ...]
-    """(storage, whether it appears), in the order of time."""
+    """Events (storage, whether it is allocated) in time order."""
 
 
 @dataclass(frozen=True)
 class MicroStepTrace:
-    """One pass at one shape; parameters are left out. A parameter's gradient is a temporary until autograd hands it
-    over; then that goes, and a `gradient` with a number of its own appears."""
+    """A pass at one shape, without parameters.
+
+    A parameter's gradient is a temporary until autograd completes it; then it is replaced by a `gradient` with another
+    number.
+    """
 
     segments: tuple[TracedSegment, ...]
     sizes: dict[int, int]
-    """Storage -> bytes before rounding; of a gradient its elements."""
+    """Bytes by storage before rounding; elements for a gradient."""
     kinds: dict[int, str]
-    """Storage -> activation, temporary, cast or gradient."""
+    """Kind by storage: activation, temporary, cast or gradient."""
     first_input: int
-    """The storage of what the first block reads."""
+    """Storage of the first block's input."""
 
 
 def trace_micro_step(
@@ -71,11 +74,11 @@ def trace_micro_step(
     patches: Sequence[Callable[[], AbstractContextManager[object]]] = (),
     used_twice: Collection[str] = (),
 ) -> MicroStepTrace:
-    """Run `build(run_block)`'s model forwards and backwards.
+    """Trace a forward and a backward pass of the model `build(run_block)`.
 
-    `run_block(block, x)` is what the model must run each of its `n_layer` blocks through; it applies `checkpoint`.
-    `dtype` is the parameters'; `autocast` computes in bf16. `patches` are entered around everything. `used_twice` names
-    parameters whose gradients arrive in parts that wait for each other: they count as temporaries.
+    The model must run each of its `n_layer` blocks by `run_block(block, x)`, which applies `checkpoint`. `dtype` is
+    that of the parameters; `autocast` computes in bf16. `patches` are entered around everything. `used_twice` names
+    parameters whose gradients arrive in parts, which count as temporaries.
     """
     with ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
@@ -103,7 +106,7 @@ def trace_micro_step(
 
 
 class _Recorder:
-    """Where the pass is, and the tracker that notes what happens there."""
+    """Current segment of the pass, and the tracker of its allocations."""
 
     def __init__(self, n_layer: int) -> None:
         self.tracker = MemoryTracker(classify=self._kind_of, workspace=kernel_workspace, keep_events=True)
@@ -113,13 +116,13 @@ class _Recorder:
         self._places: list[tuple[str, int | None]] = []
         self._parameters: set[int] = set()
         self._handed_over: dict[int, list[tuple[int, int]]] = {}
-        """Number of an event -> (place, storage) of the gradients that were handed over before it."""
+        """(Segment, storage) of the gradients completed before an event, by number of the event."""
         self._gradient_elements: dict[int, int] = {}
-        """Of each such storage."""
+        """Elements of each such storage."""
         self._first_input = -1
 
     def begin(self, model: nn.Module, used_twice: Collection[str]) -> None:
-        """The model is built: what is allocated from now on counts."""
+        """Start counting after the model is built."""
         self._parameters = {id(parameter.untyped_storage()) for parameter in model.parameters()}
         for name, parameter in model.named_parameters():
             if name not in used_twice:
@@ -128,12 +131,12 @@ class _Recorder:
         self.mark("embed_forward")
 
     def mark(self, name: str, block: int | None = None) -> None:
-        """A segment begins."""
+        """Begin a segment."""
         self._places.append((name, block))
         self._enter_phase()
 
     def block_runner(self, checkpoint: BlockCheckpoint | None) -> BlockCheckpoint:
-        """Runs a block, and marks where it begins and ends, forwards and backwards."""
+        """Return a function that runs a block and marks its begin and end, forwards and backwards."""
         numbers = itertools.count()
 
         def run(block: nn.Module, x: Tensor, *context: object) -> Tensor:
@@ -156,7 +159,7 @@ class _Recorder:
         return run
 
     def trace(self) -> MicroStepTrace:
-        """What was recorded so far."""
+        """Return the recorded pass."""
         sizes = {event.storage: event.tensor_bytes for event in self.tracker.events if event.num_bytes > 0}
         kinds = {storage: _KINDS[self.tracker.category_of[storage]] for storage in sizes}
         for storage, elements in self._gradient_elements.items():
@@ -184,13 +187,13 @@ class _Recorder:
     def _kind_of(
         self, tensor: Tensor, operator: torch._ops.OpOverload, arguments: tuple[object, ...]
     ) -> Category | None:
-        """Autocast's copies of weights; of what a kernel takes for itself and all the rest the phase decides."""
+        """Return PARAMETERS for autocast's copies of weights; None for all else, for which the phase decides."""
         source = arguments[0] if operator is _aten._to_copy.default else None
         is_cast = isinstance(source, Tensor) and id(source.untyped_storage()) in self._parameters
         return Category.PARAMETERS if is_cast else None
 
     def _hand_over(self, parameter: Tensor) -> None:
-        """Autograd has completed a gradient: from here on it is DeepSpeed's."""
+        """Record that autograd has completed a gradient, which then belongs to DeepSpeed."""
         assert parameter.grad is not None
         storage = self.tracker.number_of(parameter.grad)
         self._handed_over.setdefault(len(self.tracker.events), []).append((len(self._places) - 1, storage))
@@ -198,7 +201,7 @@ class _Recorder:
 
 
 def _as_gradient(storage: int) -> int:
-    """The number of a storage once it is a gradient; the others are not negative."""
+    """Return the number of a storage as a gradient, which is negative."""
     return -1 - storage
 
 
@@ -207,13 +210,12 @@ _MOST_FACTORS = 4
 
 
 def factor_traces(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[str, int]]) -> dict[str, RecordedSegment]:
-    """The recording that all traces agree on, one of equal blocks for all of them.
+    """Return the recording that fits all traces, with equal blocks recorded once.
 
-    `symbols` gives each trace's shape as symbol -> number. Raises ValueError where the sequence of allocations differs
-    between shapes (another branch) or blocks, where a size is no product of the symbols, and where the shapes do not
-    tell two products apart.
+    `symbols`: each trace's shape by symbol. Raises ValueError if the sequence of allocations differs between shapes
+    (another branch) or blocks, if a size is not a product of the symbols, or if two products have the same sizes.
     """
-    traces = [_release_inputs_with_blocks(_release_what_blocks_share_behind_them(trace)) for trace in traces]
+    traces = [_release_inputs_with_blocks(_release_shared_after_blocks(trace)) for trace in traces]
     first = traces[0]
     for other in traces[1:]:
         if _signatures(first) != _signatures(other):
@@ -230,8 +232,11 @@ def factor_traces(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[st
 
 
 def pack_branches(branches: Mapping[str, Mapping[str, RecordedSegment]]) -> dict[str, object]:
-    """Recordings by branch as plain values for JSON, equal segments stored once, each as JSON text: a reader takes only
-    those that it needs apart (llmscale.memory.activations.recorded.RecordedTable)."""
+    """Return recordings by branch as values for JSON, equal segments stored once.
+
+    Each segment is a JSON text, so that a reader parses only those it needs (RecordedTable in
+    llmscale.memory.activations.recorded).
+    """
     formulas: dict[str, int] = {}
     segments: dict[str, int] = {}
     stored: list[str] = []
@@ -253,15 +258,17 @@ def pack_branches(branches: Mapping[str, Mapping[str, RecordedSegment]]) -> dict
 
 
 def _pairs(counts: Mapping[str, int], formulas: dict[str, int]) -> list[int]:
-    """[formula, count, ...], formulas by their number."""
+    """Return [formula, count, ...] with formulas by number."""
     return [
         number for text, count in sorted(counts.items()) for number in (formulas.setdefault(text, len(formulas)), count)
     ]
 
 
-def _release_what_blocks_share_behind_them(trace: MicroStepTrace) -> MicroStepTrace:
-    """What the embeddings made for all blocks, such as angles and a mask, goes with the first block's backward pass,
-    which comes last. Here it goes right behind it: of more than one block that one never holds most."""
+def _release_shared_after_blocks(trace: MicroStepTrace) -> MicroStepTrace:
+    """Move releases of tensors shared by all blocks (angles, a mask) from the first block's backward pass to after it.
+
+    That pass comes last, and is never the peak of more than one block.
+    """
     made_before = {storage for storage, appears in _events_of(trace, "embed_forward") if appears}
     made_before.discard(trace.first_input)
     segments = list(trace.segments)
@@ -269,14 +276,14 @@ def _release_what_blocks_share_behind_them(trace: MicroStepTrace) -> MicroStepTr
         if segment.name == "block_backward" and segment.block == 0:
             shared = [event for event in segment.events if event[0] in made_before and not event[1]]
             rest = tuple(event for event in segment.events if event not in shared)
-            behind = segments[place + 1]
+            following = segments[place + 1]
             segments[place] = replace(segment, events=rest)
-            segments[place + 1] = replace(behind, events=(*shared, *behind.events))
+            segments[place + 1] = replace(following, events=(*shared, *following.events))
     return replace(trace, segments=tuple(segments))
 
 
 def _release_inputs_with_blocks(trace: MicroStepTrace) -> MicroStepTrace:
-    """A block's input that nothing saves goes when the next one begins, that is right behind the block."""
+    """Move the release of a block's unsaved input from the begin of the next block to the end of this one."""
     segments = list(trace.segments)
     for place, segment in enumerate(segments[1:], 1):
         if segments[place - 1].name == "block_forward":
@@ -292,7 +299,7 @@ def _events_of(trace: MicroStepTrace, name: str) -> Sequence[tuple[int, bool]]:
 
 
 def _formulas(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[str, int]]) -> dict[int, str]:
-    """Storage of the first trace -> kind and formula."""
+    """Return kind and formula by storage of the first trace."""
     products = _Products(tuple(tuple(shape.items()) for shape in symbols))
     order = [[storage for s in trace.segments for storage, appears in s.events if appears] for trace in traces]
     first, found = traces[0], {}
@@ -310,15 +317,15 @@ def _formulas(traces: Sequence[MicroStepTrace], symbols: Sequence[Mapping[str, i
 
 
 class _Products:
-    """Finds the coefficient and the product of symbols for the sizes that one tensor has at several shapes."""
+    """Finder of the coefficient and the product of symbols for a tensor's sizes at several shapes."""
 
     def __init__(self, symbols: tuple[tuple[tuple[str, int], ...], ...]) -> None:
-        """Raises ValueError where two products have the same ratios at all shapes."""
+        """Prepare all products. Raises ValueError if two of them have the same ratios at all shapes."""
         self._symbols = [dict(shape) for shape in symbols]
         self._names_of = _products_by_ratios(symbols)
 
     def find(self, sizes: Sequence[int]) -> str:
-        """`2*b*t*a*d`. Raises ValueError where no product fits."""
+        """Return a formula like `2*b*t*a*d`. Raises ValueError if no product fits."""
         names = self._names_of.get(_ratios(sizes))
         if names is None:
             raise ValueError(f"no product of {', '.join(self._symbols[0])} has the sizes {list(sizes)}")
@@ -330,7 +337,7 @@ class _Products:
 def _products_by_ratios(
     symbols: tuple[tuple[tuple[str, int], ...], ...],
 ) -> dict[tuple[tuple[int, int], ...], tuple[str, ...]]:
-    """Ratios of a product's values at the shapes -> its symbols. Raises ValueError where two have the same ratios."""
+    """Return products of symbols by the ratios of their values. Raises ValueError if two have the same ratios."""
     values = _distinct(symbols)
     found: dict[tuple[tuple[int, int], ...], tuple[str, ...]] = {}
     for size in range(_MOST_FACTORS + 1):
@@ -343,7 +350,7 @@ def _products_by_ratios(
 
 
 def _distinct(symbols: Sequence[Sequence[tuple[str, int]]]) -> dict[str, list[int]]:
-    """Symbols with their values, without those that are constant, or a multiple of an earlier one at every shape."""
+    """Return symbols with their values, without constants and multiples of an earlier symbol at every shape."""
     found: dict[str, list[int]] = {}
     seen = {_ratios([1] * len(symbols))}
     for places in zip(*symbols, strict=True):
@@ -355,14 +362,16 @@ def _distinct(symbols: Sequence[Sequence[tuple[str, int]]]) -> dict[str, list[in
 
 
 def _ratios(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """To the first, in lowest terms."""
+    """Return the ratios to the first size, in lowest terms."""
     divisors = [gcd(size, sizes[0]) for size in sizes]
     return tuple((size // divisor, sizes[0] // divisor) for size, divisor in zip(sizes, divisors, strict=True))
 
 
 def _signatures(trace: MicroStepTrace) -> list[tuple[str, int | None, list[tuple[int, bool, str]]]]:
-    """What must agree between shapes. Storages are numbered by their first appearance. Releases between two allocations
-    have no order: autocast's cache goes in that of a hash table of addresses."""
+    """Return the properties that must agree between shapes, with storages numbered by first allocation.
+
+    Releases between two allocations are sorted: autocast's cache is released in the order of a hash table of addresses.
+    """
     numbers: dict[int, int] = {}
     found = []
     for segment in trace.segments:
@@ -391,8 +400,7 @@ def _record_segment(trace: MicroStepTrace, index: int, formulas: Mapping[int, st
 def _moments(
     segment: TracedSegment, formulas: Mapping[int, str]
 ) -> tuple[list[dict[str, int]], list[dict[str, int]], Counter[str]]:
-    """What is alive, beyond the segment's begin, whenever a release follows an allocation; whenever the gradients of
-    a layer were handed over; and at its end."""
+    """Return the growth since the segment's begin: at each peak, after each layer's gradients, and at its end."""
     moments: list[dict[str, int]] = []
     handovers: list[dict[str, int]] = []
     live = Counter[str]()
@@ -411,13 +419,13 @@ def _moments(
 
 
 def _is_followed_by_gradient(events: Sequence[tuple[int, bool]], formulas: Mapping[int, str]) -> bool:
-    """Whether another one of the same layer is handed over, before anything else is made."""
+    """Return whether another gradient of the layer is completed before the next allocation."""
     made = next((storage for storage, appears in events if appears), None)
     return made is not None and formulas[made].startswith("gradient")
 
 
 def _released_per_block(trace: MicroStepTrace, index: int, formulas: Mapping[int, str], blocks: int) -> Counter[str]:
-    """What a segment releases of every block alike, such as autocast's cache: formula -> negative count a block."""
+    """Return negative counts per block of tensors that a segment releases for every block, like autocast's cache."""
     made_by = {
         storage: place for place, segment in enumerate(trace.segments) for storage, appears in segment.events if appears
     }
@@ -436,8 +444,8 @@ def _released_per_block(trace: MicroStepTrace, index: int, formulas: Mapping[int
 
 
 def _fullest(moments: Sequence[Mapping[str, int]]) -> list[Mapping[str, int]]:
-    """Without those that can be no peak at any shape: a later one holds as much of everything (gradients only become
-    more), or an earlier one does with the same gradients."""
+    """Return the moments that can be a peak: no later one holds as much of everything, no earlier one with the same
+    gradients."""
     products = [_by_product(moment) for moment in moments]
     kept: list[int] = []
     for place, product in enumerate(products):
@@ -457,7 +465,7 @@ def _is_below(small: Counter[tuple[bool, str]], large: Counter[tuple[bool, str]]
 
 
 def _by_product(moment: Mapping[str, int]) -> Counter[tuple[bool, str]]:
-    """Without the kinds, which do not matter to what is larger: (whether a gradient, product) -> count."""
+    """Return counts by (whether a gradient, product), merged over the other kinds."""
     merged = Counter[tuple[bool, str]]()
     for formula, count in moment.items():
         kind, _, product = formula.partition(" ")
