@@ -81,14 +81,15 @@ print(json.dumps([before, state(), first, second, float(layer.weight.grad.sum())
 
 def test_recomputation_trades_activations_for_work() -> None:
     none, selective, full = in_a_process("""
-print(json.dumps([run(2, shape=SMALL, checkpointing=mode).forward.activations_bytes for mode in ("none", "selective", "full")]))
+results = [run(2, shape=SMALL, checkpointing=mode) for mode in ("none", "selective", "full")]
+print(json.dumps([result.forward.activations_bytes for result in results]))
 """)
     assert none > selective > full > 0
 
 
 def test_offload_moves_bytes_to_the_host() -> None:
     kept, offloaded, checkpoints, host = in_a_process("""
-shape = GPTShape(n_layer=3, n_head=2, n_embd=64, vocab_size=100, seq_len=128)
+shape = GPTShape(n_layer=8, n_head=2, n_embd=64, vocab_size=100, seq_len=128)
 kept = run(2, shape=shape, checkpointing="full", section={})
 offloaded = run(2, shape=SMALL, offload_optimizer={"device": "cpu"})
 on_host = run(2, shape=shape, checkpointing="full", section={"cpu_checkpointing": True})
