@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.shipped import is_in_checkout
-from llmscale.planning.largest_micro_batch import Fit, Machines
+from llmscale.planning.search import Candidate, Machines
 
 
-def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
+def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
     """With the ds_config `ds` on the row's machines. `keys` are those of the run that neither it nor the row says; a
     vocabulary and a context that are not among them come from the data set."""
     words = [*launcher_words(fit.machines, in_checkout=is_in_checkout()), "--ds", ds]

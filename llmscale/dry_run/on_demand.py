@@ -20,7 +20,7 @@ from llmscale.memory.activations.recording_cache import cache_folder, write_reco
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.step_peaks import PHASES
-from llmscale.planning.largest_micro_batch import Fit
+from llmscale.planning.search import Candidate
 
 Answer = TypeVar("Answer")
 #: Seconds to record one branch on one core.
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
 class Comparison:
     """A row of `llmscale estimate` with its dry run."""
 
-    fit: Fit
+    fit: Candidate
     dry_run: DryRun
 
     @property
@@ -108,7 +108,7 @@ class Comparison:
         return {phase: (counted[phase], self.fit.estimate.phase(phase)) for phase in PHASES}
 
 
-def compare_with_dry_run(fit: Fit, shape: GPTShape) -> Comparison:
+def compare_with_dry_run(fit: Candidate, shape: GPTShape) -> Comparison:
     """Run the real engine on fake tensors. Raises ConfigError without torch or DeepSpeed, and for NVMe offload."""
     with quiet_torch("--dry-run"):
         from llmscale.dry_run.engine import dry_run

@@ -12,8 +12,8 @@ import pytest
 
 from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import get_gpu
-from llmscale.planning.compute_time import estimate_compute_s
 from llmscale.planning.kernels import kernel_efficiency
+from llmscale.planning.step_time import estimate_compute_s
 from llmscale.training.run_inputs import prepare_run
 from scripts.bench.gpu import gpu as gpu_script
 from scripts.bench.gpu.cells import Cell, Device, list_gpu_cells

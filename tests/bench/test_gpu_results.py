@@ -4,8 +4,8 @@ import pytest
 
 from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import get_preset
-from llmscale.planning.compute_time import OWN_KERNELS, token_work
 from llmscale.planning.kernels import memory_bytes_per_s
+from llmscale.planning.step_time import OWN_KERNELS, token_work
 from scripts.bench.gpu.results import (
     BEGIN,
     END,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.arguments import parse_run_config
-from llmscale.planning.communication_time import Traffic, count_traffic
+from llmscale.planning.step_time import Traffic, count_traffic
 from llmscale.training.run_inputs import prepare_run
 from tests.conftest import build_train_command
 

@@ -7,13 +7,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
-from llmscale.planning.largest_micro_batch import Fit, Search
-from llmscale.planning.ranked_configs import RankedConfig, Ranking
-from llmscale.planning.strategy import Strategy
+from llmscale.planning.recommend import RankedConfig, Ranking
+from llmscale.planning.search import Candidate, Search, Strategy
 
 if TYPE_CHECKING:
     from llmscale.dry_run.on_demand import Comparison
-    from llmscale.planning.largest_model import LargestModel
+    from llmscale.planning.search import LargestModel
 
 
 def search_as_dict(search: Search) -> dict[str, object]:
@@ -85,7 +84,7 @@ def _row_as_dict(row: RankedConfig) -> dict[str, object]:
     }
 
 
-def _fit_as_dict(fit: Fit) -> dict[str, object]:
+def _fit_as_dict(fit: Candidate) -> dict[str, object]:
     return {
         "fits": fit.fits,
         "spare_bytes": fit.spare_bytes,

@@ -12,8 +12,7 @@ from llmscale.cli.estimate.request import read_gpu, read_hf_precision, read_mach
 from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
 from llmscale.cli.estimate.table import CATEGORIES, align, breakdown_cells, gib
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.hf_configs import HFConfig, find_hf_configs, roomiest
-from llmscale.planning.largest_micro_batch import Machines
+from llmscale.planning.search import HFConfig, Machines, find_hf_configs, most_room
 
 
 def run(args: argparse.Namespace, model: HFModel) -> int:
@@ -64,7 +63,7 @@ def _lines(rows: list[HFConfig], machines: Machines) -> Iterator[str]:
 
 
 def _summary(rows: list[HFConfig]) -> str:
-    best, num_fitting = roomiest(rows), sum(row.fits for row in rows)
+    best, num_fitting = most_room(rows), sum(row.fits for row in rows)
     stage, room = f"ZeRO stage {best.strategy.zero_stage}", format_size(abs(best.room_bytes))
     if not best.fits:
         return (

@@ -15,7 +15,7 @@ from llmscale.cli.train_command import model_words
 from llmscale.config.interconnect import Interconnect
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
-from llmscale.planning.ranked_configs import fastest_by_link
+from llmscale.planning.recommend import fastest_by_link
 from llmscale.terminal.table import print_fitting
 
 

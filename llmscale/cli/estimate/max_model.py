@@ -11,7 +11,8 @@ from llmscale.cli.estimate.rows import EXIT_NOTHING_FITS
 from llmscale.cli.estimate.table import largest_model_lines
 from llmscale.cli.train_command import model_words
 from llmscale.dry_run.on_demand import with_recordings
-from llmscale.planning.largest_model import GPT3, find_largest_models, scaling_family
+from llmscale.planning.scaling import GPT3, scaling_family
+from llmscale.planning.search import find_largest_models
 from llmscale.terminal.table import print_fitting
 
 

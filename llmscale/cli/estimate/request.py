@@ -17,8 +17,7 @@ from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import resolve_batch
 from llmscale.config.run_config import RunConfig
 from llmscale.errors import ConfigError
-from llmscale.planning.largest_micro_batch import Job, Machines, Search
-from llmscale.planning.strategy import CHECKPOINTING
+from llmscale.planning.search import CHECKPOINTING, Job, Machines, Search
 
 GIB = 2**30
 #: Of --max-model and --hf: what a preset decides is set below or not used.

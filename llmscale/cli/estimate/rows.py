@@ -21,10 +21,8 @@ from llmscale.config.presets import PRESETS
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.largest_micro_batch import Fit, Search
-from llmscale.planning.ranked_configs import Ranking, rank_configs
-from llmscale.planning.recommend import Shortfall, find_shortfall, nearest_fit
-from llmscale.planning.strategy import strategy_ds_config
+from llmscale.planning.recommend import Misfit, Ranking, find_misfit, nearest_fit, rank_configs
+from llmscale.planning.search import Candidate, Search, strategy_ds_config
 from llmscale.report.save_figure import check_plot
 from llmscale.terminal.colour import paint
 from llmscale.terminal.table import output_width, print_fitting, wrap_line, wrap_lines
@@ -78,7 +76,7 @@ def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     return [compare_with_dry_run(fit, search.job.shape) for fit in fits]
 
 
-def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
+def _emit(path: Path, fit: Candidate, nvme_path: str) -> None:
     """Write the row's ds_config, all of it or nothing. Raises ConfigError."""
     config = strategy_ds_config(fit.strategy, fit.step.precision, nvme_path)
     parse_ds_config(config, str(path))
@@ -119,7 +117,7 @@ def _lines(
     yield ""
 
 
-def _explain(fit: Fit, name: str) -> Iterator[str]:
+def _explain(fit: Candidate, name: str) -> Iterator[str]:
     """One ds_config moment by moment."""
     yield ""
     yield (
@@ -135,7 +133,7 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
     """What to take, or what is missing."""
     search = request.search
     if ranking.recommendation is None or ranking.recommended is None:
-        yield from wrap_lines(_shortfall_lines(find_shortfall(search, ranking.fits)), output_width())
+        yield from wrap_lines(_shortfall_lines(find_misfit(search, ranking.fits)), output_width())
         return
     fit = ranking.recommended.fit
     ds_path = Path(fit.ds.source) if search.files else emitted
@@ -153,7 +151,7 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
         yield from wrap_line("  --emit FILE writes its ds_config and prints the train.py command.", output_width())
 
 
-def _shortfall_lines(shortfall: Shortfall) -> Iterator[str]:
+def _shortfall_lines(shortfall: Misfit) -> Iterator[str]:
     """By how much, and the cheapest change."""
     nearest, change = shortfall.nearest, shortfall.change
     if nearest.spare_bytes < 0:
@@ -195,7 +193,7 @@ def _plot(path: Path, request: EstimateRequest, ranking: Ranking, names: list[st
     plot_memory(path, bars, job.machines.gpu_bytes, title)
 
 
-def _label(fit: Fit, name: str | None) -> str:
+def _label(fit: Candidate, name: str | None) -> str:
     strategy = fit.strategy
     parts = [name] if name else [f"ZeRO {strategy.stage_words}", strategy.offload if strategy.offload != "-" else ""]
     if strategy.checkpointing != "none":

@@ -17,11 +17,18 @@ from llmscale.config.hardware import GPUS
 from llmscale.config.presets import PRESETS
 from llmscale.config.shipped import is_in_checkout
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
-from llmscale.planning.law_table import LawRow, central, law_rows
-from llmscale.planning.placement import GPUPlacement
-from llmscale.planning.run_plan import Lifetime, Plan, PlanRequest
-from llmscale.planning.scaling_laws import FITTED_PARAMETERS, KAPLAN, Interval, Point
+from llmscale.planning.run_plan import GPUPlacement, Lifetime, Plan, PlanRequest
+from llmscale.planning.scaling import (
+    FITTED_PARAMETERS,
+    KAPLAN,
+    PF_DAY_FLOPS,
+    Interval,
+    LawRow,
+    Point,
+    central,
+    inference_flops,
+    law_rows,
+)
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import output_width
 

@@ -14,11 +14,8 @@ from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
-from llmscale.planning.flops import PF_DAY_FLOPS
-from llmscale.planning.placement import GPUs
-from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, PlanRequest
-from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN
-from llmscale.planning.shape_for_size import suggest_shape
+from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, GPUs, PlanRequest
+from llmscale.planning.scaling import BESIROGLU, HOFFMANN, PF_DAY_FLOPS, suggest_shape
 
 _LAWS = {"besiroglu": BESIROGLU, "hoffmann": HOFFMANN}
 _MODELS = ("--model", "--params")

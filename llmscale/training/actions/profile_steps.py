@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from llmscale.config.hardware import find_gpu
 from llmscale.engine.timing import Phase
 from llmscale.errors import LlmscaleError
-from llmscale.planning.step_parts import predict_step_parts
+from llmscale.planning.step_time import predict_step_parts
 from llmscale.training.actions.action import DoneStep, StepAction
 from llmscale.training.live_run import LiveRun
 from llmscale.training.profiling.profile_table import table_lines

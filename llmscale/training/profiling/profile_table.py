@@ -11,7 +11,7 @@ _TOGETHER = {"norms": "norms and other operations", "other operations": "norms a
 
 
 def table_lines(shares: TraceShares, num_steps: int, predicted: Mapping[str, float]) -> Iterator[str]:
-    """`predicted`: seconds of a step by part, as llmscale.planning.step_parts names them; parts that are not in it are
+    """`predicted`: seconds of a step by part, as llmscale.planning.step_time names them; parts that are not in it are
     none of the model's."""
     yield f"{'part':<18}{'share':>8}{'ms a step':>12}{'plan, ms':>12}"
     for part in PARTS:

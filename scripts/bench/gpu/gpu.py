@@ -34,8 +34,8 @@ from llmscale.config.hardware import model_flops_utilisation
 from llmscale.files.whole import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning import compilation, kernels
-from llmscale.planning.compute_time import OWN_KERNELS, TokenWork, token_work
 from llmscale.planning.kernels import kernel_efficiency
+from llmscale.planning.step_time import OWN_KERNELS, TokenWork, token_work
 from llmscale.training.memory_report import estimate_run
 from llmscale.training.run_inputs import PreparedRun, prepare_run
 from scripts.bench.gpu.cells import Cell, Device, find_device, list_cpu_cells, list_gpu_cells, why_it_does_not_fit

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmscale.config.hardware import GPU
-from llmscale.planning.compute_time import TokenWork
 from llmscale.planning.kernels import memory_bytes_per_s
+from llmscale.planning.step_time import TokenWork
 from scripts.bench.harness import GIB
 
 BEGIN, END = "<!-- gpu-table:begin -->", "<!-- gpu-table:end -->"

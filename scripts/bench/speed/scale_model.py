@@ -20,8 +20,8 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.presets import get_preset
 from llmscale.planning.calibration import nearest_rows
-from llmscale.planning.largest_micro_batch import Job, Machines, Search
-from llmscale.planning.ranked_configs import RankedConfig, rank_configs
+from llmscale.planning.recommend import RankedConfig, rank_configs
+from llmscale.planning.search import Job, Machines, Search
 from llmscale.report.save_figure import save_figure
 from scripts.bench.harness import describe_machine, gpu_name, output_file, picture_file, preset_name, save_result
 
