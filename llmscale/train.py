@@ -1,6 +1,7 @@
 """Train a GPT under DeepSpeed ZeRO: parse, check, build, resume, loop.
 
-What every rank runs, under `llmscale train`, deepspeed, torchrun, `llmscale launch` or alone; --help lists its flags.
+Every rank runs this file, started by `llmscale train`, deepspeed, torchrun, `llmscale launch` or directly; --help lists
+its flags.
 """
 
 from __future__ import annotations
@@ -13,37 +14,40 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    # The launcher runs this file as a script, which puts its folder first on sys.path, where `llmscale/data` and its
-    # neighbours could shadow libraries. The folder above is what makes `import llmscale` work, installed or not.
-    # With PYTHONSAFEPATH its folder is not there.
+    # A launcher runs this file as a script, which puts its folder first on sys.path, where `llmscale/data` and its
+    # neighbours could shadow libraries. The folder above is needed for `import llmscale`, installed or not.
+    # PYTHONSAFEPATH leaves the script's folder out.
     sys.path[: not getattr(sys.flags, "safe_path", False)] = [str(Path(__file__).resolve().parent.parent)]
 
 from llmscale.training.stop_request import StopRequest
 
 if __name__ == "__main__":
-    # Before the rest is imported: a rank that a signal kills leaves the others waiting.
+    # Before the other imports: a rank killed by a signal leaves the others waiting.
     stop_request = StopRequest()
     stop_request.install()
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
+from llmscale.config.run_config import parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
+from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError
-from llmscale.files.patient_output import make_output_patient
-from llmscale.last_words import output_arrives, prepare_streams, say_error, say_unexpected
-from llmscale.terminal.announcer import Announcer
+from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import check_start
 from llmscale.training.heartbeat import Heartbeat
 from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
-from llmscale.training.run_inputs import PreparedRun, prepare_run, quiet_s
+from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
 
 
 def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> int:
-    """Run; 0 when the run is finished or was asked to stop and has saved, 1 when this machine failed it (memory, a
-    killed data worker, a taken port) or nobody foresaw what did, 2 for the user's mistakes. `stop` is installed;
-    without one, signals act as before."""
+    """Run training, and return the exit status.
+
+    0: the run is finished, or was asked to stop and has saved. 1: this machine failed it (memory, a killed data worker,
+    an occupied port), or something unexpected did. 2: a mistake of the user. `stop` is installed already; without one,
+    signals act as before.
+    """
     began = time.perf_counter()
     prepare_streams()
     protect_children()
@@ -59,11 +63,11 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             stop.watch_launchers()
         config = parse_run_config(sys.argv[1:] if argv is None else argv)
         run_folder = config.run
-        # Not before: --help that cannot be written is an error.
-        make_output_patient()
-        with Announcer(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
+        # After parsing: --help that cannot be written is an error.
+        make_output_resilient()
+        with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
             stop.before_early_end.append(announcer.clear)
-            announcer.begin("checking the configuration and the data", after_s=quiet_s(config))
+            announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
             run = prepare_run(config, world_size=here.world_size)
             if finished := check_start(run):
                 announcer.end()
@@ -74,47 +78,48 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
                 check_meeting_point(here, os.environ)
                 status = train(run, stop, heartbeat, began, announcer)
     except OutOfMemory as error:
-        # It may have happened on this rank alone, so each speaks for itself.
-        say_error(str(error))
+        # It may have happened on this rank alone, so each rank reports it.
+        print_error(str(error))
         status = 1
     except MachineError as error:
         if here is None or here.local_rank == 0 or not error.is_on_every_rank:
-            say_error(str(error))
+            print_error(str(error))
         status = 1
     except LlmscaleError as error:
-        # Ranks of one host share their files and flags, so one of them speaks for all.
+        # Ranks of one host share files and flags, so one reports it.
         if here is None or here.local_rank == 0:
-            say_error(str(error))
+            print_error(str(error))
         status = 2
     except SystemExit as end:
-        # --help; what it says may not arrive.
+        # --help; its output may fail.
         heartbeat.end(1)
-        if end.code or output_arrives():
+        if end.code or flush_stdout():
             raise
         status = 1
     except BaseException as error:
         if stop.ends_early:
             stop.end_now()
-        say_unexpected(error, run_folder)
+        report_crash(error, run_folder)
         status = 1
     heartbeat.end(status)
     return status
 
 
-def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: Announcer) -> int:
-    """Everything after the checks. `began` is when the process started, on perf_counter's clock."""
+def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: StatusLine) -> int:
+    """Train a run that passed the checks. `began` is the start of the process on perf_counter's clock."""
     set_allocator_default(os.environ)
     announcer.begin("importing torch and DeepSpeed")
-    from llmscale.training.build_session import open_session
-    from llmscale.training.go_back import go_back
+    from llmscale.training.open_session import open_session, roll_back
 
     with explained_out_of_memory(run), open_session(run, stop, heartbeat, began, announcer) as session:
         is_starting = True
-        while session.step < run.resolved.total_steps or (session.agree_at_the_end() and go_back(session, heartbeat)):
+        while session.step < run.resolved.total_steps or (
+            session.rolls_back_at_end() and roll_back(session, heartbeat)
+        ):
             step = session.step
             micro_batches = session.fetch(step)
-            decision = session.agree(step)
-            if decision.go_back and not decision.stop and go_back(session, heartbeat):
+            decision = session.decide(step)
+            if decision.rollback and not decision.stop and roll_back(session, heartbeat):
                 continue
             if decision.stop:
                 announcer.end()
@@ -125,15 +130,15 @@ def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: floa
                 stop.leave_start_up()
                 heartbeat.beat("stopped", step)
                 break
-            done = session.train(step, micro_batches)
+            result = session.train(step, micro_batches)
             if is_starting:
                 announcer.end()
                 stop.leave_start_up()
                 is_starting = False
-            session.after(done)
+            session.run_actions(result)
             heartbeat.beat("training", session.step)
-            del done, micro_batches  # not kept while the next are fetched
-        # Of a run that had nothing left to do, the start ends here.
+            del result, micro_batches  # frees them before the next fetch
+        # A run without steps left ends its start here.
         announcer.end()
         session.finish()
     return 0
@@ -144,6 +149,6 @@ if __name__ == "__main__":
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
         sys.stderr.flush()
-    # Not sys.exit: after an error gloo's threads still wait for their peers, and the interpreter's way out would now
-    # and then abort with SIGABRT instead of the exit code. Everything that must be on disk is there by now.
+    # Not sys.exit: after an error gloo's threads still wait for their peers, and the interpreter's shutdown would
+    # sometimes abort with SIGABRT instead of the exit code. Everything that must be on disk is there.
     os._exit(exit_code)

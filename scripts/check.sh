@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Everything that can be checked without running a test: style, types, shell scripts, the Dockerfile. People, pre-commit
-# and CI run this.
+# Run all checks that need no test: style, types, shell scripts, the Dockerfile. People, pre-commit and CI run this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=scripts/lib/environment.sh
@@ -21,7 +20,7 @@ main() {
     fi
 }
 
-# Run one check and go on when it fails, so that one run shows everything there is to mend.
+# Run one check and continue if it fails, so that one run shows all problems.
 check() {
     printf '== %s\n' "$*"
     "$@" || failed+=("$*")

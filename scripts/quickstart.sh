@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained GPT: install, prepare the documentation of Python's standard library as text, train with
-# DeepSpeed ZeRO-2 on whatever is there (all GPUs, else two processes on the CPU), show the loss curve and a sample.
+# DeepSpeed ZeRO-2 on all GPUs (or two processes on the CPU), and show the loss curve and a sample.
 # Arguments go to train.py: ./scripts/quickstart.sh --steps 1000
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -9,10 +9,10 @@ source scripts/lib/environment.sh
 
 TEXT=data/python-stdlib.jsonl
 TOKENIZER=data/python-stdlib-tokenizer-2048
-SET=data/python-stdlib # where train.py looks by default
+SET=data/python-stdlib # train.py's default
 RUN=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 PROMPT='Return '
-# Two to three minutes on two CPU cores with bf16 instructions, twice that without, seconds on a GPU.
+# Takes two to three minutes on two CPU cores with bf16 instructions, twice that without, seconds on a GPU.
 RECIPE=('model: tiny-1m' 'norm: rmsnorm' 'bias: false' 'positions: rotary' 'activation: silu' 'gated_mlp: true'
     'mlp_width: 384' 'qk_norm: head' 'optimizer: muon' 'lr: 1.0e-2' 'warmup_steps: 10' 'steps: 250' 'log_every: 10'
     'val_every: 125' 'ds: ds_configs/zero2.json')
@@ -21,7 +21,7 @@ SEQUENCES=48 # per step
 main() {
     local num_processes
     ensure_environment "$FOR_TRAINING"
-    SECONDS=0 # bash counts on from here: what follows is the time after the installation
+    SECONDS=0 # bash counts from here: the times do not include the installation
 
     step "Text: the language reference and docstrings of the standard library"
     [[ -f $TEXT ]] || python scripts/lib/stdlib_prose.py "$TEXT"
@@ -29,7 +29,7 @@ main() {
 
     step "Tokenizer: a BPE of 2,048 tokens, trained on this text"
     if [[ -d $TOKENIZER ]]; then
-        echo "$TOKENIZER is there already."
+        echo "$TOKENIZER exists already."
     else
         llmscale data train-tokenizer --input "$TEXT" --vocab-size 2048 --out "$TOKENIZER"
     fi
@@ -42,7 +42,7 @@ main() {
     SEQUENCES=$(((SEQUENCES + num_processes - 1) / num_processes * num_processes))
 
     step "Training: ZeRO-2 on $num_processes processes"
-    # A run file, because flags win over it: what "$@" says counts.
+    # A run file, because the flags in "$@" override it.
     run_file=$(mktemp --suffix .yaml)
     trap 'rm -f "$run_file"' EXIT
     printf '%s\n' "${RECIPE[@]}" "global_batch_size: $SEQUENCES" "data: $SET" >"$run_file"
@@ -65,7 +65,7 @@ more         llmscale sample $RUN 'The '
 END
 }
 
-# A heading with the seconds since the start.
+# Print a heading with the seconds since the start.
 step() {
     printf '\n== %s  [%d s]\n' "$1" "$SECONDS"
 }

@@ -1,9 +1,9 @@
-"""Records the activation memory of llmscale's model in every branch of its code, for llmscale.memory.activations.
+"""Record the activation memory of llmscale's model in every branch of its code, for llmscale.memory.activations.
 
 python scripts/record_memory.py [TABLE ...]
 
-Run it after a change in llmscale/model/, or for another torch or DeepSpeed than the tables name. TABLE: record these
-alone, such as `ends` after a change in the output head or the loss.
+Run it after a change in llmscale/model/, or for other versions of torch or DeepSpeed than the tables name. TABLE: only
+these, such as `ends` after a change in the output head or the loss.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def main() -> None:
     parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables to record; default: all")
     wanted = set(parser.parse_args().tables) or names
     if unknown := sorted(wanted - names):
-        parser.error(f"no table is called {unknown[0]}. There are: {', '.join(sorted(names))}")
+        parser.error(f"{unknown[0]} is not a table. Legal: {', '.join(sorted(names))}")
     branches = [branch for branch in branches if table_of(branch) in wanted]
     found: dict[str, dict[str, dict[str, RecordedSegment]]] = {}
-    # spawn: what a dry run patches in DeepSpeed must not be inherited by the next one.
+    # spawn: a dry run must not inherit the patches that an earlier one made in DeepSpeed.
     with multiprocessing.get_context("spawn").Pool(os.cpu_count(), prepare) as pool:
         for done, (branch, segments) in enumerate(pool.imap(record, branches, chunksize=8), 1):
             found.setdefault(table_of(branch), {})[branch.key] = segments
@@ -53,19 +53,19 @@ def main() -> None:
 
 
 def prepare() -> None:
-    """Of what the libraries made nothing becomes garbage: collections that a trace asks for need not look at it."""
+    """Exclude the libraries' objects from garbage collection, which every trace runs."""
     warnings.simplefilter("ignore")
     gc.collect()
     gc.freeze()
 
 
 def record(branch: BlockBranch | EndsBranch) -> tuple[BlockBranch | EndsBranch, dict[str, RecordedSegment]]:
-    """One branch, in a process of the pool."""
+    """Record one branch in a process of the pool."""
     return branch, record_branch(branch)
 
 
 def write_table(name: str, table: dict[str, object]) -> None:
-    """One entry a line, so that a change shows as what it is."""
+    """Write a table with one entry per line, so that diffs are readable."""
     lines = []
     for entry, value in table.items():
         if isinstance(value, list):

@@ -30,11 +30,11 @@ def train_in_turn(commands: Sequence[Sequence[str]], world_size: int) -> list[st
 def main(commands: Sequence[Sequence[str]]) -> None:
     from llmscale import train
     from llmscale.engine.process_group import join_world
-    from llmscale.training import build_session, session
+    from llmscale.training import open_session, session
     from tests.rank_end import end_rank
 
     world = join_world()
-    build_session.join_world = lambda: world
+    open_session.join_world = lambda: world
     session.leave_world = lambda: None
     # The port at which they met is theirs.
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"

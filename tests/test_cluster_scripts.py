@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
+from scripts.slurm.job_arguments import job_arguments
 from tests.checkpoint.written import sign
 from tests.conftest import HANG_S
 
@@ -153,30 +154,36 @@ def test_a_requeued_job_does_not_begin_its_run_again(
     """Once the beginning has been saved: with --init-from the run would be refused, with --resume go back each time."""
     run, weights = tmp_path / "run", tmp_path / "weights"
 
+    def save(step: int) -> None:
+        saved = checkpoints_folder(run) / checkpoint_name(step)
+        saved.mkdir(parents=True)
+        sign(saved, step)
+
     def arguments(flag: str, restart: int, job_id: str) -> list[str]:
-        given = ("--run", str(run), flag, str(weights))
-        job = slurm("train.sbatch", *given, SLURM_RESTART_COUNT=str(restart), SLURM_JOB_ID=job_id)
-        output = job.communicate(timeout=HANG_S)[0]
-        assert job.returncode == 0, output
-        passed: list[str] = json.loads((tmp_path / "records" / "arguments").read_text())
-        return passed[passed.index("--") + 1 :]
+        return job_arguments(["--run", str(run), flag, str(weights)], tmp_path / job_id, restart)
 
     for flag, job_id in (("--init-from", "1"), ("--resume", "2")):
         begun = ["--run", str(run), flag, str(weights)]
         assert arguments(flag, 0, job_id) == begun
         assert arguments(flag, 1, job_id) == begun, "nothing was saved, so it has not begun"
-        saved = checkpoints_folder(run) / checkpoint_name(int(job_id))
-        saved.mkdir(parents=True)
-        sign(saved, int(job_id))
+        save(int(job_id))
         continued = arguments(flag, 2, job_id)
         assert continued[:4] == ["--run", str(run), "--resume", "auto"]
         assert parse_run_config(continued).init_from is None
     assert arguments("--resume", 0, "3") == begun, "another job that goes back"
     assert arguments("--resume", 1, "4") == begun, "one that was requeued before it noted what was saved"
-    later = checkpoints_folder(run) / checkpoint_name(5)
-    later.mkdir()
-    sign(later, 5)
-    assert arguments("--resume", 2, "4")[:4] == ["--run", str(run), "--resume", "auto"]
+
+    # The job script hands over its number and how often it was restarted.
+    for restart in (0, 1):
+        given = ("--run", str(run), "--resume", str(weights))
+        job = slurm("train.sbatch", *given, SLURM_RESTART_COUNT=str(restart), SLURM_JOB_ID="5")
+        output = job.communicate(timeout=HANG_S)[0]
+        assert job.returncode == 0, output
+        passed: list[str] = json.loads((tmp_path / "records" / "arguments").read_text())
+        expected = ["--run", str(run), "--resume", "auto"] if restart else [*given]
+        assert passed[passed.index("--") + 1 :] == expected
+        if not restart:
+            save(5)
 
 
 @pytest.mark.parametrize("status", [1, 2, 137])
@@ -262,15 +269,9 @@ def test_an_unknown_launcher_is_named(slurm: Callable[..., subprocess.Popen[str]
     assert "LAUNCHER is 'mpirun'. Legal: torchrun, deepspeed." in output
 
 
-@pytest.mark.parametrize(
-    ("launcher", "number"),
-    [
-        ("torchrun", signal.SIGUSR1),
-        pytest.param("torchrun", signal.SIGTERM, marks=pytest.mark.slow),
-        pytest.param("deepspeed", signal.SIGUSR1, marks=pytest.mark.slow),
-        pytest.param("deepspeed", signal.SIGTERM, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
 def test_two_nodes_save_at_a_signal_and_finish_afterwards(
     slurm: Callable[..., subprocess.Popen[str]],
     train_command: Callable[..., list[str]],

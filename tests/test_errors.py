@@ -10,13 +10,13 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
 from llmscale.config.hardware import GPUS
 from llmscale.config.interconnect import INTERCONNECTS
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig
-from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
-from llmscale.errors import did_you_mean, write_failure
-from llmscale.other_names import OTHER_NAMES
+from llmscale.errors import write_failure
+from llmscale.suggestions import OTHER_NAMES, did_you_mean
 
 CARDS = ("a100-80gb", "h100-80gb", "h100-80gb-pcie", "h200", "t4", "v100-16gb")
 

@@ -14,28 +14,28 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmscale.config.arguments import build_run_config
+from llmscale.config.run_config import build_run_config
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "llmscale"
 
 #: From the bottom to the top: each may import those before it. The tour in docs/development.md has the same order.
 LAYERS = (
-    *("__init__", "other_names", "errors", "untrusted", "files", "terminal", "last_words"),
+    *("__init__", "suggestions", "errors", "untrusted", "files", "terminal", "error_handling"),
     *("architecture", "config", "memory", "planning", "model"),
     *("engine", "dry_run", "data", "checkpoint", "evaluate", "training", "report", "cluster", "cli", "train"),
     "__main__",
 )
 #: Answer without torch: modules, or packages as a whole.
 TORCH_FREE = (
-    *("other_names", "errors", "files", "untrusted", "last_words", "architecture", "config", "memory", "planning"),
+    *("suggestions", "errors", "files", "untrusted", "error_handling", "architecture", "config", "memory", "planning"),
     "report",
     *("cluster", "cli", "train"),
-    *("data.shards.manifest", "data.order.sample_order", "data.shards.dataset_source", "data.sample_log"),
-    *("checkpoint.manifest", "checkpoint.locate", "checkpoint.retention", "checkpoint.run_state"),
-    *("checkpoint.history", "checkpoint.commit", "checkpoint.hf_folder"),
-    *("training.run_inputs", "training.stop_request", "training.launcher_chain"),
-    *("training.run_folder", "training.run_claim", "training.failure"),
+    *("data.shards.manifest", "data.order.sample_order", "data.shards.cache", "data.sample_log"),
+    *("checkpoint.manifest", "checkpoint.inventory", "checkpoint.run_state"),
+    *("checkpoint.commit", "checkpoint.hf_write"),
+    *("training.prepare_run", "training.stop_request", "training.sample_stream"),
+    *("training.run_folder", "training.heartbeat"),
 )
 FLAG = re.compile(r"--[a-z][\w-]*")
 SUBCOMMANDS = (
@@ -318,7 +318,7 @@ STARTS_PROCESSES = ("data.loader", "data.clean.pipeline", "untrusted.interpreter
 def test_python_is_started_in_one_place(name: str) -> None:
     tree = ast.parse(modules()[name].read_text())
     # The ranks of a machine run a script, whose own folder is first on the search path.
-    if name not in ("untrusted.interpreter", "cluster.local_ranks"):
+    if name not in ("untrusted.interpreter", "cluster.launch.ranks"):
         for command in ast.walk(tree):
             if isinstance(command, (ast.List, ast.Tuple)):
                 words = {ast.unparse(word) for word in command.elts}
@@ -334,10 +334,9 @@ WRITES_RUN_FOLDERS = ("training", "cluster.launch", "checkpoint", "data.sample_l
 WRITES_ELSEWHERE = {
     "training.run_folder": 1,  # the descriptor of open_own
     "training.heartbeat": 3,  # the watch folder, which the agent made for itself
-    "cluster.launch.node_ranks": 1,  # the pipe in it
-    "cluster.launch.tls": 1,  # a file in memory
-    "checkpoint.json_storage": 1,  # the folder of a checkpoint that is being made
-    "checkpoint.safetensors_files": 2,  # the folder of an export that is being made
+    "cluster.launch.ranks": 1,  # the pipe in it
+    "checkpoint.tensor_files": 1,  # the folder of a checkpoint that is being made
+    "checkpoint.hf_write": 2,  # the folder of an export that is being made
     "checkpoint.hub_download": 1,  # the Hub's cache
 }
 
@@ -360,5 +359,5 @@ def _writes(tree: ast.AST) -> Iterator[ast.Call]:
 def test_what_a_run_folder_holds_is_written_in_one_way(name: str) -> None:
     found = list(_writes(ast.parse(modules()[name].read_text())))
     assert len(found) == WRITES_ELSEWHERE.get(name, 0), (
-        f"{name} writes at lines {[call.lineno for call in found]}; use open_own, AppendFile or write_durably"
+        f"{name} writes at lines {[call.lineno for call in found]}; use open_own, BufferedLog or write_durably"
     )

@@ -77,7 +77,7 @@ def test_python_3_14_is_refused_with_what_holds_it_back(tmp_path: Path) -> None:
     done = find_python(tmp_path)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "numpy below 2.2 that mosaicml-streaming wants" in done.stderr
+    assert "mosaicml-streaming needs numpy below 2.2" in done.stderr
 
 
 #: Stands for .venv/bin/python: notes what pip installs, and imports torchvision only where TORCHVISION says so.

@@ -25,15 +25,14 @@ def test_nothing_is_announced_while_the_last_checkpoint_is_written(
     session = SimpleNamespace(
         step=3 if is_done else 0,
         fetch=lambda step: [],
-        agree=lambda step: SimpleNamespace(go_back=False, save=True, stop=True),
-        agree_at_the_end=lambda: False,
+        decide=lambda step: SimpleNamespace(rollback=False, save=True, stop=True),
+        rolls_back_at_end=lambda: False,
         log_last=lambda: None,
         save=note("save"),
         finish=note("finish"),
     )
-    opened: Any = SimpleNamespace(open_session=lambda *parts: nullcontext(session))
-    monkeypatch.setitem(sys.modules, "llmscale.training.build_session", opened)
-    monkeypatch.setitem(sys.modules, "llmscale.training.go_back", SimpleNamespace(go_back=None))  # type: ignore[arg-type]
+    opened: Any = SimpleNamespace(open_session=lambda *parts: nullcontext(session), roll_back=None)
+    monkeypatch.setitem(sys.modules, "llmscale.training.open_session", opened)
     monkeypatch.setattr(program, "explained_out_of_memory", lambda run: nullcontext())
     announcer: Any = SimpleNamespace(begin=note("begin"), end=note("end"))
     stop: Any = SimpleNamespace(leave_start_up=lambda: None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
+from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
 
 ROOT = Path(__file__).resolve().parent.parent
 #: What a wheel is made of.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.families.family import HFTensor
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers

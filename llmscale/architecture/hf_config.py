@@ -1,34 +1,208 @@
-"""A transformers `config.json`: the model's exact parameters, and what it does not say about memory. No torch."""
+"""A transformers `config.json`: where it is found, the family and shape that it describes, its parameters. No torch.
+
+Families that llmscale trains are in architecture/families. Two more (`_opt` with every option, `_gpt_neox`) are only
+described by their layers, following `transformers.models.<family>.modeling_<family>` (4.57), to estimate model states.
+The tests compare every tensor with a model that transformers builds on torch's meta device.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.architecture.description import Architecture
-from llmscale.architecture.families.registry import read_shape
-from llmscale.architecture.hf_families import describe_hf_model, is_described
+from llmscale.architecture.families.family import Family, Keys
+from llmscale.architecture.families.gpt2 import GPT2, OPT
+from llmscale.architecture.families.llama import LLAMA_LIKE
+from llmscale.architecture.layers import (
+    Architecture,
+    Layer,
+    attention,
+    combined_layer,
+    elementwise,
+    embedding,
+    head,
+    layer_norm,
+    linear,
+)
+from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.hub import is_hub_name, read_hub_files
 from llmscale.untrusted.paths import read_regular
 
 CONFIG_NAME = "config.json"
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (GPT2, OPT, *LLAMA_LIKE)}
+
+_EXPERTS, _PARALLEL, _ALIBI = "experts", "attention and MLP side by side", "ALiBi positions"
+#: Other families that people may try: the nearest of ours, and the features that it lacks.
+_OTHERS: dict[str, tuple[str, str]] = {
+    "mixtral": ("mistral", _EXPERTS),
+    "ministral": ("mistral", "layers with and without a window"),
+    "qwen2_moe": ("qwen2", _EXPERTS),
+    "qwen3_moe": ("qwen3", _EXPERTS),
+    "qwen3_next": ("qwen3", f"linear attention and {_EXPERTS}"),
+    "llama4": ("llama", _EXPERTS),
+    "llama4_text": ("llama", _EXPERTS),
+    "olmo": ("olmo2", "norms without weights"),
+    "olmo3": ("olmo2", "layers with and without a window"),
+    "olmoe": ("olmo2", _EXPERTS),
+    "gpt_oss": ("llama", f"{_EXPERTS} and attention sinks"),
+    "deepseek_v2": ("llama", f"latent attention and {_EXPERTS}"),
+    "deepseek_v3": ("llama", f"latent attention and {_EXPERTS}"),
+    "gemma": ("llama", "scaled embeddings and norms that multiply by 1 + weight"),
+    "gemma2": ("llama", "soft-capped logits, four norms a block, and layers with and without a window"),
+    "gemma3": ("qwen3", "four norms a block, and layers with and without a window"),
+    "gemma3_text": ("qwen3", "four norms a block, and layers with and without a window"),
+    "phi": ("llama", f"{_PARALLEL} and rotations of a part of a head"),
+    "phi3": ("llama", "matrices in one piece for q, k, v and for gate and up, and longrope"),
+    "granite": ("llama", "multipliers of embeddings, attention, residuals and logits"),
+    "cohere": ("llama", f"{_PARALLEL} and scaled logits"),
+    "smollm3": ("llama", "layers without positions"),
+    "stablelm": ("llama", "rotations of a part of a head"),
+    "gpt_neox": ("gpt2", f"{_PARALLEL} and rotations of a part of a head"),
+    "gptj": ("gpt2", f"{_PARALLEL} and rotations of a part of a head"),
+    "gpt_neo": ("gpt2", "layers with and without a window"),
+    "gpt_bigcode": ("gpt2", "one key-value head"),
+    "starcoder2": ("mistral", "layer norms and an MLP without a gate"),
+    "falcon": ("gpt2", f"{_PARALLEL} and rotations"),
+    "bloom": ("gpt2", _ALIBI),
+    "mpt": ("gpt2", _ALIBI),
+}
+
+
+def get_family(config: Mapping[str, object], source: str) -> Family:
+    """Return the family of a config.json. Raises ConfigError with the nearest and all supported families."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ConfigError(f"{source}: model_type is missing or not a text; is this a transformers config.json?")
+    if model_type not in FAMILIES:
+        nearest, lacks = _OTHERS.get(model_type, ("", ""))
+        hint = f" The nearest is {nearest}, which has no {lacks}." if nearest else did_you_mean(model_type, FAMILIES)
+        raise ConfigError(
+            f"{source}: llmscale has no model of type {model_type[:80]!r}.{hint} Supported: {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[model_type]
+
+
+def read_shape(config: Mapping[str, object], source: str) -> dict[str, object]:
+    """Return the fields of GPTShape in a config.json, with vocab_size and seq_len (its positions).
+
+    Raises ConfigError for other architectures and for features that llmscale's model does not compute.
+    """
+    family = get_family(config, source)
+    if "auto_map" in config:
+        raise ConfigError(
+            f"{source}: auto_map names code of its own, which is never run. Only transformers' own "
+            f"{family.architecture} can be read."
+        )
+    if config.get("quantization_config") is not None:
+        raise ConfigError(f"{source}: the weights are quantised. Give the folder of the unquantised model.")
+    values = family.read(Keys(config, source))
+    try:
+        build_shape(values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    return values
+
+
+def family_of(shape: GPTShape) -> Family:
+    """Return the first family that can express a shape, preferably without added biases.
+
+    Raises ConfigError with the fields that the nearest family lacks.
+    """
+    lost = {family: family.lost(shape) for family in FAMILIES.values()}
+    able = [family for family, fields in lost.items() if not fields]
+    if able:
+        return min(able, key=lambda family: family.adds_to(shape))
+    nearest = min(lost, key=lambda family: len(lost[family]))
+    raise ConfigError(
+        f"no family of transformers has this model: {nearest.architecture}, the nearest, lacks "
+        f"{', '.join(lost[nearest])}. Families: {', '.join(FAMILIES)}."
+    )
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _opt(keys: Keys) -> Architecture:
+    """Describe OPT with projections around a narrower token embedding, norms after, or norms without weights."""
+    h, n_head = keys.heads()
+    vocab, table, bias = keys.count("vocab_size"), keys.count("word_embed_proj_dim", h), keys.flag("enable_bias", True)
+    tied, inner = keys.flag("tie_word_embeddings", True), keys.count("ffn_dim")
+    affine = keys.flag("layer_norm_elementwise_affine", True)
+    has_final_norm = keys.flag("do_layer_norm_before", True) and not keys.flag("_remove_final_layer_norm", False)
+    # Two positions more than the model has: OPT's ids begin at 2.
+    positions = embedding("embed_positions", keys.count("max_position_embeddings", 2048) + 2, h)
+    final = layer_norm("final_layer_norm", h, affine=affine and has_final_norm)
+    # A narrower token embedding is projected in and out.
+    project_in = [linear("project_in", table, h, bias=False)] if table != h else []
+    project_out = [linear("project_out", h, table, bias=False)] if table != h else []
+    return Architecture(
+        before_blocks=(embedding("wte", vocab, table), combined_layer("wpe", positions, *project_in)),
+        block=(
+            layer_norm("ln_1", h, affine=affine),
+            combined_layer("attn.qkv", *(linear(name, h, h, bias=bias) for name in _QKV)),
+            attention(n_head, h // n_head),
+            linear("attn.proj", h, h, bias=bias),
+            elementwise(h),
+            layer_norm("ln_2", h, affine=affine),
+            linear("mlp.up", h, inner, bias=bias),
+            elementwise(inner),
+            linear("mlp.down", inner, h, bias=bias),
+            elementwise(h),
+        ),
+        n_layer=keys.layers("num_hidden_layers"),
+        after_blocks=(combined_layer("ln_f", final, *project_out), _head(tied, vocab, table)),
+        parameter_order=("attn.qkv", "attn.proj", "ln_1", "mlp.up", "mlp.down", "ln_2"),
+    )
+
+
+def _gpt_neox(keys: Keys) -> Architecture:
+    h, n_head = keys.heads()
+    vocab, inner = keys.count("vocab_size"), keys.count("intermediate_size")
+    bias, tied = keys.flag("attention_bias", True), keys.flag("tie_word_embeddings", False)
+    return Architecture(
+        before_blocks=(embedding("wte", vocab, h),),
+        block=(
+            layer_norm("ln_1", h),
+            linear("attn.qkv", h, 3 * h, bias=bias),
+            attention(n_head, h // n_head),
+            linear("attn.proj", h, h, bias=bias),
+            layer_norm("ln_2", h),
+            linear("mlp.up", h, inner, bias=True),
+            elementwise(inner),
+            linear("mlp.down", inner, h, bias=True),
+            elementwise(2 * h),
+        ),
+        n_layer=keys.layers("num_hidden_layers"),
+        after_blocks=(layer_norm("ln_f", h), _head(tied, vocab, h)),
+        parameter_order=("ln_1", "ln_2", "attn.qkv", "attn.proj", "mlp.up", "mlp.down"),
+    )
+
+
+def _head(tied: bool, rows: int, width: int) -> Layer:
+    return head("head", rows, width, tied_to="wte" if tied else "")
+
+
+#: Families that are described only by their layers, by model_type.
+_DESCRIPTIONS: dict[str, Callable[[Keys], Architecture]] = {"opt": _opt, "gpt_neox": _gpt_neox}
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """A model of transformers: enough for its model states."""
+    """A model of transformers, described well enough for its model states."""
 
     name: str
-    """As the user wrote it."""
+    """Path or name that the user gave."""
     family: str
     """transformers' model_type."""
     architecture: Architecture
 
     @property
     def num_parameters(self) -> int:
-        """As transformers' `num_parameters()`: a tied head counts once."""
+        """Result of transformers' `num_parameters()`: a tied head counts once."""
         return self.architecture.num_parameters
 
     @property
@@ -38,7 +212,7 @@ class HFModel:
 
     @property
     def unknown(self) -> str:
-        """What config.json cannot say about the activations, in one sentence."""
+        """Reason why activations are not estimated, in one sentence."""
         return (
             f"activations are not estimated: llmscale does not train this kind of {self.family}, and config.json does "
             "not say which attention it will run with (eager keeps batch x heads x seq_len^2 elements a layer, flash "
@@ -48,33 +222,37 @@ class HFModel:
 
 @dataclass(frozen=True)
 class FoundConfig:
-    """A config.json, and where it was found."""
+    """A config.json and its origin."""
 
     entries: dict[str, object]
     folder: Path | None
-    """That holds it, and may hold the model's other files; None for one on the Hub where the cache cannot be
-    written."""
+    """Folder of the file, which may hold the model's other files; None for one on the Hub without a writable cache."""
     hub_name: str | None
-    """NAME@COMMIT on the Hub; None for a folder or file of the user's."""
+    """NAME@COMMIT on the Hub; None for the user's own folder or file."""
 
 
 def load_hf_model(path_or_name: str) -> HFModel | None:
-    """From a config.json, a folder that holds one, or a name on the Hugging Face Hub; None for a model that llmscale
-    itself trains (llmscale.architecture.families), of which more than the states is known. Raises ConfigError."""
+    """Load a model from a config.json, its folder, or a name on the Hugging Face Hub. Raises ConfigError.
+
+    None for a model that llmscale itself trains, of which more than the model states is known.
+    """
     source = f"--hf {path_or_name}"
     config = find_config(path_or_name, source).entries
     try:
         read_shape(config, source)
     except ConfigError:
-        if not is_described(config):
+        family = str(config.get("model_type"))
+        if family not in _DESCRIPTIONS:
             raise
-        return HFModel(path_or_name, str(config.get("model_type")), describe_hf_model(config, source))
+        return HFModel(path_or_name, family, _DESCRIPTIONS[family](Keys(config, source)))
     return None
 
 
 def find_config(path_or_name: str, source: str) -> FoundConfig:
-    """A config.json, the one of a folder, or of NAME or NAME@REVISION on the Hugging Face Hub; `source` names it in
-    messages. Raises ConfigError."""
+    """Find a config.json: the file, the one of a folder, or of NAME or NAME@REVISION on the Hugging Face Hub.
+
+    `source` names it in messages. Raises ConfigError.
+    """
     path = Path(path_or_name)
     if path.is_dir():
         path = path / CONFIG_NAME

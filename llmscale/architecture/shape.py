@@ -1,18 +1,103 @@
-"""The shape of our GPT: every number that decides its parameters, FLOPs and activations. No torch."""
+"""The shape of our GPT: every number that determines its parameters, FLOPs and activations. No torch."""
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
-from llmscale.architecture.description import Architecture
-from llmscale.architecture.layers import Layer, attention, elementwise, embedding, head, layer_norm, linear, rms_norm
-from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.architecture.rotary import parse_rope_scaling
+from llmscale.architecture.layers import (
+    Architecture,
+    Layer,
+    ParameterTensors,
+    attention,
+    elementwise,
+    embedding,
+    head,
+    layer_norm,
+    linear,
+    rms_norm,
+)
 from llmscale.errors import ConfigError
+
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_LINEAR = re.compile(rf"linear:({_NUMBER})")
+_LLAMA3 = re.compile(rf"llama3:({_NUMBER}),({_NUMBER}),({_NUMBER}),([0-9]+)")
+LEGAL_SCALINGS = "none, linear:FACTOR, or llama3:FACTOR,LOW,HIGH,ORIGINAL_SEQ_LEN such as llama3:8,1,4,8192"
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions are divided by `factor` (Chen et al. 2023, position interpolation)."""
+
+    factor: float
+
+    def __str__(self) -> str:
+        return f"linear:{_plain(self.factor)}"
+
+    def scale(self, frequency: float) -> float:
+        return frequency / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling: slow rotations are divided by `factor`, fast ones kept, others interpolated
+    (Grattafiori et al. 2024, section 3.4; `apply_scaling` of Meta's llama-models)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_seq_len: int
+    """Context in tokens that the model was first trained on."""
+
+    def __str__(self) -> str:
+        factors = (self.factor, self.low_freq_factor, self.high_freq_factor)
+        return f"llama3:{','.join(map(_plain, factors))},{self.original_seq_len}"
+
+    def scale(self, frequency: float) -> float:
+        wavelength = 2 * math.pi / frequency
+        turns = self.original_seq_len / wavelength
+        if turns > self.high_freq_factor:
+            return frequency
+        if turns < self.low_freq_factor:
+            return frequency / self.factor
+        kept = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        return (1 - kept) * frequency / self.factor + kept * frequency
+
+
+RopeScaling = LinearScaling | Llama3Scaling
+
+
+def parse_rope_scaling(text: str) -> RopeScaling | None:
+    """Parse the `rope_scaling` setting; None for `none`. Raises ConfigError."""
+    if text == "none":
+        return None
+    if match := _LINEAR.fullmatch(text):
+        factor = float(match[1])
+        if 1 <= factor <= 1e6:
+            return LinearScaling(factor)
+    elif match := _LLAMA3.fullmatch(text):
+        factor, low, high = (float(match[n]) for n in (1, 2, 3))
+        if 1 <= factor <= 1e6 and 0 < low < high <= 1e6 and 1 <= int(match[4]) <= 1 << 30:
+            return Llama3Scaling(factor, low, high, int(match[4]))
+    raise ConfigError(
+        f"rope_scaling '{text}' is not legal. Legal: {LEGAL_SCALINGS}; FACTOR at least 1, LOW below HIGH."
+    )
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else repr(number)
+
+
+def rotary_frequencies(head_dim: int, theta: float, scaling: str) -> list[float]:
+    """Return the radians per position of a head's head_dim / 2 pairs, fastest first. Raises ConfigError."""
+    rule = parse_rope_scaling(scaling)
+    frequencies = [theta ** (-pair / head_dim) for pair in range(0, head_dim, 2)]
+    return [rule.scale(frequency) for frequency in frequencies] if rule else frequencies
+
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu"]
 AttentionBias = Literal["none", "qkv", "all"]
@@ -28,11 +113,10 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class GPTShape:
-    """A decoder of equal blocks; the defaults are GPT-2's: pre-norm, learned positions, tied embeddings, an MLP four
-    times as wide as the residual stream.
+    """Shape of a decoder of equal blocks. The defaults are GPT-2's: pre-norm, learned positions, tied embeddings, an
+    MLP four times as wide as the residual stream.
 
-    Sizes that are 0 and biases that are None follow from the others and are filled in. Raises ConfigError when the
-    numbers cannot form a model.
+    Sizes of 0 and biases of None are derived from the others. Raises ConfigError when the numbers cannot form a model.
     """
 
     n_layer: int
@@ -44,7 +128,7 @@ class GPTShape:
     vocab_size: int
     """Token ids the tokenizer can produce; the table itself has padded_vocab_size rows."""
     seq_len: int
-    """Positions: the longest sequence in tokens."""
+    """Longest sequence, in tokens."""
     activation: Activation = "gelu"
     """MLP non-linearity: exact GELU, its tanh approximation (GPT-2's), ReLU (OPT's) or SiLU (Llama's)."""
     dropout: float = 0.0
@@ -64,26 +148,26 @@ class GPTShape:
     norm_eps: float = 1e-5
     """Added to the variance."""
     norm_placement: NormPlacement = "pre"
-    """Norms stand before attention and MLP, or between these and the residual stream (OLMo 2)."""
+    """Norms before attention and MLP, or between these and the residual stream (OLMo 2)."""
     positions: Positions = "learned"
     """A learned vector per position, or rotations of q and k (Su et al. 2021)."""
     rope_theta: float = 10_000.0
     """Base of the rotations' wavelengths."""
     rope_scaling: str = "none"
-    """Longer contexts than the model was first trained on: llmscale.architecture.rotary."""
+    """Extension to longer contexts than the model was first trained on: LEGAL_SCALINGS."""
     qk_norm: QKNorm = "none"
     """RMS norm of q and k: within each head (Qwen 3) or over all heads at once (OLMo 2)."""
     attention_bias: AttentionBias | None = None
-    """Biases of the attention's linear layers: q, k, v (Qwen 2), its output too, or none. None: as `bias`."""
+    """Biases of the attention's linear layers: q, k, v (Qwen 2), its output too, or none. None: follows `bias`."""
     mlp_bias: bool | None = None
-    """Biases of the MLP's. None: as `bias`."""
+    """Biases of the MLP's linear layers. None: follows `bias`."""
     tied: bool = True
     """The output head is the token embedding."""
     sliding_window: int = 0
-    """A position sees itself and the window - 1 before it (Mistral). 0: all before it."""
+    """Positions that attention sees, its own included (Mistral). 0: all earlier ones."""
     document_end: int | None = None
-    """Token that ends a document, and is part of it: a position sees its own document alone, and positions count from
-    its beginning. None: documents of a sequence see each other. The data set says which token it is."""
+    """Last token of every document, from the dataset: a position sees its own document alone, and positions count from
+    the document's beginning. None: documents of a sequence see each other."""
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "vocab_size", "seq_len"):
@@ -106,7 +190,7 @@ class GPTShape:
                 raise ConfigError(f"{name} must be at least 0, not {value}.")
         if self.document_end is not None and not 0 <= self.document_end < self.vocab_size:
             raise ConfigError(
-                f"document_end {self.document_end} is no token: the vocabulary is 0 to {self.vocab_size - 1}."
+                f"document_end {self.document_end} is not a token: the vocabulary is 0 to {self.vocab_size - 1}."
             )
 
     def _fill_in(self) -> None:
@@ -129,7 +213,7 @@ class GPTShape:
 
     def _check_heads(self) -> None:
         if self.head_dim < 1 or self.n_kv_head < 1 or self.n_head % self.n_kv_head:
-            # Of up to 65,536 heads, the most that a run can have.
+            # A run can have at most 65,536 heads.
             legal = [n for n in range(1, min(self.n_head, 1 << 16) + 1) if self.n_head % n == 0]
             raise ConfigError(
                 f"n_kv_head {self.n_kv_head} does not divide n_head {self.n_head}. Legal: {', '.join(map(str, legal))}."
@@ -149,28 +233,30 @@ class GPTShape:
 
     @property
     def qkv_heads(self) -> int:
-        """Heads of queries, keys and values together, which one matrix makes."""
+        """Number of query, key and value heads, which one matrix computes."""
         return self.n_head + 2 * self.n_kv_head
 
     @property
     def has_window(self) -> bool:
-        """Whether the sliding window leaves out anything of a whole sequence."""
+        """True when the sliding window is shorter than a full sequence."""
         return 0 < self.sliding_window < self.seq_len
 
     @property
     def has_document_mask(self) -> bool:
-        """Whether documents of a sequence are kept from seeing each other."""
+        """True when documents of a sequence do not see each other."""
         return self.document_end is not None
 
     @property
     def has_mask(self) -> bool:
-        """Whether attention leaves out anything that came before."""
+        """True when attention hides any earlier position."""
         return self.has_window or self.has_document_mask
 
     def changed(self, given: Mapping[str, object]) -> GPTShape:
-        """The same kind of model with other values of some fields. Where width or heads become others, head_dim
-        follows, and the MLP's width and the number of heads that share a key keep their ratios, the width in multiples
-        of 64 where the ratio is no whole number."""
+        """Return the same kind of model with other values of some fields.
+
+        When the width or the heads change, head_dim follows, and the MLP's width and the number of heads that share a
+        key keep their ratios. For a fractional ratio the MLP's width is rounded up to a multiple of 64.
+        """
         follows: dict[str, object] = {}
         if any(given.get(name, getattr(self, name)) != getattr(self, name) for name in ("n_head", "n_embd")):
             n_head, n_embd = given.get("n_head", self.n_head), given.get("n_embd", self.n_embd)
@@ -185,43 +271,42 @@ class GPTShape:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The model that these numbers make."""
+        """Layers of the model."""
         return describe_gpt(self, self.padded_vocab_size)
 
     @cached_property
     def tensors(self) -> ParameterTensors:
-        """Its parameters one by one."""
+        """Parameters of the model, one by one."""
         return ParameterTensors(self.architecture)
 
     @property
     def block_parameters(self) -> int:
-        """Parameters of one block."""
+        """Number of parameters of one block."""
         return self.architecture.block_parameters
 
     @property
     def num_parameters(self) -> int:
-        """Parameters that DeepSpeed stores: tied embeddings counted once, padding rows included."""
+        """Number of parameters that DeepSpeed stores: tied embeddings counted once, padding rows included."""
         return self.architecture.num_parameters
 
     @property
     def flops_per_token(self) -> int:
-        """Training FLOPs per token, forward and backward, at the full sequence length: what documents that do not see
-        each other leave out is counted, as the causal half is."""
+        """Training FLOPs per token, forward and backward, at the full sequence length; masked parts are included."""
         return self.architecture.flops_per_token(self.seq_len)
 
 
-_OF_THE_DATA = ("vocab_size", "seq_len", "document_end")
-#: What a preset, a run's configuration or a published config.json says of a shape.
-SHAPE_KEYS = tuple(field.name for field in fields(GPTShape) if field.name not in _OF_THE_DATA)
+_DATA_KEYS = ("vocab_size", "seq_len", "document_end")
+#: Fields that a preset, a run's configuration or a published config.json sets.
+SHAPE_KEYS = tuple(field.name for field in fields(GPTShape) if field.name not in _DATA_KEYS)
 
 
 def build_shape(values: Mapping[str, object]) -> GPTShape:
-    """A shape from values by the names of its fields, from whoever checked their types. Raises ConfigError."""
+    """Build a shape from field values whose types were checked. Raises ConfigError."""
     return GPTShape(**values)  # type: ignore[arg-type]
 
 
 def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
-    """The layers of llmscale.model.gpt; `rows`: of the token embedding, and of an output head of its own."""
+    """Describe the layers of llmscale.model.gpt; `rows`: rows of the token embedding and of an untied output head."""
     h = shape.n_embd
     positions = (embedding("wpe", shape.seq_len, h),) if shape.positions == "learned" else ()
     before, after = (_norm(shape, "ln_1"),), (_norm(shape, "ln_2"),)
@@ -233,7 +318,7 @@ def describe_gpt(shape: GPTShape, rows: int) -> Architecture:
         block=((*before, *attend, add, *after, *mlp, add) if is_pre else (*attend, *before, add, *mlp, *after, add)),
         n_layer=shape.n_layer,
         after_blocks=(_norm(shape, "ln_f"), head("head", rows, h, tied_to="wte" if shape.tied else "")),
-        made_order=tuple(layer.name for layer in (*before, *attend, *after, *mlp) if layer.name),
+        parameter_order=tuple(layer.name for layer in (*before, *attend, *after, *mlp) if layer.name),
         sliding_window=shape.sliding_window,
     )
 
@@ -244,7 +329,7 @@ def _norm(shape: GPTShape, name: str) -> Layer:
 
 def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
     queries, keys = shape.n_head * shape.head_dim, shape.n_kv_head * shape.head_dim
-    of_norms = {"none": (), "head": (shape.head_dim,) * 2, "width": (queries, keys)}[shape.qk_norm]
+    norm_widths = {"none": (), "head": (shape.head_dim,) * 2, "width": (queries, keys)}[shape.qk_norm]
     names = ("attn.q_norm", "attn.k_norm")
     turned = (elementwise(queries + keys),) if shape.positions == "rotary" else ()
     return (
@@ -253,7 +338,7 @@ def _attention_layers(shape: GPTShape) -> tuple[Layer, ...]:
             bias=shape.attention_bias != "none",
             row_blocks=(queries, keys, keys),
         ),
-        *(rms_norm(name, width) for name, width in zip(names, of_norms, strict=False)),
+        *(rms_norm(name, width) for name, width in zip(names, norm_widths, strict=False)),
         *turned,
         attention(shape.n_head, shape.head_dim),
         linear("attn.proj", queries, shape.n_embd, bias=shape.attention_bias == "all"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from llmscale.checkpoint.history import is_of_run
+from llmscale.checkpoint.inventory import apply_retention, is_of_run
 from llmscale.checkpoint.manifest import (
     LATEST_NAME,
     STATE_NAME,
@@ -22,9 +22,8 @@ from llmscale.checkpoint.manifest import (
     hash_file,
     save_manifest,
 )
-from llmscale.checkpoint.retention import apply_retention
 from llmscale.errors import CheckpointError
-from llmscale.files.whole import sync_folder, write_durably
+from llmscale.files.atomic_write import sync_folder, write_durably
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def commit_checkpoint(
     files = sorted([*manifest.files, *others], key=lambda file: file.name)
     save_manifest(partial, replace(manifest, files=tuple(files)))
     final = checkpoints_folder(run) / checkpoint_name(manifest.step)
-    put_aside(final)
+    set_aside_existing(final)
     partial.rename(final)
     afterwards: Sequence[tuple[str, Callable[[], object]]] = (
         ("the disk did not confirm it, and a power cut might undo it", lambda: sync_folder(final.parent)),
@@ -64,7 +63,7 @@ def commit_checkpoint(
     return [f"{what}: {problem}" for what, action in afterwards for problem in _problems(action)]
 
 
-def put_aside(final: Path) -> None:
+def set_aside_existing(final: Path) -> None:
     """Another history's checkpoint of the same step, or whatever has its name, becomes `.old-1`, or the next that is
     free."""
     number = 1

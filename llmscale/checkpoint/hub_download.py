@@ -1,4 +1,4 @@
-"""A model's files from the Hugging Face Hub: fetched and verified once per node, while the other ranks wait."""
+"""Download and verify a model's files from the Hugging Face Hub, once per node, while the other ranks wait."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from llmscale.checkpoint.hf_files import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
+from llmscale.checkpoint.hf_read import INDEX_SUFFIX, choose_weights, find_weights_files, load_index
 from llmscale.data.tokenizers.hugging_face import VOCABULARY_NAMES
-from llmscale.engine.collectives import gather, together
+from llmscale.engine.collectives import gather, on_all_ranks
 from llmscale.engine.process_group import World
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.untrusted.hub import (
@@ -27,24 +27,24 @@ from llmscale.untrusted.hub import (
     read_token,
 )
 
-#: What describes a model and its tokens; nothing that is run.
+#: Files that describe a model and its tokenizer, without code.
 _DESCRIPTION = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-#: Between two looks at whether the downloads have ended: no collective waits longer, however long they take.
+#: Interval at which ranks exchange whether the downloads have ended, so that no collective waits longer.
 _FIRST_POLL_S, _POLL_S = 0.05, 2.0
-#: The Hub's name for the contents of a large file (its X-Linked-ETag), after which the cache names the file.
+#: Form of the Hub's X-Linked-ETag of a large file, which is the name of its file in the cache.
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _VERIFIED_NAME = ".llmscale-verified"
 _CHUNK_BYTES = 1 << 22
 
 
 class _Download(threading.Thread):
-    """Beside the collectives, so that a download may take longer than one of them may."""
+    """Downloads in a thread, so that it may take longer than the timeout of a collective."""
 
     def __init__(self, name: str, source: str, here: Path | None) -> None:
-        """`here`: what the cache has already, whole."""
+        """`here` is the complete folder in the cache, if there is one."""
         super().__init__(daemon=True)
         self._name, self._source = name, source
         self._cache = hub_cache(name.partition("@")[0])
@@ -56,17 +56,17 @@ class _Download(threading.Thread):
         try:
             self.folder = self.folder or _fetch(self._name, self._source)
             self._verify(find_weights_files(self.folder).files)
-        except Exception as error:  # raised again by the rank's own thread
+        except Exception as error:  # raised again in the main thread
             self.failure = error
 
     def done_bytes(self) -> int:
-        """Grows while it gets on: bytes in the cache, parts of files included, and bytes that were verified."""
+        """Return a number that grows with progress: bytes in the cache, partial files included, and bytes verified."""
         return self._hashed_bytes + sum(map(_size_bytes, self._cache.glob("blobs/*")))
 
     def _verify(self, files: Iterable[Path]) -> None:
-        """Hold files against the Hub's sha256 of them, once each. Raises CheckpointError."""
+        """Compare files with the Hub's sha256, once each. Raises CheckpointError."""
         for blob in (path.resolve() for path in files):
-            # Copied without its links, a cache does not say what its files should be.
+            # A cache that was copied without its links does not record the hashes.
             if not _SHA256.fullmatch(blob.name):
                 continue
             status = blob.stat()
@@ -76,9 +76,9 @@ class _Download(threading.Thread):
             if (found := self._hash(blob)) != blob.name:
                 raise CheckpointError(
                     f"{self._source}: {blob} is damaged: its sha256 is {found[:12]}..., the Hub's {blob.name[:12]}.... "
-                    "Remove it, and it is fetched again."
+                    "Remove it and run again: it will be fetched again."
                 )
-            with contextlib.suppress(OSError):  # verified it is, also where nothing can be kept
+            with contextlib.suppress(OSError):  # an unwritable cache only costs another verification
                 note.parent.mkdir(exist_ok=True)
                 note.write_text(seen)
 
@@ -94,11 +94,11 @@ class _Download(threading.Thread):
 def provide_model(
     name: str | None, source: str, here: Path | None, world: World, progress: Callable[[], object]
 ) -> Path:
-    """The folder with a model's weights and JSON files in the Hub's cache on this node, verified. Collective.
+    """Return the folder with a model's verified weights and JSON files in this node's cache. Collective.
 
-    `name`: NAME@COMMIT, None for a folder of the user's, which is `here`. `source` names it in messages; `here` is
-    where this node has it already. Where it has not, its first rank fetches it. `progress` is called on every rank when
-    any gets on. Raises DataError on every rank.
+    `name` is NAME@COMMIT, or None for the user's own folder `here`. `here` is the folder if this node has the model;
+    otherwise its first rank fetches it. `source` names it in messages. `progress` is called on every rank while any
+    download advances. Raises DataError on every rank.
     """
     download = None if name is None or world.local_rank else _Download(name, source, here)
     if download is not None:
@@ -123,14 +123,14 @@ def provide_model(
             raise download.failure
         return download.folder
 
-    folders = gather(world.control, together(world.control, outcome))
+    folders = gather(world.control, on_all_ranks(world.control, outcome))
     folder = folders[world.rank - world.local_rank]
     assert folder is not None
     return folder
 
 
 def _fetch(name: str, source: str) -> Path:
-    """Exactly what is needed of NAME@COMMIT: its description, and its weights in one format, the safe one first."""
+    """Fetch the description of NAME@COMMIT and its weights in one format, safetensors if available."""
     model, _, commit = name.partition("@")
     try:
         from huggingface_hub import snapshot_download
@@ -138,7 +138,7 @@ def _fetch(name: str, source: str) -> Path:
         raise ConfigError(f"{source}: the Hub needs huggingface_hub: pip install huggingface_hub.") from None
 
     def fetch(names: Iterable[str]) -> Path:
-        # A name may look like a pattern.
+        # snapshot_download takes patterns; a file name may contain their characters.
         patterns, cache = [glob.escape(name) for name in names], hub_cache(model).parent
         endpoint, token = hub_endpoint(), read_token() or False
         return Path(
@@ -156,7 +156,7 @@ def _fetch(name: str, source: str) -> Path:
         for absent in {*VOCABULARY_NAMES} - {*listed}:
             note_absent(model, commit, absent)
         folder = fetch([*described, main])
-        # Where the Hub does not answer that returns what an earlier download has left.
+        # Without an answer of the Hub, snapshot_download returns the rest of an earlier download.
         if not (folder / main).exists():
             raise OSError(f"{main} did not come")
         if main.endswith(INDEX_SUFFIX):
@@ -164,21 +164,21 @@ def _fetch(name: str, source: str) -> Path:
         return folder
     except CheckpointError:
         raise
-    except Exception as error:  # its own kinds, those of its transport, and OSError
+    except Exception as error:  # huggingface_hub's errors, its transport's, and OSError
         if (cached := _cached_weights(model, commit)) is not None:
             return cached
-        # Without the query of an address, in which the Hub puts the right to read a file.
+        # Drop the query of a URL: the Hub puts credentials there.
         words = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", str(getattr(error, "reason", None) or error))
         reason = " ".join(words.split())[:300]
         raise CheckpointError(
             f"{source} cannot be fetched from the Hugging Face Hub ({type(error).__name__}: {reason}). Download its "
-            "weights and JSON files and name their folder; what needs permission is fetched with HF_TOKEN set or after "
-            "`huggingface-cli login`."
+            "weights and JSON files and pass their folder, or log in with HF_TOKEN or `huggingface-cli login` if it "
+            "needs permission."
         ) from None
 
 
 def _cached_weights(model: str, commit: str) -> Path | None:
-    """The cache's folder when it has all weights, though not all that describes them."""
+    """Return the cached folder if it has all weights, even without every description file."""
     folder = find_snapshot(model, commit, "config.json")
     try:
         return folder and find_weights_files(folder).folder
@@ -187,7 +187,7 @@ def _cached_weights(model: str, commit: str) -> Path | None:
 
 
 def _size_bytes(path: Path) -> int:
-    """Of a file that may be renamed at any moment."""
+    """Return the size of a file, 0 if it was just renamed."""
     try:
         return path.stat().st_size
     except OSError:

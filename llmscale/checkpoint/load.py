@@ -11,14 +11,18 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner, engine_fragments
-from llmscale.checkpoint.history import find_checkpoints, report_passed_over
-from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
-from llmscale.checkpoint.locate import no_checkpoint_to_take
+from llmscale.checkpoint.inventory import find_checkpoints, no_checkpoint_to_take, report_passed_over
 from llmscale.checkpoint.manifest import MANIFEST_NAME, checkpoints_folder, find_damage
 from llmscale.checkpoint.run_state import RunState
-from llmscale.checkpoint.tensor_archive import DTYPES
-from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.checkpoint.tensor_files import (
+    DTYPES,
+    Fragment,
+    FragmentLoadPlanner,
+    JsonIndexReader,
+    engine_fragments,
+    load_index,
+)
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.engine.zero_shards import (
     MASTER,
     group_scalars,
@@ -68,7 +72,7 @@ def find_newest_good(run: Path, group: dist.ProcessGroup, report: Callable[[str]
 def find_damage_together(folder: Path, group: dist.ProcessGroup) -> str | None:
     """find_damage with the hashing shared by all ranks. Collective; the same answer everywhere."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    findings = gather(group, together(group, lambda: find_damage(folder, rank, world_size)))
+    findings = gather(group, on_all_ranks(group, lambda: find_damage(folder, rank, world_size)))
     return next((finding for finding in findings if finding), None)
 
 

@@ -25,7 +25,7 @@ import xxhash
 
 from llmscale.data.shards.verify_shards import hash_file as hash_content
 from llmscale.errors import CheckpointError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import check_regular
 

@@ -18,8 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from llmscale.checkpoint.commit import Retention, commit_checkpoint
-from llmscale.checkpoint.dcp_adapter import Fragment, FragmentSavePlanner
-from llmscale.checkpoint.json_storage import JsonIndexWriter
+from llmscale.checkpoint.inventory import free_name
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,
@@ -28,8 +27,8 @@ from llmscale.checkpoint.manifest import (
     checkpoints_folder,
     hash_file,
 )
-from llmscale.checkpoint.retention import free_name
-from llmscale.engine.collectives import gather, on_main_rank, together
+from llmscale.checkpoint.tensor_files import Fragment, FragmentSavePlanner, JsonIndexWriter
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
 from llmscale.errors import CheckpointError
 from llmscale.planning.disk_usage import SPARE_BYTES
 
@@ -158,7 +157,7 @@ class CheckpointSaver:
 
         partial = on_main_rank(self._group, _explained(prepare))
         try:
-            together(self._group, lambda: _check_visible(partial))
+            on_all_ranks(self._group, lambda: _check_visible(partial))
         except Exception:
             self._discard(partial)
             raise
@@ -170,7 +169,7 @@ class CheckpointSaver:
         def hash_own() -> list[StoredFile]:
             return [hash_file(path) for path in sorted(partial.glob(f"__{dist.get_rank()}_*"))]
 
-        of_ranks = gather(self._group, together(self._group, _explained(hash_own)))
+        of_ranks = gather(self._group, on_all_ranks(self._group, _explained(hash_own)))
         files = tuple(itertools.chain.from_iterable(of_ranks))
 
         def commit() -> list[str]:

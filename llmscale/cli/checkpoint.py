@@ -1,4 +1,4 @@
-"""`llmscale checkpoint list|show|verify|diff|prune`: what a run has saved, and whether it is whole."""
+"""`llmscale checkpoint list|show|verify|diff|prune`: the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.history import Checkpoint, FoundCheckpoints, find_checkpoints, report_passed_over
-from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.inventory import (
+    Checkpoint,
+    FoundCheckpoints,
+    delete_checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    prunable,
+    read_state,
+    report_passed_over,
+)
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest
-from llmscale.checkpoint.retention import delete_checkpoint, prunable
-from llmscale.config import flag_type
+from llmscale.config.command_line import local_path
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
@@ -22,7 +29,7 @@ from llmscale.untrusted.terminal import print_visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
@@ -33,18 +40,17 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         ("list", _list, "one line per checkpoint of a run"),
         ("show", _show, "everything about one checkpoint"),
         ("verify", _verify, "read every byte and compare it with the manifest; exit status 1 on damage"),
-        ("prune", _prune, "delete abandoned checkpoints: those of steps that the run went back from"),
+        ("prune", _prune, "delete abandoned checkpoints: those of steps that a rollback discarded"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("run", type=flag_type.path, metavar="RUN", help="run folder, or one checkpoint of it")
+        action.add_argument("run", type=local_path, metavar="RUN", help="run folder, or one checkpoint of it")
         action.set_defaults(handler=handler)
-    diff = actions.add_parser("diff", help="what differs between two checkpoints' configuration and state")
-    diff.add_argument("a", type=flag_type.path, metavar="A", help="run folder or checkpoint")
-    diff.add_argument("b", type=flag_type.path, metavar="B", help="run folder or checkpoint")
+    diff = actions.add_parser("diff", help="compare configuration and state of two checkpoints")
+    diff.add_argument("a", type=local_path, metavar="A", help="run folder or checkpoint")
+    diff.add_argument("b", type=local_path, metavar="B", help="run folder or checkpoint")
     diff.set_defaults(handler=_diff)
 
 
-#: Behind the name: what is dropped first where a line is too long, and why a row is special, which stays.
 _COLUMNS = (
     Column("checkpoint", is_text=True),
     *(Column("step"), Column("tokens", drop=1), Column("ranks", drop=4), Column("stage", drop=5)),
@@ -67,8 +73,8 @@ def _list(args: argparse.Namespace) -> int:
     if found.abandoned:
         print()
         for line in wrap_line(
-            f"The run is in its history {found.history.number}. Abandoned checkpoints are of steps that it went back "
-            "from: they stay, and are resumed by name only (--resume PATH). "
+            f"The run is in history {found.history.number}. Abandoned checkpoints are of steps that a rollback "
+            "discarded: they are kept, and resumed by name only (--resume PATH). "
             f"`llmscale checkpoint prune {args.run}` deletes them.",
             output_width(),
         ):
@@ -83,7 +89,7 @@ def _row(saved: Checkpoint, mark: str) -> list[str]:
 
 
 def _find(run: Path) -> FoundCheckpoints:
-    """What a run has saved, at least something. What is passed over is said on stderr."""
+    """Return a run's checkpoints, and report skipped ones on stderr. Raises CheckpointError without any."""
     found = find_checkpoints(run)
     report_passed_over(found, _to_stderr)
     if not (found.current or found.abandoned or found.damaged):
@@ -120,13 +126,13 @@ def _verify(args: argparse.Namespace) -> int:
             num_damaged += damage is not None
             mark = " (abandoned)" if folder in abandoned else ""
             progress.clear()
-            print_visible(f"{folder.name}{mark}: {'whole' if damage is None else f'DAMAGED: {damage}'}")
+            print_visible(f"{folder.name}{mark}: {'intact' if damage is None else f'DAMAGED: {damage}'}")
     return 1 if num_damaged else 0
 
 
 def _prune(args: argparse.Namespace) -> int:
     if checkpoints_folder(args.run).is_symlink():
-        raise CheckpointError(f"{checkpoints_folder(args.run)} is a symbolic link. Name the run that it leads to.")
+        raise CheckpointError(f"{checkpoints_folder(args.run)} is a symbolic link. Name the run that it points to.")
     found = _find(args.run)
     folders = prunable(found)
     for folder in folders:
@@ -136,7 +142,7 @@ def _prune(args: argparse.Namespace) -> int:
             raise CheckpointError(f"{folder} cannot be deleted: {error.strerror or error}.") from None
         print_visible(f"deleted {folder.name}")
     if not folders:
-        print_visible(f"nothing is abandoned: all of the run's checkpoints are of history {found.history.number}")
+        print_visible(f"no abandoned checkpoints: all are of history {found.history.number}")
     return 0
 
 
@@ -151,7 +157,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _flatten(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Nested mappings as dotted keys."""
+    """Yield the values of nested mappings by dotted keys."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")

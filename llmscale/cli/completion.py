@@ -1,22 +1,18 @@
-"""`llmscale completion bash|zsh|fish`: the script by which a shell completes commands, flags, names and paths.
-
-The script holds everything: completing starts no Python.
-"""
+"""`llmscale completion bash|zsh|fish`: print a script for completion, which starts no Python."""
 
 from __future__ import annotations
 
 import argparse
-import typing
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from llmscale.config import flag_type
+from llmscale.config.command_line import local_path, path_or_url
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
 
 SHELLS = ("bash", "zsh", "fish")
 _INSTALL = """\
@@ -28,7 +24,7 @@ _INSTALL = """\
   fish   llmscale completion fish > \\
     ~/.config/fish/completions/llmscale.fish
 """
-#: Flags of train.py that name files or folders.
+#: Keys of a run that name files or folders.
 _PATH_KEYS = ("config", "ds", "data", "data_cache", "run", "resume", "init_from")
 
 
@@ -40,7 +36,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         epilog=_INSTALL,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", choices=SHELLS, metavar="bash|zsh|fish", help="whose script")
+    parser.add_argument("shell", choices=SHELLS, metavar="bash|zsh|fish", help="shell")
     parser.set_defaults(handler=_run)
 
 
@@ -49,11 +45,11 @@ def _run(args: argparse.Namespace) -> int:
         import shtab
     except ImportError:
         raise ConfigError("completion needs shtab: `pip install shtab`.") from None
-    parser = _whole_parser()
+    parser = _full_parser()
     names, paths = _known_names(), {f"--{key.replace('_', '-')}" for key in _PATH_KEYS}
     for action in _actions(parser):
         option = next((word for word in action.option_strings if word.startswith("--")), "")
-        is_path = action.type in (flag_type.path, flag_type.path_or_url) or option in paths
+        is_path = action.type in (local_path, path_or_url) or option in paths
         if option in names and not action.choices:
             _set_completion(action, _names_and_files(option, names[option]) if is_path else names[option])
         elif is_path:
@@ -62,17 +58,17 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _whole_parser() -> FlagParser:
-    """Every command with all of its flags, train.py's included."""
+def _full_parser() -> FlagParser:
+    """Return the parser with all commands and flags, those of a run included."""
     from llmscale.cli.main import COMMANDS, add_command, new_parser
     from llmscale.cli.train import add_own_flags
-    from llmscale.config.arguments import add_run_config_flags
+    from llmscale.config.run_config import add_run_config_flags
 
     parser, subcommands = new_parser()
     for name in COMMANDS:
         if name == "train":
-            # Its own parser hands every word on.
-            train = subcommands.add_parser(name, help=COMMANDS[name])
+            # cli/train.py adds its flags when it runs.
+            train = subcommands.add_parser(name, help=COMMANDS[name].purpose)
             add_own_flags(train)
             add_run_config_flags(train)
         else:
@@ -81,7 +77,7 @@ def _whole_parser() -> FlagParser:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a parser and of all below it."""
+    """Yield the arguments of a parser and of its subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
@@ -91,15 +87,16 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
 
 
 def _known_names() -> Mapping[str, Iterable[str]]:
-    """What stands for a flag's value, by the flag."""
+    """Return the names that complete a flag's value, by flag."""
     from llmscale.cli.flags import LIST
+    from llmscale.config.bundled_files import DS_CONFIGS, HOSTFILES
     from llmscale.config.hardware import GPUS
     from llmscale.config.interconnect import INTERCONNECTS
     from llmscale.config.presets import PRESETS
     from llmscale.config.run_config import RunConfig
-    from llmscale.config.shipped import DS_CONFIGS, HOSTFILES
+    from llmscale.config.run_flags import literal_words
 
-    literals = {key: tuple(_literals(field.annotation)) for key, field in RunConfig.model_fields.items()}
+    literals = {key: tuple(literal_words(field.annotation)) for key, field in RunConfig.model_fields.items()}
     return {f"--{key.replace('_', '-')}": values for key, values in literals.items() if values} | {
         "--model": PRESETS,
         "--gpu": [*(gpu.name for gpu in GPUS), LIST],
@@ -110,17 +107,8 @@ def _known_names() -> Mapping[str, Iterable[str]]:
     }
 
 
-def _literals(annotation: object) -> Iterator[str]:
-    """The words of a Literal, wherever it stands in a type."""
-    if typing.get_origin(annotation) is typing.Literal:
-        yield from (str(word) for word in typing.get_args(annotation))
-    else:
-        for inner in typing.get_args(annotation):
-            yield from _literals(inner)
-
-
 def _set_completion(action: argparse.Action, completion: object) -> None:
-    """In the way of shtab: words are choices, everything else its own attribute."""
+    """Set a completion for shtab: words are choices, everything else an attribute of the action."""
     if isinstance(completion, dict) and "bash" in completion:
         action.complete = completion  # type: ignore[attr-defined]  # shtab's
     else:
@@ -128,7 +116,7 @@ def _set_completion(action: argparse.Action, completion: object) -> None:
 
 
 def _names_and_files(option: str, names: Iterable[str]) -> dict[str, object]:
-    """For shtab: names that llmscale knows, and files."""
+    """Return a completion for shtab by names that llmscale knows and by files."""
     function, words = f"_llmscale{option.replace('-', '_')}", " ".join(names)
     return {
         "bash": function,

@@ -3,243 +3,242 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.cli import data_clean, data_inspect, data_source, data_which
-from llmscale.config import flag_type, limits
-from llmscale.config.flag_parser import FlagParser, Need
-from llmscale.config.user_paths import check_output_folder
-from llmscale.untrusted.terminal import print_visible
+from llmscale.cli import data_clean, data_prepare
+from llmscale.cli.data_prepare import print_manifest, print_visible_fitting
+from llmscale.cli.flags import add_own_data
+from llmscale.config import limits
+from llmscale.config.command_line import FlagParser, Need, flag, local_path, path_or_url, whole_number
+from llmscale.terminal.human_numbers import count_nouns
+from llmscale.terminal.progress import show_progress
+from llmscale.terminal.status_line import show_if_slow
+from llmscale.untrusted.terminal import make_visible, print_visible
 
-if TYPE_CHECKING:  # the real imports wait until a command runs: --help must not load torch
+if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
     from collections.abc import Iterator
 
-    from llmscale.data.prepare.output_folder import Destination
-    from llmscale.data.prepare.prepare_set import Prepared
-    from llmscale.data.prepare.sources.source import Source
+    from llmscale.data.shards.cache import SetLocation
+    from llmscale.data.shards.manifest import Manifest
+    from llmscale.data.tokenizers.tokenizer import Tokenizer
+    from llmscale.training.sample_stream import StepSample
+
+_EXAMPLE_CHARACTERS = 400
+_TEXT_CHARACTERS = 100
 
 
 def add_parser(subparsers: argparse._SubParsersAction[FlagParser]) -> None:
-    """Add `data` with its own subcommands."""
+    """Add `data` with its subcommands."""
     parser = subparsers.add_parser("data")
     commands = parser.add_subparsers(dest="data_command", required=True, metavar="COMMAND")
     data_clean.add_parser(commands)
-    _add_prepare(commands)
-    _add_train_tokenizer(commands)
-    data_inspect.add_parsers(commands)
-    data_which.add_parser(commands)
+    data_prepare.add_prepare(commands)
+    data_prepare.add_train_tokenizer(commands)
+    _add_inspect(commands)
+    _add_verify(commands)
+    _add_which(commands)
 
 
-def _add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
-    parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
-    data_source.add_arguments(parser)
-    parser.add_argument(
-        "--out",
-        type=flag_type.path_or_url,
-        required=True,
-        metavar="DIR|URL",
-        help="folder of the prepared set, or s3://BUCKET/PATH (gs, az, hf://datasets/ORGANISATION/NAME), where shards "
-        "are uploaded as they become whole",
-    )
-    parser.add_argument(
-        "--work-dir",
-        type=flag_type.path,
-        metavar="DIR",
-        help="where a set for a URL is prepared: takes the tokens once, while they are shuffled (default: "
-        "~/.cache/llmscale/prepare)",
-    )
-    _add_token_arguments(parser)
-    _add_sample_arguments(parser)
-    _add_shard_arguments(parser)
-    data_source.add_max_rejected(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace a set that was prepared differently")
-    parser.needs = [
-        *parser.needs,
-        Need("work_dir", "an --out that is a URL", lambda args: "://" in args.out),
-        Need("seed", "with --no-shuffle and --val-fraction 0", lambda args: not args.no_shuffle or args.val_fraction),
-    ]
-    parser.set_defaults(handler=_prepare)
+def _add_inspect(commands: argparse._SubParsersAction[FlagParser]) -> None:
+    parser = commands.add_parser("inspect", help="describe a dataset, with a few decoded samples")
+    parser.add_argument("folder", type=path_or_url, help="the dataset, a folder or a URL")
+    flag(parser, "--samples N", "samples to decode per split", whole_number(0, 10_000), 2)
+    text = "samples per split, from eight shards, in which copies, undecodable text and lengths are counted"
+    flag(parser, "--windows N", text, whole_number(0, 10_000_000), 2000)
+    parser.set_defaults(handler=_inspect)
 
 
-def _add_token_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--tokenizer",
-        type=flag_type.path_or_url,
-        default="gpt2",
-        metavar="gpt2|bytes|FILE.tiktoken|FOLDER|NAME",
-        help="FOLDER holds a model's tokenizer.json, for example to continue its pre-training; NAME is a model's on "
-        "the Hugging Face Hub, ORGANISATION/NAME[@REVISION] (default: gpt2)",
-    )
-    parser.add_argument(
-        "--eot-token",
-        type=flag_type.name,
-        metavar="TEXT",
-        help="the model's token that ends a document, for example '<|end_of_text|>' (default: as its files say)",
-    )
-    parser.add_argument(
-        "--parse-special-tokens",
-        action="store_true",
-        help="special tokens written out in a text become those tokens (default: they are text)",
-    )
+def _add_verify(commands: argparse._SubParsersAction[FlagParser]) -> None:
+    parser = commands.add_parser("verify", help="check the hash of every shard; exit status 1 if one is damaged")
+    parser.add_argument("folder", type=path_or_url, help="the dataset, a folder or a URL")
+    parser.set_defaults(handler=_verify)
 
 
-def _add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--seq-len",
-        type=flag_type.whole(1, limits.MAX_SEQ_LEN),
-        default=1024,
-        metavar="T",
-        help="context length in tokens (default: 1024)",
-    )
-    parser.add_argument(
-        "--val-fraction",
-        type=flag_type.number(0, 0.5),
-        default=0.01,
-        metavar="F",
-        help="share of documents for validation (default: 0.01)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=flag_type.whole(0, limits.MAX_SEED),
-        default=0,
-        help="decides which documents those are, and the shuffle (default: 0)",
-    )
-    parser.add_argument(
-        "--no-shuffle",
-        action="store_true",
-        help="leave the training windows in the order of the text (default: every shard is a random part of it)",
-    )
+def _add_which(commands: argparse._SubParsersAction[FlagParser]) -> None:
+    parser = commands.add_parser("which", help="list the samples of a step: dataset, shard, index, text")
+    parser.add_argument("run", type=local_path, metavar="RUN|CHECKPOINT", help="run folder, or one checkpoint")
+    add_own_data(parser)
+    flag(parser, "--step N", "the step, as printed in the log", whole_number(1, limits.MAX_STEPS), required=True)
+    flag(parser, "--samples K", "samples to show", whole_number(0, limits.MAX_BATCH), 16)
+    flag(parser, "--json", "print one JSON object per sample of the step, with the complete text")
+    parser.needs = [Need("samples", "with --json", lambda args: not args.json)]
+    parser.set_defaults(handler=_which)
 
 
-def _add_shard_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shard-mb",
-        type=flag_type.whole(1, 4095),
-        default=64,
-        metavar="MIB",
-        help="largest shard in MiB (default: 64)",
-    )
-    parser.add_argument("--compression", choices=["zstd"], default="", help="compress the shards (default: not)")
-    parser.add_argument(
-        "--workers",
-        type=flag_type.whole(1, limits.MAX_WORKERS),
-        metavar="N",
-        help="tokenising threads (default: one per core)",
-    )
-    parser.add_argument(
-        "--encoder",
-        choices=["auto", "gigatoken", "reference"],
-        default="auto",
-        help="what encodes: gigatoken, the tokenizer's own library, or auto, the first where it gives the same tokens "
-        "(default: auto)",
-    )
+def _inspect(args: argparse.Namespace) -> int:
+    from llmscale.data.shards.cache import fetch_tokenizer, open_set
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
 
-
-def _add_train_tokenizer(commands: argparse._SubParsersAction[FlagParser]) -> None:
-    parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text")
-    data_source.add_arguments(parser)
-    parser.add_argument("--out", type=flag_type.path, required=True, metavar="DIR", help="folder of the tokenizer")
-    parser.add_argument(
-        "--vocab-size",
-        type=flag_type.whole(257, limits.MAX_VOCAB),
-        default=32768,
-        metavar="N",
-        help="tokens to learn (default: 32768)",
-    )
-    parser.set_defaults(handler=_train_tokenizer)
-
-
-def _prepare(args: argparse.Namespace) -> int:
-    from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-    from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
-    from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
-
-    options = PrepareOptions(
-        seq_len=args.seq_len,
-        val_fraction=args.val_fraction,
-        seed=args.seed,
-        shuffle=not args.no_shuffle,
-        shard_bytes=args.shard_mb << 20,
-        compression=args.compression,
-        parse_special=args.parse_special_tokens,
-    )
-    args.out = _check_out(args)
-    source = data_source.open_source_of(args)
-    destination = _open_destination(args)
-    tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
-    start_s = time.monotonic()
-    prepared = prepare(
-        source,
-        destination,
-        tokenizer,
-        options,
-        num_workers=args.workers,
-        encoder=args.encoder,
-        max_rejected=args.max_rejected,
-    )
-    elapsed_s = time.monotonic() - start_s
-    data_inspect.print_manifest(prepared.manifest, str(args.out))
-    if prepared.reused:
-        print_visible("Already prepared: nothing to do.")
-    else:
-        num_tokens = sum(split.num_tokens for split in prepared.manifest.splits.values())
-        print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
-        if isinstance(tokenizer, HuggingFaceTokenizer):
-            print_visible(tokenizer.describe_ends(), file=sys.stderr)
-        for line in _choices(prepared, source, destination.beside, args.val_fraction):
-            print_visible(line, file=sys.stderr)
+    location = open_set(args.folder)
+    fetch_tokenizer(location)
+    tokenizer = load_set_tokenizer(location.folder, location.manifest)
+    print_manifest(location.manifest, args.folder)
+    for split in location.manifest.splits:
+        if args.windows:
+            _print_statistics(location, split, tokenizer, args.windows)
+    for split in location.manifest.splits:
+        _print_examples(location, split, tokenizer, args.samples)
     return 0
 
 
-def _check_out(args: argparse.Namespace) -> Path | str:
-    """A folder, or a URL as text. Raises DataError before anything is opened."""
-    from llmscale.data.storage.schemes import check_not_forgotten, check_out_url, is_url
+def _print_statistics(location: SetLocation, split: str, tokenizer: Tokenizer, num_windows: int) -> None:
+    from llmscale.data.set_statistics import choose_windows, document_lengths, draw_lengths, read_statistics
+    from llmscale.data.shards.token_shards import TokenShards
 
-    if not is_url(args.out):
-        check_not_forgotten(args.out, "--out")
-        check_output_folder("--out", Path(args.out))
-        return Path(args.out)
-    if args.work_dir is not None:
-        check_output_folder("--work-dir", args.work_dir)
-    return check_out_url(args.out)
+    manifest = location.manifest
+    shards = TokenShards(location, split)
+    if not len(shards):
+        return
+    with show_if_slow(f"reading samples of {split}"):
+        found = read_statistics(shards, choose_windows(shards.samples_per_shard, num_windows), tokenizer.decode)
+    most = f", of sample {found.most_copied[0]:,} alone {found.most_copied[1]:,}" if found.most_copied else ""
+    print()
+    print_visible_fitting(
+        f"{split}, {found.num_windows:,} of {len(shards):,} samples: {found.num_copies:,} are copies of another"
+        f"{most}; {found.num_undecodable:,} hold replacement characters (U+FFFD)"
+    )
+    if split == "train" and manifest.is_shuffled:
+        return
+    lines = draw_lengths(document_lengths(shards, num_windows, manifest.eot_token))
+    if lines:
+        print_visible("\n".join([f"{split}, documents by their tokens:", *(f"  {line}" for line in lines)]))
 
 
-def _open_destination(args: argparse.Namespace) -> Destination:
-    """Raises DataError: credentials missing, no such bucket."""
-    from llmscale.data.prepare.output_folder import LocalFolder
-    from llmscale.data.prepare.remote_set import DEFAULT_WORK_DIR, RemoteSet
+def _print_examples(location: SetLocation, split: str, tokenizer: Tokenizer, num_samples: int) -> None:
+    import numpy as np
 
-    if isinstance(args.out, str):
-        return RemoteSet(args.out, work_dir=args.work_dir or DEFAULT_WORK_DIR, overwrite=args.overwrite)
-    return LocalFolder(args.out, overwrite=args.overwrite)
+    from llmscale.data.shards.token_shards import TokenShards
+
+    shards = TokenShards(location, split)
+    ids = np.unique(np.linspace(0, len(shards) - 1, num_samples).astype(np.int64)) if num_samples else np.empty(0, int)
+    for sample_id, window in zip(ids, shards.read(ids), strict=True):
+        text = _decode_documents(window.tolist(), tokenizer, location.manifest.eot_token)
+        more = f" ... ({len(text):,} characters)" if len(text) > _EXAMPLE_CHARACTERS else ""
+        shown = text[:_EXAMPLE_CHARACTERS] + more
+        print_visible(f"\n--- {split} sample {sample_id} ---\n{shown}")
 
 
-def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
-    """What was decided and not asked for."""
-    yield from data_source.describe_reading(source.passed_over, beside, prepared.num_rejected, prepared.num_cut)
-    splits = prepared.manifest.splits
-    num_tokens = sum(split.num_tokens for split in splits.values())
-    if "val" not in splits:
-        window = prepared.manifest.seq_len + 1
-        why = f"the text is too short, {num_tokens:,} tokens: training and validation need a window of {window:,} each"
-        yield f"No validation split: {why if val_fraction else 'as --val-fraction 0 says'}."
-    elif prepared.note:
-        yield prepared.note
-    elif splits["val"].num_tokens > max(2 * val_fraction, val_fraction + 0.02) * num_tokens:
-        yield (
-            f"Validation has {splits['val'].num_tokens / num_tokens:.0%} of the tokens, not {val_fraction:.0%}: "
-            f"{splits['val'].num_documents:,} of {sum(split.num_documents for split in splits.values()):,} documents, "
-            "which are not cut. Another --seed chooses others."
+def _decode_documents(tokens: list[int], tokenizer: Tokenizer, eot_token: int) -> str:
+    """Decode tokens, with a separate line at the end of each document."""
+    parts: list[list[int]] = [[]]
+    for token in tokens:
+        if token == eot_token:
+            parts.append([])
+        else:
+            parts[-1].append(token)
+    return "\n[end of document]\n".join(tokenizer.decode(part) for part in parts)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    """Read every shard; those of a remote dataset are downloaded again, into a small temporary cache."""
+    from llmscale.data.shards.cache import open_set
+    from llmscale.data.shards.manifest import load_manifest
+
+    if "://" in args.folder:
+        import tempfile
+
+        with tempfile.TemporaryDirectory(prefix="llmscale-verify-") as cache:
+            location = open_set(args.folder, Path(cache))
+            return _report(args.folder, location.manifest, _find_remote_damage(location))
+    manifest = load_manifest(args.folder)
+    return _report(args.folder, manifest, _find_local_damage(Path(args.folder), manifest))
+
+
+def _find_local_damage(folder: Path, manifest: Manifest) -> Iterator[tuple[int, str]]:
+    """Yield the bytes of each file, and its damage or an empty string."""
+    from llmscale.data.shards.verify_shards import find_damage
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+
+    load_set_tokenizer(folder, manifest)
+    for split in manifest.splits:
+        for file, damage in find_damage(folder, split, manifest):
+            yield file.bytes, damage
+
+
+def _find_remote_damage(location: SetLocation) -> Iterator[tuple[int, str]]:
+    from llmscale.data.shards.cache import fetch_tokenizer
+    from llmscale.data.shards.token_shards import TokenShards
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+    from llmscale.errors import DataError, UnreachableError
+
+    fetch_tokenizer(location)
+    load_set_tokenizer(location.folder, location.manifest)
+    for name, split in location.manifest.splits.items():
+        limit_bytes = 2 * max((shard.bytes for shard in split.shards), default=0)
+        shards = TokenShards(location, name, cache_limit_bytes=limit_bytes)
+        for number, shard in enumerate(split.shards):
+            try:
+                shards.verify(number)
+            except UnreachableError:
+                raise
+            except DataError as error:
+                yield shard.bytes, str(error)
+            else:
+                yield shard.bytes, ""
+
+
+def _report(folder: str, manifest: Manifest, found: Iterator[tuple[int, str]]) -> int:
+    num_files = num_damaged = num_bytes = 0
+    total_bytes = sum(shard.bytes for split in manifest.splits.values() for shard in split.shards)
+    # Compressed shards are smaller, so the total is unknown.
+    with show_progress("Verifying", None if manifest.compression else total_bytes) as progress:
+        for file_bytes, damage in found:
+            num_files += 1
+            num_bytes += file_bytes
+            progress.add(file_bytes)
+            if damage:
+                num_damaged += 1
+                progress.say(make_visible(damage))
+    print_visible_fitting(f"{folder}: {num_files} shards, {num_bytes:,} bytes, {num_damaged} damaged.")
+    if num_damaged:
+        print_visible(
+            "To repair the dataset, copy the named shards from an intact copy, or prepare it again from "
+            f"{manifest.source} with the same settings and --overwrite: the same input gives the same bytes.",
+            file=sys.stderr,
         )
+    return 1 if num_damaged else 0
 
 
-def _train_tokenizer(args: argparse.Namespace) -> int:
-    from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
+def _which(args: argparse.Namespace) -> int:
+    from llmscale.data.shards.cache import fetch_tokenizer
+    from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
+    from llmscale.training.sample_stream import find_step_samples
 
-    check_output_folder("--out", args.out)
-    tokenizer = train_tokenizer(data_source.open_source_of(args), args.out, args.vocab_size)
-    print_visible(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
+    found = find_step_samples(args.run, args.step, args.data)
+    fetch_tokenizer(found.sets.first)
+    tokenizer = load_set_tokenizer(found.sets.first.folder, found.sets.manifest)
+    if args.json:
+        for sample in found.samples:
+            print(json.dumps(_as_plain(sample, tokenizer)))
+        return 0
+    counts = Counter(sample.set_name for sample in found.samples)
+    first, last = found.samples[0].position, found.samples[-1].position
+    print_visible(
+        f"step {args.step:,}: {count_nouns(len(found.samples), 'sample')}, {first:,} to {last:,} of the run: "
+        + ", ".join(f"{count:,} of {name}" for name, count in counts.items())
+    )
+    for sample in found.samples[: args.samples]:
+        text = tokenizer.decode(sample.tokens.tolist())
+        print_visible(
+            f"{sample.set_name} sample {sample.sample_id:,} ({sample.shard} [{sample.index:,}]): "
+            f"{text[:_TEXT_CHARACTERS]!r}{' ...' if len(text) > _TEXT_CHARACTERS else ''}"
+        )
+    left = len(found.samples) - args.samples
+    if left > 0:
+        print(f"and {left:,} more; --samples {len(found.samples)} shows them, --json the complete texts")
     return 0
+
+
+def _as_plain(sample: StepSample, tokenizer: Tokenizer) -> dict[str, object]:
+    return {
+        "position": sample.position,
+        "set": sample.set_name,
+        "sample": sample.sample_id,
+        "shard": sample.shard,
+        "index": sample.index,
+        "text": tokenizer.decode(sample.tokens.tolist()),
+    }

@@ -1,4 +1,4 @@
-"""`llmscale doctor`: will this cluster and this configuration start? One table, each red row with its fix."""
+"""`llmscale doctor`: check whether this cluster and this configuration will start."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from llmscale.config import flag_type, limits
-from llmscale.config.flag_parser import Need
+from llmscale.cli.flags import add_timeout
+from llmscale.config.command_line import Need, flag, local_path, nonblank, whole_number
 from llmscale.config.interconnect import INTERCONNECTS, get_interconnect
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.human_numbers import with_singulars
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
     from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions
-    from llmscale.cluster.doctor.rows import CheckRow, Status
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.cluster.doctor.facts import CheckRow, Status
+    from llmscale.config.command_line import FlagParser
 
 _COLOURS: dict[Status, Style] = {"ok": "green", "warn": "yellow", "fail": "red"}
 _MAX_WIDTH = 120
@@ -34,41 +34,21 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `doctor`."""
     parser = subparsers.add_parser(
         "doctor",
-        description="Looks at this machine, or at every host of a hostfile at once through ssh, and prints one table "
-        "with the fix for whatever is wrong. Exit status: 0 nothing is red, 1 something is, 2 it could not be asked.",
+        description="Checks this machine, or every host of a hostfile at once through ssh, and prints one table with "
+        "the fix for each problem. Exit status: 0 no failure, 1 failures, 2 the check could not run.",
     )
-    parser.add_argument(
-        "--hostfile", type=flag_type.path, metavar="FILE|NAME", help="hosts to check (default: this machine)"
-    )
-    parser.add_argument("--ds", type=flag_type.path, metavar="FILE|NAME", help="ds_config to check, on every host")
-    parser.add_argument(
-        "--run-config", type=flag_type.path, metavar="FILE", help="run file of train.py (its --config) to check"
-    )
-    parser.add_argument("--json", action="store_true", help="print rows and all facts as JSON")
-    parser.add_argument(
-        "--build-ops", action="store_true", help="build the DeepSpeed ops that the ds_config needs, now"
-    )
-    parser.add_argument("--no-network-test", action="store_true", help="leave out the timed all-reduce")
-    parser.add_argument(
-        "--interconnect",
-        type=flag_type.name,
-        metavar="NAME",
-        help="what the network between hosts should be, to judge the all-reduce by: "
-        f"{', '.join(network.name for network in INTERCONNECTS)} (default: what the links say)",
-    )
-    parser.add_argument(
-        "--port", type=flag_type.whole(1, 65535), default=29500, help="where the ranks will meet (default: 29500)"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=flag_type.number(0.001, limits.MAX_SECONDS),
-        default=60.0,
-        metavar="S",
-        help="seconds that a host may take (default: 60)",
-    )
-    parser.add_argument(
-        "flags", nargs="*", metavar="-- FLAGS", help="flags of train.py, as they will be given to it (after --)"
-    )
+    flag(parser, "--hostfile FILE|NAME", "hosts to check; default: this machine", local_path)
+    flag(parser, "--ds FILE|NAME", "ds_config to check, on every host", local_path)
+    flag(parser, "--run-config FILE", "run file to check (train.py's --config)", local_path)
+    flag(parser, "--json", "print rows and all facts as JSON")
+    flag(parser, "--build-ops", "build the DeepSpeed ops that the ds_config needs, now")
+    flag(parser, "--no-network-test", "leave out the timed all-reduce")
+    networks = ", ".join(network.name for network in INTERCONNECTS)
+    text = f"expected network between hosts, to compare the all-reduce with: {networks}; default: as the links report"
+    flag(parser, "--interconnect NAME", text, nonblank)
+    flag(parser, "--port N", "port where the ranks will meet", whole_number(1, 65535), 29500)
+    add_timeout(parser, "--timeout", "seconds that a host may take", 60.0)
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for train.py, to check")
     parser.needs = [Need("interconnect", "with --no-network-test", lambda args: not args.no_network_test)]
     parser.passes_on = "train.py"
     parser.set_defaults(handler=_run)
@@ -76,7 +56,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.cluster.doctor.diagnose import diagnose
-    from llmscale.cluster.doctor.rows import worst
+    from llmscale.cluster.doctor.facts import worst
 
     diagnosis = diagnose(_question(args))
     if args.json:
@@ -101,7 +81,7 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
         train_flags=tuple(flags),
         port=args.port,
         network_test=not args.no_network_test,
-        # One adapter's rate: a host with one per GPU carries more, and is then faster than promised.
+        # The rate of one adapter: a host with one per GPU is faster than promised.
         promised_bytes_per_s=network.bytes_per_s if network else None,
         build_ops=args.build_ops,
         timeout_s=args.timeout,
@@ -109,7 +89,7 @@ def _question(args: argparse.Namespace) -> DoctorOptions:
 
 
 def _as_plain(diagnosis: Diagnosis) -> dict[str, object]:
-    from llmscale.cluster.doctor.rows import worst
+    from llmscale.cluster.doctor.facts import worst
 
     return {
         "status": worst(diagnosis.rows),
@@ -126,11 +106,11 @@ def _print_table(diagnosis: Diagnosis) -> None:
 
 
 def table_lines(rows: Sequence[CheckRow], *, width: int) -> list[str]:
-    """Status, name, finding; the fix below it."""
+    """Return the lines of the table: status, name, finding, and the fix below it."""
     first = max((len(row.name) for row in rows), default=0) + 8
     lines = []
     for row in rows:
-        # Of other hosts' words in part.
+        # Findings contain text from other hosts.
         text = textwrap.wrap(make_visible(row.found), max(_LEAST_TEXT, width - first)) or [""]
         if row.fix:
             fix = make_visible(f"fix: {row.fix}")

@@ -1,4 +1,4 @@
-"""`llmscale eval RUN --tasks ...`: how good a model is."""
+"""`llmscale eval RUN --tasks ...`: validation loss and tasks of a model."""
 
 from __future__ import annotations
 
@@ -11,46 +11,37 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
-from llmscale.config import flag_type, limits
-from llmscale.config.flag_parser import Need
+from llmscale.config import limits
+from llmscale.config.command_line import Need, flag, local_path, whole_number
 from llmscale.config.user_paths import check_output_file, check_task, write_output_file
 from llmscale.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
     from llmscale.evaluate.evaluation import Evaluation, Request
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
     from llmscale.evaluate.subject import Subject
     from llmscale.evaluate.tasks import TaskFile, TaskResult
 
-#: Accuracies, whose standard error follows from their value and the number of items.
+#: Metrics that are means of zeros and ones, so that value and number of items give the standard error.
 _SHARES = ("acc", "acc_norm", "acc_bytes", "acc_tokens", "exact_match")
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `eval`."""
     parser = subparsers.add_parser("eval")
-    flags.add_model(parser)
+    flags.add_run_argument(parser)
+    flags.add_step(parser)
     flags.add_loss(parser)
-    parser.add_argument(
-        "--tasks",
-        type=check_task,
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="TASK",
-        help="FORMAT=FILE.jsonl, where FORMAT is hellaswag, multiple_choice, likelihood or text; or a task of "
-        "lm-eval's, by name or as its YAML",
+    text = (
+        "FORMAT=FILE.jsonl, where FORMAT is hellaswag, multiple_choice, likelihood or text; or a task of lm-eval, by "
     )
-    parser.add_argument(
-        "--task-folder", type=flag_type.path, metavar="DIR", help="with the YAMLs of more tasks for lm-eval"
-    )
-    parser.add_argument(
-        "--limit", type=flag_type.whole(1, limits.MAX_SAMPLES), help="take only so many items of each task"
-    )
-    parser.add_argument("--json", type=flag_type.path, metavar="FILE", help="write the results there too")
+    flag(parser, "--tasks TASK", f"{text}name or as its YAML file", check_task, [], nargs="+", action="extend")
+    flag(parser, "--task-folder DIR", "folder with the YAML files of more tasks for lm-eval", local_path)
+    flag(parser, "--limit N", "use only the first N items of each task", whole_number(1, limits.MAX_SAMPLES))
+    flag(parser, "--json FILE", "also write the results to FILE", local_path)
     parser.needs = [*parser.needs, Need("limit task_folder", "--tasks TASK")]
     parser.set_defaults(handler=_run)
 
@@ -74,10 +65,9 @@ def _run(args: argparse.Namespace) -> int:
         raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
     if not args.tasks and not args.val_samples:
         raise ConfigError("nothing to do: --val-samples 0 leaves the loss out, and --tasks names no task.")
-    # From here on it takes a while: lm-eval is imported, the checkpoint is read, and torch is imported.
-    from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.terminal.announcer import SOON_S, announced
+    from llmscale.engine.deepspeed_patches import quiet_libraries
     from llmscale.terminal.progress import show_progress
+    from llmscale.terminal.status_line import show_if_slow
 
     quiet_libraries()
     harness = _find_harness(named, args, files) if named else None
@@ -87,7 +77,7 @@ def _run(args: argparse.Namespace) -> int:
         if not args.tasks:
             raise DataError(subject.no_sets)
         report(f"no validation loss: {subject.no_sets}")
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing torch"):
         from llmscale.evaluate.evaluation import Request
 
     request = Request(
@@ -103,11 +93,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequence[TaskFile]) -> LmEvalTasks:
-    """lm-eval's tasks. Raises ConfigError as `find_tasks`, and where a file has the name of one of them."""
+    """Return lm-eval's tasks. Raises ConfigError as `find_tasks` does, and for a file with the name of a task."""
     from llmscale.evaluate.lm_eval_tasks import find_tasks
-    from llmscale.terminal.announcer import SOON_S, announced
+    from llmscale.terminal.status_line import show_if_slow
 
-    with announced("importing lm-eval and its tasks", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing lm-eval and its tasks"):
         harness = find_tasks(named, args.task_folder, args.limit)
     for file in files:
         if file.name in harness.result_names:
@@ -119,7 +109,7 @@ def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequenc
 
 
 def _evaluate(subject: Subject, request: Request) -> Evaluation:
-    """With a bar for each thing that is done."""
+    """Evaluate, with a progress bar for each part."""
     from llmscale.evaluate.evaluation import evaluate
     from llmscale.terminal.progress import Progress, count_words, show_progress
 
@@ -136,7 +126,7 @@ def _evaluate(subject: Subject, request: Request) -> Evaluation:
 
 
 def result_lines(evaluation: Evaluation) -> Iterator[str]:
-    """A line for each number, and below HellaSwag's what published models of that size have."""
+    """Yield a line per number, and below HellaSwag the numbers of published models of that size."""
     from llmscale.evaluate.evaluation import total_loss
     from llmscale.evaluate.tasks import show_value
 
@@ -171,6 +161,6 @@ def _task_rows(task: TaskResult) -> Iterator[tuple[str, str, str, str]]:
     for metric, value in task.values.items():
         shown = show_value(value)
         if metric.partition(" ")[0] in _SHARES and task.num_items > 1:
-            # Of a mean of zeros and ones, as lm-eval has it.
+            # The sample standard error of a mean of zeros and ones, as in lm-eval.
             shown += f" +- {math.sqrt(max(0.0, value * (1 - value)) / (task.num_items - 1)):.4f}"
         yield task.task, metric, shown, f"{task.num_items:,} items" if task.num_items else ""

@@ -7,63 +7,41 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
-from llmscale.config import flag_type, limits
+from llmscale.config.command_line import byte_size, flag, local_path
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
 
 
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `export`."""
     parser = subparsers.add_parser("export")
-    parser.add_argument(
-        "run", type=flag_type.path, metavar="RUN", help="run folder of train.py, or one checkpoint of it"
-    )
+    flags.add_run_argument(parser, "run folder, or one of its checkpoints")
+    flags.add_step(parser)
     flags.add_own_data(parser)
-    parser.add_argument(
-        "--to",
-        type=flag_type.path,
-        required=True,
-        metavar="FOLDER",
-        help="for AutoModelForCausalLM.from_pretrained: configuration, weights, tokenizer, model card",
-    )
-    parser.add_argument(
-        "--step",
-        type=flag_type.whole(0, limits.MAX_STEPS),
-        default=None,
-        help="the run's checkpoint of this step (default: its newest)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=["fp32", "bf16", "fp16"],
-        default="fp32",
-        help="of the weights (default %(default)s: the checkpoint's, bit for bit)",
-    )
-    parser.add_argument(
-        "--shard-size",
-        type=flag_type.byte_size,
-        default="5GB",
-        metavar="SIZE",
-        help="most bytes of a file of weights, such as 5GB (5 * 10^9) or 512MiB (default %(default)s)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
+    text = "folder for AutoModelForCausalLM.from_pretrained: configuration, weights, tokenizer, model card"
+    flag(parser, "--to FOLDER", text, local_path, required=True)
+    flag(parser, "--dtype", "type of the weights; fp32 is exact", default="fp32", choices=["fp32", "bf16", "fp16"])
+    text = "largest file of weights, such as 5GB (5 * 10^9 bytes) or 512MiB"
+    flag(parser, "--shard-size SIZE", text, byte_size, "5GB")
+    flag(parser, "--overwrite", "replace an earlier export in FOLDER")
     parser.set_defaults(handler=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.hf_folder import check_hf_folder
-    from llmscale.checkpoint.locate import find_checkpoint
+    from llmscale.checkpoint.hf_write import check_hf_folder
+    from llmscale.checkpoint.inventory import find_checkpoint
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
     checkpoint = find_checkpoint(args.run, lambda line: print_visible(line, file=sys.stderr), step=args.step)
     check_hf_folder(args.to, checkpoint, overwrite=args.overwrite)
-    # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.terminal.announcer import SOON_S, announced
+    # torch is imported after the checks, which answer at once.
     from llmscale.terminal.progress import show_progress
+    from llmscale.terminal.status_line import show_if_slow
 
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing torch"):
         from llmscale.checkpoint.manifest import load_manifest
         from llmscale.evaluate.export import describe_export, export_model
         from llmscale.evaluate.subject import open_trained_checkpoint

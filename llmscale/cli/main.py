@@ -1,58 +1,82 @@
-"""The `llmscale` command: one subcommand per file or package of this folder."""
+"""The `llmscale` command: one subcommand per module of this folder."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 from llmscale import __version__
-from llmscale.config.flag_parser import FlagParser
-from llmscale.last_words import guarded
+from llmscale.config.command_line import FlagParser
+from llmscale.error_handling import run_cli
 from llmscale.terminal.colour import paint
 
-#: What each is for, in the order of the questions that they answer; each is a module of this folder, or a package with
-#: a `command`.
+
+class Command(NamedTuple):
+    """A subcommand."""
+
+    purpose: str
+    """Description in the list of commands."""
+    example: str
+    """Words of an example, after `llmscale`."""
+    is_fast: bool = False
+    """Run by `fast_start`: the command computes one answer and ends."""
+
+
+#: Commands in the order of the questions that they answer; each is a module of this folder.
 COMMANDS = {
-    "plan": "what a budget trains, or what a model costs: size, tokens, steps, hours, money, disk",
-    "estimate": "which ZeRO stage, offload and micro-batch fit your GPUs, and how fast they are",
-    "data": "turn text into shards that stream and resume; look at and check them",
-    "doctor": "check hosts, network, disks and configuration before a launch",
-    "train": "train on this machine, on all of its GPUs",
-    "launch": "train on many hosts, and go on when one of them fails",
-    "runs": "every run below a folder: step, loss, state, command",
-    "report": "curves and results of runs: in the terminal, as a page, a picture or JSON",
-    "eval": "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
-    "sample": "generate text from a run's newest weights",
-    "export": "a run's newest weights and tokenizer for Hugging Face transformers",
-    "prune": "half of the weights of linear layers zero, two of every four: a folder for transformers",
-    "checkpoint": "list, show, verify and compare checkpoints",
-    "completion": "the script by which bash, zsh or fish complete all of this",
-}
-PACKAGES = ("plan", "estimate")
-#: Of every command, what follows `llmscale`.
-EXAMPLES = {
-    "plan": "plan --budget-usd 10000 --gpu h100-80gb --price-per-gpu-hour 2.5",
-    "estimate": "estimate --model gpt2-1.5b --gpu a100-80gb --num-gpus 8",
-    "data": "data prepare --input 'texts/*.txt' --out data/mine",
-    "doctor": "doctor --ds zero2",
-    "train": "train --ds zero2 --data data/mine --model gpt2-124m",
-    "launch": "launch --hostfile hosts -- --ds zero3 --data data/mine --model gpt2-1.5b",
-    "runs": "runs",
-    "report": "report runs/default",
-    "eval": "eval runs/default --tasks hellaswag=hellaswag_val.jsonl",
-    "sample": "sample runs/default 'Once upon a time'",
-    "export": "export runs/default --to exported",
-    "prune": "prune runs/default --to pruned",
-    "checkpoint": "checkpoint list runs/default",
-    "completion": "completion bash",
+    "plan": Command(
+        "what a budget trains, or what a model costs: size, tokens, steps, hours, money, disk",
+        "plan --budget-usd 10000 --gpu h100-80gb --price-per-gpu-hour 2.5",
+        is_fast=True,
+    ),
+    "estimate": Command(
+        "which ZeRO stage, offload and micro-batch fit your GPUs, and how fast they are",
+        "estimate --model gpt2-1.5b --gpu a100-80gb --num-gpus 8",
+        is_fast=True,
+    ),
+    "data": Command(
+        "turn text into shards that stream and resume; inspect and check them",
+        "data prepare --input 'texts/*.txt' --out data/mine",
+    ),
+    "doctor": Command("check hosts, network, disks and configuration before a launch", "doctor --ds zero2"),
+    "train": Command(
+        "train on this machine, on all of its GPUs", "train --ds zero2 --data data/mine --model gpt2-124m"
+    ),
+    "launch": Command(
+        "train on many hosts, and continue when one of them fails",
+        "launch --hostfile hosts -- --ds zero3 --data data/mine --model gpt2-1.5b",
+    ),
+    "runs": Command("every run below a folder: step, loss, state, command", "runs"),
+    "report": Command(
+        "curves and results of runs: in the terminal, as a page, a picture or JSON", "report runs/default"
+    ),
+    "eval": Command(
+        "validation loss, HellaSwag and lm-eval's tasks, straight from a checkpoint",
+        "eval runs/default --tasks hellaswag=hellaswag_val.jsonl",
+    ),
+    "sample": Command("generate text from a run's newest weights", "sample runs/default 'Once upon a time'"),
+    "export": Command(
+        "a run's newest weights and tokenizer for Hugging Face transformers", "export runs/default --to exported"
+    ),
+    "prune": Command(
+        "set two of every four weights of linear layers to zero: a folder for transformers",
+        "prune runs/default --to pruned",
+    ),
+    "checkpoint": Command("list, show, verify and compare checkpoints", "checkpoint list runs/default"),
+    "completion": Command("print the script that completes all of this in bash, zsh or fish", "completion bash"),
 }
 _DESCRIPTION = "Train a GPT under DeepSpeed ZeRO on anything from one CPU to many nodes, and never lose a sample."
+_PYDANTIC_PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 
 
 def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
-    """The `llmscale` command, and where its subcommands are added."""
+    """Return the parser of `llmscale`, and the object to add its subcommands to."""
     parser = FlagParser(
         prog="llmscale",
         description=_DESCRIPTION,
@@ -64,67 +88,87 @@ def new_parser() -> tuple[FlagParser, argparse._SubParsersAction[FlagParser]]:
 
 
 def add_command(name: str, subcommands: argparse._SubParsersAction[FlagParser]) -> None:
-    """Import one subcommand, and add it with an example."""
-    module = f"{name}.command" if name in PACKAGES else name
-    importlib.import_module(f"llmscale.cli.{module}").add_parser(subcommands)
-    # Without a help text it would be a command that is not shown.
-    subcommands._choices_actions.append(subcommands._ChoicesPseudoAction(name, (), COMMANDS[name]))
+    """Import one subcommand, and add its parser with an example."""
+    importlib.import_module(f"llmscale.cli.{name}").add_parser(subcommands)
+    # argparse does not list a command that was added without a help text.
+    subcommands._choices_actions.append(subcommands._ChoicesPseudoAction(name, (), COMMANDS[name].purpose))
     parser = subcommands.choices[name]
-    _describe(parser, COMMANDS[name])
-    parser.epilog = parser.epilog or f"Example: llmscale {EXAMPLES[name]}"
+    _describe(parser, COMMANDS[name].purpose)
+    parser.epilog = parser.epilog or f"Example: llmscale {COMMANDS[name].example}"
 
 
 def build_parser(argv: Sequence[str]) -> FlagParser:
-    """The subcommand that `argv` names, which sets `handler`, from parsed arguments to the exit status; else all names.
+    """Return the parser for `argv`; parsed arguments have `handler`, which returns the exit status.
 
-    Only what is needed is imported: an estimate must not wait for the supervisor's modules, nor --help for any.
+    Only the named subcommand is imported, so that an estimate does not wait for the supervisor's modules.
     """
     parser, subcommands = new_parser()
-    name = next((word for word in argv if not word.startswith("-")), "")
+    name = _command_name(argv)
     if name in COMMANDS:
         add_command(name, subcommands)
     else:
-        for command, purpose in COMMANDS.items():
-            subcommands.add_parser(command, help=purpose)
+        for other, command in COMMANDS.items():
+            subcommands.add_parser(other, help=command.purpose)
     return parser
 
 
+def _command_name(argv: Sequence[str]) -> str:
+    return next((word for word in argv if not word.startswith("-")), "")
+
+
 def _describe(parser: argparse.ArgumentParser, purpose: str) -> None:
-    """What the list of commands says of one, its own --help says too, where it has nothing better."""
+    """Use the entry in the list of commands as description, for a parser and its subcommands without one."""
     parser.description = parser.description or f"{purpose[0].upper()}{purpose[1:]}."
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for said in action._choices_actions:
-                _describe(action.choices[said.dest], said.help or said.dest)
+            for listed in action._choices_actions:
+                _describe(action.choices[listed.dest], listed.help or listed.dest)
 
 
 def _overview() -> Iterator[str]:
-    """What it can do, with an example of each."""
-    import textwrap  # only here: every command would wait for it, and for the next
+    """Yield the lines for `llmscale` alone: every command with an example."""
+    import textwrap  # slow to import, like the next one
 
     from llmscale.terminal.table import output_width
 
     yield f"llmscale {__version__}. {_DESCRIPTION}"
     yield ""
     indent = " " * (max(map(len, COMMANDS)) + 4)
-    for name, purpose in COMMANDS.items():
-        first, *rest = textwrap.wrap(purpose, max(30, (output_width() or 120) - len(indent)))
+    for name, command in COMMANDS.items():
+        first, *rest = textwrap.wrap(command.purpose, max(30, (output_width() or 120) - len(indent)))
         yield f"  {paint(name, 'bold', sys.stdout)}{indent[len(name) + 2 :]}{first}"
         yield from (indent + line for line in rest)
-        yield f"{indent}{paint(f'llmscale {EXAMPLES[name]}', 'dim', sys.stdout)}"
+        yield f"{indent}{paint(f'llmscale {command.example}', 'dim', sys.stdout)}"
     yield ""
     yield "llmscale COMMAND --help lists every flag of a command."
 
 
+@contextmanager
+def fast_start() -> Iterator[None]:
+    """Disable the garbage collector, and pydantic's plugins, which read the entry points of every installed package."""
+    was_enabled, plugins = gc.isenabled(), os.environ.get(_PYDANTIC_PLUGINS)
+    gc.disable()
+    os.environ.setdefault(_PYDANTIC_PLUGINS, "__all__")
+    try:
+        yield
+    finally:
+        # Otherwise the collection at the end of the process would visit every object.
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+        if plugins is None:
+            del os.environ[_PYDANTIC_PLUGINS]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; a user's mistake is one line on stderr and exit status 2."""
+    """Run one subcommand. A user's mistake is one line on stderr and exit status 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
-        return guarded(_show_overview)
+        return run_cli(_show_overview)
     if argv[0] == "train":
-        # All that follows is parsed with train.py's flags, in cli/train.py.
+        # cli/train.py parses all other words, with train.py's flags.
         argv = ["train", "--", *argv[1:]]
-    return guarded(lambda: _run(argv))
+    return run_cli(lambda: _run(argv))
 
 
 def _show_overview() -> int:
@@ -134,9 +178,13 @@ def _show_overview() -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    args = build_parser(argv).parse_args(argv)
-    status: int = args.handler(args)
-    return status
+    command = COMMANDS.get(_command_name(argv))
+    # A dry run creates garbage by the gigabyte.
+    is_fast = command is not None and command.is_fast and "--dry-run" not in argv
+    with fast_start() if is_fast else nullcontext():
+        args = build_parser(argv).parse_args(argv)
+        status: int = args.handler(args)
+        return status
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
-from llmscale.config import flag_type
-from llmscale.config.flag_parser import Need
+from llmscale.config.command_line import Need, flag, local_path, nonblank
 from llmscale.config.hardware import get_gpu
 from llmscale.errors import DataError
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
     from pathlib import Path
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
     from llmscale.config.hardware import GPU
     from llmscale.evaluate.prune import Pruned
     from llmscale.evaluate.subject import Subject
@@ -26,42 +25,38 @@ if TYPE_CHECKING:
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `prune`."""
     parser = subparsers.add_parser("prune")
-    flags.add_model(parser)
+    flags.add_run_argument(parser)
+    flags.add_step(parser)
     flags.add_loss(parser)
-    parser.add_argument(
-        "--to", type=flag_type.path, required=True, metavar="FOLDER", help="for AutoModelForCausalLM.from_pretrained"
+    flag(parser, "--to FOLDER", "folder for AutoModelForCausalLM.from_pretrained", local_path, required=True)
+    text = (
+        "GPU of `llmscale estimate --gpu list` to prune for; refused if it cannot skip zeros; default: this machine's"
     )
-    parser.add_argument(
-        "--gpu",
-        type=flag_type.name,
-        metavar="NAME",
-        help="that it is for, of `llmscale estimate --gpu list`: refused where it cannot skip the zeros (default: this "
-        "machine's, if it has one)",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an earlier export in FOLDER")
+    flag(parser, "--gpu NAME", text, nonblank)
+    flag(parser, "--overwrite", "replace an earlier export in FOLDER")
     parser.needs = [*parser.needs, Need("batch_size", "with --val-samples 0", lambda args: args.val_samples)]
     parser.set_defaults(handler=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.checkpoint.hf_folder import check_hf_folder
+    from llmscale.checkpoint.hf_write import check_hf_folder
     from llmscale.evaluate.subject import find_subject, open_subject
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu)
-    from llmscale.engine.silence_libraries import quiet_libraries
-    from llmscale.terminal.announcer import SOON_S, announced
+    from llmscale.engine.deepspeed_patches import quiet_libraries
     from llmscale.terminal.progress import count_words, show_progress
+    from llmscale.terminal.status_line import show_if_slow
 
     quiet_libraries()
     with show_progress("Verifying the checkpoint") as verified:
         subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
     if subject.sets is None and args.val_samples:
         raise DataError(subject.no_sets)
-    # torch is imported only now: mistakes are reported at once.
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    # torch is imported after the checks, which answer at once.
+    with show_if_slow("importing torch"):
         from llmscale.evaluate.evaluation import losses_on
         from llmscale.evaluate.prune import prune_linear_layers
         from llmscale.evaluate.validation_loss import open_validation_sets
@@ -86,8 +81,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_gpu(named: GPU | None) -> bool:
-    """Whether the model is for a GPU: the named one, else this machine's. Raises ConfigError for one without sparse
-    cores."""
+    """Return whether the model is for a GPU: the named one, else this machine's.
+
+    Raises ConfigError for a GPU without sparse cores.
+    """
     from llmscale.engine.device_memory import gpu_capability
     from llmscale.evaluate.prune import check_sparse_cores
 
@@ -98,7 +95,7 @@ def _check_gpu(named: GPU | None) -> bool:
 
 
 def _write(model: GPT, subject: Subject, pruned: Pruned, folder: Path, *, overwrite: bool) -> None:
-    from llmscale.checkpoint.hf_folder import CARD_MARK
+    from llmscale.checkpoint.hf_write import CARD_MARK
     from llmscale.evaluate.export import describe_export, write_model
     from llmscale.evaluate.prune import ModelWeights
     from llmscale.terminal.progress import show_progress

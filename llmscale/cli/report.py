@@ -1,4 +1,4 @@
-"""`llmscale report RUN...`: what became of runs, in the terminal, as a page, as a picture or as JSON."""
+"""`llmscale report RUN...`: results of runs, in the terminal, as a page, as a picture or as JSON."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import CHECKPOINTS_NAME
-from llmscale.config import flag_type
+from llmscale.config.command_line import flag, local_path
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.data.sample_log import read_recorded
 from llmscale.errors import ConfigError
 from llmscale.report.ascii_chart import draw_chart
 from llmscale.report.history import RunHistory, load_history, load_run_manifest
-from llmscale.terminal.announcer import SOON_S, announced
+from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, print_fitting
-from llmscale.training.failure import FAILURE_NAME
 from llmscale.training.run_folder import (
     CONFIG_NAME,
     DS_CONFIG_NAME,
+    FAILURE_NAME,
     LOCK_NAME,
     METRICS_NAME,
     ORIGIN_FOLDERS,
@@ -36,11 +36,11 @@ from llmscale.untrusted.terminal import make_visible_line, print_visible
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
     from llmscale.data.shards.manifest import Manifest
 
 _OUTPUTS = ("html", "png", "svg", "json")
-#: Columns of the chart, at most, and those beside it.
+#: Largest width of the chart, and width of its axis.
 _CHART_WIDTH, _CHART_MARGIN = 64, 12
 
 
@@ -48,18 +48,18 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `report`."""
     parser = subparsers.add_parser(
         "report",
-        description="Without a file, each run's curve in the terminal; in files, several runs over each other.",
+        description="Without a file, print each run's curve; in files, draw several runs over each other.",
         epilog="Example: llmscale report runs/a runs/b --html report.html",
     )
-    parser.add_argument("runs", type=flag_type.path, nargs="+", metavar="RUN", help="run folder of train.py")
+    parser.add_argument("runs", type=local_path, nargs="+", metavar="RUN", help="run folder")
     files = parser.add_argument_group("files")
     for name, what in (
-        ("html", "one page with every chart, for a browser; it loads nothing"),
+        ("html", "a self-contained page with every chart"),
         ("png", "the main charts as a picture (needs matplotlib)"),
-        ("svg", "the same as a drawing (needs matplotlib)"),
-        ("json", "the numbers behind them"),
+        ("svg", "the main charts as a drawing (needs matplotlib)"),
+        ("json", "the numbers of the charts"),
     ):
-        files.add_argument(f"--{name}", type=flag_type.path, metavar="FILE", help=what)
+        flag(files, f"--{name} FILE", what, local_path)
     parser.set_defaults(handler=_run)
 
 
@@ -72,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
                 print_visible(f"{'' if number == 0 else chr(10)}{make_visible_line(str(run))}")
             _print_run(run)
         return 0
-    # Takes longer to import than the terminal's report takes.
+    # Importing this takes longer than a report in the terminal.
     from llmscale.report.data import build_report
 
     with _announced_reading(args.runs):
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
-    """Refuse, before anything is read, what could not be written."""
+    """Refuse files that cannot be written, before anything is read."""
     from llmscale.report.data import MOST_RUNS
 
     if len(runs) > MOST_RUNS:
@@ -105,7 +105,7 @@ def _check(runs: Sequence[Path], wanted: Mapping[str, Path]) -> None:
 
 def _check_apart(said: str, place: Path, run: Path) -> None:
     """Refuse a file that the run itself wrote: a report beside them is welcome."""
-    from llmscale.cluster.launch.attempts import ATTEMPTS_NAME, LOGS_NAME
+    from llmscale.cluster.launch.supervisor import ATTEMPTS_NAME, LOGS_NAME
 
     files = (METRICS_NAME, CONFIG_NAME, STARTS_NAME, DS_CONFIG_NAME, LOCK_NAME, FAILURE_NAME, ATTEMPTS_NAME)
     folder = run.resolve()
@@ -113,7 +113,7 @@ def _check_apart(said: str, place: Path, run: Path) -> None:
         return
     name, *inner = place.relative_to(folder).parts
     if name in ((CHECKPOINTS_NAME, SAMPLES_NAME, LOGS_NAME, *ORIGIN_FOLDERS) if inner else files):
-        raise ConfigError(f"{said} is of the run itself; name another file, such as {folder / 'report.html'}.")
+        raise ConfigError(f"{said} is a file of the run itself; name another file, such as {folder / 'report.html'}.")
 
 
 def _write_page(path: Path, report: Mapping[str, object]) -> None:
@@ -144,9 +144,9 @@ _WRITERS: Mapping[str, Callable[[Path, Mapping[str, object]], None]] = {
 
 
 def _announced_reading(runs: Sequence[Path]) -> AbstractContextManager[None]:
-    """Of a long run it takes seconds."""
+    """Announce the reading, which takes seconds for a long run."""
     what = make_visible_line(str(runs[0])) if len(runs) == 1 else f"{len(runs)} runs"
-    return announced(f"reading {what}", after_s=SOON_S, on_terminal_only=True)
+    return show_if_slow(f"reading {what}")
 
 
 def _print_run(run: Path) -> None:
@@ -173,7 +173,7 @@ def _print_run(run: Path) -> None:
 
 
 def _print_gaps(run: Path, history: RunHistory) -> None:
-    """What is missing from the run's records."""
+    """Print what is missing from the run's records."""
     print_fitting(f"metrics          {note}" for note in history.notes())
     gaps = read_recorded(run).gaps
     if gaps:
@@ -181,12 +181,12 @@ def _print_gaps(run: Path, history: RunHistory) -> None:
 
 
 def _entropy(manifest: Manifest | None, split: str) -> float | None:
-    """Unigram entropy of a split in nats: the loss of a model that knows the tokens' frequencies and nothing else."""
+    """Return a split's unigram entropy in nats: the loss of a model that knows only the tokens' frequencies."""
     return manifest.splits[split].unigram_entropy_nats if manifest and split in manifest.splits else None
 
 
 def _compare(loss: float, entropy: float | None) -> str:
-    """How the loss stands to the unigram entropy, when that is known."""
+    """Compare a loss with the unigram entropy, if that is known."""
     if entropy is None:
         return ""
     side = "below" if loss < entropy else "ABOVE"

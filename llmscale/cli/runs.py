@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config import flag_type
+from llmscale.config.command_line import flag, local_path
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import make_visible_line
@@ -17,7 +17,7 @@ from llmscale.untrusted.terminal import make_visible_line
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
     from llmscale.report.run_list import ListedRun
 
 _COLUMNS = (
@@ -35,13 +35,13 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser = subparsers.add_parser(
         "runs",
         description="Every run below a folder with its step, last logged loss, state and command, the newest first. "
-        "failed: an error ended it, which stands below. lost: it was killed, or its host is gone. `llmscale report "
+        "failed: an error ended it, shown below the table. lost: it was killed, or its host is gone. `llmscale report "
         "RUN` shows one.",
     )
     parser.add_argument(
-        "folder", type=flag_type.path, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
+        "folder", type=local_path, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    flag(parser, "--json", "print JSON")
     parser.set_defaults(handler=_run)
 
 
@@ -80,7 +80,7 @@ def _show_loss(loss: float) -> str:
 
 
 def _name(run: ListedRun, folder: Path) -> str:
-    """Its path from the folder that was asked for."""
+    """Return the run's path, relative to the folder that the user named."""
     return make_visible_line(str(run.path.relative_to(folder)) if run.path != folder else str(folder))
 
 

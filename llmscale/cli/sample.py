@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llmscale.cli import flags
-from llmscale.config import flag_type, limits
-from llmscale.config.flag_parser import Need
+from llmscale.config import limits
+from llmscale.config.command_line import Need, flag, local_path, number, whole_number
 from llmscale.errors import ConfigError
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-    from llmscale.config.flag_parser import FlagParser
+    from llmscale.config.command_line import FlagParser
     from llmscale.data.tokenizers.tokenizer import Tokenizer
     from llmscale.evaluate.sampling import SamplingSettings, TokenByPrompt
     from llmscale.evaluate.text import Piece
@@ -31,65 +31,24 @@ _MAX_TEXTS = 10**6
 def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     """Add `sample`."""
     parser = subparsers.add_parser("sample")
-    parser.add_argument(
-        "run",
-        type=flag_type.path,
-        metavar="RUN",
-        help="run folder of train.py, one checkpoint of it, or a folder of transformers",
-    )
+    flags.add_run_argument(parser)
     flags.add_own_data(parser)
     parser.add_argument("text", metavar="PROMPT", nargs="?", help="text to continue")
-    parser.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="one more text to continue; may be repeated"
-    )
-    parser.add_argument(
-        "--prompts",
-        type=flag_type.path,
-        metavar="FILE",
-        help='and those of a file: one a line, or in FILE.jsonl objects with a "prompt"',
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=flag_type.whole(0, limits.MAX_SEQ_LEN),
-        default=200,
-        help="tokens to generate, fewer where the text ends (default %(default)s)",
-    )
-    parser.add_argument(
-        "--temperature", type=flag_type.number(0, 1e6), default=0.8, help="0 takes the likeliest (default %(default)s)"
-    )
-    parser.add_argument(
-        "--top-k",
-        type=flag_type.whole(1, limits.MAX_VOCAB),
-        default=50,
-        help="draw from the k likeliest tokens (default %(default)s)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=flag_type.number(0, 1, above=True),
-        default=None,
-        help="draw from the likeliest that reach this probability",
-    )
-    parser.add_argument(
-        "--seed",
-        type=flag_type.whole(0, limits.MAX_SEED - _MAX_TEXTS),
-        default=1337,
-        help="of each prompt's draws; its further samples count up from here (default %(default)s)",
-    )
-    parser.add_argument(
-        "--num-samples", type=flag_type.whole(1, _MAX_TEXTS), default=1, help="texts per prompt (default %(default)s)"
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=flag_type.whole(1, _MAX_BATCH),
-        default=8,
-        help="texts at once; they do not depend on it (default %(default)s)",
-    )
-    parser.add_argument(
-        "--no-cache",
-        action="store_true",
-        help="keep no keys and values: the same text with less memory, and slower",
-    )
-    parser.add_argument("--json", action="store_true", help="an object per text, a line each")
+    flag(parser, "--prompt TEXT", "one more text to continue; may be repeated", None, [], action="append")
+    text = 'file of further prompts: one per line, or in FILE.jsonl objects with a "prompt"'
+    flag(parser, "--prompts FILE", text, local_path)
+    text = "tokens to generate; fewer if the text ends"
+    flag(parser, "--max-new-tokens N", text, whole_number(0, limits.MAX_SEQ_LEN), 200)
+    flag(parser, "--temperature X", "sampling temperature; 0: the most likely token", number(0, 1e6), 0.8)
+    flag(parser, "--top-k K", "draw from the K most likely tokens", whole_number(1, limits.MAX_VOCAB), 50)
+    text = "draw from the most likely tokens with this total probability"
+    flag(parser, "--top-p P", text, number(0, 1, above=True))
+    text = "seed of each prompt's first sample; further samples count up from it"
+    flag(parser, "--seed N", text, whole_number(0, limits.MAX_SEED - _MAX_TEXTS), 1337)
+    flag(parser, "--num-samples N", "texts per prompt", whole_number(1, _MAX_TEXTS), 1)
+    flag(parser, "--batch-size N", "texts at once; they do not depend on it", whole_number(1, _MAX_BATCH), 8)
+    flag(parser, "--no-cache", "do not cache keys and values: the same text with less memory, but slower")
+    flag(parser, "--json", "print one JSON object per text")
     parser.needs = [Need("top_k top_p", "with --temperature 0", lambda args: args.temperature)]
     parser.set_defaults(handler=_run)
 
@@ -98,44 +57,43 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 class _Request:
     prompt: str
     number: int
-    """Of the samples of this prompt, from 1."""
+    """Number of the sample among those of its prompt, from 1."""
     tokens: list[int]
     seed: int
 
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.subject import find_subject, open_subject
-    from llmscale.terminal.announcer import SOON_S, announced
     from llmscale.terminal.progress import count_words, show_progress
+    from llmscale.terminal.status_line import show_if_slow
     from llmscale.untrusted.terminal import print_visible
 
     prompts = _prompts(args)
     folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr))
-    # torch is imported only now: a wrong folder is answered at once.
-    from llmscale.engine.silence_libraries import quiet_libraries
+    from llmscale.engine.deepspeed_patches import quiet_libraries
 
-    with announced("importing torch", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("importing torch"):
         from llmscale.evaluate.sampling import SamplingSettings, check_prompt
         from llmscale.evaluate.sampling_memory import check_memory
         from llmscale.evaluate.text import encode_prompt
 
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
-    with announced("loading the weights", after_s=SOON_S, on_terminal_only=True):
+    with show_if_slow("loading the weights"):
         subject = open_subject(folder, args.data)
         model, shape = subject.load_model(), subject.shape
     tokens_of = [encode_prompt(subject.tokenizer, prompt) for prompt in prompts]
-    for number, tokens in enumerate(tokens_of, start=1):
-        check_prompt(shape, tokens, f"prompt {number}" if len(prompts) > 1 else "the prompt")
+    for place, tokens in enumerate(tokens_of, start=1):
+        check_prompt(shape, tokens, f"prompt {place}" if len(prompts) > 1 else "the prompt")
     requests = [
-        _Request(prompt, number + 1, tokens, args.seed + number)
+        _Request(prompt, index + 1, tokens, args.seed + index)
         for prompt, tokens in zip(prompts, tokens_of, strict=True)
-        for number in range(args.num_samples)
+        for index in range(args.num_samples)
     ]
     batch_size = min(args.batch_size, len(requests))
     longest = max(map(len, tokens_of))
     check_memory(shape, batch_size, longest, args.max_new_tokens, use_cache=not args.no_cache)
-    # A text alone is its own progress.
+    # A single text shows its own progress.
     streams = len(requests) == 1 and not args.json
     with show_progress("Sampling", len(requests) * args.max_new_tokens, count_words("tokens")) as progress:
         for start in range(0, len(requests), batch_size):
@@ -149,7 +107,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """From the command line and the file, in this order."""
+    """Return the prompts of the command line, then those of the file."""
     from llmscale.evaluate.prompts import check_prompt_text, read_prompts
 
     given = [*([] if args.text is None else [args.text]), *args.prompt]
@@ -157,7 +115,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if args.prompts is not None:
         prompts += read_prompts(args.prompts)
     if not prompts:
-        raise ConfigError('no prompt given. Name one behind the run ("" begins a document), or use --prompts FILE.')
+        raise ConfigError('no prompt given. Name one after the run ("" begins a document), or use --prompts FILE.')
     if len(prompts) * args.num_samples > _MAX_TEXTS:
         raise ConfigError(
             f"{len(prompts):,} prompts with {args.num_samples:,} samples each are "
@@ -193,7 +151,7 @@ def _generate(
 
 
 def _stream(pieces: Iterator[Piece], request: _Request) -> None:
-    """A text alone, as it comes."""
+    """Print a single text while it is generated."""
     from llmscale.untrusted.terminal import make_visible
 
     sys.stdout.write(make_visible(request.prompt))
@@ -206,7 +164,7 @@ def _stream(pieces: Iterator[Piece], request: _Request) -> None:
 def _write(
     pieces: Iterator[Piece], batch: Sequence[_Request], args: argparse.Namespace, first: int, progress: Progress
 ) -> None:
-    """Several texts in the order of the prompts, each as soon as all before it are whole."""
+    """Print several texts in the order of the prompts, each once all earlier ones are complete."""
     from llmscale.untrusted.terminal import make_visible
 
     texts, ends, next_number = [""] * len(batch), [""] * len(batch), 0

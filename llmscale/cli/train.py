@@ -10,35 +10,34 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from llmscale.cluster.environment import PACKAGE
 from llmscale.cluster.extension_locks import remove_stale_locks
-from llmscale.cluster.free_port import find_port
-from llmscale.cluster.local_ranks import (
+from llmscale.cluster.launch.ranks import (
     LocalRanks,
     count_cpus,
     count_gpus,
+    find_port,
     rank_command,
     rank_environment,
     visible_gpus,
 )
-from llmscale.config import flag_type
-from llmscale.config.arguments import parse_run_config
-from llmscale.config.flag_parser import FlagParser
+from llmscale.cluster.remote import PACKAGE
+from llmscale.config.command_line import FlagParser, whole_number
 from llmscale.config.launcher_variables import check_is_only_copy, read_launcher_variables
 from llmscale.config.limits import MAX_GPUS_PER_NODE
+from llmscale.config.run_config import parse_run_config
 from llmscale.errors import ConfigError
-from llmscale.files.patient_output import make_output_patient
-from llmscale.terminal.announcer import announced
-from llmscale.terminal.human_numbers import with_singulars
+from llmscale.files.resilient_stdout import make_output_resilient
+from llmscale.terminal.human_numbers import count_nouns
+from llmscale.terminal.status_line import show_status
 from llmscale.training.changes import check_start
-from llmscale.training.run_inputs import prepare_run, quiet_s
+from llmscale.training.prepare_run import announce_after_s, prepare_run
 from llmscale.training.stop_request import STOP_SIGNALS
 from llmscale.untrusted.interpreter import code_command
 from llmscale.untrusted.terminal import print_visible
 
-#: The flag of this command and its other name, which is DeepSpeed's; all others are train.py's.
+#: The flag of this command, and its name in DeepSpeed's launcher; all other flags are train.py's.
 _OWN_FLAGS = ("--nproc-per-node", "--num-gpus")
-_num_processes = flag_type.whole(1, MAX_GPUS_PER_NODE)
+_num_processes = whole_number(1, MAX_GPUS_PER_NODE)
 
 
 def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,7 +47,7 @@ def add_parser(subcommands: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _train(args: argparse.Namespace) -> int:
-    """Mistakes are said here, once, before a rank is started. Raises LlmscaleError."""
+    """Check everything before a rank is started, so that mistakes are reported once. Raises LlmscaleError."""
     with _ending_at_signals():
         return _run_ranks(args.arguments)
 
@@ -56,21 +55,23 @@ def _train(args: argparse.Namespace) -> int:
 def _run_ranks(words: Sequence[str]) -> int:
     asked, arguments = _split_flags(words)
     config = parse_run_config(arguments, _parser())
-    # The ranks print; that nobody reads it is no reason to fail.
-    make_output_patient()
+    # A run must not fail because its output cannot be written.
+    make_output_resilient()
     check_is_only_copy(os.environ, "llmscale train")
-    with announced("checking the configuration and the data", after_s=quiet_s(config), is_plain=config.plain):
+    with show_status(
+        "checking the configuration and the data", after_s=announce_after_s(config), is_plain=config.plain
+    ):
         num_ranks = _count_ranks(asked)
         finished = check_start(prepare_run(config, world_size=num_ranks))
     if finished:
         print_visible("\n".join(finished))
         return 0
     for lock in remove_stale_locks():
-        _show(f"removed {lock}, left behind by a build that was killed")
+        _show(f"removed {lock}, left by a build that was killed")
     port, _ = find_port(None)
     environments = rank_environment(os.environ, num_ranks, port, count_cpus())
     read_launcher_variables(environments[0])
-    _show(with_singulars(f"starting {num_ranks} ranks ..."))
+    _show(f"starting {count_nouns(num_ranks, 'rank')} ...")
     return LocalRanks(
         rank_command(PACKAGE / "train.py", arguments),
         environments,
@@ -80,14 +81,14 @@ def _run_ranks(words: Sequence[str]) -> int:
 
 @contextmanager
 def _ending_at_signals() -> Iterator[None]:
-    """Until there are ranks to pass them on to. As a container's first process this one would not even die of them."""
+    """End at signals until the ranks are started; a container's first process would otherwise ignore them."""
 
     def end(number: int, _frame: object) -> None:
         _show(f"stopped by {signal.Signals(number).name} before the ranks were started")
         raise SystemExit(0)
 
     before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
-    # nohup has the last one ignored.
+    # nohup makes SIGHUP ignored.
     heard = [number for number in before if number != signal.SIGHUP or before[number] is not signal.SIG_IGN]
     for number in heard:
         signal.signal(number, end)
@@ -99,7 +100,7 @@ def _ending_at_signals() -> Iterator[None]:
 
 
 def _parser() -> FlagParser:
-    """For --help and for what is not known; the values of its own flags are taken out before."""
+    """Return the parser; `_split_flags` has already removed the values of this command's own flag."""
     parser = FlagParser(
         prog="llmscale train",
         description="Train on this machine: one process per GPU, or on the CPU. All other flags are train.py's. "
@@ -110,14 +111,14 @@ def _parser() -> FlagParser:
 
 
 def add_own_flags(parser: argparse.ArgumentParser) -> None:
-    """What is not train.py's."""
+    """Add the flag that train.py does not have."""
     parser.add_argument(
-        *_OWN_FLAGS, type=_num_processes, metavar="N", help="processes (default: one per GPU; 1 where there is none)"
+        *_OWN_FLAGS, type=_num_processes, metavar="N", help="processes; default: one per GPU, or 1 without GPUs"
     )
 
 
 def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
-    """The number of processes, None when it is not said, and what is train.py's. Raises ConfigError."""
+    """Return the number of processes, or None, and the words for train.py. Raises ConfigError."""
     asked, first, rest = None, "", []
     remaining = iter(words[1:] if words[:1] == ["--"] else words)
     for word in remaining:
@@ -139,21 +140,21 @@ def _split_flags(words: Sequence[str]) -> tuple[int | None, list[str]]:
 
 
 def _count_ranks(asked: int | None) -> int:
-    """Raises ConfigError when more are asked for than there are GPUs, on a machine that has some."""
+    """Return the number of ranks. Raises ConfigError for more ranks than GPUs, on a machine with GPUs."""
     visible = visible_gpus(os.environ)
     num_gpus = count_gpus() or _count_gpus_with_torch() if visible is None else len(visible)
     if asked is None:
         return num_gpus or 1
     if 0 < num_gpus < asked:
         raise ConfigError(
-            f"{_OWN_FLAGS[0]} {asked}: this machine has {num_gpus} GPU{'s' * (num_gpus != 1)}"
+            f"{_OWN_FLAGS[0]} {asked}: this machine has {count_nouns(num_gpus, 'GPU')}"
             f"{'' if visible is None else ' in CUDA_VISIBLE_DEVICES'}. Give {num_gpus}, or nothing."
         )
     return asked
 
 
 def _count_gpus_with_torch() -> int:
-    """Of a vendor other than NVIDIA. In another process: torch takes seconds to import, and this one needs none."""
+    """Return the number of GPUs of other vendors, counted in another process, which imports torch."""
     if not os.path.exists("/dev/kfd"):
         return 0
     code = "import torch; print(torch.cuda.device_count())"

@@ -1,4 +1,4 @@
-"""Read a hostfile: `name slots=N` per line. What DeepSpeed only warns about, or misreads, is an error here."""
+"""Read a hostfile: `name slots=N` per line. Lines that DeepSpeed misreads, or only warns about, are errors here."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from llmscale.config.bundled_files import HOSTFILES
 from llmscale.config.limits import MAX_GPUS_PER_NODE
-from llmscale.config.shipped import HOSTFILES
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES
 from llmscale.untrusted.paths import read_regular
 
-#: What ssh, pdsh and DeepSpeed's --include all read as one plain name: pdsh expands [ ] and commas, DeepSpeed splits at
-#: @ and :, and a leading dash would be an option.
+#: Names that ssh, pdsh and DeepSpeed's --include all read as one plain name: pdsh expands [ ] and commas, DeepSpeed
+#: splits at @ and :, and a leading dash would be an option.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_IPV6 = re.compile(r"\[?[0-9A-Fa-f]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.%\w]*\]?(:\d+)?")
 
 
 @dataclass(frozen=True)
@@ -23,14 +22,16 @@ class Host:
     """One line of a hostfile."""
 
     name: str
-    """As ssh knows it."""
+    """Name that ssh knows."""
     slots: int
     """Ranks to run there: GPUs, or processes on a CPU machine."""
 
 
 def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """The hosts in the order of the file, or of the one of llmscale's own that `path` names. Raises ConfigError when
-    it is missing, empty or has a line that cannot be used."""
+    """Return the hosts in the order of the file, or of llmscale's own file of that name.
+
+    Raises ConfigError for a missing or empty file, and for a line that cannot be used.
+    """
     path = HOSTFILES.find(Path(path))
     try:
         lines = read_regular(path, CONFIG_MAX_BYTES).decode("utf-8-sig").splitlines()
@@ -49,9 +50,7 @@ def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
             continue
         host = _parse_line(entry, f"{path}:{number}")
         if host.name in hosts:
-            raise ConfigError(
-                f"{path}:{number}: host '{host.name}' is there twice. Give it one line with all its slots."
-            )
+            raise ConfigError(f"{path}:{number}: host '{host.name}' is listed twice. Give it one line with all slots.")
         hosts[host.name] = host
     if not hosts:
         raise ConfigError(f"--hostfile {path} names no host. Write one line `name slots=N` per host.")
@@ -59,7 +58,7 @@ def parse_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def _parse_line(entry: str, where: str) -> Host:
-    """`entry` is a line without its comment. Raises ConfigError that begins with `where`."""
+    """Parse a line without its comment. Raises ConfigError whose text begins with `where`."""
     name, *rest = entry.split()
     _check_name(name, where)
     if not rest:
@@ -70,38 +69,19 @@ def _parse_line(entry: str, where: str) -> Host:
             f"{where}: '{entry}' is not `name slots=N`, with no space around the =. Write `{name} slots=8`."
         )
     if int(slots.group(1)) > MAX_GPUS_PER_NODE:
-        raise ConfigError(
-            f"{where}: {rest[0]} is more than a host has. At most {MAX_GPUS_PER_NODE} ranks run on one host."
-        )
+        raise ConfigError(f"{where}: {rest[0]} is too many. At most {MAX_GPUS_PER_NODE} ranks run on one host.")
     if int(slots.group(1)) == 0:
-        raise ConfigError(f"{where}: slots=0 runs nothing on '{name}'. Drop the line, or give at least one slot.")
+        raise ConfigError(f"{where}: slots=0 runs nothing on '{name}'. Delete the line, or give at least one slot.")
     return Host(name, int(slots.group(1)))
 
 
 def _check_name(name: str, where: str) -> None:
-    """Raises ConfigError for what ssh, pdsh or DeepSpeed would misread."""
+    """Raise ConfigError for a name that ssh, pdsh or DeepSpeed would misread."""
     if _NAME.fullmatch(name):
         return
-    if _IPV6.fullmatch(name):
-        raise ConfigError(
-            f"{where}: '{name}' is an IPv6 address, which DeepSpeed's and pdsh's host lists cannot hold. "
-            "Give the host a name in /etc/hosts or DNS and write that."
-        )
-    if re.fullmatch(r"[^:@]+:\d+", name):
-        host, port = name.split(":")
-        raise ConfigError(
-            f"{where}: '{name}' names a port, which a hostfile cannot hold. "
-            f"Write '{host}' here and `Port {port}` for it in ~/.ssh/config."
-        )
-    if "@" in name:
-        user, host = name.split("@", 1)
-        raise ConfigError(
-            f"{where}: '{name}' names a user, which a hostfile cannot hold. "
-            f"Write '{host}' here and `User {user}` for it in ~/.ssh/config."
-        )
-    if "[" in name or "," in name:
+    if "," in name or ("[" in name and "]:" not in name):
         raise ConfigError(f"{where}: '{name}' looks like a range or a list. Write one line per host.")
     raise ConfigError(
-        f"{where}: '{name}' is no host name. Letters, digits, dots, dashes and underscores are legal, "
-        "and it begins with a letter or digit."
+        f"{where}: '{name}' is not a plain host name. Use letters, digits, dots, dashes and underscores; begin with a "
+        "letter or digit. Set a user, a port or an IPv6 address for it in ~/.ssh/config (User, Port, HostName)."
     )

@@ -1,41 +1,133 @@
-"""Run one command on many hosts at once, through ssh; its arguments arrive unchanged."""
+"""Run commands on hosts through ssh, with the variables that ranks get. Arguments arrive unchanged.
+
+ssh starts programs with none of the caller's variables, and DeepSpeed's launcher forwards PYTHON* and NCCL* only.
+Here the values travel inside the connection, never on a command line: nothing is expanded, and no `ps` shows a key.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from llmscale.cluster.environment import search_path
-from llmscale.untrusted.interpreter import module_command
+from llmscale.errors import ConfigError
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES
+from llmscale.untrusted.interpreter import drop_empty, module_command
+from llmscale.untrusted.paths import read_regular
 
-#: Never ask for a password or about a host key, give up on a host that does not answer, and notice within 15 s when one
-#: goes silent (ssh itself would wait for hours).
+#: Prefixes of the forwarded variables, by the software that reads them.
+_FORWARDED_PREFIXES = (
+    *("DS_", "DEEPSPEED_", "LLMSCALE_", "PYTHON", "TORCH", "PYTORCH", "TRITON_"),
+    *("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "ROCM_", "HSA_", "ASCEND_", "ZE_", "CCL_", "HABANA_"),
+    *("NCCL_", "RCCL_", "GLOO_", "UCX_", "FI_", "OMPI_", "TP_SOCKET_IFNAME"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "NUMEXPR_", "MALLOC_"),
+    *("HF_", "HUGGING", "TRANSFORMERS_", "TOKENIZERS_", "TIKTOKEN_", "WANDB_"),
+    *("AWS_", "S3_", "GOOGLE_", "GCS_", "AZURE_", "OCI_", "STREAMING_"),
+    *("LD_LIBRARY_PATH", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "no_proxy"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+)
+_FORWARDED_NAMES = frozenset(("CC", "CXX", "MAX_JOBS", "NINJA"))
+#: Each host's launcher sets these; a value from here would contradict it. CUDA_VISIBLE_DEVICES overrides the launcher.
+_NOT_FORWARDED = frozenset(("LLMSCALE_WATCH", "CUDA_VISIBLE_DEVICES"))
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+DEEPSPEED_ENV = ".deepspeed_env"
+#: Folder of this llmscale, which every host has at the same path.
+PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def gather_environment(
+    variables: Mapping[str, str], *, extra: Iterable[str] = (), env_files: Iterable[Path]
+) -> dict[str, str]:
+    """Return the ranks' variables: the forwarded ones of `variables`, then `env_files`, then `extra`.
+
+    An entry of `extra` is NAME=VALUE, or NAME for the value in `variables`. Raises ConfigError for anything else.
+    """
+    chosen = {name: value for name, value in variables.items() if _is_forwarded(name)}
+    for path in env_files:
+        if path.is_file():
+            chosen.update(parse_env_file(path))
+    given: set[str] = set()
+    for word in extra:
+        name, equals, value = word.partition("=")
+        if not _NAME.fullmatch(name):
+            raise ConfigError(f"--env '{word}' is not NAME or NAME=VALUE.")
+        if not equals and name not in variables:
+            raise ConfigError(f"--env {name}: this shell has no such variable. Set it, or write --env {name}=VALUE.")
+        if name in given:
+            raise ConfigError(f"--env {name} is given twice. Give it once.")
+        given.add(name)
+        chosen[name] = value if equals else variables[name]
+    chosen["PYTHONPATH"] = search_path(chosen.get("PYTHONPATH"))
+    # A remote shell does not know this virtual environment: ninja is beside its Python.
+    chosen.setdefault("PATH", f"{Path(sys.executable).parent}{os.pathsep}{variables.get('PATH', os.defpath)}")
+    return chosen
+
+
+def _is_forwarded(name: str) -> bool:
+    return name not in _NOT_FORWARDED and (name in _FORWARDED_NAMES or name.startswith(_FORWARDED_PREFIXES))
+
+
+def search_path(given: str | None) -> str:
+    """Return a PYTHONPATH with this llmscale before the folders of `given`."""
+    return drop_empty(os.pathsep.join([str(PACKAGE.parent), given or ""]))
+
+
+def deepspeed_env_files() -> list[Path]:
+    """Return the files that DeepSpeed reads: in the home folder, then in the current one, which wins."""
+    return [Path.home() / DEEPSPEED_ENV, Path.cwd() / DEEPSPEED_ENV]
+
+
+def parse_env_file(path: Path) -> dict[str, str]:
+    """Read NAME=VALUE lines; `#` begins a comment line, and values are taken literally. Raises ConfigError."""
+    values = {}
+    try:
+        text = read_regular(path, CONFIG_MAX_BYTES).decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} cannot be read: it is not UTF-8 text.") from None
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = line.strip()
+        if not entry or entry.startswith("#"):
+            continue
+        name, equals, value = entry.removeprefix("export ").partition("=")
+        if not equals or not _NAME.fullmatch(name.strip()):
+            raise ConfigError(f"{path}:{number}: '{entry}' is not NAME=VALUE.")
+        values[name.strip()] = value.strip()
+    return values
+
+
+#: Never ask for a password or about a host key, give up on a host that does not answer, and notice a silent one within
+#: 15 s (ssh itself would wait for hours).
 SSH_OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
-#: What ssh returns when it could not reach the host or lost it.
+#: ssh's exit status for a host that it could not reach, or lost.
 SSH_FAILED = 255
-#: What `timeout` returns when time is up; here too.
+#: `timeout`'s exit status for a command that took too long; used here too.
 TIMED_OUT = 124
-#: Hosts that are asked at the same time.
+#: Largest number of hosts that are contacted at the same time.
 FAN_OUT = 128
 
 
 @dataclass(frozen=True)
 class Finished:
-    """What became of a command on one host."""
+    """Result of a command on one host."""
 
     returncode: int
-    """The command's own, SSH_FAILED when the host could not be reached, TIMED_OUT when it was not done in time."""
+    """The command's exit status, SSH_FAILED for an unreachable host, TIMED_OUT for a command that took too long."""
     stdout: str
     stderr: str
     seconds: float
@@ -44,14 +136,21 @@ class Finished:
     def timed_out(self) -> bool:
         return self.returncode == TIMED_OUT
 
+    def describe(self) -> str:
+        """Return the last line of the output, or the reason for its absence."""
+        if self.timed_out:
+            return f"no answer within {self.seconds:.0f} s"
+        lines = (self.stderr.strip() or self.stdout.strip()).splitlines()
+        return " ".join(lines[-1].split()) if lines else f"ended with status {self.returncode}"
+
 
 def run_on_hosts(
     hosts: Sequence[str], argv: Sequence[str], *, timeout_s: float, stdin: str | None = None
 ) -> dict[str, Finished]:
-    """Run `argv` on every host at the same time, `stdin` fed to each; the answers by host name, in the given order.
+    """Run `argv` on all hosts at the same time, each with `stdin`; return the results by host, in the given order.
 
-    This machine (by any of its names) runs it directly, without ssh. Never raises for what a host does: see
-    `Finished.returncode`. The remote login shell must be POSIX's (sh, bash, dash, zsh).
+    This machine (by any of its names) runs it directly, without ssh. Failures of a host are in `Finished.returncode`,
+    never raised. The remote login shell must be a POSIX one (sh, bash, dash, zsh).
     """
     if not hosts:
         return {}
@@ -61,7 +160,7 @@ def run_on_hosts(
 
 
 def command_for(host: str, argv: Sequence[str]) -> list[str]:
-    """The local command line that runs `argv` on `host`: itself on this machine, else through ssh."""
+    """Return the local command that runs `argv` on `host`: `argv` itself on this machine, else ssh."""
     if is_this_machine(host):
         return list(argv)
     # ssh joins its arguments with spaces and hands the line to a shell there: it gets one word, quoted here.
@@ -69,7 +168,7 @@ def command_for(host: str, argv: Sequence[str]) -> list[str]:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether `host` is a name or an address of the machine this runs on. False for what does not resolve."""
+    """Return whether `host` is a name or an address of this machine; False if it does not resolve."""
     if host == "localhost" or host in (socket.gethostname(), socket.gethostname().split(".")[0]):
         return True
     try:
@@ -80,7 +179,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _is_own_address(family: socket.AddressFamily, address: str | int) -> bool:
-    """Only an own address can be bound to."""
+    """Return whether the address can be bound to: only a machine's own addresses can."""
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.bind((address, 0))
         return True
@@ -88,10 +187,7 @@ def _is_own_address(family: socket.AddressFamily, address: str | int) -> bool:
 
 
 def module_argv(module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """Return the command of `python -m module` with this Python and this llmscale, at the same path on every host.
-
-    A remote shell knows none of the variables of this one.
-    """
+    """Return the command of `python -m module` with this Python and this llmscale, at the same path on every host."""
     path = search_path(os.environ.get("PYTHONPATH"))
     return ["env", f"PYTHONPATH={path}", *module_command(module, *arguments)]
 
@@ -109,7 +205,7 @@ def _run(command: Sequence[str], timeout_s: float, stdin: str | None) -> Finishe
             start_new_session=True,
         )
     except OSError as error:
-        # As a shell says it: 127 for a command that is not there.
+        # A shell's status for a missing command.
         return Finished(127, "", f"{command[0]}: {error.strerror}\n", time.monotonic() - began)
     try:
         stdout, stderr = process.communicate(stdin, timeout=timeout_s)
@@ -120,3 +216,47 @@ def _run(command: Sequence[str], timeout_s: float, stdin: str | None) -> Finishe
         stdout, stderr = process.communicate()
         code = TIMED_OUT
     return Finished(code, stdout, stderr, time.monotonic() - began)
+
+
+#: Changes to the folder in its first argument, sets the variables that come through stdin, and becomes the rest.
+_PREPARE = 'cd "$0" && eval "$(cat)" && exec "$@"'
+
+
+@dataclass(frozen=True)
+class HostRunner:
+    """Runs modules of llmscale and lines of shell on hosts, in this working folder, with the ranks' variables."""
+
+    run: Callable[..., dict[str, Finished]] = run_on_hosts
+    """`run_on_hosts`, or a stand-in in tests."""
+
+    def module(
+        self, hosts: Sequence[str], module: str, arguments: Sequence[str], timeout_s: float
+    ) -> dict[str, Finished]:
+        """Run a module on every host. Raises ConfigError for an unreadable .deepspeed_env."""
+        command = ["sh", "-c", _PREPARE, os.getcwd(), *module_command(module, *arguments)]
+        variables = gather_environment(os.environ, env_files=deepspeed_env_files())
+        # Through stdin: no `ps` shows a key.
+        exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+        return self.run(hosts, command, timeout_s=timeout_s, stdin=exports)
+
+    def modules(self, module: str, arguments: Mapping[str, Sequence[str]], timeout_s: float) -> dict[str, Finished]:
+        """Run one module on several hosts at once, each with the arguments given for it."""
+        with ThreadPoolExecutor(min(len(arguments), FAN_OUT)) as pool:
+            answers = pool.map(lambda host: self.module([host], module, arguments[host], timeout_s)[host], arguments)
+            return dict(zip(arguments, answers, strict=True))
+
+    def shell(
+        self, hosts: Sequence[str], script: str, arguments: Sequence[str], timeout_s: float
+    ) -> dict[str, Finished]:
+        """Run a line of `sh` on every host, with its arguments as $1, $2 and so on."""
+        return self.run(hosts, ["sh", "-c", script, "sh", *arguments], timeout_s=timeout_s)
+
+
+@contextmanager
+def process_limit(limit_s: int) -> Iterator[None]:
+    """Let the kernel kill this process if the block takes longer, even where no thread of Python can run."""
+    signal.alarm(limit_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)

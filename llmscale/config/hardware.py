@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 from llmscale.architecture.attention_kernels import AMPERE, ComputeCapability
 from llmscale.config.interconnect import Interconnect
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from llmscale.config.deepspeed.schema import Precision
 
 
 def has_bf16(capability: ComputeCapability | None) -> bool:
-    """Tensor cores that take bf16: Ampere's were the first. None: of a GPU that is not known, taken to be one of those
-    or newer."""
+    """Return whether the tensor cores support bf16, which Ampere's were the first to do. None counts as newer."""
     return capability is None or capability >= AMPERE
 
 
@@ -31,37 +31,37 @@ class GPU:
     """One GPU model. Rates are peaks without sparsity (vendors' tables often print twice that)."""
 
     name: str
-    """The command line's word for it."""
+    """Name on the command line."""
     pattern: str
-    """Words, in lower case, that the name which the driver reports must all have."""
+    """Words, in lower case, that the driver's name of the GPU must contain."""
     memory_gib: float
-    """Memory in GiB (2^30 bytes): what the driver reports to CUDA where `memory_source` says so, else nominal."""
+    """Memory in GiB (2^30 bytes): as CUDA reports it, or nominal (see `memory_source`)."""
     dense_16bit_flops: float
     """Peak dense FLOP/s with 16-bit inputs and fp32 accumulation; bf16, or fp16 where there is no bf16."""
     fp32_flops: float | None
     """Peak FLOP/s of true fp32 (no TF32), or None when sources disagree."""
     capability: ComputeCapability
-    """Compute capability, by which PyTorch chooses its kernels; of AMD's GPUs what ROCm says in its place."""
+    """Compute capability, by which PyTorch chooses its kernels; for AMD's GPUs, ROCm's equivalent."""
     memory_bytes_per_s: float | None
     """Peak bandwidth of the GPU's own memory."""
     link_bytes_per_s: float
-    """To the other GPUs of its node in ONE direction: half of the bidirectional figure that datasheets print."""
+    """Bandwidth to the other GPUs of the node in ONE direction: half of the figure in datasheets."""
     host_link_bytes_per_s: float
-    """To the memory of its host in one direction: PCIe x16."""
+    """Bandwidth to host memory in one direction: PCIe x16."""
     power_w: float | None
-    """Board power at its limit."""
+    """Power limit of the board in watts."""
     source: str
-    """Where the rates are printed."""
+    """Source of the rates."""
     memory_source: str
-    """Where the memory size is from."""
+    """Source of the memory size."""
 
     @property
     def has_bf16(self) -> bool:
         return has_bf16(self.capability)
 
 
-#: CUDA sees less than the nominal memory: ECC and the driver keep some, more or less of it by driver version. These
-#: are the lowest totals found in users' out-of-memory messages for the GPU.
+#: CUDA sees less than the nominal memory: ECC and the driver use some, depending on the driver's version. These are
+#: the lowest totals found in users' out-of-memory messages.
 _REPORTED = "as CUDA reports it (lowest total found in torch's out-of-memory messages)"
 #: PCIe x16 in one direction, bytes/s.
 _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
@@ -144,13 +144,15 @@ GPUS = (
     ),
 )  # fmt: skip
 
-#: Words that make another GPU of a known name: a part of it, a slower or a smaller one.
+#: Words that turn a known name into that of another GPU: a part of it, a slower or a smaller one.
 _OTHER_GPU = {"mig", "nvl", "laptop", "max", "d", "ti", "super", "ls"}
 
 
 def find_gpu(device_name: str) -> GPU | None:
-    """The GPU that the driver calls `device_name`, or None when the table does not have it (an L40 is not an L4, nor a
-    MIG slice the whole GPU)."""
+    """Return the GPU with the driver's name `device_name`, or None if it is not in the table.
+
+    An L40 is not an L4, and a MIG slice is not the full GPU.
+    """
     words = set(device_name.lower().replace("-", " ").split())
     if words & _OTHER_GPU:
         return None
@@ -158,12 +160,12 @@ def find_gpu(device_name: str) -> GPU | None:
 
 
 def get_gpu(name: str) -> GPU:
-    """The GPU of that name on the command line. Raises ConfigError naming the closest and all legal names."""
+    """Return the GPU with this name on the command line. Raises ConfigError with the closest and all legal names."""
     for gpu in GPUS:
         if gpu.name == name.lower():
             return gpu
     names = [gpu.name for gpu in GPUS]
-    # The driver's word for it, as nvidia-smi prints it.
+    # The driver's name, as nvidia-smi prints it.
     meant = find_gpu(name)
     hint = f" Did you mean '{meant.name}'?" if meant else did_you_mean(name, names)
     raise ConfigError(
@@ -173,8 +175,10 @@ def get_gpu(name: str) -> GPU:
 
 
 def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Precision:
-    """`wanted`, by default bf16, or fp16 on a GPU without it. Raises ConfigError, prefixed with `where`, for what the
-    GPU has no arithmetic for."""
+    """Return `wanted`, or by default bf16, or fp16 on a GPU without bf16.
+
+    Raises ConfigError, beginning with `where`, for a precision that the GPU does not support.
+    """
     if wanted is None:
         return "bf16" if gpu.has_bf16 else "fp16"
     if wanted in ("bf16", "autocast") and not gpu.has_bf16:
@@ -186,9 +190,11 @@ def usable_precision(wanted: Precision | None, gpu: GPU, where: str = "") -> Pre
 
 
 def custom_gpu(memory_gib: float, bf16_tflops: float) -> GPU:
-    """A GPU that is not in the table. Its memory bandwidth and power stay unknown; its link is taken to be PCIe 4.0
-    x16, the least that a GPU of today has, and its kernels to be Ampere's. Raises ConfigError when a number is not
-    positive."""
+    """Return a GPU that is not in the table. Raises ConfigError for a number that is not positive.
+
+    Memory bandwidth and power stay unknown. Assumed are a PCIe 4.0 x16 link, the slowest of current GPUs, and Ampere's
+    kernels.
+    """
     for flag, value in (("--gpu-memory-gib", memory_gib), ("--bf16-tflops", bf16_tflops)):
         if not 0 < value < float("inf"):
             raise ConfigError(f"{flag} must be above 0, not {value:g}.")
@@ -208,12 +214,12 @@ def custom_gpu(memory_gib: float, bf16_tflops: float) -> GPU:
     )
 
 
-#: Heads of `gpu_table_rows`.
+#: Headings of `gpu_table_rows`.
 GPU_TABLE_HEAD = ("GPU", "GiB", "16-bit TFLOP/s", "fp32", "bf16", "memory TB/s", "link GB/s", "W", "source")
 
 
 def gpu_table_rows() -> list[tuple[str, ...]]:
-    """The table as text, one row a GPU under GPU_TABLE_HEAD; '-' where a number is not known."""
+    """Return the table as text, one row per GPU below GPU_TABLE_HEAD; '-' for unknown numbers."""
     return [
         (
             gpu.name,
@@ -233,9 +239,9 @@ def gpu_table_rows() -> list[tuple[str, ...]]:
 def model_flops_utilisation(
     tokens_per_second_per_device: float, flops_per_token: int, device_name: str, is_16bit: bool
 ) -> float | None:
-    """Fraction of the peak 16-bit rate that the model's own FLOPs reach (PaLM, Chowdhery et al. 2022, appendix B).
+    """Return the MFU as a fraction of the peak 16-bit rate (PaLM, Chowdhery et al. 2022, appendix B).
 
-    None when the device is unknown, or the run is in fp32, which torch may compute in TF32 at another rate.
+    Return None for an unknown device, and for fp32, which torch may compute in TF32 at another rate.
     """
     gpu = find_gpu(device_name)
     if gpu is None or not is_16bit:

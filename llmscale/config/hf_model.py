@@ -1,7 +1,7 @@
 """`hf:FOLDER` or `hf:NAME`: a published model as the keys of a run. No torch.
 
-Its config.json becomes explicit keys at the start of a run, which the run folder and every checkpoint keep: a run that
-goes on, and whatever reads its checkpoints, asks for the folder no more.
+Its config.json becomes explicit keys at the start of a run. The run folder and every checkpoint keep them, so that a
+resumed run does not need the published model.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.architecture.families.family import HFTensor
-from llmscale.architecture.families.registry import get_family, read_shape
-from llmscale.architecture.hf_config import CONFIG_NAME, find_config
+from llmscale.architecture.hf_config import CONFIG_NAME, find_config, get_family, read_shape
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.arguments import build_run_config
 from llmscale.config.presets import get_preset, nearest_preset
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.user_paths import check_path
 from llmscale.errors import ConfigError
 
 PREFIX = "hf:"
-#: What a config.json decides of a run; dropout is the run's own.
+#: Keys of a run that config.json sets; dropout is not among them.
 PUBLISHED_KEYS = tuple(key for key in (*SHAPE_KEYS, "vocab_size") if key != "dropout")
-#: What changes no tensor, and so may be another than the weights were trained with: a longer context begins with it.
+#: Keys that change no tensor, so that they may differ from config.json, for example to extend the context.
 _FREE_KEYS = ("rope_theta", "rope_scaling", "sliding_window")
 _ADAPTER_CONFIG = "adapter_config.json"
 
@@ -40,30 +38,29 @@ class PublishedModel:
     hub_name: str | None
     """NAME@COMMIT on the Hub; None for a folder of the user's."""
     folder: Path | None
-    """With its config.json; of a model on the Hub the cache's, which may lack the rest. None where the cache cannot be
-    written."""
+    """Folder with config.json. For a model on the Hub, its cache, which may lack files; None without one."""
     architecture: str
-    """The class that its weights are said to be of; empty where config.json does not say."""
+    """Name of the model class in config.json; empty if it has none."""
     tensors: tuple[HFTensor, ...]
-    """That its files should hold."""
+    """Tensors that the files should contain."""
     shape: GPTShape
-    """With all positions that it was made for."""
+    """Shape of the model, with its full context."""
     entries: Mapping[str, object]
     """Contents of its config.json."""
 
     @property
     def keys(self) -> dict[str, object]:
-        """What it decides of a run."""
+        """Keys of a run that the model sets."""
         return _keys_of(self.shape)
 
 
 def is_published(name: str | None) -> bool:
-    """Whether a value of --model or --init-from names a published model."""
+    """Return whether a value of --model or --init-from names a published model."""
     return name is not None and name.startswith(PREFIX)
 
 
 def read_published_model(flag: str, value: str) -> PublishedModel:
-    """The model that `FLAG hf:FOLDER|NAME` names. Raises ConfigError for one that cannot be trained here."""
+    """Return the model that `FLAG hf:FOLDER|NAME` names. Raises ConfigError if llmscale cannot train it."""
     # No shell expands the ~ in hf:~/models.
     source, name = f"{flag} {value}", os.path.expanduser(value.removeprefix(PREFIX))
     try:
@@ -79,17 +76,17 @@ def read_published_model(flag: str, value: str) -> PublishedModel:
     found = find_config(name, source)
     shape = build_shape(read_shape(found.entries, source))
     tensors = tuple(get_family(found.entries, source).tensors(shape))
-    # For messages alone: what is odd there is no reason to refuse the model.
+    # For messages only, so an odd value does not matter.
     classes = found.entries.get("architectures")
     said = classes[0][:80] if isinstance(classes, list) and classes and isinstance(classes[0], str) else ""
     return PublishedModel(source, name, found.hub_name, found.folder, said, tensors, shape, found.entries)
 
 
 def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> RunConfig:
-    """A run's configuration with the shape of its published model in explicit keys.
+    """Return a run's configuration with the shape of its published model in explicit keys.
 
-    `weights` are those that it begins with: they decide the shape, and what the user gave must not contradict it. A
-    `--model hf:` without them gives a shape that other flags may change, as a preset does. Raises ConfigError.
+    Initial `weights` determine the shape, which the user's keys must not contradict. Without them, `--model hf:` gives
+    a shape that other flags may change, like a preset. Raises ConfigError.
     """
     given = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
     if is_published(config.model):
@@ -108,10 +105,10 @@ def with_published_shape(config: RunConfig, weights: PublishedModel | None) -> R
 
 
 def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str) -> RunConfig | None:
-    """The configuration of a run that goes on, with the published shape that it began with; None when it began with
-    none, or the user gives another model.
+    """Return the configuration of a resumed run, with the published shape that it started with.
 
-    `saved`: the configuration in its checkpoint, `source`. Raises ConfigError when the user gives other shape keys.
+    Return None if it started without one, or the user gives another model. `saved` is the configuration in the
+    checkpoint `source`. Raises ConfigError if the user gives other shape keys.
     """
     model = saved.get("model")
     is_same = "model" not in config.model_fields_set or config.model == model
@@ -124,8 +121,7 @@ def with_saved_shape(config: RunConfig, saved: Mapping[str, object], source: str
 
 
 def default_preset(config: RunConfig) -> str:
-    """The preset whose learning rate and batch a run has unless it says others: of a published model the one that is
-    nearest in size."""
+    """Return the preset with the default learning rate and batch; for a published model, the nearest in size."""
     if not is_published(config.model):
         return config.model
     keys = {key: value for key in PUBLISHED_KEYS if (value := getattr(config, key)) is not None}
@@ -141,7 +137,7 @@ def _keys_of(shape: GPTShape) -> dict[str, object]:
 
 
 def _with_keys(config: RunConfig, model: str, keys: Mapping[str, object]) -> RunConfig:
-    """Checked as what a user gives is."""
+    """Return the configuration with `keys`, validated."""
     return build_run_config({**config.model_dump(exclude_unset=True), **keys, "model": model})
 
 

@@ -1,28 +1,29 @@
-"""Named networks between nodes: what each GPU gets of them. No torch."""
+"""Named networks between nodes, with the bandwidth for each GPU. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 
 
 @dataclass(frozen=True)
 class Interconnect:
-    """The network between nodes. Rates are the line's; what a collective reaches is the throughput model's matter."""
+    """A network between nodes. Rates are those of the line; planning/ estimates what collectives reach."""
 
     name: str
-    """The command line's word for it."""
+    """Name on the command line."""
     bytes_per_s: float
-    """In one direction: per GPU, or for the whole node where `per_node`."""
+    """Bandwidth in one direction, per GPU, or per node if `per_node`."""
     per_node: bool
-    """The node's GPUs share one adapter."""
+    """True if a node's GPUs share one adapter."""
     latency_s: float
-    """One message to a neighbour; the order of magnitude of the technology, not a measurement."""
+    """Time of one message to a neighbour; the technology's order of magnitude, not measured."""
     description: str
 
     def bytes_per_s_per_node(self, gpus_per_node: int) -> float:
-        """All adapters of a node together, in one direction."""
+        """Return the bandwidth of all adapters of a node in one direction."""
         return self.bytes_per_s if self.per_node else self.bytes_per_s * gpus_per_node
 
 
@@ -30,7 +31,7 @@ def _gigabits(rate: float) -> float:
     return rate * 1e9 / 8
 
 
-#: A rail per GPU is what DGX and HGX nodes have: 8 adapters for 8 GPUs.
+#: DGX and HGX nodes have one adapter per GPU.
 INTERCONNECTS = (
     Interconnect("ib-800g", _gigabits(800), False, 2e-6, "InfiniBand XDR, 800 Gbit/s per GPU"),
     Interconnect("ib-400g", _gigabits(400), False, 2e-6, "InfiniBand NDR, 400 Gbit/s per GPU (DGX H100, H200)"),
@@ -47,7 +48,7 @@ INTERCONNECTS = (
 
 
 def get_interconnect(name: str) -> Interconnect:
-    """The network of that name. Raises ConfigError naming the closest and all legal names."""
+    """Return the network of that name. Raises ConfigError with the closest and all legal names."""
     for interconnect in INTERCONNECTS:
         if interconnect.name == name.lower():
             return interconnect

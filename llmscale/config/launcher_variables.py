@@ -1,7 +1,6 @@
-"""The variables by which launchers tell a rank where it stands, checked once, before torch sees them. No torch.
+"""The environment variables that launchers set for ranks, checked once before torch reads them. No torch.
 
-torch, DeepSpeed and Streaming read them too, and answer a wrong one with a traceback, a hang, or another world than the
-user meant.
+torch, DeepSpeed and Streaming answer a wrong value with a traceback, a hang or a wrong world size.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.config.limits import MAX_RANKS
-from llmscale.errors import ConfigError, MachineError, did_you_mean
+from llmscale.errors import ConfigError, MachineError
+from llmscale.suggestions import did_you_mean
 
-#: What a rank must be told; with RANK unset, it is a world of its own.
+#: Variables that a launcher sets together; without RANK the process is a single rank.
 _TOGETHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-#: How launchers that set no RANK say how many processes they have started, and which of them this is.
+#: For launchers that do not set RANK: variable with the number of processes -> launcher, variable with the index.
 _PLAIN_LAUNCHERS = {
     "SLURM_STEP_NUM_TASKS": ("srun", "SLURM_PROCID"),
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
@@ -32,21 +32,21 @@ _ACCELERATORS = ("cuda", "cpu", "xpu", "npu", "mps", "hpu", "mlu", "sdaa", "supa
 #: Numbers, or UUIDs; Slurm writes NoDevFiles for a job without GPUs.
 _DEVICE = r"(-?\d+|(GPU|MIG)-[\w/-]+)"
 _DEVICES = re.compile(rf"\s*({_DEVICE}(\s*,\s*{_DEVICE})*|NoDevFiles|none|void)?\s*", re.IGNORECASE)
-#: Beyond what a slow name server takes with its retries.
+#: Time limit for name resolution, longer than a slow name server takes with its retries.
 _RESOLVE_S = 30.0
-#: So long the other copies leave to the one that says what is wrong.
+#: Delay of the other copies, so that one process can report the problem first.
 _FIRST_SPEAKS_S = 2.0
 
 
 @dataclass(frozen=True)
 class LauncherVariables:
-    """Where a launcher has put this process."""
+    """Place of this process among all ranks."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     meeting_point: tuple[str, int] | None = None
-    """Address and port of MASTER_ADDR and MASTER_PORT; None without a launcher."""
+    """Address and port in MASTER_ADDR and MASTER_PORT; None without a launcher."""
 
 
 def is_restart(variables: Mapping[str, str]) -> bool:
@@ -55,7 +55,7 @@ def is_restart(variables: Mapping[str, str]) -> bool:
 
 
 def read_launcher_variables(variables: Mapping[str, str]) -> LauncherVariables:
-    """As the environment says. Raises ConfigError naming the variable, its value, the legal ones and the fix."""
+    """Read and check the environment. Raises ConfigError with the variable, its value, the legal values and the fix."""
     _check_libraries(variables)
     if "RANK" not in variables:
         check_started_alone(variables)
@@ -80,23 +80,24 @@ def read_launcher_variables(variables: Mapping[str, str]) -> LauncherVariables:
 
 
 def check_meeting_point(here: LauncherVariables, variables: Mapping[str, str]) -> None:
-    """That MASTER_ADDR has an address, and that nothing but rank 0 listens at MASTER_PORT.
+    """Check that MASTER_ADDR resolves and that MASTER_PORT is free on rank 0's host.
 
-    Raises ConfigError for a name that does not exist; MachineError for a taken port, and for a name server that does
-    not answer.
+    Raises ConfigError for an unknown name, MachineError for a taken port or a name server that does not answer.
     """
     if here.meeting_point is None:
         return
     address, port = here.meeting_point
     _resolve(address)
-    # torchrun's agent may already hold the meeting at that port itself.
+    # torchrun's agent may already run the rendezvous at that port.
     if here.rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         _check_free(port)
 
 
 def check_started_alone(variables: Mapping[str, str]) -> None:
-    """Raises ConfigError under a launcher that starts several processes and tells them nothing that torch understands:
-    each would train alone, into the same folder."""
+    """Raise ConfigError under a launcher that starts several processes without setting RANK.
+
+    Each process would train alone, in the same folder.
+    """
     if said := _find_plain_launcher(variables):
         name, launcher, _ = said
         raise ConfigError(
@@ -112,9 +113,11 @@ def check_started_alone(variables: Mapping[str, str]) -> None:
 
 
 def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
-    """For a `command` that starts ranks itself: under a launcher each of its copies would start a run of its own, all
-    in the same folder and on the same GPUs. Raises ConfigError, and SystemExit with the same status in the other copies
-    where they write to one place: one line says it all."""
+    """Refuse to run several copies of a `command` that starts ranks itself.
+
+    All copies would train in the same folder and on the same GPUs. Raises ConfigError in the first copy and SystemExit
+    with the same status in the others, so that one line is printed.
+    """
     if said := _find_plain_launcher(variables):
         name, launcher, place = said
         fix = "`srun --ntasks=1`" if launcher == "srun" else f"{launcher} left out"
@@ -140,9 +143,10 @@ def check_is_only_copy(variables: Mapping[str, str], command: str) -> None:
 
 
 def _find_plain_launcher(variables: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """The variable in which one says that it has started several processes, its name, and the variable that numbers
-    them. A job script is one process, and so is a shell that `srun --pty` has opened, whatever the job has room for:
-    what is started in it is not the task itself."""
+    """Return the variable with the number of processes, the launcher, and the variable with this process's index.
+
+    Return None for a single process. A job script is one, and so is anything started in a shell of `srun --pty`.
+    """
     is_in_shell = "SLURM_PTY_PORT" in variables and variables.get("SLURM_TASK_PID") != str(os.getpid())
     for name, (launcher, place) in _PLAIN_LAUNCHERS.items():
         if variables.get(name, "1") != "1" and not (launcher == "srun" and is_in_shell):
@@ -151,10 +155,10 @@ def _find_plain_launcher(variables: Mapping[str, str]) -> tuple[str, str, str] |
 
 
 def _check_libraries(variables: Mapping[str, str]) -> None:
-    """Variables that libraries would answer late, or with silence."""
+    """Check variables of libraries, which report mistakes late or not at all."""
     if "LLMSCALE_WATCH" in variables and not Path(variables["LLMSCALE_WATCH"] or "-").is_dir():
         raise ConfigError(
-            f"LLMSCALE_WATCH is '{variables['LLMSCALE_WATCH']}', which is no folder here. `llmscale launch` sets it "
+            f"LLMSCALE_WATCH is '{variables['LLMSCALE_WATCH']}', which is not a folder here. `llmscale launch` sets it "
             "for its ranks; `unset LLMSCALE_WATCH` to start without it."
         )
     name = variables.get("DS_ACCELERATOR")
@@ -198,7 +202,7 @@ def _resolve(address: str) -> None:
         except (OSError, UnicodeError) as error:
             answer.append(error if isinstance(error, OSError) else OSError(errno.EINVAL, str(error)))
 
-    # In a thread: the resolver has a time limit of its own for each of its servers and searches, and no way to cut it.
+    # In a thread, because the resolver's own time limit cannot be changed.
     thread = threading.Thread(target=ask, name="resolve MASTER_ADDR", daemon=True)
     thread.start()
     thread.join(_RESOLVE_S)
@@ -215,7 +219,7 @@ def _resolve(address: str) -> None:
 
 def _check_free(port: int) -> None:
     with socket.socket() as probe:
-        # As torch's store does: what an ended run left in TIME_WAIT does not count.
+        # Like torch's store: connections of an ended run in TIME_WAIT do not count.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))

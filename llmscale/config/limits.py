@@ -1,6 +1,6 @@
-"""The largest values that make physical sense, each stated once. No torch.
+"""The largest plausible values of settings. No torch.
 
-Beyond them lies a slip of the keyboard, and arithmetic that overflows, takes hours or fills the memory.
+Larger values are typing errors; they would overflow, take hours or fill the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_BATCH = 1 << 30
 MAX_BATCH_TOKENS = 1 << 40
 #: Optimizer steps.
 MAX_STEPS = 10**10
-#: All the text of the world is below 10^16.
+#: Training tokens; all the text of the world is below 10^16.
 MAX_TOKENS = 10**17
 MAX_SEED = 2**63 - 1
 #: Ranks of a job; GPUs of a node; nodes.
@@ -29,18 +29,18 @@ MAX_GPUS_PER_NODE = 1024
 MAX_NODES = 1 << 16
 #: Loading or tokenising processes.
 MAX_WORKERS = 1024
-#: What fp32 can hold: that a rate is merely bad, the loss will say.
+#: The range of fp32; a rate that is merely bad shows in the loss.
 MAX_LEARNING_RATE = 1e38
 MAX_LEARNING_RATE_FACTOR = 1e6
 MAX_WEIGHT_DECAY = 100.0
 MAX_Z_LOSS = 1.0
-#: As good as none.
+#: Practically no clipping.
 MAX_CLIPPING = 1e9
 MAX_MINUTES = 366 * 24 * 60
 MAX_CHECKPOINTS = 10**6
-#: Samples of a set that anything counts.
+#: Samples of a dataset.
 MAX_SAMPLES = 1 << 40
-#: Of a GPU; of a node's host memory; of a cache, in GiB.
+#: Memory of a GPU, host memory of a node, and size of a cache, in GiB.
 MAX_GPU_GIB = 1 << 14
 MAX_HOST_GIB = 1 << 20
 MAX_CACHE_GIB = 1 << 30

@@ -1,4 +1,4 @@
-"""How the training loss is computed. No torch."""
+"""Settings of the training loss. No torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Literal
 
 LossKernel = Literal["torch", "liger"]
 
-#: Half as many would halve the logits, and pass twice as often over the sum of the head's gradient.
+#: Half of this would halve the logits, but double the passes over the head's gradient.
 CHUNK_TOKENS = 2048
 
-#: Parts of a chunk whose softmax, in fp32, is taken one after the other: of all it is twice as large as the logits.
+#: Parts of a chunk for which the fp32 softmax is computed one after the other; it is twice as large as the logits.
 _SOFTMAX_PARTS = 16
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Of the output head's loss."""
+    """Settings of the output head's loss."""
 
     chunk_tokens: int = CHUNK_TOKENS
     """Tokens of a micro-batch whose logits exist at a time."""
     z_loss: float = 0.0
-    """Weight of the mean squared log-sum-exp of the logits; 0: none."""
+    """Weight of the mean squared log-sum-exp of the logits; 0: off."""
     kernel: LossKernel = "torch"
-    """What makes a chunk's losses and gradients of its logits: torch's operations, or Liger Kernel's one."""
+    """Implementation of a chunk's loss and gradient: torch's operations, or Liger Kernel's fused kernel."""
 
 
 DEFAULT_LOSS = LossSettings()

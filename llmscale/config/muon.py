@@ -1,7 +1,8 @@
 """How the ranks share Muon's work: which matrices there are, who orthogonalises which, and what that takes. No torch.
 
 Muon's momentum is cut as ZeRO cuts everything else, and a matrix can only be orthogonalised as a whole. `plan_rounds`
-says who brings together what was cut; `llmscale.engine.muon` does it, and memory and speed derive from the same plan.
+says who brings together what was cut; `llmscale.engine.optimizers` does it, and memory and speed derive from the
+same plan.
 """
 
 from __future__ import annotations

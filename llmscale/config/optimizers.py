@@ -1,6 +1,6 @@
 """Every optimizer that a run can have: its groups, states, the bytes of a step, and where it works. No torch.
 
-`llmscale.engine.optimizer` builds them; memory, disk space and speed derive from what is said here.
+`llmscale.engine.optimizers` builds them; memory, disk space and speed derive from what is said here.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.architecture.description import Architecture
-from llmscale.architecture.layers import ParameterKind
-from llmscale.architecture.parameter_list import ParameterTensor
+from llmscale.architecture.layers import Architecture, ParameterKind, ParameterTensor
 from llmscale.config.hardware import has_bf16
 from llmscale.config.muon import matrices_of
 from llmscale.errors import ConfigError

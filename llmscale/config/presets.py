@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from llmscale.architecture.shape import GPTShape, build_shape
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 from llmscale.terminal.human_numbers import parse_quantity
 from llmscale.untrusted.hub import forgotten_prefix
 
@@ -29,14 +30,14 @@ class Preset:
     global_batch_tokens: int
     """Tokens per optimizer step."""
     source: str
-    """Where the numbers come from."""
+    """Source of the numbers."""
     block: Mapping[str, object] = field(default_factory=dict)
-    """What else GPTShape should know, by its fields' names; empty for GPT-2's block with its own activation."""
+    """Further fields of GPTShape; empty for GPT-2's block."""
     vocab_size: int = _GPT2_VOCAB
     """Rows of the published model's token table."""
 
     def shape(self, vocab_size: int, seq_len: int | None = None) -> GPTShape:
-        """This model at a vocabulary and, if given, another context."""
+        """Return the model's shape for a vocabulary and, if given, another context."""
         return build_shape(
             {
                 **{"activation": "gelu_tanh", **self.block},
@@ -83,7 +84,7 @@ def _smollm2_block(n_kv_head: int, mlp_width: int) -> dict[str, object]:
 
 
 def _modern_block(mlp_width: int) -> dict[str, object]:
-    """`mlp_width`: 8/3 of the model's, in multiples of 64, so that the gated MLP has as many weights as GPT-2's."""
+    """Return a modern block. An `mlp_width` of 8/3 of n_embd gives the gated MLP as many weights as GPT-2's."""
     return {**_LLAMA_BLOCK, "mlp_width": mlp_width, "qk_norm": "head"}
 
 
@@ -129,7 +130,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def get_preset(name: str) -> Preset:
-    """The preset of that name; raises ConfigError naming the closest and all legal names."""
+    """Return the preset of that name. Raises ConfigError with the closest and all legal names."""
     if name not in PRESETS:
         hint = forgotten_prefix(name) or did_you_mean(name, PRESETS)
         raise ConfigError(
@@ -140,8 +141,10 @@ def get_preset(name: str) -> Preset:
 
 
 def nominal_parameters(name: str) -> float:
-    """The size that a preset is called by: of a GPT-2 or GPT-3 at its own context and GPT-2's vocabulary, of a tiny one
-    about its blocks alone; of the others, whose names are rounded more, what they have."""
+    """Return the size in a preset's name, or the actual size for families whose names are rounded more.
+
+    GPT-2 and GPT-3 sizes are for GPT-2's vocabulary; those of tiny presets count only the blocks.
+    """
     preset = PRESETS[name]
     if preset.vocab_size != _GPT2_VOCAB:
         return preset.shape(preset.vocab_size).num_parameters
@@ -149,5 +152,5 @@ def nominal_parameters(name: str) -> float:
 
 
 def nearest_preset(num_parameters: int) -> str:
-    """The name of the preset whose size is nearest, as a ratio."""
+    """Return the name of the preset with the nearest size, as a ratio."""
     return min(PRESETS, key=lambda name: abs(math.log(nominal_parameters(name) / num_parameters)))

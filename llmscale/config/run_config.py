@@ -1,24 +1,32 @@
-"""RunConfig: every key of a training run, its default and its meaning. Flags win over the run file, the file over
-the defaults. No torch: `--help` and every error answer at once."""
+"""RunConfig: every key of a training run, with its default and meaning, from flags and a run file. No torch.
+
+Flags override the run file, and the file overrides the defaults. Every mistake gives one clear line.
+"""
 
 from __future__ import annotations
 
-import ast
-import inspect
+import argparse
 import re
-from itertools import pairwise
+from collections.abc import Collection, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
+from llmscale import __version__
 from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
 from llmscale.config import limits
+from llmscale.config.command_line import FlagParser, Need
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.config.flag_parser import Need
 from llmscale.config.loss_settings import CHUNK_TOKENS, LossKernel
 from llmscale.config.optimizers import OptimizerName
+from llmscale.config.run_flags import add_run_flags, describe_keys
 from llmscale.config.user_paths import check_path, check_path_or_name, check_path_or_url, check_task_file, check_text
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
+from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
 PathOrName = Annotated[str, AfterValidator(check_path_or_name)]
@@ -29,9 +37,9 @@ ScheduleName = Literal["cosine", "linear", "constant", "wsd"]
 CompileMode = Literal["auto", "on", "off"]
 OnSpike = Literal["warn", "stop", "skip"]
 
-#: What may differ from the checkpoint only when the user says so; the text is what the change breaks.
+#: Changes after a checkpoint that --allow-changed must permit, each with what it breaks.
 CHANGES_THAT_BREAK = {
-    "global_batch_size": "steps mean another number of samples, the loss curve is not the one that was begun",
+    "global_batch_size": "a step has another number of samples, so the loss curve is not comparable",
     "seq_len": "samples are other windows of the text: some are seen twice, some never",
     "data": "the new set is read from the old position: its first samples are never seen in this epoch",
     "seed": "the rest of the epoch has another order: some samples are seen twice, some never",
@@ -40,8 +48,11 @@ CHANGES_THAT_BREAK = {
 
 
 class RunConfig(BaseModel):
-    """One training run. The same keys are flags (`--global-batch-size 64`) and entries of a YAML or TOML file. What
-    stands below each is its help (`describe_keys`)."""
+    """Configuration of a training run.
+
+    Every key is a flag (`--global-batch-size 64`) and an entry of a YAML or TOML file. The string below a key is its
+    help text, the comment above a group its section of the help (`run_flags.describe_keys`).
+    """
 
     model_config = ConfigDict(
         extra="forbid",
@@ -51,16 +62,17 @@ class RunConfig(BaseModel):
         protected_namespaces=(),
     )
 
+    # configuration files
     config: UserPath | None = None
-    """YAML or TOML run file that holds any of these keys."""
+    """YAML or TOML run file with any of these keys."""
     ds: UserPath = Path("ds_configs/zero2.json")
-    """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like name
-    llmscale's own."""
+    """DeepSpeed JSON: ZeRO stage, offload, precision, activation checkpointing. zero2, zero3_offload and the like
+    are names of llmscale's own files."""
 
     # model
     model: NonBlank = "tiny-10m"
-    """Preset (`tiny-1m` ... `gpt3-175b`, `llama3-8b`, `qwen3-4b`, ...), or hf:FOLDER or hf:NAME for a
-    published model's shape; the keys below override it."""
+    """Preset (tiny-1m ... gpt3-175b, llama3-8b, qwen3-4b, ...), or hf:FOLDER or hf:NAME for the shape of a published
+    model. The keys below override its values."""
     n_layer: int | None = Field(None, ge=1, le=limits.MAX_LAYERS)
     """Transformer blocks."""
     n_head: int | None = Field(None, ge=1, le=limits.MAX_HEADS)
@@ -82,15 +94,15 @@ class RunConfig(BaseModel):
     mlp_width: int | None = Field(None, ge=1, le=limits.MAX_WIDTH)
     """Hidden width of the MLP; default: the preset's, in its ratio to n_embd."""
     gated_mlp: bool | None = None
-    """The MLP's hidden layer is activation(gate) x up: SwiGLU with silu; default: the preset's."""
+    """Gated MLP, whose hidden layer is activation(gate) x up (SwiGLU with silu); default: the preset's."""
     norm: Norm | None = None
     """Layer norm or RMS norm; default: the preset's."""
     norm_eps: float | None = Field(None, gt=0, le=1)
-    """Added to a norm's variance; default: the preset's."""
+    """Constant added to a norm's variance; default: the preset's."""
     norm_placement: NormPlacement | None = None
-    """Norms before attention and MLP, or behind them (OLMo 2); default: the preset's."""
+    """Norms before attention and MLP, or after them (OLMo 2); default: the preset's."""
     positions: Positions | None = None
-    """Learned vectors, or rotations of queries and keys; default: the preset's."""
+    """Learned position vectors, or rotations of queries and keys; default: the preset's."""
     rope_theta: float | None = Field(None, gt=0, le=limits.MAX_ROPE_THETA)
     """Base of the rotations' wavelengths; default: the preset's."""
     rope_scaling: NonBlank | None = None
@@ -99,39 +111,38 @@ class RunConfig(BaseModel):
     """RMS norm of queries and keys: none, within each head (Qwen 3), over their whole width (OLMo 2); default: the
     preset's."""
     attention_bias: AttentionBias | None = None
-    """Biases in attention alone: none, qkv (Qwen 2), or all; default: the preset's, as `bias`."""
+    """Biases in attention, in place of `bias`: none, qkv (Qwen 2), or all; default: the preset's."""
     mlp_bias: bool | None = None
-    """Biases in the MLP alone; default: the preset's, as `bias`."""
+    """Biases in the MLP, in place of `bias`; default: the preset's."""
     tied: bool | None = None
-    """The output head is the token embedding; default: the preset's."""
+    """Use the token embedding as output head; default: the preset's."""
     sliding_window: int | None = Field(None, ge=0, le=limits.MAX_SEQ_LEN)
-    """Positions that attention sees, its own included; 0: all before it; default: the preset's."""
+    """Positions that attention sees, its own included; 0: all earlier ones; default: the preset's."""
     document_mask: bool = False
-    """Keep the documents of a sequence from seeing each other: attention and positions begin anew at each. Attention
-    takes longer."""
+    """Restrict attention to one document, and restart positions at each document. Attention takes longer."""
     vocab_size: int | None = Field(None, ge=1, le=limits.MAX_VOCAB)
-    """Token ids of the model, at least those of the data set, which are the default."""
+    """Token ids of the model; default and minimum: those of the dataset."""
 
     # data
     data: PathOrUrl = "data/python-stdlib"
-    """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard; or a YAML
-    of several with weights (docs/data.md)."""
+    """Folder made by `llmscale data prepare`, or its URL (s3://, gs://, hf://, ...), fetched shard by shard. A YAML
+    file mixes several datasets by weight (docs/data.md)."""
     data_cache: UserPath | None = None
-    """Where the shards of a remote set are kept; default ~/.cache/llmscale/data."""
+    """Cache for the shards of a remote dataset; default: ~/.cache/llmscale/data."""
     shuffle: bool = True
     """Shuffle each epoch."""
     num_canonical_nodes: int | None = Field(None, ge=1, le=limits.MAX_NODES)
-    """Rows of the sample order; a node fetches only its rows when the number of nodes divides this. Default: 48 where
-    they do not show (docs/data.md), else 1."""
+    """Rows of the sample order. If the number of nodes divides it, every node fetches only its own rows. Default: 48 if
+    that does not change the order (docs/data.md), else 1."""
     shuffle_block_size: int | None = Field(None, ge=1, le=limits.MAX_SAMPLES)
-    """Samples that are shuffled among each other within a row; default: all, or 32,768 of a set above 8 GiB."""
+    """Samples of a row that are shuffled together; default: all, or 32,768 if the dataset is larger than 8 GiB."""
     num_workers: int = Field(1, ge=0, le=limits.MAX_WORKERS)
-    """Data-loading processes per rank; 0 reads in the training process."""
+    """Data-loading processes per rank; 0: read in the training process."""
     cache_limit_gib: float | None = Field(None, gt=0, le=limits.MAX_CACHE_GIB)
-    """Local space for shards of a remote set, in GiB; default: unlimited."""
+    """Disk space for the shards of a remote dataset, in GiB; default: unlimited."""
     skip_steps: list[str] = Field(default_factory=list)
-    """Leave out the batches that steps A to B-1 would have, given as A:B; the run keeps it. Several are applied
-    one after the other: of one log, give the later first."""
+    """Leave out the batches of steps A to B-1, now and after every resume. Ranges are applied one after the other: of
+    the steps in one log, give the later ones first."""
     record_samples: bool = False
     """Write the sample ids of every step to the run folder."""
 
@@ -139,128 +150,129 @@ class RunConfig(BaseModel):
     global_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
     """Sequences per optimizer step over all ranks; default: the preset's tokens per step."""
     global_batch_tokens: int | None = Field(None, ge=1, le=limits.MAX_BATCH_TOKENS)
-    """The same in tokens; must be a multiple of seq_len."""
+    """Tokens per optimizer step, in place of global_batch_size; a multiple of seq_len."""
     micro_batch_size: int | None = Field(None, ge=1, le=limits.MAX_BATCH)
-    """Sequences per rank and forward; default: the largest that fits 16,384 tokens."""
+    """Sequences per rank and forward pass; default: the largest within 16,384 tokens."""
     steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
     """Optimizer steps of the run; default: one pass over the data."""
     tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
-    """The same in tokens, rounded up to whole steps."""
+    """Training tokens, in place of steps; rounded up to complete steps."""
 
     # optimizer and schedule
     optimizer: OptimizerName = "adamw"
-    """muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. Adafactor works at ZeRO stage 0
+    """Optimizer. muon: orthogonalised momentum for the blocks' matrices, AdamW for the rest. adafactor: at ZeRO stage 0
     only."""
     muon_lr_factor: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE_FACTOR)
-    """Muon: learning rate of the blocks' matrices over that of everything else; default 1."""
+    """Muon: ratio of the blocks' matrices' learning rate to that of all other parameters; default: 1."""
     lr: float | None = Field(None, gt=0, le=limits.MAX_LEARNING_RATE)
     """Peak learning rate; default: the preset's."""
     schedule: ScheduleName = "cosine"
-    """cosine to min_lr_frac; linear to min_lr_frac; constant; wsd: warm-up, stable, linear decay."""
+    """Learning-rate schedule. cosine and linear decay to min_lr_frac; wsd: warm-up, stable, linear decay."""
     warmup_steps: int | None = Field(None, ge=0, le=limits.MAX_STEPS)
     """Steps of linear warm-up; default: 1 % of the run, at most 2,000."""
     warmup_tokens: int | None = Field(None, ge=0, le=limits.MAX_TOKENS)
-    """The same in tokens."""
+    """Tokens of linear warm-up, in place of warmup_steps."""
     decay_steps: int | None = Field(None, ge=1, le=limits.MAX_STEPS)
-    """wsd: steps of the final decay (default 20 % of the run); else: steps until min_lr_frac (default the run)."""
+    """wsd: steps of the final decay (default: 20 % of the run). Others: steps until min_lr_frac (default: all)."""
     decay_tokens: int | None = Field(None, ge=1, le=limits.MAX_TOKENS)
-    """The same in tokens."""
+    """Tokens of the decay, in place of decay_steps."""
     min_lr_frac: float | None = Field(None, ge=0.0, le=1.0)
-    """Final learning rate as a fraction of the peak; default 0.1 for cosine, 0 for linear and wsd."""
+    """Final learning rate as a fraction of the peak; default: 0.1 for cosine, 0 for linear and wsd."""
     weight_decay: float = Field(0.1, ge=0.0, le=limits.MAX_WEIGHT_DECAY)
-    """Decoupled weight decay, on parameters of two or more dimensions only."""
+    """Decoupled weight decay; applies to parameters of two or more dimensions."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
     """AdamW: decay of the first moment; Muon's momentum is 0.95."""
     beta2: float = Field(0.95, ge=0.0, lt=1.0)
     """AdamW: decay of the second moment."""
     eps: float = Field(1e-8, ge=1e-30, le=1.0)
-    """AdamW: added to the denominator."""
+    """AdamW: constant added to the denominator."""
     gradient_clipping: float | None = Field(None, ge=0.0, le=limits.MAX_CLIPPING)
-    """Largest global gradient norm; 0 switches clipping off; default: the ds_config's, else 1.0."""
-
+    """Largest global gradient norm; 0: no clipping; default: the ds_config's, else 1.0."""
     keep_zeros: bool = False
-    """Elements of the blocks' matrices that are 0 stay 0, such as those of a pruned model that --init-from names."""
+    """Keep zero elements of the blocks' matrices at zero, such as those of a pruned model given as --init-from."""
 
-    # overrides of the ds_config
+    # in place of the ds_config's settings
     precision: Precision | None = None
-    """Overrides the ds_config's precision."""
+    """Precision; default: the ds_config's."""
     activation_checkpointing: CheckpointingMode | None = None
-    """Overrides the ds_config's activation checkpointing."""
+    """Activation checkpointing; default: the ds_config's."""
 
     # the loss
     loss_chunk_tokens: int = Field(CHUNK_TOKENS, ge=1, le=limits.MAX_BATCH_TOKENS)
-    """Tokens of a micro-batch whose logits exist at a time: fewer take less memory and more time."""
+    """Tokens of a micro-batch whose logits are in memory at a time. Fewer need less memory and more time."""
     z_loss: float = Field(0.0, ge=0.0, le=limits.MAX_Z_LOSS)
-    """Weight of the mean squared log-sum-exp of the logits in the gradients, such as 1e-4; 0: none. The printed loss is
-    without it."""
+    """Weight of the mean squared log-sum-exp of the logits, such as 1e-4; 0: off. The printed loss does not include
+    it."""
     loss_kernel: LossKernel = "torch"
-    """liger: the loss by Liger Kernel's fused Triton kernel, on GPUs, where llmscale[liger] is installed."""
+    """Implementation of the loss. liger: Liger Kernel's fused Triton kernel, on GPUs with llmscale[liger] installed."""
 
     # speed
     compile: CompileMode = "auto"
-    """Compile the blocks with torch.compile: on, off, or auto: on GPUs, when the run is long enough to pay for it."""
+    """Compile the blocks with torch.compile. auto: on GPUs, if the run is long enough for a net gain."""
 
     # the loop
     seed: int = Field(1337, ge=0, le=limits.MAX_SEED)
-    """Initial weights, order of the data and dropout."""
+    """Seed of initial weights, data order and dropout."""
     log_every: int = Field(10, ge=1, le=limits.MAX_STEPS)
     """Steps between log lines."""
     val_every: int = Field(250, ge=0, le=limits.MAX_STEPS)
     """Steps between validations; 0: never."""
     val_samples: int = Field(256, ge=1, le=limits.MAX_SAMPLES)
-    """Sequences per validation (all, when the set has fewer)."""
+    """Sequences per validation; all if the dataset has fewer."""
     sample_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
     """Steps between printed text samples; 0: never."""
     sample_prompt: str = "The "
     """Prompt of the printed samples."""
     sample_prompts: UserPath | None = None
-    """Sample after each of the prompts in this file instead: one a line, or in FILE.jsonl objects with a "prompt"."""
+    """File of prompts, in place of sample_prompt: one per line, or in FILE.jsonl objects with a "prompt"."""
     eval_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
-    """Steps between evaluations on eval_tasks, where text is sampled too; 0: never."""
+    """Steps between evaluations on eval_tasks, which also print text samples; 0: never."""
     eval_tasks: list[TaskFile] = Field(default_factory=list)
-    """Items in JSON lines as FORMAT=FILE, where FORMAT is hellaswag, multiple_choice, likelihood or text."""
+    """Evaluation items in JSON lines; FORMAT is hellaswag, multiple_choice, likelihood or text."""
     save_every: int = Field(500, ge=0, le=limits.MAX_STEPS)
     """Steps between checkpoints; the last step is always saved; 0: only the last."""
     save_every_minutes: float | None = Field(None, gt=0, le=limits.MAX_MINUTES)
     """Also save when this much time has passed since the last checkpoint."""
     keep_last: int = Field(2, ge=1, le=limits.MAX_CHECKPOINTS)
-    """Checkpoints to keep."""
+    """Newest checkpoints to keep."""
     keep_every: int = Field(0, ge=0, le=limits.MAX_STEPS)
-    """Keep every checkpoint whose step is a multiple of this, for ever; 0: none."""
+    """Also keep every checkpoint whose step is a multiple of this; 0: none."""
     async_save: bool = True
     """Write checkpoints in the background."""
     run: UserPath = Path("runs/default")
-    """Run folder: config, metrics, checkpoints, samples."""
+    """Run folder, for configuration, metrics, checkpoints and samples."""
     resume: PathOrName = "auto"
-    """auto: continue when the run folder has a checkpoint; none: start anew in a new folder; or a checkpoint folder."""
+    """auto: resume if the run folder has a checkpoint; none: start from scratch in a new folder; or the folder of a
+    checkpoint."""
     init_from: PathOrName | None = None
-    """Start at step 0 with the weights of this run or checkpoint, or of hf:FOLDER or hf:NAME, which set the model."""
+    """Start at step 0 with the weights of a run, a checkpoint, or hf:FOLDER or hf:NAME, which also set the model."""
     allow_changed: list[str] = Field(default_factory=list)
-    """On resume, accept a change of: global_batch_size, seq_len, data, seed, order. The log says what it breaks."""
+    """On resume, accept a change of this key: global_batch_size, seq_len, data, seed or order. The log names the
+    consequences."""
     check_every: int = Field(100, ge=0, le=limits.MAX_STEPS)
-    """Steps between checks that all ranks agree on the sample ids of a step; 0: never."""
+    """Steps between checks that all ranks use the same sample ids; 0: never."""
 
     # watching
     on_spike: OnSpike = "warn"
-    """When the loss leaps: warn; stop, and say how to go on; or skip: go back to the checkpoint before and leave the
-    batches out."""
+    """Action after a loss spike. stop: end the run and print how to resume. skip: return to the checkpoint before it
+    and leave out the batches."""
     profile: NonBlank | None = None
-    """Profile steps A to B-1, given as A:B: a trace and a table in the run folder's profile/."""
+    """Profile steps A to B-1: a trace and a table in the run folder's profile/."""
 
     # reporting
     plain: bool = False
-    """Print a line per logged step on a terminal too, instead of a live view."""
+    """Print a line per logged step, also on a terminal, in place of the live view."""
     wandb: bool = False
-    """Log to Weights & Biases from rank 0; WANDB_MODE=offline needs no account."""
+    """Log to Weights & Biases, from rank 0. WANDB_MODE=offline needs no account."""
     wandb_project: NonBlank = "llmscale"
     """Weights & Biases project."""
     wandb_name: NonBlank | None = None
     """Weights & Biases run name; default: the run folder's name."""
     tensorboard: bool = False
-    """Write TensorBoard event files to the run folder's tensorboard/, from rank 0."""
+    """Write TensorBoard event files to the run folder's tensorboard/."""
 
 
-#: Keys that some other key switches off.
+#: Keys without effect unless another key allows them.
 NEEDS = (
     Need("eval_tasks", "--eval-every N"),
     Need("val_samples", "--val-every N"),
@@ -282,17 +294,146 @@ NEEDS = (
 )
 
 
-def describe_keys() -> dict[str, str]:
-    """Key of a run -> its help. Read from the source when somebody asks: pydantic's own `use_attribute_docstrings`
-    would do so in every command that imports the class."""
-    (definition,) = ast.parse(inspect.getsource(RunConfig)).body
-    assert isinstance(definition, ast.ClassDef)
-    return {
-        key.target.id: inspect.cleandoc(text.value.value)
-        for key, text in pairwise(definition.body)
-        if isinstance(key, ast.AnnAssign)
-        and isinstance(key.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+#: Keys for one quantity in two units. A flag for either overrides the file's entries for both.
+EXCLUSIVE_KEYS = (
+    ("global_batch_size", "global_batch_tokens"),
+    ("steps", "tokens"),
+    ("warmup_steps", "warmup_tokens"),
+    ("decay_steps", "decay_tokens"),
+)
+
+
+def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> RunConfig:
+    """Return the run's configuration: flags override the `--config` file, and that the defaults.
+
+    `parser` names the command and may have further flags. Raises ConfigError, and SystemExit after --help.
+    """
+    parser = parser or FlagParser(prog="train.py")
+    add_run_config_flags(parser)
+    given = vars(parser.parse_args(_normalise_flags(argv)))
+    flags = {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
+    for key, value in flags.items():
+        if isinstance(value, list):
+            flags[key] = [word for text in value for word in text.split(",")]
+    from_file = load_run_file(_path("config", flags["config"])) if "config" in flags else {}
+    for key, twin in EXCLUSIVE_KEYS:
+        for own, overridden in ((key, twin), (twin, key)):
+            if own in flags and overridden not in flags:
+                from_file.pop(overridden, None)
+    config = build_run_config({**from_file, **flags})
+    _check_needs(config, flags, from_file)
+    return config
+
+
+def add_run_config_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every key of a run as a flag, in the sections of RunConfig, and --version."""
+    parser.usage = "%(prog)s [FLAGS]"
+    parser.description = parser.description or "Train a GPT under DeepSpeed ZeRO. --config FILE holds any of the flags."
+    parser.add_argument("--version", action="version", version=f"llmscale {__version__}")
+    fields = RunConfig.model_fields
+    for section, keys in groupby(describe_keys().items(), lambda item: item[1].section):
+        names = [key for key, _ in keys]
+        add_run_flags(
+            parser.add_argument_group(section),
+            {key: fields[key].annotation for key in names},
+            defaults={key: fields[key].default for key in names if fields[key].default_factory is None},
+        )
+
+
+def _check_needs(config: RunConfig, flags: Collection[str], from_file: Collection[str]) -> None:
+    """Raise ConfigError for a key without effect.
+
+    A run file's key may equal its default, and a flag may switch off a feature that the file configures.
+    """
+    fields = RunConfig.model_fields
+    defaults = {key: fields[key].get_default(call_default_factory=True) for key in (*flags, *from_file)}
+    changed = [key for key in defaults if getattr(config, key) != defaults[key]]
+    for need in NEEDS:
+        need.check([key for key in flags if key in changed or defaults[key]], config)
+        if not need.others() & {*flags}:
+            need.check(changed, config, f"--config {config.config}: ")
+
+
+def build_run_config(values: dict[str, object]) -> RunConfig:
+    """Build a RunConfig from plain values. Raises ConfigError naming the first wrong key, its value and the rule."""
+    if isinstance(values.get("compile"), bool):  # YAML's on and off
+        values = {**values, "compile": "on" if values["compile"] else "off"}
+    for key, value in values.items():
+        # pydantic reads true as 1, and YAML reads yes and on as true.
+        if (
+            isinstance(value, bool)
+            and key in RunConfig.model_fields
+            and RunConfig.model_fields[key].annotation not in (bool, bool | None)
+        ):
+            raise ConfigError(f"{key} = {value!r}: input should be {_kind(key)}.")
+    try:
+        config = RunConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = str(first["loc"][0]) if first["loc"] else "?"
+        if first["type"] == "extra_forbidden":
+            hint = did_you_mean(key, RunConfig.model_fields)
+            raise ConfigError(f"unknown key '{key}'.{hint} `train.py --help` lists all keys.") from None
+        raise ConfigError(f"{key} = {first['input']!r}: {_problem(first)}") from None
+    for key, twin in EXCLUSIVE_KEYS:
+        if getattr(config, key) is not None and getattr(config, twin) is not None:
+            raise ConfigError(f"{key} and {twin} say the same thing in other units. Give one of them.")
+    for change in config.allow_changed:
+        if change not in CHANGES_THAT_BREAK:
+            raise ConfigError(
+                f"allow_changed = '{change}' is not known.{did_you_mean(change, CHANGES_THAT_BREAK)} "
+                f"Legal: {', '.join(CHANGES_THAT_BREAK)}."
+            )
+    return config
+
+
+def _problem(detail: ErrorDetails) -> str:
+    """Return pydantic's message as a sentence, with a suggestion for a misspelt word."""
+    if detail["type"] == "value_error":
+        return f"{detail['ctx']['error']}."
+    value, hint = detail["input"], ""
+    if detail["type"] == "literal_error" and isinstance(value, str):
+        hint = did_you_mean(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return f"{detail['msg'].lower()}.{hint}"
+
+
+def _kind(key: str) -> str:
+    annotation = str(RunConfig.model_fields[key].annotation)
+    return "a number" if "int" in annotation or "float" in annotation else "text"
+
+
+def _path(key: str, text: str) -> Path:
+    try:
+        return check_path(text)
+    except ValueError as error:
+        raise ConfigError(f"{key} = {text!r}: {error}.") from None
+
+
+def load_run_file(path: Path) -> dict[str, object]:
+    """Return the keys of a YAML or TOML run file. Raises ConfigError if it is missing, malformed or not a mapping."""
+    if path.suffix not in {".yaml", ".yml", ".toml"}:
+        raise ConfigError(f"--config {path}: the suffix says the format, and must be .yaml, .yml or .toml.")
+    load = load_toml if path.suffix == ".toml" else load_yaml
+    try:
+        values = load(path, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"--config {path}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}.") from None
+    keys = {str(key).replace("-", "_"): value for key, value in values.items()}
+    if len(keys) < len(values):
+        twice = next(key for key in keys if sum(str(other).replace("-", "_") == key for other in values) > 1)
+        raise ConfigError(f"--config {path}: the key '{twice}' is given twice. Keep one of them.")
+    if "config" in keys:
+        raise ConfigError(f"--config {path}: a run file cannot name another one ('config'). Copy its keys here.")
+    return keys
+
+
+def _normalise_flags(argv: Sequence[str]) -> list[str]:
+    """Accept --snake_case for --kebab-case, and drop --local_rank=N, which DeepSpeed's launcher adds."""
+    flags = []
+    for word in argv:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            word = name.replace("_", "-") + equals + value
+        if re.fullmatch(r"--local-rank=[0-9]+", word) is None:
+            flags.append(word)
+    return flags

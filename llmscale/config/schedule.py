@@ -11,7 +11,7 @@ from llmscale.errors import ConfigError
 
 @dataclass(frozen=True)
 class Schedule:
-    """Linear warm-up, then one of four shapes.
+    """A linear warm-up, then one of four shapes.
 
     cosine: half a cosine from the peak to the floor over `decay_steps` (Loshchilov & Hutter 2017; GPT-3 decays to
     10 %). linear: the straight line (OPT, Zhang et al. 2022). constant: no decay. wsd: the peak, then a straight line
@@ -43,13 +43,13 @@ class Schedule:
             )
 
     def learning_rate(self, step: int) -> float:
-        """Learning rate of optimizer step `step` (0-based)."""
+        """Return the learning rate of optimizer step `step` (0-based)."""
         if step < self.warmup_steps:
             return self.peak_lr * (step + 1) / self.warmup_steps
         return self.peak_lr * (self.min_lr_frac + (1 - self.min_lr_frac) * self._height(step))
 
     def _height(self, step: int) -> float:
-        """1 at the peak, 0 at the floor."""
+        """Return 1 at the peak, 0 at the floor."""
         if self.name == "constant":
             return 1.0
         if self.name == "wsd":

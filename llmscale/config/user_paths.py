@@ -1,4 +1,4 @@
-"""Paths and names as users give them: what cannot be one is said before anything is asked of the disk. No torch."""
+"""Checks of paths and names that users give, before the disk is accessed. No torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ import re
 import stat
 from pathlib import Path
 
-from llmscale.errors import ConfigError, did_you_mean
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.terminal import is_visible
 
-#: Of items in JSON lines (llmscale.evaluate.tasks).
+#: Formats of evaluation items in JSON lines (llmscale.evaluate.tasks).
 TASK_FORMATS = ("hellaswag", "multiple_choice", "likelihood", "text")
 YAML_SUFFIXES = (".yaml", ".yml")
-#: Linux's NAME_MAX and PATH_MAX, the byte at the end included.
+#: Linux's NAME_MAX and PATH_MAX; the latter includes the final zero byte.
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4096
-#: Kinds of files that a program can write to, but not replace.
+#: Kinds of files that cannot be replaced.
 _SPECIAL = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
 def check_text(text: str) -> str:
-    """A name that is not blank. Raises ValueError: the end of a sentence that begins with what it is."""
+    """Return `text` if it is not blank. Raises ValueError, whose text completes a sentence: 'must not be empty'."""
     if not text.strip():
         raise ValueError("must not be empty")
-    # Bytes of another encoding come as lone surrogates; as names of files they are legal. JSON and YAML hold others.
+    # Bytes of another encoding arrive as lone surrogates, which file names may contain. Other surrogates are errors.
     try:
         encoded = text.encode(errors="surrogateescape")
     except UnicodeEncodeError:
@@ -34,13 +35,13 @@ def check_text(text: str) -> str:
 
 
 def check_path(value: object) -> Path:
-    """A path that the system can take. Raises ValueError as check_text, TypeError for what is no text."""
+    """Return a legal path on this machine. Raises ValueError like check_text."""
     if not isinstance(value, str | Path):
         raise ValueError("must be a path, as text")
     # Path("") is the current folder.
     text = check_text("" if value == Path() and not isinstance(value, str) else str(value))
     if re.match(r"[A-Za-z][\w+.-]*://", text):
-        raise ValueError("must be a path on this machine, and no URL")
+        raise ValueError("must be a path on this machine, not a URL")
     if len(os.fsencode(text)) >= _MAX_PATH_BYTES:
         raise ValueError(f"must have less than {_MAX_PATH_BYTES:,} bytes, and has {len(os.fsencode(text)):,}")
     longest = max((len(os.fsencode(part)) for part in text.split("/")), default=0)
@@ -50,13 +51,13 @@ def check_path(value: object) -> Path:
 
 
 def check_path_or_name(text: str) -> str:
-    """A path, or a word or a published model's name (hf:) in its place. Raises ValueError as check_path."""
+    """Return a path, a word, or a published model's name (hf:). Raises ValueError like check_path."""
     check_path(text)
     return text
 
 
 def check_path_or_url(text: str) -> str:
-    """A path, or what begins with a scheme (s3://, hf:). Raises ValueError as check_path."""
+    """Return a path, or text that begins with a scheme (s3://, hf:). Raises ValueError like check_path."""
     if not re.match(r"[A-Za-z][\w+.-]*:", check_text(text)):
         check_path(text)
     return text
@@ -68,13 +69,15 @@ def check_task_file(text: str) -> str:
     legal = ", ".join(f"{known}=FILE.jsonl" for known in TASK_FORMATS)
     if name not in TASK_FORMATS:
         what = (
-            f"'{name}' is no format of items.{did_you_mean(name, TASK_FORMATS)}" if "=" in text else "it has no format."
+            f"'{name}' is not a format of items.{did_you_mean(name, TASK_FORMATS)}"
+            if "=" in text
+            else "it has no format."
         )
-        raise ConfigError(f"'{text}' is no task: {what} Legal: {legal}.")
+        raise ConfigError(f"'{text}' is not a task: {what} Legal: {legal}.")
     try:
         check_path(path)
     except ValueError as error:
-        raise ConfigError(f"'{text}' is no task: its file {error}. Legal: {legal}.") from None
+        raise ConfigError(f"'{text}' is not a task: its file {error}. Legal: {legal}.") from None
     return text
 
 
@@ -89,7 +92,7 @@ def check_task(text: str) -> str:
 
 
 def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
-    """Refuse, before anything is computed, a file that could not be written. Raises ConfigError."""
+    """Raise ConfigError for an output file that cannot be written, before anything is computed."""
     said = f"{flag} {path}"
     if os.path.isdir(path):
         raise ConfigError(f"{said} is a folder; name a file.")
@@ -106,20 +109,19 @@ def check_output_file(flag: str, path: Path, *, overwrite: bool) -> None:
 
 
 def check_output_folder(flag: str, path: Path) -> None:
-    """Refuse, before anything is computed, a folder that could not be made or replaced. Raises ConfigError."""
+    """Raise ConfigError for an output folder that cannot be created or replaced."""
     _check_place(f"{flag} {path}", path / "_" if os.path.lexists(path) else path)
 
 
 def _check_place(said: str, path: Path) -> Path:
-    """Return the nearest folder above `path` that exists. Raises ConfigError unless new names can be made in it;
-    nothing is made to find out."""
+    """Return the nearest existing folder above `path`. Raises ConfigError if it is not writable; creates nothing."""
     place = path.parent
     while not os.path.lexists(place):
         place = place.parent
     if not os.path.isdir(place):
         what = "a file" if os.path.exists(place) else "a symbolic link to nothing"
         raise ConfigError(f"{said}: {place} is {what}; name a folder.")
-    # To root every folder seems writable, those of /proc and /sys too: these have no blocks, and say read-only.
+    # For root even /proc and /sys seem writable. They have no blocks, and their mode is read-only.
     is_kernels = os.statvfs(place).f_blocks == 0 and not os.stat(place).st_mode & 0o222
     if is_kernels or not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(f"{said}: {place} may not be written to; name a folder elsewhere.")
@@ -127,9 +129,9 @@ def _check_place(said: str, path: Path) -> Path:
 
 
 def write_output_file(flag: str, path: Path, content: str | bytes) -> None:
-    """Write what was computed to the file that `flag` named, all of it or nothing. Raises ConfigError."""
-    # Takes longer to import than all else here, and most commands write nothing.
-    from llmscale.files.whole import write_output
+    """Write the file that `flag` names, atomically. Raises ConfigError."""
+    # Slow to import, and most commands write nothing.
+    from llmscale.files.atomic_write import write_output
 
     try:
         write_output(path, content)

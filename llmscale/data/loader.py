@@ -1,8 +1,7 @@
-"""The stream of micro-batches of one rank: order, rank sharding and shards put together. It never ends.
+"""The endless stream of one rank's micro-batches, from order, rank layout and shards.
 
-The position is the number of samples seen: global batch s of a run that never changed G is stream positions
-[s G, (s + 1) G). A feed can be started at any position, with any layout of ranks that divides G, and no state has to be
-kept.
+The position is the number of samples seen: with a constant global batch size G, global batch s is stream positions [s
+G, (s + 1) G). A feed starts at any position, with any layout of ranks that divides G, and keeps no state.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from llmscale.data.order.sample_order import RankLayout, StreamOrder, shard_batc
 from llmscale.data.shards.token_shards import WindowReader
 from llmscale.errors import ConfigError, DataError, MachineError
 
-#: Positions whose ids are found together: those of one small batch alone cost as much as those of thirty.
+#: Positions whose ids are computed together: one small batch alone costs as much as thirty.
 _POSITIONS_AT_ONCE = 1024
-#: Windows that a worker sends together, in whole micro-batches: a message costs as much as reading thirty windows.
+#: Windows per message of a worker, in full micro-batches: a message costs as much as reading thirty windows.
 _WINDOWS_AT_ONCE = 128
 _T = TypeVar("_T")
 _PARENT_CHECK_S = 1.0
@@ -51,7 +50,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class FeedPlan:
-    """What one rank takes per step. Raises ConfigError when a number is not positive."""
+    """Sizes of one rank's share of a step. Raises ConfigError when a number is not positive."""
 
     layout: RankLayout
     micro_batch_size: int
@@ -71,20 +70,20 @@ class FeedPlan:
 
 
 def rank_sample_ids(order: StreamOrder, plan: FeedPlan, first_sample: int, num_steps: int = 1) -> NDArray[np.int64]:
-    """This rank's ids of the global batches that begin at a stream position: int64
-    [num_steps x accumulation x micro_batch_size]."""
+    """Return this rank's ids of the global batches from a stream position on: int64 [num_steps x accumulation x
+    micro_batch_size]."""
     positions = np.arange(first_sample, first_sample + num_steps * plan.global_batch_size, dtype=np.int64)
     batches = zip(np.split(positions, num_steps), np.split(order.rows(positions), num_steps), strict=True)
     return order.sample_ids(np.concatenate([shard_batch(batch, rows, plan.layout) for batch, rows in batches]))
 
 
 class Feed(Iterator[MicroBatch]):
-    """Micro-batches from stream position `start_sample` on. Its workers start at once: build it before anything slow.
-    `num_workers` processes read ahead, none reads in the training process; `pin_memory` page-locks micro-batches, for
+    """Micro-batches from stream position `start_sample` on. Workers start at once, so build it before anything slow.
+    `num_workers` processes read ahead; with 0 the training process reads. `pin_memory` page-locks micro-batches for
     asynchronous copies to a GPU.
 
-    Iterating raises DataError, with the same text whether the fault happened here or in a worker; MachineError when a
-    worker was killed.
+    Iterating raises DataError, with equal text for faults here and in a worker, and MachineError when a worker was
+    killed.
     """
 
     def __init__(
@@ -98,7 +97,7 @@ class Feed(Iterator[MicroBatch]):
         pin_memory: bool = False,
     ) -> None:
         if order.num_samples != len(shards):
-            raise ConfigError(f"The order is of {order.num_samples} samples, the set holds {len(shards)}.")
+            raise ConfigError(f"The order has {order.num_samples} samples, the dataset {len(shards)}.")
         self.order = order
         self.plan = plan
         self._pin_memory = pin_memory
@@ -106,11 +105,11 @@ class Feed(Iterator[MicroBatch]):
         together = max(1, _WINDOWS_AT_ONCE // plan.micro_batch_size) if num_workers else 1
         ahead = 2 * plan.gradient_accumulation_steps // (together * max(1, num_workers))
         dataset = _WindowDataset(shards)
-        # Each worker sends one alone at first, which is what the first step waits for.
+        # Each worker's first message is one micro-batch, so that the first step starts early.
         ids = _MessageIds(order, plan, start_sample, together=together, num_alone=num_workers)
         self._waits = False
         self._killed: str | None = None
-        # DataLoader itself takes as long per message as reading ten windows, so it is there for workers alone.
+        # DataLoader costs as much per message as reading ten windows, so it is used with workers only.
         self._messages: Iterator[_Message] | None = map(dataset.__getitems__, ids)
         if num_workers:
             loader = DataLoader(
@@ -118,20 +117,20 @@ class Feed(Iterator[MicroBatch]):
                 batch_sampler=ids,
                 collate_fn=_as_is,
                 num_workers=num_workers,
-                # Two steps ahead, so that a worker that fetches a shard or checks its hash holds nobody up.
+                # Two steps ahead, so that fetching a shard or checking its hash delays no step.
                 prefetch_factor=max(2, ahead),
-                # Forked workers start in milliseconds where spawned ones import torch and the main module again.
-                # They read files and copy memory: no CUDA, no collective, one thread.
+                # Forked workers start in milliseconds; spawned ones import torch and the main module again. Workers
+                # read files and copy memory: no CUDA, no collective, one thread.
                 multiprocessing_context="fork" if can_fork else None,
                 worker_init_fn=functools.partial(_start_worker, os.getpid()),
             )
-            with _deaf_children(), _own_sigchld():
+            with _ignore_signals_in_workers(), _own_sigchld():
                 self._messages = iter(loader)
         self._received: deque[_Windows] = deque()
         self._failure: str | None = None
         self._workers: list[BaseProcess] = getattr(self._messages, "_workers", [])
         self._notice_killed_workers()
-        # Before multiprocessing's own exit handler, which would wait for workers that ignore SIGTERM.
+        # Runs before multiprocessing's exit handler, which would wait for workers that ignore SIGTERM.
         atexit.register(self.close)
 
     def __next__(self) -> MicroBatch:
@@ -143,7 +142,7 @@ class Feed(Iterator[MicroBatch]):
         return MicroBatch(tokens.pin_memory() if self._pin_memory else tokens, sample_ids)
 
     def _receive(self) -> None:
-        """Wait for one micro-batch more at least."""
+        """Wait for at least one more micro-batch."""
         if self._messages is None:
             raise DataError("The feed was closed.")
         if self._failure is None:
@@ -154,7 +153,7 @@ class Feed(Iterator[MicroBatch]):
             except StopIteration:
                 raise DataError("The feed ended, which it must never do.") from None
             except RuntimeError:
-                # torch's own check, every 5 s (all there is outside of the main thread), or what it made of ours.
+                # From torch's check every 5 s (the only one outside the main thread), or our error wrapped by torch.
                 self._check_workers()
                 raise
             finally:
@@ -166,7 +165,7 @@ class Feed(Iterator[MicroBatch]):
             raise DataError(self._failure)
 
     def close(self) -> None:
-        """Stop the workers. The feed cannot be used afterwards."""
+        """Stop the workers; the feed is unusable afterwards."""
         workers, self._workers = self._workers, []
         self._messages = None
         self._received.clear()
@@ -184,8 +183,8 @@ class Feed(Iterator[MicroBatch]):
             raise MachineError(self._killed) from None
 
     def _notice_killed_workers(self) -> None:
-        """Also while a batch is waited for: torch asks for that of a dead worker every 5 s, and never when the worker
-        died halfway through writing one into its pipe, which other workers hold open."""
+        """Install a SIGCHLD handler that raises while a batch is awaited. torch checks for dead workers every 5 s only,
+        and never notices one that died while writing into its pipe, which other workers hold open."""
         if not self._workers or threading.current_thread() is not threading.main_thread():
             return
         before = signal.getsignal(signal.SIGCHLD)
@@ -193,7 +192,7 @@ class Feed(Iterator[MicroBatch]):
         def notice(number: int, frame: FrameType | None) -> None:
             if callable(before):
                 before(number, frame)
-            # Anywhere else it must not raise: in a collective, where the other ranks would wait for this one.
+            # Raise only here: in a collective, the other ranks would wait for this one.
             if self._waits:
                 self._check_workers()
 
@@ -201,40 +200,40 @@ class Feed(Iterator[MicroBatch]):
 
 
 def _describe_end(number: int, worker: BaseProcess) -> str:
-    """Of a worker that has ended, which none does by itself."""
+    """Return the message for a worker that has ended, which never happens in normal operation."""
     code = worker.exitcode or 0
     how = f"ended with status {code}"
     if code < 0:
         names = {known.value: known.name for known in signal.Signals}
         how = f"was killed by {names.get(-code, f'signal {-code}')}"
     if code == -signal.SIGKILL:
-        how += ", most likely by the kernel for lack of host memory (dmesg says so)"
+        how += ", probably by the kernel for lack of host memory (see dmesg)"
     return f"Data worker {number} (process {worker.pid}) {how}. Use fewer with --num-workers."
 
 
 class _Windows(NamedTuple):
     """A micro-batch on its way from a worker.
 
-    NumPy arrays go through the worker's pipe. Torch tensors would go through /dev/shm, which containers limit
-    to 64 MB, and took three to four times as long for micro-batches of 8 windows of 257 tokens.
+    NumPy arrays go through the worker's pipe. Tensors would go through /dev/shm, which containers limit to 64 MB, and
+    took 3 to 4 times as long for micro-batches of 8 windows of 257 tokens.
     """
 
     tokens: NDArray[np.unsignedinteger]
-    """[micro_batch_size, seq_len + 1] in the set's own type, uint16 or uint32."""
+    """[micro_batch_size, seq_len + 1] in the dataset's dtype, uint16 or uint32."""
     sample_ids: NDArray[np.int64]
     """[micro_batch_size]."""
 
 
 class _Message(NamedTuple):
-    """What a worker sends at a time."""
+    """One message of a worker."""
 
     micro_batches: list[_Windows]
     failure: str | None
-    """Why the micro-batch behind these cannot be read. No exception: torch would wrap its text in a traceback."""
+    """Reason why the next micro-batch is unreadable. Not an exception, because torch would add a traceback."""
 
 
 class _WindowDataset(Dataset[_Message]):
-    """Reads some micro-batches at a time."""
+    """Reads several micro-batches at a time."""
 
     def __init__(self, shards: WindowReader) -> None:
         self._shards = shards
@@ -243,7 +242,7 @@ class _WindowDataset(Dataset[_Message]):
         raise NotImplementedError("read by micro-batch")
 
     def __getitems__(self, sample_ids: list[NDArray[np.int64]]) -> _Message:
-        """sample_ids: of some micro-batches, each [micro_batch_size]."""
+        """Read micro-batches, given the ids of each, [micro_batch_size]."""
         try:
             windows = self._shards.read(np.concatenate(sample_ids))
             tokens = windows.reshape(len(sample_ids), -1, windows.shape[1])
@@ -252,7 +251,7 @@ class _WindowDataset(Dataset[_Message]):
         return _Message(list(map(_Windows, tokens, sample_ids)), None)
 
     def _until_failure(self, sample_ids: list[NDArray[np.int64]]) -> _Message:
-        """A step is trained on what can be read for it, whatever is wrong with the next one's."""
+        """Read the micro-batches before a fault, so that a step is not lost to the next one's fault."""
         read: list[_Windows] = []
         for ids in sample_ids:
             part = self.__getitems__([ids])
@@ -263,7 +262,7 @@ class _WindowDataset(Dataset[_Message]):
 
 
 class _MessageIds(Sampler[list[NDArray[np.int64]]]):
-    """Sample ids of the micro-batches of one message after the other, for ever: `num_alone` messages of one, then of
+    """Endless sample ids of the micro-batches of each message: first `num_alone` messages of one micro-batch, then of
     `together`. Runs in the main process."""
 
     def __init__(self, order: StreamOrder, plan: FeedPlan, start_sample: int, *, together: int, num_alone: int) -> None:
@@ -286,14 +285,14 @@ class _MessageIds(Sampler[list[NDArray[np.int64]]]):
 
 
 def _as_is(batch: _T) -> _T:
-    """In place of the default collation: `__getitems__` has made the micro-batch already."""
+    """Return the argument: `__getitems__` already made the micro-batches."""
     return batch
 
 
 @contextlib.contextmanager
-def _deaf_children() -> Iterator[None]:
-    """Processes started within never hear a signal to the process group. It is the trainer's to answer, and until it
-    stops it needs its workers. They inherit the mask: ignoring signals themselves, they would be too late at times."""
+def _ignore_signals_in_workers() -> Iterator[None]:
+    """Block signals in processes started within, as the trainer handles signals to the process group and needs its
+    workers until it stops. They inherit the mask; ignoring signals themselves could come too late."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
     try:
         yield
@@ -303,24 +302,24 @@ def _deaf_children() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_sigchld() -> Iterator[None]:
-    """Take back the handler by which torch raises at whatever line the trainer is when a worker dies, in a collective
-    perhaps. Waiting for a batch finds it too, within 5 s, where every rank can be told."""
+    """Restore the SIGCHLD handler that torch replaces: torch's raises at any line of the trainer, even in a collective.
+    Waiting for a batch notices a dead worker, too, where every rank can be told."""
     before = signal.getsignal(signal.SIGCHLD)
     yield
-    if threading.current_thread() is threading.main_thread():  # or torch has set none
+    if threading.current_thread() is threading.main_thread():  # elsewhere torch sets none
         signal.signal(signal.SIGCHLD, before or signal.SIG_DFL)
 
 
 def _start_worker(parent: int, worker_id: int) -> None:
-    # Asked for here, the parent's number would be another one's when it had ended just now.
+    # The parent's id is passed in: os.getppid() here would differ if the parent had just ended.
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
 
 
 def _exit_with_parent(parent: int) -> None:
-    """End a worker whose trainer was killed.
+    """Exit once the trainer was killed.
 
-    torch's own check does not: it lets the worker finish, which waits for ever to write what is left into a full pipe
-    (forked workers hold its reading end too, so it never breaks).
+    With torch's check alone, the worker would block while writing into a full pipe, whose reading end other workers
+    hold open.
     """
     while os.getppid() == parent:
         time.sleep(_PARENT_CHECK_S)

@@ -1,12 +1,11 @@
-"""`--record-samples`: which samples were really consumed, per step, surviving any crash. NumPy only.
+"""`--record-samples`: record which samples each step consumed, surviving any crash. NumPy only.
 
-Every start of a run is a session, and every rank of a session appends to a file of its own,
-`samples/session-0002/rank-00003.bin`: one record per step, written when the step is done. `session.json` beside it has
-the session's history, as a checkpoint has (checkpoint/history.py); the branches of the last one lead to the steps that
-count. Within a history a session that starts at step s supersedes earlier records of steps >= s. Four bytes per sample.
+Every start of a run is a session. Each rank appends to `samples/session-0002/rank-00003.bin`, one record per step,
+written after the step. `session.json` beside it has the session's history, as in a checkpoint
+(checkpoint/inventory.py); the last session's branches lead to the steps that count. Within a history, a session that
+starts at step s supersedes earlier records of steps >= s. Each sample takes four bytes.
 
-A disk that fills does not end training, so a record may be incomplete, and says so: its head names the first step that
-is not in it from the moment when writing fails. That needs no room on the disk.
+A full disk does not end training. The record's head then names the first missing step, which needs no disk space.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from numpy.typing import NDArray
 
 from llmscale.data.order.permutation import mix64
 from llmscale.errors import ConfigError, DataError
-from llmscale.files.append import AppendFile, warn_on_stderr
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
+from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import open_own, open_regular
 
@@ -56,13 +55,13 @@ def ids_checksum(sample_ids: NDArray[np.int64]) -> int:
 
 
 def next_session(run_folder: Path) -> int:
-    """Return the number for a session that starts now. One rank asks and tells the others."""
+    """Return the number of a new session. One rank calls this and broadcasts it."""
     return max(_sessions(run_folder), default=-1) + 1
 
 
 def begin_session(run_folder: Path, start_step: int, history: Mapping[str, object], *, records: bool) -> int:
-    """Write which history a session continues (`history`: its number and branches), and whether it `records`: one that
-    does not is a gap in an earlier record. Returns the session's number. Raises ConfigError."""
+    """Write which history a session continues (`history`: its number and branches) and whether it `records`; otherwise
+    it is a gap in earlier records. Return the session's number. Raises ConfigError."""
     number = next_session(run_folder)
     folder = run_folder / FOLDER / f"session-{number:04d}"
     if records or folder.parent.is_dir():
@@ -77,9 +76,9 @@ def begin_session(run_folder: Path, start_step: int, history: Mapping[str, objec
 
 
 class SampleRecorder:
-    """Appends one rank's ids per step. Step s is global batch s of the stream, counted from 0.
+    """Records one rank's ids per step. Step s is global batch s of the stream, from 0.
 
-    Raises ConfigError when the record cannot be begun; from then on a disk that refuses is survived.
+    Raises ConfigError when the record cannot be created; later write errors are survived.
     """
 
     def __init__(
@@ -92,7 +91,7 @@ class SampleRecorder:
         start_step: int,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`check` raises OSError while the run folder is not this run's."""
+        """`check` raises OSError while another run owns the folder."""
         folder = run_folder / FOLDER / f"session-{session:04d}"
         path = folder / f"rank-{rank:05d}.bin"
         try:
@@ -108,18 +107,18 @@ class SampleRecorder:
 
         def check_place() -> None:
             check()
-            path.stat()  # what follows cannot be read without the head: a file that is gone is not begun again
+            path.stat()  # records are unreadable without the head, so a removed file is not created again
 
-        self._file = AppendFile(path, are_lines=False, check=check_place)
+        self._file = BufferedLog(path, are_lines=False, check=check_place)
         self._missing = _NONE_MISSING
         self._pending: list[NDArray[np.int64]] = []
 
     def add(self, sample_ids: NDArray[np.int64]) -> None:
-        """Ids of one micro-batch."""
+        """Add the ids of one micro-batch."""
         self._pending.append(np.asarray(sample_ids, np.int64))
 
     def end_step(self, step: int) -> int:
-        """Write down the ids added since the last step as those of `step`; returns their checksum."""
+        """Write the ids added since the last step as those of `step`, and return their checksum."""
         ids = np.concatenate(self._pending) if self._pending else np.empty(0, np.int64)
         self._pending.clear()
         if ids.size and ids.max() >= 1 << 32:
@@ -136,7 +135,7 @@ class SampleRecorder:
         self._note_missing()
 
     def _note_missing(self) -> None:
-        """Keep the head true. Where even that fails, the next session's start shows the gap."""
+        """Update the first missing step in the head. If that fails, the next session's start shows the gap."""
         missing = self._file.first_missing
         missing = _NONE_MISSING if missing is None else missing
         if missing != self._missing and self._file.overwrite(_MISSING_AT, struct.pack("<q", missing)):
@@ -152,35 +151,35 @@ def _cannot_begin(path: Path, error: OSError) -> ConfigError:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The recorded samples of a run."""
+    """Recorded samples of a run."""
 
     steps: dict[int, NDArray[np.int64]]
-    """The current history: sorted ids of the global batch of each step, steps ascending."""
+    """Sorted ids of each step's global batch in the current history, steps ascending."""
     gaps: tuple[str, ...]
-    """Steps after the first that are in no record, in words."""
+    """Texts that name missing steps after the first recorded one."""
 
 
 def load_recorded(run_folder: Path) -> dict[int, NDArray[np.int64]]:
-    """Return the current history without gaps: sorted ids of the global batch of each step, steps ascending.
+    """Return the sorted ids of each step's global batch in the current history, steps ascending.
 
-    A step that not every rank of a session has recorded at its end was never finished and is left out; a torn record
-    at a file's end likewise. Raises DataError for malformed files, and for a history with gaps.
+    Steps that not every rank recorded were never finished and are skipped, as are torn records. Raises DataError for
+    malformed files and for gaps.
     """
     recorded = read_recorded(run_folder)
     if recorded.gaps:
         raise DataError(
-            f"{run_folder / FOLDER} is incomplete, because the disk was full or --record-samples was not given: "
-            f"{'; '.join(recorded.gaps)} is missing."
+            f"{run_folder / FOLDER} is incomplete, because the disk was full or --record-samples was not given. "
+            f"Missing: {'; '.join(recorded.gaps)}."
         )
     return recorded.steps
 
 
 def read_recorded(run_folder: Path) -> Recorded:
-    """Return all recorded steps of the current history, and the missing ones. Raises DataError for malformed files."""
+    """Return the recorded steps of the current history and the missing ones. Raises DataError for malformed files."""
     sessions = [session for _, folder in sorted(_sessions(run_folder).items()) if (session := _load_session(folder))]
     if not sessions:
         return Recorded({}, ())
-    # Numbers of histories only grow, so that the sessions are in the order of the steps that count.
+    # History numbers only grow, so sessions are in the order of the steps that count.
     end_of = {**dict(sessions[-1].branches), sessions[-1].history: math.inf}
     sessions = [session for session in sessions if session.history in end_of]
     begin = min(session.start_step for session in sessions)
@@ -192,18 +191,18 @@ def read_recorded(run_folder: Path) -> Recorded:
         history.update({step: ids for step, ids in session.steps.items() if step < end})
         if unknown_from is not None and unknown_from >= start:
             unknown_from = None
-        # What this session does not know begins here; what the sessions after it know, they have recorded.
+        # This session's gap begins here; later sessions may have recorded those steps.
         missing = session.first_missing
         if missing is not None and missing < end and missing not in history:
             unknown_from = missing if unknown_from is None else min(unknown_from, missing)
     gaps = [_words(first, last) for first, last in _holes([begin - 1, *history])]
     if unknown_from is not None and unknown_from > max(history, default=begin - 1):
-        gaps.append(f"step {unknown_from} and what came after it")
+        gaps.append(f"step {unknown_from} and all later steps")
     return Recorded(dict(sorted(history.items())), tuple(gaps))
 
 
 def _holes(steps: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each run of steps that are not there."""
+    """Yield the first and last of each run of missing steps."""
     for before, after in itertools.pairwise(sorted(steps)):
         if after > before + 1:
             yield before + 1, after - 1
@@ -222,16 +221,16 @@ def _sessions(run_folder: Path) -> dict[int, Path]:
 class _Session:
     start_step: int
     steps: dict[int, NDArray[np.int64]]
-    """Those that all ranks finished."""
+    """Sorted ids of the steps that all ranks finished."""
     first_missing: int | None
-    """The first step that some rank could not write down."""
+    """First step that some rank could not record."""
     history: int = 1
     branches: tuple[tuple[int, int], ...] = ()
-    """(history, steps done) where each history that leads to this one was left."""
+    """(history, steps done) at which each history before this one was left."""
 
 
 def _load_session(folder: Path) -> _Session | None:
-    """Return a session; None when it was killed before it began."""
+    """Return a session; None if it was killed before its first record."""
     session = _read_session(folder)
     parts: dict[int, list[NDArray[np.int64]]] = {}
     heads, missing = set(), []
@@ -242,10 +241,10 @@ def _load_session(folder: Path) -> _Session | None:
         except OSError as error:
             raise DataError(f"Cannot read {path}: {error.strerror}.") from None
         if len(contents) < _FILE_HEAD.size:
-            continue  # killed before the first byte was down
+            continue  # killed before the head was written
         magic, start_step, world_size, first_missing = _FILE_HEAD.unpack_from(contents)
         if magic != _MAGIC:
-            raise DataError(f"{path} is not a record of samples.")
+            raise DataError(f"{path} is not a sample record.")
         heads.add((start_step, world_size))
         missing += [first_missing] if first_missing != _NONE_MISSING else []
         for step, ids in _records(contents, _FILE_HEAD.size):
@@ -262,7 +261,7 @@ def _load_session(folder: Path) -> _Session | None:
 
 
 def _read_session(folder: Path) -> _Session | None:
-    """Return a session without its records; None for one without a file about it, which is of history 1."""
+    """Return a session from its session.json, without records; None without that file."""
     try:
         values = load_json(folder / _SESSION_FILE, Rules(DataError, follow_links=False))
     except (FileNotFoundError, NotADirectoryError):
@@ -276,7 +275,7 @@ def _read_session(folder: Path) -> _Session | None:
 
 
 def _records(contents: bytes, offset: int) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """Records up to the first that is torn."""
+    """Yield records up to the first torn one."""
     while offset + _RECORD_HEAD.size <= len(contents):
         step, count, crc = _RECORD_HEAD.unpack_from(contents, offset)
         body = contents[offset + _RECORD_HEAD.size : offset + _RECORD_HEAD.size + 4 * count]

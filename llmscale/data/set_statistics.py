@@ -1,4 +1,4 @@
-"""What the tokens of a prepared set look like: lengths of documents, copies, text that was decoded wrongly."""
+"""Statistics of a prepared dataset's tokens: document lengths, copies, wrongly decoded text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from llmscale.data.shards.token_shards import WindowReader
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-#: A window may begin and end within a character, which takes up to four tokens.
+#: A window may begin or end within a character, which takes up to four tokens.
 _CUT_CHARACTERS = 4
 _READ_AT_A_TIME = 256
 _BAR_CELLS = 40
@@ -21,21 +21,21 @@ _MOST_SHARDS = 8
 
 @dataclass(frozen=True)
 class WindowStatistics:
-    """Of some windows of a split."""
+    """Statistics of some windows of a split."""
 
     num_windows: int
-    """That were read."""
+    """Windows read."""
     num_copies: int
-    """Equal to one read before, token by token."""
+    """Windows equal to an earlier one, token by token."""
     num_undecodable: int
-    """With U+FFFD within the text: what was tokenised was no valid text, or was decoded wrongly before."""
+    """Windows with U+FFFD in the text, which was invalid or wrongly decoded before."""
     most_copied: tuple[int, int] | None
-    """Sample id and number of the copies of the window with most; None without copies."""
+    """Sample id and number of copies of the most copied window, or None."""
 
 
 def choose_windows(samples_per_shard: NDArray[np.int64], num_windows: int) -> NDArray[np.int64]:
-    """Ids of about so many windows, spread evenly over few shards, which are spread evenly over the split: a remote
-    shard is fetched whole for its first window, and any shard is read whole to be checked."""
+    """Return about `num_windows` ids, spread evenly over few shards, which are spread evenly over the split. Few
+    shards, because a shard is fetched and checked in full for its first window."""
     begins = np.cumsum(samples_per_shard) - samples_per_shard
     shards = np.unique(np.linspace(0, len(begins) - 1, min(_MOST_SHARDS, len(begins))).astype(np.int64))
     of_each = -(-num_windows // len(shards))
@@ -50,8 +50,8 @@ def choose_windows(samples_per_shard: NDArray[np.int64], num_windows: int) -> ND
 def read_statistics(
     shards: WindowReader, ids: NDArray[np.int64], decode: Callable[[list[int]], str]
 ) -> WindowStatistics:
-    """Over the windows `ids`. Raises DataError."""
-    # By hash: millions of windows would not fit.
+    """Return statistics over the windows `ids`. Raises DataError."""
+    # By hash, because millions of windows would not fit into memory.
     first_of: dict[bytes, int] = {}
     copies: dict[int, int] = {}
     undecodable = 0
@@ -67,8 +67,8 @@ def read_statistics(
 
 
 def document_lengths(shards: WindowReader, num_windows: int, eot_token: int) -> NDArray[np.int64]:
-    """Tokens of each document, its end included, that lies whole within the first windows of a split whose windows are
-    in the order of the text. Raises DataError."""
+    """Return the tokens, end-of-text included, of each document within the first windows of an unshuffled split. Raises
+    DataError."""
     windows = shards.read(np.arange(min(num_windows, len(shards))))
     # Neighbours share a token: the last of one is the first of the next.
     ends = np.flatnonzero(windows[:, :-1].ravel() == eot_token)
@@ -76,7 +76,7 @@ def document_lengths(shards: WindowReader, num_windows: int, eot_token: int) -> 
 
 
 def draw_lengths(lengths: NDArray[np.int64]) -> list[str]:
-    """A bar for each power of two of lengths, and the quartiles; nothing for no documents."""
+    """Return lines with a bar for each power of two of lengths, and the quartiles; none without documents."""
     if not len(lengths):
         return []
     classes = np.floor(np.log2(lengths)).astype(int)

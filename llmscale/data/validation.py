@@ -1,4 +1,4 @@
-"""Validation micro-batches: the same samples, each once, at every world size."""
+"""Validation micro-batches: the same samples, once each, at every world size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.shards.token_shards import TokenShards, WindowReader
 from llmscale.errors import ConfigError
@@ -21,20 +21,20 @@ from llmscale.errors import ConfigError
 
 @dataclass(frozen=True)
 class ValidationSplit:
-    """The part of a set that its loss is taken on."""
+    """The part of a dataset on which the validation loss is computed."""
 
     name: str
-    """The set's name in a mix; empty for a single set."""
+    """Name of the dataset in a mixture; empty for a single dataset."""
     shards: WindowReader
     num_samples: int
     """Sequences per validation."""
     bytes_per_token: float
-    """UTF-8 bytes per token, over the whole split."""
+    """UTF-8 bytes per token of the split."""
 
 
 def open_validation(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
-    """Open the validation splits that exist. Each set of a mix has as large a part of `max_samples` as it has of the
-    run's samples, but at least one. Raises DataError."""
+    """Open the existing validation splits. `max_samples` is divided over a mixture's datasets as the run's samples are,
+    at least one each. Raises DataError."""
     parts = sets.recipe.parts if sets.recipe else (Fraction(1),)
     found = []
     for name, location, part in zip(sets.names, sets.locations, parts, strict=True):
@@ -47,25 +47,25 @@ def open_validation(sets: TrainingSets, max_samples: int) -> tuple[ValidationSpl
 
 
 def describe_samples(splits: Sequence[ValidationSplit]) -> str:
-    """Return how many sequences of each set a validation takes, in words."""
+    """Return a text on how many sequences of each dataset a validation takes."""
     total = sum(split.num_samples for split in splits)
     by_set = ", ".join(f"{split.num_samples:,} of {split.name}" for split in splits if split.name)
     return f"{total:,} sequences{f' ({by_set})' if by_set else ''}"
 
 
 class ValidationBatch(NamedTuple):
-    """One forward pass of one rank. The split's loss is sum(loss x weight) / sum(weight), all ranks."""
+    """One forward pass of one rank. The split's loss is sum(loss x weight) / sum(weight) over all ranks."""
 
     tokens: Tensor
     """Windows, int64 [b, seq_len + 1] with 1 <= b <= micro_batch_size."""
     sample_ids: Tensor
     """Ids of the windows that count, int64 [weight]."""
     weight: int
-    """Windows that count: b, or 0 for a filler that keeps ranks in step (ZeRO-3 gathers together)."""
+    """Windows that count: b, or 0 for a filler that keeps ranks in step, because ZeRO-3 gathers on all ranks."""
 
 
 def validation_sample_ids(num_samples: int, max_samples: int | None) -> NDArray[np.int64]:
-    """The samples evaluated: all, or `max_samples` spread evenly over the split. int64, ascending."""
+    """Return the samples to evaluate: all, or `max_samples` spread evenly over the split. int64, ascending."""
     count = num_samples if max_samples is None else min(max_samples, num_samples)
     if count < 1:
         raise ConfigError(
@@ -77,9 +77,9 @@ def validation_sample_ids(num_samples: int, max_samples: int | None) -> NDArray[
 def validation_batches(
     shards: WindowReader, layout: RankLayout, micro_batch_size: int, max_samples: int | None = None
 ) -> Iterator[ValidationBatch]:
-    """This rank's micro-batches, equally many on every rank; a filler of weight 0 stands in at the end.
+    """Yield this rank's micro-batches, equally many on every rank, with fillers of weight 0 at the end.
 
-    Micro-batches go round the ranks. Raises ConfigError for an empty choice, DataError while reading.
+    Micro-batches are dealt round-robin. Raises ConfigError for an empty choice, DataError while reading.
     """
     ids = validation_sample_ids(len(shards), max_samples)
     per_round = micro_batch_size * layout.data_parallel_size
@@ -91,12 +91,13 @@ def validation_batches(
 
 
 def bits_per_byte(loss: float, bytes_per_token: float) -> float:
-    """From nats per token: a measure that models with other tokenizers share."""
+    """Convert nats per token to bits per byte, which is comparable across tokenizers."""
     return loss / math.log(2) / bytes_per_token
 
 
 def mean_bits_per_byte(losses: Sequence[tuple[float, int]], bytes_per_token: Sequence[float]) -> float:
-    """Over several sets, by their (nats per token, sequences of one length): all nats over all bytes."""
+    """Return the bits per byte over several datasets from their (nats per token, number of sequences): all nats over
+    all bytes."""
     nats = math.fsum(loss * count for loss, count in losses)
     return (
         nats / math.log(2) / math.fsum(count * size for (_, count), size in zip(losses, bytes_per_token, strict=True))

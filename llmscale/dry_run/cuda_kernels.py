@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmscale.architecture.attention_kernels import ComputeCapability, attention_kernel
 from llmscale.config.hardware import has_bf16
-from llmscale.engine import optimizer
-from llmscale.model import block
+from llmscale.engine import optimizers
+from llmscale.model import gpt
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
@@ -50,8 +50,8 @@ def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
         mock.patch.object(F, "dropout", _dropout),
         mock.patch.object(F, "rms_norm", _rms_norm),
         mock.patch.object(torch, "log_softmax", _log_softmax),
-        mock.patch.object(block, "device_capability", lambda _: capability),
-        mock.patch.object(optimizer, "has_bf16", lambda: has_bf16(capability)),
+        mock.patch.object(gpt, "device_capability", lambda _: capability),
+        mock.patch.object(optimizers, "has_bf16", lambda: has_bf16(capability)),
         _RealTensors(),
     ):
         yield

@@ -65,12 +65,12 @@ _CATEGORIES: dict[tuple[str, str], Category] = {
     ("engine.py", "allreduce_bucket"): _BUCKETS,
     ("engine.py", "buffered_allreduce_fallback"): _BUCKETS,
     ("utils.py", "all_gather_dp_groups"): _BUCKETS,
-    # llmscale/engine/gradient_sums.py: stage 0 in bf16
-    ("gradient_sums.py", "add"): _GRADIENTS,
-    ("gradient_sums.py", "hand_over"): _GRADIENTS,
+    # llmscale/engine/deepspeed_patches.py: stage 0 in bf16
+    ("deepspeed_patches.py", "add"): _GRADIENTS,
+    ("deepspeed_patches.py", "hand_over"): _GRADIENTS,
     ("loss.py", "forward"): Category.LOGITS,
     ("adam.py", "_init_group"): Category.OPTIMIZER,
-    ("muon.py", "_momentum_of"): Category.OPTIMIZER,
+    ("optimizers.py", "_momentum_of"): Category.OPTIMIZER,
     ("checkpointing.py", "backward"): Category.ACTIVATIONS,
 }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 from llmscale.memory.activations.recorded import NotRecorded, table_of
 from llmscale.memory.activations.recording_cache import cache_folder, write_recordings
@@ -36,7 +36,7 @@ def quiet_torch(needed_by: str) -> Iterator[None]:
     with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            from llmscale.engine.silence_libraries import quiet_libraries
+            from llmscale.engine.deepspeed_patches import quiet_libraries
 
             quiet_libraries()
             import deepspeed  # noqa: F401

@@ -1,8 +1,8 @@
-"""Which activations a block keeps for the backward pass: all, its matrix products, or its input alone.
+"""Activation checkpointing: a block keeps all activations, its matrix products, or its input alone.
 
-`full` is DeepSpeed's checkpoint, so that every key of the ds_config's `activation_checkpointing` section
-means what DeepSpeed says. `selective` is PyTorch's, which can keep the results of chosen operators. Both
-leave losses and gradients as they are, bit by bit, dropout included, at ZeRO stages 0 to 3.
+`full` is DeepSpeed's checkpoint, so that every key of the ds_config's `activation_checkpointing` section has
+DeepSpeed's meaning. `selective` is PyTorch's, which can keep the results of chosen operators. With both, losses and
+gradients stay bit-identical at ZeRO stages 0 to 3, dropout included.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from llmscale.errors import ConfigError
 from llmscale.model.gpt import BlockCheckpoint
 
 _aten = torch.ops.aten
-#: Dear to recompute for the memory they hold: matrix products and fused attention. What lies between them
-#: (norms, GELU, dropout, residual sums) is cheap. In units of batch x t x n_embd elements a block keeps 16
-#: without checkpointing, 11 with `selective` and 1 with `full`, all without dropout's masks.
+#: Operators whose recomputation is expensive for the memory of their results: matrix products and fused attention.
+#: The others (norms, GELU, dropout, residual sums) are cheap. In units of batch x t x n_embd elements a block keeps
+#: 16 without checkpointing, 11 with `selective` and 1 with `full`, all without dropout's masks.
 _SAVED_OPS = frozenset(
     {
         _aten.mm.default,
@@ -36,11 +36,11 @@ _SAVED_OPS = frozenset(
 
 
 def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, object]) -> BlockCheckpoint | None:
-    """How the model runs its blocks; None keeps every activation.
+    """Return the function that runs a block; None to keep every activation.
 
-    `ds_section` is the ds_config's `activation_checkpointing` section. `full` configures DeepSpeed's
-    checkpointing, which is global to the process, and needs torch.distributed to be initialised. Raises
-    ConfigError for keys that the mode cannot honour.
+    `ds_section` is the ds_config's `activation_checkpointing` section. `full` configures DeepSpeed's checkpointing,
+    which is global to the process and needs torch.distributed to be initialised. Raises ConfigError for keys that the
+    mode cannot honour.
     """
     if mode == "none":
         return None
@@ -48,8 +48,8 @@ def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, obj
     for key in ("partition_activations", "contiguous_memory_optimization"):
         if key in switched_on:
             raise ConfigError(
-                f"activation_checkpointing.{key} spreads activations over model-parallel ranks, and "
-                "there are none here. Remove it; cpu_checkpointing also takes activations off the GPU."
+                f"activation_checkpointing.{key} spreads activations over model-parallel ranks, which llmscale "
+                "does not have. Remove it; cpu_checkpointing also takes activations off the GPU."
             )
     if mode == "selective":
         if switched_on:
@@ -61,7 +61,7 @@ def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, obj
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
-    # DeepSpeed empties what it has copied to the host; on a CPU machine the copy is the tensor itself.
+    # DeepSpeed empties a tensor that it has copied to the host; on a CPU machine the copy is the tensor itself.
     on_cpu = get_accelerator().device_name() == "cpu"
     deepspeed.checkpointing.configure(
         None,
@@ -74,7 +74,7 @@ def build_block_checkpoint(mode: CheckpointingMode, ds_section: Mapping[str, obj
 
 
 def _run_full(block: nn.Module, x: Tensor, *context: object) -> Tensor:
-    """Keep the block's input [batch, t, n_embd] alone, on the host with cpu_checkpointing."""
+    """Run a block and keep only its input [batch, t, n_embd], on the host with cpu_checkpointing."""
     import deepspeed
 
     device = x.device.type
@@ -89,9 +89,9 @@ def _run_full(block: nn.Module, x: Tensor, *context: object) -> Tensor:
 
 
 def _run_selective(block: nn.Module, x: Tensor, *context: object) -> Tensor:
-    """Keep the block's input and the results of `_SAVED_OPS`, recompute the rest.
+    """Run a block, keep its input and the results of `_SAVED_OPS`, and recompute the rest.
 
-    With ZeRO-3 the recomputation holds the block's gathered weights until the block's backward pass is over.
+    With ZeRO-3 the recomputation holds the block's gathered weights until the end of the block's backward pass.
     """
 
     def run(x: Tensor) -> Tensor:
@@ -102,18 +102,18 @@ def _run_selective(block: nn.Module, x: Tensor, *context: object) -> Tensor:
         x,
         use_reentrant=False,
         context_fn=partial(create_selective_checkpoint_contexts, save_products),
-        # ZeRO-3 saves empty shards in the forward pass and whole weights in the recomputation: shapes differ.
+        # ZeRO-3 saves empty shards in the forward pass and gathered weights in the recomputation: shapes differ.
         determinism_check="none",
     )
 
 
 class _Anchor(torch.autograd.Function):
-    """An identity at a block's end that asks for the recomputation before any gradient enters the block.
+    """Identity at a block's end that triggers the recomputation before any gradient enters the block.
 
-    ZeRO-3 gathers a module's weights when gradients reach the module's output. Without the anchor the
-    module's own saved tensors would ask for the recomputation after that, whose post-forward hooks
-    release the weights again under the running backward pass; and PyTorch stops a recomputation at the
-    last tensor it needs, inside the block, where DeepSpeed's post-forward hooks would be skipped.
+    ZeRO-3 gathers a module's weights when gradients reach its output. Without the anchor the module's saved tensors
+    would trigger the recomputation afterwards, and its post-forward hooks would release the weights during the
+    backward pass. Also, PyTorch stops a recomputation at the last tensor it needs: inside the block, where DeepSpeed's
+    post-forward hooks would be skipped.
     """
 
     @staticmethod
@@ -123,15 +123,15 @@ class _Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: torch.autograd.function.BackwardCFunction, gradient: Tensor) -> Tensor:
-        _ = ctx.saved_tensors  # unpacking is what triggers the recomputation
+        _ = ctx.saved_tensors  # unpacking triggers the recomputation
         return gradient
 
 
 def save_products(_: object, op: torch._ops.OpOverload, *args: object, **kwargs: object) -> CheckpointPolicy:
-    """Save an operator's result or recompute it.
+    """Decide whether an operator's result is saved or recomputed.
 
-    Attention with dropout is recomputed: were it skipped, the random numbers of every dropout after it in
-    the block would shift, and the gradients would belong to other masks than the loss.
+    Attention with dropout is recomputed. Skipping it would shift the random numbers of every later dropout in the
+    block, and the gradients would belong to other masks than the loss.
     """
     if op not in _SAVED_OPS:
         return CheckpointPolicy.PREFER_RECOMPUTE

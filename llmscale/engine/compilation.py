@@ -1,9 +1,8 @@
-"""torch.compile block by block: one graph that all blocks share, whatever the ZeRO stage.
+"""torch.compile block by block: all blocks share one graph, at every ZeRO stage.
 
-A GPT's blocks are equal, so compiling one compiles them all, and what lies around them (DeepSpeed's hooks, the loss)
-stays as it is. ZeRO-3's hooks of the modules inside a block would break the graph at each of them: as a leaf module
-(`set_z3_leaf_modules`) a block is gathered and released as a whole, by hooks around its forward, which is all that is
-compiled.
+A GPT's blocks are equal, so compiling one compiles them all; DeepSpeed's hooks and the loss stay eager. ZeRO-3's hooks
+on modules inside a block would break the graph. As a leaf module (`set_z3_leaf_modules`) a block is gathered and
+released at once, by hooks around its forward, and only that forward is compiled.
 """
 
 from __future__ import annotations
@@ -19,39 +18,37 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.engine.activation_checkpointing import save_products
 from llmscale.model.attention_context import AttentionContext
-from llmscale.model.block import Block, Remember
-from llmscale.model.gpt import GPT
+from llmscale.model.gpt import GPT, Block, CacheAppend
 from llmscale.planning.compilation import CompileBackend
 
-#: A block's training forward, with its context's tensors one by one: what a graph takes are tensors.
+#: A block's training forward. It takes the context's tensors one by one, because a graph's inputs are tensors.
 _Forward = Callable[[Block, Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
 
 
 class BlockCompiler:
-    """Compiles the training forward of a model's blocks; evaluation and sampling stay eager, whose lengths vary.
+    """Compiles the training forward of a model's blocks. Evaluation and sampling, whose lengths vary, stay eager.
 
-    Where the compiler fails, blocks go on eagerly with the same results and the same collectives, so that ranks need
-    not agree on it.
+    When the compiler fails, blocks continue eagerly with the same results and collectives, so ranks need not agree.
     """
 
     def __init__(self, backend: CompileBackend) -> None:
         self.graphs = 0
-        """That were compiled so far."""
+        """Number of graphs compiled so far."""
         self.compile_s = 0.0
-        """Seconds that the forward passes took in which that happened."""
+        """Seconds taken by the forward passes that compiled a graph."""
         self.failure: str | None = None
-        """The compiler's words, once it has failed."""
+        """The compiler's error, once it has failed."""
         self.on_failure: Callable[[str], None] | None = None
-        """Told of a failure of a later graph, such as of a context that another step has."""
+        """Function called when a later graph fails, for example on a step with another context."""
         self.is_paused = False
-        """Blocks run eagerly meanwhile, for hooks that a graph compiled before them would leave out."""
+        """Run blocks eagerly for now, because graphs compiled earlier would skip new hooks."""
         self._backend = backend
 
     def compile_blocks(self, model: GPT, *, zero_stage: int, checkpointing: CheckpointingMode) -> None:
-        """Before `deepspeed.initialize`.
+        """Replace the blocks' forward. Call it before `deepspeed.initialize`.
 
-        Selective checkpointing becomes part of the graph, whose partition follows the same policy. Around a compiled
-        block, whose operators it does not see, it would save nothing of it.
+        Selective checkpointing moves into the graph, whose partition follows the same policy. From outside it cannot
+        see a compiled block's operators, and would save none of their results.
         """
         if zero_stage == 3:
             import deepspeed
@@ -73,11 +70,11 @@ class BlockCompiler:
         compiled: _Forward,
         x: Tensor,
         context: AttentionContext,
-        remember: Remember | None = None,
+        append_to_cache: CacheAppend | None = None,
     ) -> Tensor:
-        """In place of `Block.forward`."""
-        if not block.training or remember is not None:
-            return Block.forward(block, x, context, remember)
+        """Run a block; replaces `Block.forward`."""
+        if not block.training or append_to_cache is not None:
+            return Block.forward(block, x, context, append_to_cache)
         tensors = (x, context.cos, context.sin, context.mask)
         if self.is_paused or self.failure is not None:
             return eager(block, *tensors)
@@ -85,7 +82,7 @@ class BlockCompiler:
         try:
             y = compiled(block, *tensors)
         except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            self.failure = _in_one_line(error)
+            self.failure = _first_line(error)
             if self.on_failure is not None:
                 self.on_failure(self.failure)
             return eager(block, *tensors)
@@ -94,11 +91,11 @@ class BlockCompiler:
         return y
 
     def _compile_graph(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
-        """torch.compile's backend.
+        """Compile a graph, as torch.compile's backend.
 
-        - The backward pass is compiled at once: there a failure could no longer be turned into an eager pass.
-        - Dropout draws eager's numbers: inductor's own generator would change the loss of a run that is resumed with
-          another setting.
+        - The backward pass is compiled at once, because a later failure could not fall back to an eager pass.
+        - Dropout draws eager's numbers. With inductor's own generator, resuming with another setting would change the
+          loss.
         """
         import torch._functorch.config
         import torch._inductor.config
@@ -118,7 +115,7 @@ def _run(block: Block, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: 
 
 
 def _run_selective(block: Block, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None) -> Tensor:
-    """ZeRO-3 has gathered all of the block before its backward pass, whose recomputation needs no anchor."""
+    # No anchor as in activation_checkpointing.py: ZeRO-3 gathers the entire block before its backward pass.
     return checkpoint(
         partial(_run, block),
         *(x, cos, sin, mask),
@@ -127,7 +124,7 @@ def _run_selective(block: Block, x: Tensor, cos: Tensor | None, sin: Tensor | No
     )
 
 
-def _in_one_line(error: BaseException) -> str:
-    """The compiler's first words, without the pages that follow."""
+def _first_line(error: BaseException) -> str:
+    """Return the first line of a compiler's error, without the pages that follow."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {text[:300]}"

@@ -1,4 +1,4 @@
-"""From resolved configuration to a DeepSpeed engine."""
+"""Build a DeepSpeed engine from a resolved configuration, set its learning rate, read its gradient norm, release it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.optimizers import OptimizerSpec
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
-from llmscale.engine.autocast import compute_in_bf16, without_autocast
 from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.deepspeed_patches import (
+    compute_in_bf16,
+    keep_zeros,
+    needs_own_sums,
+    sum_gradients_in_fp32,
+    without_autocast,
+    without_memory_prints,
+    without_sum_dtype,
+)
 from llmscale.engine.device_memory import has_bf16
-from llmscale.engine.gradient_sums import sum_gradients_in_fp32, sums_are_ours, without_sums
-from llmscale.engine.kept_zeros import keep_zeros
-from llmscale.engine.muon import Muon
-from llmscale.engine.optimizer import build_optimizer
-from llmscale.engine.silence_libraries import without_memory_prints
+from llmscale.engine.optimizers import Muon, build_optimizer
 from llmscale.engine.zero_layout import check_deepspeed_version, inner_optimizer
-from llmscale.engine.zero_shards import forget_second_copies, reset_step_counts
+from llmscale.engine.zero_shards import invalidate_hpz_copies, reset_step_counts
 from llmscale.errors import ConfigError
-from llmscale.model.fused_loss import check_fused_loss
 from llmscale.model.gpt import GPT
+from llmscale.model.loss import check_fused_loss
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
 
 
 def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
-    """The GPT; at stage 3 sharded while it is built, so that it may be larger than one device."""
+    """Build the GPT; stage 3 shards it while it is built, so it may be larger than one device."""
     import deepspeed
 
     section = resolved.ds_config.get("activation_checkpointing", {})
@@ -48,8 +52,7 @@ def build_model(resolved: ResolvedStep, *, seed: int) -> GPT:
 
 
 def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompiler | None = None) -> DeepSpeedEngine:
-    """Model, optimizer and `deepspeed.initialize`. Collective. Raises ConfigError when the device cannot run
-    what is asked for."""
+    """Build model, optimizer and engine. Collective. Raises ConfigError when the device cannot run them."""
     import deepspeed
     from deepspeed.utils import logger
 
@@ -74,20 +77,20 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
-    ours = sums_are_ours(ds_config)
+    own_sums = needs_own_sums(ds_config)
     with without_memory_prints():
         engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=optimizer,
-            config=without_autocast(without_sums(ds_config) if ours else ds_config),
+            config=without_autocast(without_sum_dtype(ds_config) if own_sums else ds_config),
             dist_init_required=False,
         )
-    if ours:
+    if own_sums:
         sum_gradients_in_fp32(engine)
     reset_step_counts(engine)
-    forget_second_copies(engine)
+    invalidate_hpz_copies(engine)
     if isinstance(optimizer, Muon):
-        optimizer.bind(engine, tensors)
+        optimizer.plan(engine, tensors)
     if config.keep_zeros:
         keep_zeros(model, tensors.kinds)
     keep_gradient_norm_of_plain_optimizer(engine)
@@ -95,11 +98,11 @@ def build_engine(config: RunConfig, resolved: ResolvedStep, compiler: BlockCompi
 
 
 def release_engine(engine: DeepSpeedEngine) -> None:
-    """Free all that an engine holds. It, its model and its optimizer are of no use afterwards; the process group is.
+    """Free all memory of an engine. The engine, its model and its optimizer are unusable afterwards.
 
-    DeepSpeed's `destroy` removes hooks and leaves the rest to Python's collector, which cannot see that it may take it:
-    stage 3's modules and autograd functions, and the parameters of stage 1 in bf16, refer to each other through C++.
-    So their contents go one by one.
+    DeepSpeed's `destroy` removes hooks and leaves the rest to Python's garbage collector. That misses stage 3's modules
+    and autograd functions, and stage 1's bf16 parameters, because they refer to each other through C++. So their
+    contents are cleared one by one.
     """
     zero, inner = engine.optimizer, inner_optimizer(engine)
     modules, parameters = list(engine.modules()), list(engine.module.parameters())
@@ -115,7 +118,7 @@ def release_engine(engine: DeepSpeedEngine) -> None:
 
 
 def check_async_io(ds_config: Mapping[str, object]) -> None:
-    """Offload to NVMe needs DeepSpeed's async_io, which is compiled against libaio on first use."""
+    """Raise ConfigError for offload to NVMe without libaio, which DeepSpeed's async_io is compiled against."""
     from deepspeed.accelerator import get_accelerator
 
     if '"device": "nvme"' not in json.dumps(ds_config):
@@ -129,7 +132,7 @@ def check_async_io(ds_config: Mapping[str, object]) -> None:
 
 
 def check_device(resolved: ResolvedStep) -> None:
-    """Refuse what this machine cannot run, before anything is built. Raises ConfigError."""
+    """Raise ConfigError for a precision or loss kernel that this machine cannot run."""
     from deepspeed.accelerator import get_accelerator
 
     check_precision(resolved.precision)
@@ -138,7 +141,7 @@ def check_device(resolved: ResolvedStep) -> None:
 
 
 def check_precision(precision: Precision) -> None:
-    """Refuse a precision that the device has no arithmetic for, and say which it has."""
+    """Raise ConfigError for a precision that the device has no arithmetic for."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
@@ -155,15 +158,17 @@ def check_precision(precision: Precision) -> None:
 
 
 def set_learning_rate(engine: DeepSpeedEngine, optimizer: OptimizerSpec, lr: float) -> None:
-    """The learning rate of the next optimizer step, times each group's own factor."""
+    """Set the learning rate of the next optimizer step, times each group's own factor."""
     factors = {group.name: group.learning_rate_factor for group in optimizer.groups}
     for group in engine.optimizer.param_groups:
         group["lr"] = lr * factors[group["name"]]
 
 
 def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:
-    """Without ZeRO in fp32 DeepSpeed clips but forgets the norm, and takes none where nothing is clipped; keep it where
-    every other stage keeps it."""
+    """Compute and store the gradient norm at stage 0 in fp32.
+
+    There DeepSpeed clips without storing the norm, and computes none without clipping.
+    """
     if not isinstance(engine.optimizer, torch.optim.Optimizer):
         return
     step, max_norm = engine._take_model_step, engine.gradient_clipping()
@@ -174,15 +179,15 @@ def keep_gradient_norm_of_plain_optimizer(engine: DeepSpeedEngine) -> None:
         step(lr_kwargs)
 
     engine._take_model_step = take_model_step
-    engine.clip_fp32_gradients = lambda: None  # it is done by then
+    engine.clip_fp32_gradients = lambda: None  # clip_gradients has run by then
 
 
 def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
-    """Scale them in place so that their global norm is at most `max_norm`, as ZeRO does; 0: leave them.
+    """Scale gradients in place to a global norm of at most `max_norm`, as ZeRO does; 0 leaves them unchanged.
 
-    Returns the norm before that, a scalar. Every rank has the same gradients, so none asks the others.
+    Returns the norm before clipping, a scalar. Every rank has the same gradients, so no communication is needed.
 
-    torch's fp32 norm of a whole tensor is off by up to 7e-5 on a CPU, whose sum has few accumulators. Row by row, with
+    torch's fp32 norm of a large tensor is off by up to 7e-5 on a CPU, whose sum has few accumulators. Row by row, with
     the rows' norms summed in fp64, it takes no longer and is within 1e-7, as are the norms of stages 1 to 3.
     """
     rows = [torch.linalg.vector_norm(gradient, dim=-1).view(-1) for gradient in gradients]
@@ -194,6 +199,9 @@ def clip_gradients(gradients: Sequence[Tensor], max_norm: float) -> Tensor:
 
 
 def gradient_norm(engine: DeepSpeedEngine) -> float | None:
-    """Global gradient norm before clipping of the last step; None when DeepSpeed did not compute one. Synchronises."""
+    """Return the last step's gradient norm before clipping; None when DeepSpeed computed none.
+
+    Synchronises with the device.
+    """
     norm = engine.get_global_grad_norm()
     return None if norm is None else float(norm)

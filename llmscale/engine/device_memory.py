@@ -1,4 +1,4 @@
-"""What this rank's memory holds and held: the device's on a GPU, the process's on a CPU."""
+"""Memory in use and at its peak: the device's on a GPU, the process's on a CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from llmscale.architecture.attention_kernels import ComputeCapability
-from llmscale.model.block import device_capability
+from llmscale.model.gpt import device_capability
 
 
 @dataclass(frozen=True)
@@ -19,20 +19,20 @@ class MeasuredMemory:
     """Peaks of one rank since its process started."""
 
     allocated_bytes: int
-    """In tensors."""
+    """Bytes in tensors."""
     reserved_bytes: int
-    """Held by the caching allocator."""
+    """Bytes that the caching allocator holds."""
 
 
 def measured_memory() -> MeasuredMemory | None:
-    """Peaks of this rank's GPU; None on a CPU, where a process's size is no measure of what a GPU would hold."""
+    """Return the peaks of this rank's GPU; None on a CPU, where a process's size tells nothing about a GPU's memory."""
     if not torch.cuda.is_available():
         return None
     return MeasuredMemory(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
 
 
 def peak_memory_bytes() -> int:
-    """Peak allocated device memory, or on a CPU the peak resident memory of this process."""
+    """Return the peak allocated device memory, or on a CPU the peak resident memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -41,19 +41,19 @@ def peak_memory_bytes() -> int:
 
 
 def device_memory_bytes() -> int | None:
-    """All memory of this rank's GPU; None on a CPU."""
+    """Return the total memory of this rank's GPU; None on a CPU."""
     if not torch.cuda.is_available():
         return None
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def gpu_capability() -> ComputeCapability | None:
-    """Of this rank's GPU; None on a CPU."""
+    """Return the compute capability of this rank's GPU; None on a CPU."""
     return device_capability(torch.device("cuda")) if torch.cuda.is_available() else None
 
 
 def has_bf16() -> bool:
-    """Whether this rank's device computes in bf16 and does not only store it, as CUDA's older than Ampere do."""
+    """Return whether this rank's device computes in bf16; CUDA devices older than Ampere only store it."""
     from deepspeed.accelerator import get_accelerator
 
     if torch.cuda.is_available():
@@ -62,11 +62,11 @@ def has_bf16() -> bool:
 
 
 def free_memory_bytes() -> int:
-    """Memory that this process could still take: of its GPU, or of a host without one."""
+    """Return how many bytes this process could still allocate on its GPU, or on a host without one."""
     if torch.cuda.is_available():
         return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     try:
-        # What Linux would give up of its file cache counts as free.
+        # Includes the part of the file cache that Linux would release.
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration):

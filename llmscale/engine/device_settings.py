@@ -1,4 +1,4 @@
-"""What torch is set to on a GPU, beyond what a run's configuration says. Imports torch only where it is needed."""
+"""Settings of torch on a GPU that a run's configuration does not contain. Imports torch only inside functions."""
 
 from __future__ import annotations
 
@@ -7,33 +7,32 @@ from collections.abc import MutableMapping
 
 from llmscale.config.deepspeed.schema import Precision
 
-#: Of torch's caching allocator. Either is read; the second is torch's name for it since 2.9.
+#: Variables with the settings of torch's caching allocator. Both are read; torch has the second since 2.9.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-#: Segments that grow leave no gaps between them.
+#: Growing segments leave no gaps between them.
 EXPANDABLE_SEGMENTS = "expandable_segments:True"
 
 
 def allocator_settings(environment: MutableMapping[str, str]) -> str:
-    """What the user or the run has set; empty for torch's defaults."""
+    """Return the allocator's settings; empty for torch's defaults."""
     return ",".join(environment[name] for name in ALLOCATOR_VARIABLES if environment.get(name))
 
 
 def set_allocator_default(environment: MutableMapping[str, str]) -> None:
-    """Let segments grow, unless the user has set anything of the allocator. To be called before torch is imported."""
+    """Let segments grow, unless the user has configured the allocator. Call it before importing torch."""
     if not allocator_settings(environment):
         environment[ALLOCATOR_VARIABLES[0]] = EXPANDABLE_SEGMENTS
 
 
 def allow_tf32(precision: Precision) -> None:
-    """Let tensor cores round the inputs of fp32 products to TF32 where a run is in 16 bits or autocast anyway, for what
-    is left in fp32. Where fp32 was asked for, a product is one of fp32."""
+    """Allow TF32 in a run's remaining fp32 products, unless its precision is fp32."""
     import torch
 
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
 
 
 def describe_settings() -> str:
-    """The line that a start on a GPU prints."""
+    """Return the line about these settings that a start on a GPU prints."""
     import torch
 
     tf32 = "TF32" if torch.get_float32_matmul_precision() == "high" else "fp32 (no TF32)"

@@ -13,18 +13,18 @@ import torch.distributed as dist
 
 from llmscale.config.launcher_variables import check_started_alone
 from llmscale.engine.collectives import gather
-from llmscale.engine.network_interface import set_network_interface
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
+from llmscale.engine.network import set_network_interface
 from llmscale.errors import MachineError
 
-#: How long a collective waits for a rank that does not come. Ranks on one host are ended by their launcher at once;
-#: this bounds the wait for a host that is gone.
+#: Longest wait of a collective for a missing rank. A launcher ends the ranks of its own host at once; this bounds the
+#: wait for a host that is gone.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among all ranks."""
+    """This process's place among all ranks."""
 
     rank: int
     world_size: int
@@ -33,9 +33,9 @@ class World:
     """Ranks on each node, in rank order: (8, 8) is two nodes of eight."""
     device: torch.device
     device_name: str
-    """What the driver calls the device; "cpu" on a CPU."""
+    """The driver's name of the device; "cpu" on a CPU."""
     control: dist.ProcessGroup
-    """A gloo group over all ranks for small host-side messages: never queued behind a GPU's work."""
+    """A gloo group over all ranks for small host-side messages, which never wait for a GPU's queue."""
 
     @property
     def is_main(self) -> bool:
@@ -43,7 +43,7 @@ class World:
 
 
 def join_world() -> World:
-    """Initialise torch.distributed through DeepSpeed. Collective: every rank must call it."""
+    """Initialise torch.distributed through DeepSpeed. Collective."""
     set_default_environment()
     set_network_interface()
     quiet_libraries()
@@ -63,7 +63,7 @@ def join_world() -> World:
         )
         control = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
     except (dist.DistError, RuntimeError) as error:
-        raise MachineError(_explain_no_meeting(error)) from error
+        raise MachineError(_explain_failed_rendezvous(error)) from error
     return World(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -75,7 +75,7 @@ def join_world() -> World:
     )
 
 
-def _explain_no_meeting(error: Exception) -> str:
+def _explain_failed_rendezvous(error: Exception) -> str:
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     rank, world_size, address, port = (os.environ.get(name, "?") for name in names)
     reason = " ".join(str(error).split("Exception raised from")[0].split())
@@ -87,17 +87,17 @@ def _explain_no_meeting(error: Exception) -> str:
 
 
 def is_gpu() -> bool:
-    """Whether DeepSpeed found a GPU (of any vendor)."""
+    """Return whether DeepSpeed found a GPU (of any vendor)."""
     from deepspeed.accelerator import get_accelerator
 
     return bool(get_accelerator().device_name() != "cpu")
 
 
 def set_default_environment() -> None:
-    """A plain `python llmscale/train.py` is a world of one; DeepSpeed's and torch's launchers have said more.
+    """Set torch's variables for a world of one, unless a launcher has set them.
 
-    Raises ConfigError under a launcher that starts several processes and tells them nothing that torch understands:
-    each would train alone, into the same folder.
+    Raises ConfigError under a launcher that starts several processes without torch's variables: each would train
+    alone, into the same folder.
     """
     if "RANK" not in os.environ:
         check_started_alone(os.environ)
@@ -106,7 +106,7 @@ def set_default_environment() -> None:
             port = probe.getsockname()[1]
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_SIZE="1")
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    # DeepSpeed's launcher says LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; Streaming reads only the latter.
+    # DeepSpeed's launcher sets LOCAL_SIZE, torchrun LOCAL_WORLD_SIZE; Streaming reads only the latter.
     for ours, theirs in (("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")):
         if ours not in os.environ and theirs in os.environ:
             os.environ[ours] = os.environ[theirs]
@@ -115,8 +115,8 @@ def set_default_environment() -> None:
 def leave_out_shared_memory_op() -> None:
     """Keep DeepSpeed from building `shm_comm` on a CPU machine.
 
-    The op serves inference only, takes minutes to build on first use, and leaves `/dev/shm/deepspeed_*` segments behind
-    after every run. DeepSpeed builds it when its table of compatible ops says so, which is the switch used here.
+    The op serves inference only, takes minutes to build on first use, and leaves `/dev/shm/deepspeed_*` segments after
+    every run. DeepSpeed builds it if its table of compatible ops has it, so that entry is set to False.
     """
     import deepspeed.ops
 
@@ -124,13 +124,13 @@ def leave_out_shared_memory_op() -> None:
 
 
 def _gather_ranks_per_node(local_rank: int, group: dist.ProcessGroup) -> tuple[int, ...]:
-    """A node begins at each rank whose local rank is 0."""
+    """Return the ranks on each node; a node begins at each rank whose local rank is 0. Collective."""
     local_ranks = gather(group, local_rank)
     starts = [rank for rank, local in enumerate(local_ranks) if local == 0] + [len(local_ranks)]
     return tuple(end - start for start, end in itertools.pairwise(starts))
 
 
 def leave_world() -> None:
-    """End the process group, so that gloo's threads are gone before the interpreter is."""
+    """End the process group, so that gloo's threads end before the interpreter does."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,9 +1,11 @@
-"""Where ZeRO keeps a parameter's master weights. With zero_shards.py the only files that know DeepSpeed's internals.
+"""Places of a parameter's master weights in ZeRO's tensors.
 
-Stage 0: whole tensors on every rank. Stages 1 and 2: the parameters of an optimizer group are laid end to end and each
-of the ranks that ZeRO divides states over (ParallelLayout.shard_ranks) owns one contiguous partition, so it holds a
-(possibly empty) run of each parameter. Stage 3: every parameter is cut into equal pieces, the last one padded. Here all
-of them become views of flat tensors named after the parameter.
+Only this file and zero_shards.py know DeepSpeed's internals.
+
+Stage 0: complete tensors on every rank. Stages 1 and 2: an optimizer group's parameters are concatenated, and each rank
+that ZeRO divides states over (ParallelLayout.shard_ranks) owns one contiguous partition, hence a (possibly empty) range
+of each parameter. Stage 3: every parameter is cut into equal pieces, the last one padded. All of them become views of
+flat tensors, named after the parameter.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from llmscale.errors import CheckpointError
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-#: DeepSpeed releases whose layout was tested, [from, to).
+#: Range of DeepSpeed releases whose layout was tested, [from, to).
 TESTED_DEEPSPEED = ((0, 19, 8), (0, 20))
 
 
@@ -32,37 +34,37 @@ class ShardView:
     """Elements [start, start + local.numel()) of a tensor that has `total` elements when flattened."""
 
     local: Tensor
-    """1-D; shares memory with what DeepSpeed trains."""
+    """1-D view that shares memory with DeepSpeed's tensor."""
     start: int
     total: int
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where this rank keeps its part of one trainable parameter."""
+class ParameterShard:
+    """This rank's part of one trainable parameter, and its place in a flat tensor."""
 
     name: str
     """The parameter's name in the module."""
     group: str
-    """Its optimizer group."""
+    """The parameter's optimizer group."""
     flat: Tensor
-    """fp32 tensor that the optimizer steps, with this part somewhere inside."""
+    """The fp32 tensor that the optimizer steps and that contains this part."""
     offset: int
     """First element of this part in `flat`."""
     start: int
     """First element of this part in the flattened parameter."""
     length: int
-    """Elements of this part; 0 when this rank owns nothing of the parameter."""
+    """Elements of this part; 0 when this rank owns none of the parameter."""
     total: int
     """Elements of the parameter."""
 
     def view(self, tensor: Tensor) -> ShardView:
-        """This part of a tensor laid out like `flat`, as a live view."""
+        """Return this part of a tensor laid out like `flat`, as a live view."""
         return ShardView(tensor.detach().view(-1).narrow(0, self.offset, self.length), self.start, self.total)
 
 
 def check_deepspeed_version() -> None:
-    """Refuse a DeepSpeed whose internals were not tested, before anything is trained that could not be saved."""
+    """Refuse an untested DeepSpeed release before training, because its checkpoints might fail."""
     import deepspeed
 
     oldest, too_new = TESTED_DEEPSPEED
@@ -75,18 +77,18 @@ def check_deepspeed_version() -> None:
         )
 
 
-def placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
-    """Where this rank keeps each trainable parameter, in the module's order."""
+def parameter_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
+    """Yield this rank's part of each trainable parameter, in the module's order."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
-        return _stage3_placements(engine)
+        return _stage3_shards(engine)
     if hasattr(zero, "partition_count") or hasattr(zero, "single_partition_of_fp32_groups"):
-        return _stage12_placements(engine)
-    return _stage0_placements(engine)
+        return _stage12_shards(engine)
+    return _stage0_shards(engine)
 
 
 def parts_of_all_ranks(engine: DeepSpeedEngine) -> dict[str, tuple[Part, ...]]:
-    """Which rank of `shard_group` has what of each trainable parameter; nothing where every rank has all of it."""
+    """Return the parts of each trainable parameter on the ranks of `shard_group`; empty where every rank has all."""
     zero = engine.optimizer
     if hasattr(zero, "fp32_partitioned_groups_flat"):
         ranks = dist.get_world_size(shard_group(engine))
@@ -102,12 +104,12 @@ def parts_of_all_ranks(engine: DeepSpeedEngine) -> dict[str, tuple[Part, ...]]:
 
 
 def shard_group(engine: DeepSpeedEngine) -> dist.ProcessGroup | None:
-    """The ranks that ZeRO divides states over; None: all of them."""
+    """Return the ranks that ZeRO divides states over; None for all of them."""
     return getattr(engine.optimizer, "dp_process_group", None)
 
 
 def inner_optimizer(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
-    """The torch optimizer inside DeepSpeed's wrapper; at stage 0 in fp32 there is no wrapper."""
+    """Return the torch optimizer inside DeepSpeed's wrapper, which stage 0 in fp32 does not have."""
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
@@ -116,13 +118,13 @@ def _trainable(engine: DeepSpeedEngine) -> Iterator[tuple[str, torch.nn.Paramete
 
 
 def piece_of(param: torch.nn.Parameter) -> tuple[int, int, int]:
-    """(first element, elements, elements of the whole) of the piece that this rank has of a parameter at stage 3."""
+    """Return (first element, elements, the parameter's elements) of this rank's piece at stage 3."""
     size, total = param.ds_tensor.ds_numel, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
     start = min(param.ds_zero_partition_rank * size, total)  # type: ignore[attr-defined]
     return start, min(size, total - start), total
 
 
-def _stage0_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
+def _stage0_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     zero, optimizer = engine.optimizer, inner_optimizer(engine)
     lows = getattr(zero, "fp16_groups", None) or [group["params"] for group in optimizer.param_groups]
     masters = {
@@ -132,12 +134,11 @@ def _stage0_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
     }
     for name, param in _trainable(engine):
         flat, group_name = masters[id(param)]
-        yield Placement(name, group_name, flat, 0, 0, param.numel(), param.numel())
+        yield ParameterShard(name, group_name, flat, 0, 0, param.numel(), param.numel())
 
 
-def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
-    """Not by DeepSpeed's own `_hp_mapping`, which takes the parameters in the module's order where
-    `round_robin_gradients` has laid them in another."""
+def _stage12_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
+    # Not by DeepSpeed's `_hp_mapping`: it assumes the module's order, and `round_robin_gradients` changes the order.
     optimizer, rank = inner_optimizer(engine), dist.get_rank(shard_group(engine))
     parts = parts_of_all_ranks(engine)
     groups, flats = _flat_groups(engine)
@@ -148,31 +149,31 @@ def _stage12_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
         flat = group["params"][0]
         part = next((part for part in parts[name] if part.rank == rank), None)
         if part is None:
-            yield Placement(name, group["name"], flat, 0, 0, 0, param.numel())
+            yield ParameterShard(name, group["name"], flat, 0, 0, 0, param.numel())
         else:
             begin = _offset_in_flat(param, flats[index]) - rank * flat.numel()
-            yield Placement(name, group["name"], flat, begin + part.start, part.start, part.length, param.numel())
+            yield ParameterShard(name, group["name"], flat, begin + part.start, part.start, part.length, param.numel())
 
 
-def _stage3_placements(engine: DeepSpeedEngine) -> Iterator[Placement]:
+def _stage3_shards(engine: DeepSpeedEngine) -> Iterator[ParameterShard]:
     zero, optimizer = engine.optimizer, inner_optimizer(engine)
     for name, param in _trainable(engine):
         sub_group, offset, _ = zero.grad_position[zero.get_param_id(param)]
         group = optimizer.param_groups[zero.sub_group_to_group_id[sub_group]]
         start, length, total = piece_of(param)
         flat = zero.fp32_partitioned_groups_flat[sub_group]
-        yield Placement(name, group["name"], flat, offset, start, length, total)
+        yield ParameterShard(name, group["name"], flat, offset, start, length, total)
 
 
 def _equal_parts(param: torch.nn.Parameter, ranks: int) -> tuple[Part, ...]:
-    """Stage 3: equal pieces, the last ones shorter or empty."""
+    """Return stage 3's equal pieces, of which the last ones may be shorter or empty."""
     size, total = param.ds_tensor.ds_numel, param.ds_numel  # type: ignore[attr-defined]  # DeepSpeed sets them
     pieces = (Part(rank, rank * size, min(size, total - rank * size)) for rank in range(ranks))
     return tuple(piece for piece in pieces if piece.length > 0)
 
 
 def _flat_groups(engine: DeepSpeedEngine) -> tuple[list[list[torch.nn.Parameter]], list[Tensor]]:
-    """Stages 1 and 2: each group's parameters, and the flat tensor that they are views of; at other stages nothing."""
+    """Return each group's parameters and the flat tensor that they are views of; empty outside stages 1 and 2."""
     zero = engine.optimizer
     if hasattr(zero, "bf16_groups"):  # BF16_Optimizer
         return zero.bf16_groups, zero.bf16_groups_flat
@@ -184,7 +185,7 @@ def _offset_in_flat(param: torch.nn.Parameter, flat: Tensor) -> int:
 
 
 def _parts_of_flat(param: torch.nn.Parameter, flat: Tensor, ranks: int) -> tuple[Part, ...]:
-    """Stages 1 and 2: the flat tensor, of which the parameter is a view, is cut into equal partitions."""
+    """Return the parts of a parameter at stages 1 and 2, where its flat tensor is cut into equal partitions."""
     begin, size = _offset_in_flat(param, flat), flat.numel() // ranks
     end = begin + param.numel()
     cuts = [begin, *range((begin // size + 1) * size, end, size), end]

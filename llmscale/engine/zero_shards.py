@@ -1,6 +1,6 @@
-"""What ZeRO's shards hold, master weights and optimizer states, as live views to save and to fill, on NVMe as well.
+"""Views of ZeRO's shards (master weights, optimizer states) for saving and loading, also from NVMe.
 
-Where they lie is zero_layout.py's; together the two are all that knows DeepSpeed's internals.
+zero_layout.py finds their places. Only these two files know DeepSpeed's internals.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from llmscale.engine.zero_layout import Placement, ShardView, inner_optimizer, piece_of, placements
+from llmscale.engine.zero_layout import ParameterShard, ShardView, inner_optimizer, parameter_shards, piece_of
 from llmscale.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -23,45 +23,47 @@ MASTER = "master"
 
 
 def state_views(engine: DeepSpeedEngine) -> dict[str, ShardView]:
-    """Views of everything this rank owns: '<state>/<parameter>', 'frozen/<parameter>', 'buffer/<buffer>'.
+    """Return views of everything this rank owns: '<state>/<parameter>', 'frozen/<parameter>', 'buffer/<buffer>'.
 
-    <state> is `master` (fp32 weights) or the optimizer's own name of a tensor that has an element per weight
-    (`exp_avg`, ...). A state of another shape (Adafactor's row and column sums, stage 0 only) is kept whole. The views
-    are live, but for what lies on NVMe, which is copied into host memory: hand those to write_back after changing them.
+    <state> is `master` (fp32 weights) or the optimizer's name of a tensor with an element per weight (`exp_avg`, ...).
+    A state of another shape (Adafactor's row and column sums, stage 0 only) is one view. Views are live, except those
+    of tensors on NVMe, which are copies in host memory: pass these to write_back after changing them.
     """
     views: dict[str, ShardView] = {}
-    for places in _places_by_flat(engine):
-        with _in_memory(engine, places[0].flat, write=False) as was_on_nvme:
-            for key, view in _views_of(engine, places):
+    for shards in _shards_by_flat(engine):
+        with _in_memory(engine, shards[0].flat, write=False) as was_on_nvme:
+            for key, view in _views_of(engine, shards):
                 views[key] = ShardView(view.local.clone(), view.start, view.total) if was_on_nvme else view
     return views | _frozen_views(engine) | _buffer_views(engine)
 
 
 def write_back(engine: DeepSpeedEngine, views: Mapping[str, ShardView]) -> None:
-    """Store views that state_views gave out and the caller has filled; only what lies on NVMe needs it."""
-    for places in _places_by_flat(engine):
-        if not _is_on_nvme(engine, places[0].flat):
+    """Write filled views from state_views back to NVMe; other tensors are already changed."""
+    for shards in _shards_by_flat(engine):
+        if not _is_on_nvme(engine, shards[0].flat):
             continue
-        with _in_memory(engine, places[0].flat, write=True):
-            for key, view in _views_of(engine, places):
+        with _in_memory(engine, shards[0].flat, write=True):
+            for key, view in _views_of(engine, shards):
                 if key in views:
                     view.local.copy_(views[key].local)
 
 
 def weights_to_fill(engine: DeepSpeedEngine) -> Iterator[dict[str, ShardView]]:
-    """Live views of this rank's weights by parameter, one flat tensor at a time: of what lies on NVMe no more than that
-    is in memory while the caller fills it, and it goes back there when the next one is asked for."""
-    for places in _places_by_flat(engine):
-        with _in_memory(engine, places[0].flat, write=True):
-            yield {place.name: place.view(place.flat) for place in places}
+    """Yield live views of this rank's weights by parameter, one flat tensor at a time.
+
+    A flat tensor on NVMe is in memory while the caller fills it, and is written back when the next one is requested.
+    """
+    for shards in _shards_by_flat(engine):
+        with _in_memory(engine, shards[0].flat, write=True):
+            yield {shard.name: shard.view(shard.flat) for shard in shards}
     yield {key.partition("/")[2]: view for key, view in _frozen_views(engine).items()}
 
 
 def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
-    """Per optimizer group, the states that are one number (Adam's `step`)."""
+    """Return the scalar optimizer states (Adam's `step`) of each optimizer group."""
     scalars: dict[str, dict[str, float]] = {}
-    for places in _places_by_flat(engine):
-        flat, group = places[0].flat, places[0].group
+    for shards in _shards_by_flat(engine):
+        flat, group = shards[0].flat, shards[0].group
         if group in scalars:
             continue
         with _in_memory(engine, flat, write=False):
@@ -71,12 +73,12 @@ def group_scalars(engine: DeepSpeedEngine) -> dict[str, dict[str, float]]:
 
 
 def set_group_scalars(engine: DeepSpeedEngine, scalars: Mapping[str, Mapping[str, float]]) -> None:
-    """The inverse of group_scalars; groups that are not in `scalars` are left alone."""
-    for places in _places_by_flat(engine):
-        flat = places[0].flat
+    """Set scalar optimizer states, as group_scalars returns them, in the groups that `scalars` names."""
+    for shards in _shards_by_flat(engine):
+        flat = shards[0].flat
         with _in_memory(engine, flat, write=True):
             state = inner_optimizer(engine).state.get(flat, {})
-            for key, number in scalars.get(places[0].group, {}).items():
+            for key, number in scalars.get(shards[0].group, {}).items():
                 if isinstance(state.get(key), Tensor):
                     state[key].fill_(number)
                 else:
@@ -84,22 +86,22 @@ def set_group_scalars(engine: DeepSpeedEngine, scalars: Mapping[str, Mapping[str
 
 
 def materialise_optimizer_state(engine: DeepSpeedEngine) -> None:
-    """Let the optimizer create its states, which it does at its first step, so that they can be loaded into.
+    """Make the optimizer create its states, so that they can be loaded into.
 
-    One step with gradients of zero and a learning rate of zero changes no weight.
+    It creates them at its first step; one with zero gradients and a learning rate of 0 changes no weight.
     """
     optimizer = inner_optimizer(engine)
-    for places in _places_by_flat(engine):
-        flat = places[0].flat
+    for shards in _shards_by_flat(engine):
+        flat = shards[0].flat
         if optimizer.state.get(flat):
             continue
-        with _in_memory(engine, flat, write=True), _only(optimizer, places[0].group, flat):
+        with _in_memory(engine, flat, write=True), _only(optimizer, shards[0].group, flat):
             optimizer.step()
 
 
 @contextmanager
 def _only(optimizer: torch.optim.Optimizer, group_name: str, flat: Tensor) -> Iterator[None]:
-    """For the time being the optimizer has one tensor, with a gradient of zero and a learning rate of zero."""
+    """Reduce the optimizer to one tensor with a zero gradient and a learning rate of 0; restore it at the end."""
     kept = [(group, group["params"], group["lr"]) for group in optimizer.param_groups]
     gradient = flat.grad
     for group in optimizer.param_groups:
@@ -115,7 +117,7 @@ def _only(optimizer: torch.optim.Optimizer, group_name: str, flat: Tensor) -> It
 
 
 def reset_step_counts(engine: DeepSpeedEngine) -> None:
-    """Undo what DeepSpeed's dummy step at start-up (stage 0 in 16 bit) did to Adam's bias correction."""
+    """Undo the effect of DeepSpeed's dummy step at start-up (stage 0 in 16 bit) on Adam's bias correction."""
     for state in inner_optimizer(engine).state.values():
         if isinstance(state.get("step"), Tensor):
             state["step"].zero_()
@@ -128,12 +130,12 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
         for index, master in enumerate(zero.fp32_partitioned_groups_flat):
             low = zero.fp16_partitioned_groups_flat[index]
             with _in_memory(engine, master, write=False):
-                if low is None:  # the parameters lie on NVMe
+                if low is None:  # the parameters are on NVMe
                     zero._partitioned_params_swap_out(index)
                 else:
                     low.data.copy_(master.data)
-        _let_go_of_whole_parameters(engine)
-        forget_second_copies(engine)
+        _partition_persistent_parameters(engine)
+        invalidate_hpz_copies(engine)
     elif hasattr(zero, "update_lp_params"):  # stages 1 and 2
         zero.update_lp_params()
     elif hasattr(zero, "fp16_groups"):  # stage 0 in 16 bit
@@ -142,9 +144,9 @@ def refresh_low_precision_weights(engine: DeepSpeedEngine) -> None:
                 low.data.copy_(master.data)
 
 
-def _let_go_of_whole_parameters(engine: DeepSpeedEngine) -> None:
-    """Stage 3 after its first step: small parameters stay gathered on every rank (stage3_param_persistence_threshold).
-    The next forward pass gathers them from the shards, instead of using what they were."""
+def _partition_persistent_parameters(engine: DeepSpeedEngine) -> None:
+    """Make the next forward pass gather small parameters again, which stage 3 keeps gathered after its first step
+    (stage3_param_persistence_threshold)."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     for parameter in engine.optimizer.persistent_parameters:
@@ -152,43 +154,45 @@ def _let_go_of_whole_parameters(engine: DeepSpeedEngine) -> None:
             parameter.partition()
 
 
-def forget_second_copies(engine: DeepSpeedEngine) -> None:
-    """Stage 3 with hpZ: the next forward pass gathers from all ranks again. Else it would use copies of the weights
-    that were there before; zero.Init makes them too, of the first weights."""
+def invalidate_hpz_copies(engine: DeepSpeedEngine) -> None:
+    """Make the next forward pass of stage 3 with hpZ gather from all ranks again, not from old secondary copies.
+
+    zero.Init makes such copies too, of the first weights.
+    """
     if hasattr(engine.optimizer, "invalidate_secondary_tensor"):
         engine.optimizer.invalidate_secondary_tensor()
 
 
-def _places_by_flat(engine: DeepSpeedEngine) -> list[list[Placement]]:
-    """Placements that lie in the same flat tensor, together."""
-    flats: dict[int, list[Placement]] = {}
-    for place in placements(engine):
-        flats.setdefault(id(place.flat), []).append(place)
+def _shards_by_flat(engine: DeepSpeedEngine) -> list[list[ParameterShard]]:
+    """Return this rank's shards, grouped by their flat tensor."""
+    flats: dict[int, list[ParameterShard]] = {}
+    for shard in parameter_shards(engine):
+        flats.setdefault(id(shard.flat), []).append(shard)
     return list(flats.values())
 
 
-def _views_of(engine: DeepSpeedEngine, places: list[Placement]) -> Iterator[tuple[str, ShardView]]:
-    """Master weights and optimizer states of parameters that lie in one flat tensor."""
-    state = inner_optimizer(engine).state.get(places[0].flat, {})
-    for place in places:
-        yield f"{MASTER}/{place.name}", place.view(place.flat)
+def _views_of(engine: DeepSpeedEngine, shards: list[ParameterShard]) -> Iterator[tuple[str, ShardView]]:
+    """Yield master weights and optimizer states of the shards of one flat tensor."""
+    state = inner_optimizer(engine).state.get(shards[0].flat, {})
+    for shard in shards:
+        yield f"{MASTER}/{shard.name}", shard.view(shard.flat)
         for key, value in state.items():
-            if not _has_elements(value, place.flat):
+            if not _has_elements(value, shard.flat):
                 continue
-            if value.numel() == place.flat.numel():
-                yield f"{key}/{place.name}", place.view(value)
-            elif place.flat.numel() == place.total:
-                yield f"{key}/{place.name}", ShardView(value.detach().view(-1), 0, value.numel())
+            if value.numel() == shard.flat.numel():
+                yield f"{key}/{shard.name}", shard.view(value)
+            elif shard.flat.numel() == shard.total:
+                yield f"{key}/{shard.name}", ShardView(value.detach().view(-1), 0, value.numel())
             else:
                 raise CheckpointError(
-                    f"the optimizer's '{key}' of '{place.name}' has {value.numel()} elements and its weights "
-                    f"{place.flat.numel()} on this rank: such a state cannot be saved or loaded where ZeRO divides it. "
+                    f"the optimizer's '{key}' of '{shard.name}' has {value.numel()} elements and its weights "
+                    f"{shard.flat.numel()} on this rank: such a state cannot be saved or loaded where ZeRO divides it. "
                     "Use ZeRO stage 0, or another optimizer."
                 )
 
 
 def _has_elements(value: object, flat: Tensor) -> bool:
-    """Whether an optimizer state is a tensor of elements, not one number such as Adam's `step`."""
+    """Return whether an optimizer state is a tensor of elements, not a scalar such as Adam's `step`."""
     return isinstance(value, Tensor) and (value.numel() > 1 or value.numel() == flat.numel())
 
 
@@ -203,7 +207,7 @@ def _sub_group_of(zero: DeepSpeedZeroOptimizer_Stage3, flat: Tensor) -> int:
 
 @contextmanager
 def _in_memory(engine: DeepSpeedEngine, flat: Tensor, *, write: bool) -> Iterator[bool]:
-    """Have a flat tensor and its optimizer states in memory; gives whether they lay on NVMe, and goes back there."""
+    """Swap a flat tensor and its optimizer states in from NVMe, and out again; yields whether they are on NVMe."""
     if not _is_on_nvme(engine, flat):
         yield False
         return

@@ -17,19 +17,22 @@ import torch
 from torch import Tensor
 
 from llmscale.architecture.families.family import Family, HFTensor
-from llmscale.architecture.families.registry import family_of, get_family
+from llmscale.architecture.hf_config import family_of, get_family
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_folder import CARD_NAME, CONFIG_NAME, GENERATION_NAME, check_space
-from llmscale.checkpoint.published_files import POSITIONS, last_positions
-from llmscale.checkpoint.safetensors_files import (
-    TORCH_DTYPES,
+from llmscale.checkpoint.hf_write import (
+    CARD_NAME,
+    CONFIG_NAME,
+    GENERATION_NAME,
+    POSITIONS,
     ExportDtype,
+    check_space,
+    last_positions,
     plan_files,
     tensor_bytes,
     write_file,
     write_index,
 )
-from llmscale.checkpoint.stored_weights import StoredWeights
+from llmscale.checkpoint.tensor_files import StoredWeights
 from llmscale.config.hf_model import PublishedModel
 from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
@@ -43,6 +46,7 @@ _VERSION = "4.57.6"
 #: Weights in memory at a time, where a tensor can be written in the order in which it lies in the checkpoint.
 _PART_ELEMENTS = 1 << 22
 _TORCH_NAMES: dict[ExportDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_TORCH_DTYPES: dict[ExportDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ def describe_export(
     """Return a model as transformers will see it: in the family and with the positions of the published model that it
     was made from. Raises ConfigError, CheckpointError."""
     family = get_family(published.entries, published.source) if published is not None else None
-    if published is None or family is None or not family.expresses(trained):
+    if published is None or family is None or family.lost(trained):
         return ExportedModel(trained, family_of(trained), dtype, shard_bytes)
     rows, seq_len = None, max(trained.seq_len, published.shape.seq_len)
     if trained.positions == "learned":
@@ -126,7 +130,7 @@ def write_model(
 ) -> None:
     """Write configurations, weights, tokenizer and the model card `card` to `out`, all of it or nothing.
 
-    `overwrite` replaces the folder, which was checked (checkpoint/hf_folder.py). Every file of weights is read back and
+    `overwrite` replaces the folder, which was checked (checkpoint/hf_write.py). Every file of weights is read back and
     compared. Raises ConfigError for weights that `dtype` cannot hold, DataError when `out` cannot be written,
     MachineError when the disk returns something else than was written.
     """
@@ -202,7 +206,7 @@ def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[
     last = model.last_positions if tensor.parameter == POSITIONS else None
     zeros = (tensor.skipped_rows if tensor.parameter else rows) * columns
     for done in range(0, zeros, _PART_ELEMENTS):
-        yield torch.zeros(min(_PART_ELEMENTS, zeros - done), dtype=TORCH_DTYPES[dtype])
+        yield torch.zeros(min(_PART_ELEMENTS, zeros - done), dtype=_TORCH_DTYPES[dtype])
     if tensor.transposed:
         yield _transposed(stored, dtype, tensor)
         return
@@ -222,7 +226,7 @@ def _as_matrix(tensor: HFTensor) -> tuple[int, int]:
 def _transposed(stored: Weights, dtype: ExportDtype, tensor: HFTensor) -> Tensor:
     """Flat and whole, filled with some of our rows, [rows, columns], at a time."""
     columns, rows = _as_matrix(tensor)
-    theirs = torch.empty(columns, rows, dtype=TORCH_DTYPES[dtype])
+    theirs = torch.empty(columns, rows, dtype=_TORCH_DTYPES[dtype])
     at_once = max(1, _PART_ELEMENTS // columns)
     for row in range(0, rows, at_once):
         count = min(at_once, rows - row)
@@ -236,7 +240,7 @@ def _converted(weights: Tensor, dtype: ExportDtype, name: str) -> Tensor:
         raise ConfigError(
             f"'{name}' holds NaN or infinity: training diverged before this checkpoint. Name another one."
         )
-    converted = weights.to(TORCH_DTYPES[dtype])
+    converted = weights.to(_TORCH_DTYPES[dtype])
     if not converted.isfinite().all():
         largest = weights.abs().max().item()
         legal = "fp32 or bf16" if dtype == "fp16" else "fp32"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.config.user_paths import YAML_SUFFIXES
 from llmscale.errors import ConfigError
 from llmscale.evaluate.tasks import FORMATS, TaskResult

@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_files import find_weights_files
-from llmscale.checkpoint.hf_match import match_tensors
-from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
+from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_tensors, match_tensors
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.config.hf_model import PublishedModel
 from llmscale.engine.zero_layout import ShardView

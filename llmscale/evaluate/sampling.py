@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError, TrainingError
+from llmscale.model.attention_context import KVCache
 from llmscale.model.gpt import GPT
-from llmscale.model.kv_cache import KVCache
 
 #: One token by the number of its prompt.
 TokenByPrompt = dict[int, int]

@@ -11,7 +11,7 @@ from torch import Tensor
 from llmscale.evaluate.scoring_requests import Row, batches_by_length
 from llmscale.model.gpt import GPT
 
-#: From tokens and targets, ids [batch, t], to the targets' scores [batch, t, 2] (model/token_scores.py).
+#: From tokens and targets, ids [batch, t], to the targets' scores [batch, t, 2] (model/loss.py).
 TokenScorer = Callable[[Tensor, Tensor], Tensor]
 
 

@@ -14,16 +14,15 @@ from typing import TYPE_CHECKING
 
 from llmscale.architecture.hf_config import CONFIG_NAME
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.hf_write import open_published
+from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.manifest import CheckpointManifest, find_damage, load_manifest
-from llmscale.checkpoint.published_files import open_published
 from llmscale.checkpoint.run_state import RunState, parse_run_state
-from llmscale.config.arguments import build_run_config
 from llmscale.config.hf_model import PREFIX, PublishedModel, read_published_model
 from llmscale.config.resolve import SetFacts, resolve_shape
-from llmscale.config.run_config import RunConfig
-from llmscale.data.mix.training_sets import TrainingSets, open_kept_sets, open_recorded_sets, open_training_sets
-from llmscale.data.shards.dataset_source import fetch_tokenizer
+from llmscale.config.run_config import RunConfig, build_run_config
+from llmscale.data.mixture import TrainingSets, open_kept_sets, open_recorded_sets, open_training_sets
+from llmscale.data.shards.cache import fetch_tokenizer
 from llmscale.data.shards.manifest import check_set_matches
 from llmscale.data.tokenizers.load_tokenizer import check_tokenizer_of_weights, load_set_tokenizer, load_tokenizer
 from llmscale.data.tokenizers.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.data.order.sample_order import RankLayout
 from llmscale.data.validation import ValidationSplit, bits_per_byte, open_validation, validation_batches
 from llmscale.errors import DataError

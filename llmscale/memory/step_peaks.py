@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from llmscale.architecture.description import Architecture
+from llmscale.architecture.layers import Architecture
 from llmscale.memory.activations.activation_memory import ActivationMemory
 from llmscale.memory.activations.recorded import Moment
 from llmscale.memory.breakdown import Breakdown

@@ -1,7 +1,17 @@
-"""The GPT that every shape describes. Knows nothing of ranks, ZeRO or precision: those are applied from outside."""
+"""The GPT that every shape describes (Radford et al. 2019; Touvron et al. 2023).
+
+It knows nothing of ranks, ZeRO or precision, which are applied from outside. Initial weights are the same numbers for
+a seed at every ZeRO stage, precision and device. `deepspeed.zero.Init` shards a module's parameters as soon as the
+module's constructor returns, and makes new tensors in the training precision. Each constructor therefore draws its
+weights itself, in fp32 on the CPU, and rounds them to the parameter's type.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -9,29 +19,313 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.attention_kernels import ComputeCapability, has_flash_attention
+from llmscale.architecture.shape import Activation, GPTShape
 from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
 from llmscale.errors import DataError
-from llmscale.model.attention_context import AttentionContext, build_context, compute_dtype, positions_in_documents
-from llmscale.model.block import Block
-from llmscale.model.head import OutputHead, TiedHead
-from llmscale.model.kv_cache import KVCache, Places
-from llmscale.model.layers import Embedding, build_norm
+from llmscale.model.attention_context import (
+    AttentionContext,
+    KVCache,
+    build_context,
+    compute_dtype,
+    positions_in_documents,
+)
+from llmscale.model.loss import chunked_cross_entropy, score_tokens
+
+#: Standard deviation of every weight matrix and embedding (Radford et al. 2019, and OpenAI's code).
+INIT_STD = 0.02
+
+#: Numbers drawn from one seed. A core draws 10^8 a second, 29 minutes for GPT-3 175B, so large tensors are drawn in
+#: chunks on all threads. Chunks also limit the extra fp32 memory to 64 MiB a thread.
+CHUNK_ELEMENTS = 2**24
+
+
+def residual_std(n_layer: int) -> float:
+    """Return the standard deviation of the projections that end in the residual stream.
+
+    Each of the n_layer blocks adds two of them, so the factor 1/sqrt(2 n_layer) keeps the variance of their sum that of
+    one (Radford et al. 2019, section 2.3).
+    """
+    return INIT_STD / math.sqrt(2 * n_layer)
+
+
+def fill_normal_(parameter: Tensor, std: float, generator: torch.Generator) -> None:
+    """Overwrite `parameter` with numbers from N(0, std^2), the same for every number of threads.
+
+    `generator` draws the seed of each chunk. Parameters without storage (meta device, fake tensors) are skipped.
+    """
+    if parameter.is_meta or isinstance(parameter, FakeTensor):
+        return
+    chunks = parameter.detach().view(-1).split(CHUNK_ELEMENTS)
+    seeds = [int(torch.randint(2**63 - 1, (1,), generator=generator)) for _ in chunks]
+    fill = partial(_fill_chunk, std)
+    if len(chunks) == 1:
+        fill(chunks[0], seeds[0])
+        return
+    with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        list(pool.map(fill, chunks, seeds))
+
+
+def _fill_chunk(std: float, chunk: Tensor, seed: int) -> None:
+    # Not empty().normal_(): zero.Init replaces torch.empty by one that ignores the requested dtype, and a draw in bf16
+    # is another sequence than one in fp32.
+    generator = torch.Generator().manual_seed(seed)
+    size = (chunk.numel(),)
+    chunk.copy_(torch.normal(0.0, std, size, generator=generator, dtype=torch.float32, device="cpu"))
+
+
+class Linear(nn.Linear):
+    """`nn.Linear` with weights from N(0, std^2) and a bias of zeros."""
+
+    def __init__(
+        self, inputs: int, outputs: int, generator: torch.Generator, *, bias: bool, std: float = INIT_STD
+    ) -> None:
+        super().__init__(inputs, outputs, bias)
+        fill_normal_(self.weight, std, generator)
+        if bias:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute [..., inputs] -> [..., outputs] as a two-dimensional product.
+
+        ZeRO-3's replacement of `F.linear` then adds the bias within the product, as PyTorch does. In three dimensions
+        it adds the bias in place in a second pass: slower, rounded twice, and a silent change to the result that
+        selective activation checkpointing has saved.
+        """
+        return F.linear(input.flatten(0, -2), self.weight, self.bias).unflatten(0, input.shape[:-1])
+
+    def reset_parameters(self) -> None:
+        """Skip `nn.Linear`'s own draw, which would advance the global generator."""
+
+
+class Embedding(nn.Embedding):
+    """`nn.Embedding` with rows from N(0, 0.02^2)."""
+
+    def __init__(self, rows: int, width: int, generator: torch.Generator) -> None:
+        super().__init__(rows, width)
+        fill_normal_(self.weight, INIT_STD, generator)
+
+    def reset_parameters(self) -> None:
+        """Skip `nn.Embedding`'s own draw, which would advance the global generator."""
+
+
+class RMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` in its weights' type: fp32 under autocast, as CUDA's autocast does and a CPU's does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension: [..., width] -> [..., width]."""
+        return F.rms_norm(x.to(self.weight.dtype), self.normalized_shape, self.weight, self.eps)
+
+
+def build_norm(shape: GPTShape) -> nn.Module:
+    """Build a norm as wide as the residual stream."""
+    if shape.norm == "rmsnorm":
+        return RMSNorm(shape.n_embd, shape.norm_eps)
+    return nn.LayerNorm(shape.n_embd, shape.norm_eps, bias=shape.bias)
+
+
+#: Stores a layer's new keys and values [batch, t, n_kv_head, head_dim], and returns all stored ones.
+CacheAppend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    """Apply the MLP's non-linearity."""
+    if activation == "relu":
+        return F.relu(x)
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention in which a position sees itself and earlier ones; key-value heads may be shared."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.shape = shape
+        width, bias = shape.n_embd, shape.attention_bias
+        # One matrix product for q, k and v of all heads: columns are [q | k | v], each of them head by head.
+        self.qkv = Linear(width, shape.qkv_heads * shape.head_dim, generator, bias=bias != "none")
+        if shape.qk_norm != "none":
+            q_heads, k_heads = (shape.n_head, shape.n_kv_head) if shape.qk_norm == "width" else (1, 1)
+            self.q_norm = RMSNorm(q_heads * shape.head_dim, shape.norm_eps)
+            self.k_norm = RMSNorm(k_heads * shape.head_dim, shape.norm_eps)
+        inner, std = shape.n_head * shape.head_dim, residual_std(shape.n_layer)
+        self.proj = Linear(inner, width, generator, bias=bias == "all", std=std)
+
+    def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
+        """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions."""
+        shape = self.shape
+        qkv = self.qkv(x).unflatten(-1, (shape.qkv_heads, shape.head_dim))
+        # Split before the transposition: in the other order the backward pass copies all of qkv once more.
+        q, k, v = qkv.split((shape.n_head, shape.n_kv_head, shape.n_kv_head), dim=2)  # each [batch, t, heads, head_dim]
+        if shape.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        elif shape.qk_norm == "width":
+            q, k = self.q_norm(q.flatten(2)).view_as(q), self.k_norm(k.flatten(2)).view_as(k)
+        # Autocast norms in fp32; all later steps use the type of v.
+        q, k = context.rotate(q.type_as(v)), context.rotate(k.type_as(v))
+        if append_to_cache is not None:
+            k, v = append_to_cache(k, v)
+        y = self._attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), context.mask)
+        return F.dropout(self.proj(y.transpose(1, 2).flatten(2)), shape.dropout, self.training)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        """Compute softmax(q k^T) v over [batch, heads, t, head_dim].
+
+        Without a mask attention is causal, or a single query sees everything.
+        """
+        shared = self.shape.n_head // self.shape.n_kv_head
+        # Only CUDA's FlashAttention shares key-value heads, in 16 bit and without a mask; the other kernels would fall
+        # back to scores [t, t] (sdp_utils.cpp, check_batch_size_and_num_heads_dense).
+        dropout = self.shape.dropout if self.training else 0.0
+        is_native = mask is None and has_flash_attention(
+            q.shape[-1],
+            is_16bit=q.dtype in (torch.float16, torch.bfloat16),
+            drops_out=dropout > 0,
+            capability=device_capability(q.device),
+        )
+        if shared > 1 and not is_native:
+            k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            mask,
+            dropout_p=dropout,
+            is_causal=mask is None and q.shape[2] == k.shape[2],
+            enable_gqa=shared > 1 and is_native,
+        )
+
+
+def device_capability(device: torch.device) -> ComputeCapability | None:
+    """Return a GPU's compute capability; None for other devices. A dry run replaces this function."""
+    if device.type != "cuda":
+        return None
+    # Not get_device_capability, at which torch.compile's graph would break.
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major, properties.minor
+
+
+class MLP(nn.Module):
+    """Up to mlp_width, non-linearity, down again."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.activation, self.dropout, self.is_gated = shape.activation, shape.dropout, shape.gated_mlp
+        width, hidden, bias = shape.n_embd, shape.mlp_width, bool(shape.mlp_bias)
+        # One matrix product for gate and up, columns [gate | up].
+        self.up = Linear(width, 2 * hidden if self.is_gated else hidden, generator, bias=bias)
+        self.down = Linear(hidden, width, generator, bias=bias, std=residual_std(shape.n_layer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute [batch, t, n_embd] -> [batch, t, n_embd]."""
+        return F.dropout(self.down(self._hidden(x)), self.dropout, self.training)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Compute [batch, t, mlp_width]; its temporaries are freed before the next product."""
+        if not self.is_gated:
+            return activate(self.up(x), self.activation)
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return activate(gate, self.activation) * up
+
+
+class Block(nn.Module):
+    """One transformer block; the residual stream itself is never normalised.
+
+    Norms before: x + attention(norm(x)), then x + mlp(norm(x)). After: x + norm(attention(x)), then x + norm(mlp(x)).
+    """
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator) -> None:
+        super().__init__()
+        self.is_pre = shape.norm_placement == "pre"
+        self.ln_1 = build_norm(shape)
+        self.attn = CausalSelfAttention(shape, generator)
+        self.ln_2 = build_norm(shape)
+        self.mlp = MLP(shape, generator)
+
+    def forward(self, x: Tensor, context: AttentionContext, append_to_cache: CacheAppend | None = None) -> Tensor:
+        """Compute [batch, t, n_embd] -> [batch, t, n_embd]; with `append_to_cache`, x continues cached positions."""
+        if self.is_pre:
+            x = x + self.attn(self.ln_1(x), context, append_to_cache)
+            return x + self.mlp(self.ln_2(x))
+        x = x + self.ln_1(self.attn(x, context, append_to_cache))
+        return x + self.ln_2(self.mlp(x))
+
+
+class _Head(nn.Module):
+    def __init__(self, weight: Tensor, vocab_size: int, loss: LossSettings) -> None:
+        super().__init__()
+        self.weight, self.vocab_size, self.loss = weight, vocab_size, loss
+        self.mean_z_squared: Tensor | None = None
+        """Mean z^2 of the last training micro-batch, a scalar in fp32; None without a z-loss."""
+        self.sequence_losses: deque[Tensor] | None = None
+        """If set from outside, collects the nats per token of each sequence [batch] of micro-batches with targets."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, each_token: bool = False) -> Tensor:
+        """Compute logits, or the loss where `targets` are given.
+
+        x: [batch, t, n_embd]. Returns logits [batch, t, vocab_size] in x's precision, a view without the padding rows.
+        With `targets`, ids [batch, t], returns their mean cross-entropy in nats, a scalar in fp32, or with
+        `each_token` the result of `score_tokens`, [batch, t, 2]. The loss is computed here because ZeRO-3 gathers the
+        weights only while this module runs.
+        """
+        if targets is None:
+            return F.linear(x, self.weight)[..., : self.vocab_size]
+        if each_token:
+            return score_tokens(x, self.weight, targets, self.vocab_size, self.loss.chunk_tokens)
+        settings = self.loss if self.training else replace(self.loss, z_loss=0.0)
+        collected = self.sequence_losses
+        losses = chunked_cross_entropy(
+            x, self.weight, targets, self.vocab_size, settings, each_sequence=collected is not None
+        )
+        if self.training:
+            self.mean_z_squared = losses.mean_z_squared
+        if collected is not None and losses.of_sequences is not None:
+            collected.append(losses.of_sequences)
+        return losses.mean
+
+
+class OutputHead(_Head):
+    """Output head with its own weights, [padded_vocab_size, n_embd] like the token embedding."""
+
+    def __init__(self, shape: GPTShape, generator: torch.Generator, loss: LossSettings) -> None:
+        weight = nn.Parameter(torch.empty(shape.padded_vocab_size, shape.n_embd))
+        super().__init__(weight, shape.vocab_size, loss)
+        fill_normal_(self.weight, INIT_STD, generator)
+
+
+class TiedHead(_Head):
+    """Output head that multiplies with the token embedding's weights.
+
+    It is a module because ZeRO-3 gathers a sharded parameter when a module with that parameter runs. State dicts
+    contain the weights only under the embedding's name.
+    """
+
+    def __init__(self, embedding: Embedding, vocab_size: int, loss: LossSettings) -> None:
+        super().__init__(embedding.weight, vocab_size, loss)
+
+    def _save_to_state_dict(self, destination: object, prefix: str, keep_vars: bool) -> None:
+        """Save nothing."""
+
+    def _load_from_state_dict(self, *_: object) -> None:
+        """Load nothing."""
 
 
 class BlockCheckpoint(Protocol):
-    """Runs one block on [batch, t, n_embd] and recomputes it in the backward pass, to keep fewer activations."""
+    """Activation checkpointing: runs one block and recomputes it in the backward pass."""
 
     def __call__(self, block: nn.Module, x: Tensor, *context: object) -> Tensor:
-        """`context`: further arguments of the block, without gradients."""
+        """Run `block` on x [batch, t, n_embd]; `context` are further arguments of the block, without gradients."""
 
 
 class GPT(nn.Module):
-    """A decoder: token embedding, equal blocks, final norm, output head.
+    """Decoder: token embedding, equal blocks, final norm, output head.
 
-    The weights are a function of (shape, seed) alone; the global random state is neither read nor moved.
-    `checkpoint` runs the blocks wherever gradients are wanted; without it every activation is kept.
+    The weights are a function of (shape, seed) alone; the global random state is neither read nor advanced.
+    `checkpoint` runs the blocks when gradients are computed; without it every activation is kept.
     """
 
     def __init__(
@@ -61,16 +355,16 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         at: Tensor | None = None,
     ) -> Tensor:
-        """Logits, or the loss where `targets` are given.
+        """Compute logits, or the loss where `targets` are given.
 
-        tokens, targets: integers [batch, t] with t <= seq_len. Returns logits [batch, t, vocab_size] in the
-        model's precision, or the mean cross-entropy over all positions in nats, a scalar in fp32; with `each_token`
-        every target's log-probability and whether it is the likeliest, [batch, t, 2] (model/token_scores.py). The
-        padding rows of the token table take part in none of them.
+        tokens, targets: integers [batch, t] with t <= seq_len. Returns logits [batch, t, vocab_size] in the model's
+        precision, or the mean cross-entropy over all positions in nats, a scalar in fp32. With `each_token`, returns
+        every target's log-probability and whether it is the likeliest token, [batch, t, 2]. Padding rows of the token
+        table take no part.
 
-        Tokens continue the sequences in `cache`, which keeps them, at the positions behind each one's end. With `at`,
-        integers [batch], only the logits at that place of each row of `tokens` are computed: [batch, 1, vocab_size].
-        Raises DataError when t, or what the cache holds and t, exceed seq_len.
+        With `cache`, tokens continue its sequences. With `at`, integers [batch], only the logits at that index of each
+        row of `tokens` are computed: [batch, 1, vocab_size]. Raises DataError when more than seq_len positions are
+        needed, cached ones included.
         """
         t = tokens.shape[1]
         if t > self.shape.seq_len:
@@ -78,9 +372,9 @@ class GPT(nn.Module):
                 f"a sequence of {t} tokens is longer than the model's {self.shape.seq_len} positions "
                 "(seq_len). Cut the sequences, or train a model with a longer seq_len."
             )
-        places = cache.next_places(tokens) if cache is not None else None
-        if places is not None:
-            positions = places.positions
+        cached = cache.next_positions(tokens) if cache is not None else None
+        if cached is not None:
+            positions = cached.positions
         elif self.shape.document_end is not None:
             positions = positions_in_documents(tokens, self.shape.document_end)
         else:
@@ -90,8 +384,8 @@ class GPT(nn.Module):
             x = x + self.wpe(positions)
         x = F.dropout(x, self.shape.dropout, self.training)
         context = build_context(self.shape, positions, compute_dtype(x))
-        if cache is not None and places is not None:
-            x = self._continue(x, replace(context, mask=places.mask), cache, places)
+        if cache is not None and cached is not None:
+            x = self._run_with_cache(x, replace(context, mask=cached.mask), cache, cached.slots)
         else:
             checkpoint = self.checkpoint if torch.is_grad_enabled() else None
             for block in self.blocks:
@@ -104,9 +398,9 @@ class GPT(nn.Module):
         logits: Tensor = self.head(self.ln_f(x))
         return logits
 
-    def _continue(self, x: Tensor, context: AttentionContext, cache: KVCache, places: Places) -> Tensor:
-        """All blocks on [batch, t, n_embd], for whose tokens the cache has `places`."""
+    def _run_with_cache(self, x: Tensor, context: AttentionContext, cache: KVCache, slots: Tensor) -> Tensor:
+        """Run all blocks on [batch, t, n_embd], whose tokens take `slots` of the cache."""
         for layer, block in enumerate(self.blocks):
-            x = block(x, context, partial(cache.append, layer, places.slots))
+            x = block(x, context, partial(cache.append, layer, slots))
         cache.lengths = [length + x.shape[1] for length in cache.lengths]
         return x

@@ -35,9 +35,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from llmscale.architecture.description import Architecture
-from llmscale.architecture.layers import together
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import Architecture, ParameterTensors, combined_layer
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.hardware import GPU, Cluster
@@ -53,7 +51,7 @@ from llmscale.planning.kernels import KernelSettings, kernel_efficiency, memory_
 _PASSES = 3
 #: Factor of full recomputation, which repeats the forward pass.
 _RECOMPUTED = 4 / 3
-#: Kernels of train.py by default.
+#: KernelSettings of train.py by default.
 OWN_KERNELS = KernelSettings()
 
 
@@ -241,7 +239,8 @@ def _count_stage3(step: ResolvedStep, compiled_blocks: bool) -> Traffic:
 @lru_cache(maxsize=16)
 def _of_compiled_blocks(model: Architecture) -> ParameterTensors:
     """Return the parameters with each block as one module, as DeepSpeed gathers compiled blocks."""
-    return ParameterTensors(replace(model, block=(together("", *model.block_as_made),), made_order=()))
+    block = (combined_layer("", *model.block_in_parameter_order),)
+    return ParameterTensors(replace(model, block=block, parameter_order=()))
 
 
 def ring_bytes_per_s(gpu: GPU, gpus_per_node: int, num_nodes: int, interconnect: Interconnect) -> float:

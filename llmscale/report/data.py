@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from llmscale import __version__
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
-from llmscale.config.arguments import build_run_config
-from llmscale.data.mix.training_sets import is_mix
+from llmscale.config.run_config import build_run_config
+from llmscale.data.mixture import is_mix
 from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.planning.scaling import BESIROGLU, FITTED_PARAMETERS, Interval, ParametricLaw, training_flops

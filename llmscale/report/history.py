@@ -236,7 +236,7 @@ def load_history(run: Path) -> RunHistory:
 
 def load_run_manifest(run: Path) -> Manifest | None:
     """Return the manifest of the set that the run trains on; None for a mix, and where nothing describes the set."""
-    from llmscale.data.mix.training_sets import open_kept_sets  # here alone: it takes long to import
+    from llmscale.data.mixture import open_kept_sets  # here alone: it takes long to import
 
     try:
         described = load_json(run / CONFIG_NAME, Rules(ConfigError, not_finite=True))

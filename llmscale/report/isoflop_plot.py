@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 from llmscale.planning.scaling import Interval, ParametricLaw, Point
 from llmscale.report.save_figure import save_figure

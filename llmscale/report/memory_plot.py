@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
 from llmscale.report.save_figure import save_figure

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint.hf_folder import CARD_MARK
-from llmscale.checkpoint.history import find_checkpoints, is_of_run
+from llmscale.checkpoint.hf_write import CARD_MARK
+from llmscale.checkpoint.inventory import find_checkpoints, is_of_run
 from llmscale.checkpoint.manifest import CheckpointManifest
 from llmscale.config.run_config import RunConfig
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.errors import LlmscaleError
 from llmscale.report.history import load_history
 from llmscale.terminal.human_numbers import with_singulars

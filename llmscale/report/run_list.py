@@ -20,8 +20,7 @@ from typing import Literal
 from llmscale.checkpoint.manifest import is_count
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.history import as_number
-from llmscale.training.failure import FAILURE_NAME
-from llmscale.training.run_folder import CONFIG_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
+from llmscale.training.run_folder import CONFIG_NAME, FAILURE_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import open_regular
 

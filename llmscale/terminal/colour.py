@@ -1,7 +1,7 @@
-"""Colour, where a terminal shows it and nobody has said no.
+"""Colour on terminals.
 
-NO_COLOR (https://no-color.org) says no, whatever its value; FORCE_COLOR (https://force-color.org) says yes, also into a
-pipe. Else a terminal gets colours unless it is called dumb.
+NO_COLOR (https://no-color.org) switches it off, whatever its value. FORCE_COLOR (https://force-color.org) switches it
+on, also in a pipe. Otherwise every terminal gets colours unless TERM is `dumb`.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ _CODES: dict[Style, int] = {"red": 31, "green": 32, "yellow": 33, "bold": 1, "di
 
 
 def is_terminal(stream: object) -> bool:
-    """Whether somebody looks at what is written to `stream`; False for none, and for one that is closed."""
+    """Return whether `stream` is a terminal; False for None and for a closed stream."""
     try:
-        return bool(stream.isatty())  # type: ignore[attr-defined]  # what has no such method is no terminal
+        return bool(stream.isatty())  # type: ignore[attr-defined]  # anything without this method is not a terminal
     except (AttributeError, ValueError, OSError):
         return False
 
 
 def can_redraw(stream: object) -> bool:
-    """Whether a line of `stream` can be written anew."""
+    """Return whether a line already written to `stream` can be overwritten."""
     return is_terminal(stream) and os.environ.get("TERM") != "dumb"
 
 
 def has_colour(stream: object) -> bool:
-    """Whether `stream` gets colours."""
+    """Return whether text for `stream` is coloured."""
     if os.environ.get("NO_COLOR"):
         return False
     return os.environ.get("FORCE_COLOR", "0") not in ("", "0") or can_redraw(stream)
 
 
 def paint(text: str, style: Style, stream: object) -> str:
-    """`text` as `stream` should get it."""
+    """Return `text` with the codes of `style` if `stream` is coloured."""
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if text and has_colour(stream) else text

@@ -1,4 +1,4 @@
-"""Numbers as people write them: parse 70B, 1.4T and 5GB, format them, and make `1 ranks` singular. No torch."""
+"""Numbers as people write them: parse 70B, 1.4T and 5GB, format them, put nouns in the singular. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-#: Nouns that llmscale counts.
+#: A plural after the number 1, for the nouns that llmscale counts.
 _COUNTED = re.compile(
     r"(?<![\w.,:/+-])1 ((?:[a-z]+-up |tail |micro-)?(?:rank|host|node|GPU|step|sample|sequence|document|token|shard"
     r"|record|row|layer|head|file|item|run|checkpoint|text|warning|task|attempt|epoch|minute))s\b(?![./-]\w)"
@@ -14,7 +14,7 @@ _COUNTED = re.compile(
 
 
 def parse_quantity(text: str) -> float:
-    """`70B`, `1.4T`, `300e9` or `811,008` as a number above 0. Raises ValueError, whose text argparse does not show."""
+    """Parse `70B`, `1.4T`, `300e9` or `811,008` as a number above 0. Raises ValueError."""
     match = re.fullmatch(r"([0-9.,_]+(?:[eE][+-]?[0-9]+)?)([a-zA-Z]?)", text.strip())
     if match is None or match.group(2).lower() not in {"", *_SUFFIXES}:
         raise ValueError(text)
@@ -26,8 +26,7 @@ def parse_quantity(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """`5GB` (5e9 bytes), `512MiB` (512 * 2**20), `2TB`: whole bytes above 0, the unit named. Raises ValueError as
-    parse_quantity."""
+    """Parse `5GB` (5e9 bytes), `512MiB` (512 * 2**20) or `2TB` as a number of bytes above 0. Raises ValueError."""
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?([KMGT])(i?)B", text.strip(), flags=re.IGNORECASE)
     if match is None:
         raise ValueError(text)
@@ -39,7 +38,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_quantity(value: float) -> str:
-    """Three digits and a suffix: `72.2B`, `1.33T`, `124M`; powers of ten beyond."""
+    """Format with three digits and a suffix: `72.2B`, `1.33T`, `124M`; without a suffix above 999T."""
     for suffix, unit in (("", 1.0), ("K", 1e3), ("M", 1e6), ("B", 1e9), ("T", 1e12)):
         # 999.6 would be printed as 1000.
         if value < 999.5 * unit:
@@ -47,6 +46,11 @@ def format_quantity(value: float) -> str:
     return f"{value:.3g}"
 
 
+def count_nouns(number: int, noun: str) -> str:
+    """Return the number with its noun, such as `1 file` or `1,200 files`. `noun` is the singular."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def with_singulars(text: str) -> str:
-    """Return a text of llmscale's own with `1 rank` in place of `1 ranks`."""
+    """Return one of llmscale's own texts with `1 rank` in place of `1 ranks`."""
     return _COUNTED.sub(r"1 \1", text)

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar that renews itself on a terminal, a line now and then in a log."""
+"""Progress on stderr: an updated bar on a terminal, a new line every 10 s in a log."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from llmscale.untrusted.terminal import make_visible
 
 _LINE_INTERVAL_S = 10.0
 _TERMINAL_INTERVAL_S = 0.2
-#: Of work that is over sooner nothing is shown.
+#: Work that ends sooner shows nothing.
 _FIRST_SHOWN_S = 1.0
 _BAR_WIDTH = 20
 _TERMINAL_WIDTH = 100
 
 
 def bytes_words(number: float) -> str:
-    """For what is counted in bytes."""
+    """Format a number of bytes as megabytes."""
     return f"{number / 1e6:,.0f} MB" if number >= 1e7 or not number else f"{number / 1e6:,.1f} MB"
 
 
 class Progress:
-    """What has been done, how fast, and when it will be over where that can be known; shown by `show_progress`."""
+    """Amount done, rate and, if the total is known, the time left. Made by `show_progress`."""
 
     def __init__(self, label: str, total: int | None, words: Callable[[float], str], *, on_terminal: bool) -> None:
         self._label = label
@@ -38,16 +38,16 @@ class Progress:
         self._first: tuple[int, int] | None = None
 
     def add(self, number: int) -> None:
-        """So many more bytes, or of whatever is counted, are done."""
+        """Count `number` more bytes or items as done."""
         self._done += number
         self._first = (0, 0)
         self.show(self._done, self._done, self._total)
 
     def show(self, done: int, place: int, end: int | None, detail: str = "") -> None:
-        """`done` is the work that the rate counts; `place` of `end`, in any unit, says how much is left."""
+        """Show `done` units of work. `place` and `end`, in any unit, give the fraction that is complete."""
         now_s = time.monotonic()
         if self._first is None:
-            # Where an interrupted run goes on.
+            # A resumed run does not begin at 0.
             self._first = (done, place)
         if now_s < self._next_s:
             return
@@ -67,19 +67,19 @@ class Progress:
         self._print(f"{self._label}: {', '.join(parts)}")
 
     def say(self, line: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         self.clear()
         print(line, file=sys.stderr, flush=True)
 
     def _print(self, line: str) -> None:
         if self._on_terminal:
-            # A line that wraps cannot be taken back.
+            # A line that the terminal wraps could not be cleared.
             print(f"\r\x1b[2K{line[: _columns() - 1]}", end="", file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Remove the bar."""
         if self._on_terminal:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
@@ -88,9 +88,9 @@ class Progress:
 def show_progress(
     label: str, total: int | None = None, words: Callable[[float], str] = bytes_words
 ) -> Iterator[Progress]:
-    """A bar that renews itself when stderr is a terminal, otherwise a line every 10 s.
+    """Show an updated bar if stderr is a terminal, otherwise a line every 10 s.
 
-    `words` writes a number of what is counted, and of it per second; `total` is how much there will be.
+    `words` formats an amount, for the work done and for the rate; `total` is the amount at the end.
     """
     progress = Progress(make_visible(label)[:60], total, words, on_terminal=can_redraw(sys.stderr))
     try:
@@ -100,12 +100,12 @@ def show_progress(
 
 
 def count_words(unit: str) -> Callable[[float], str]:
-    """For what is counted one by one, such as "1,234 files"."""
+    """Return a function that formats an amount with its unit, such as "1,234 files"."""
     return lambda number: f"{number:,.0f} {unit}" if number >= 10 or number == int(number) else f"{number:,.1f} {unit}"
 
 
 def describe_duration(seconds: float) -> str:
-    """Such as 2 h 05 min, 12 min or 40 s."""
+    """Format a duration as 2 h 05 min, 12 min or 40 s."""
     minutes = round(seconds / 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02} min"

@@ -1,4 +1,4 @@
-"""Tables and sentences that fit the terminal: columns are dropped or shortened, lines wrapped, none is broken."""
+"""Tables and sentences that fit the terminal: wide tables lose columns, long lines are wrapped between words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from llmscale.terminal.colour import is_terminal, paint
 from llmscale.terminal.human_numbers import with_singulars
 from llmscale.untrusted.terminal import make_visible_line
 
-#: Narrower is not taken seriously.
+#: Smallest width that COLUMNS and terminals can ask for.
 _LEAST_WIDTH = 40
 _ELLIPSIS = "..."
 
@@ -23,15 +23,15 @@ class Column:
 
     name: str
     is_text: bool = False
-    """Set to the left; numbers are set to the right."""
+    """Left alignment; numbers are aligned to the right."""
     drop: int = 0
-    """Where the table is too wide, the column with the highest goes first; 0 stays."""
+    """Priority for removal if the table is too wide: the highest goes first; 0: never."""
     least: int = 0
-    """Characters that its cells may be shortened to; 0: never."""
+    """Smallest width in characters that cells may be cut to; 0: never cut."""
 
 
 def output_width() -> int | None:
-    """Columns for stdout: what COLUMNS says, else the terminal's; None, which is no limit, for a file or a pipe."""
+    """Return the width of stdout: COLUMNS, else the terminal's; None, for no limit, if it is a file or a pipe."""
     said = os.environ.get("COLUMNS", "")
     if said.isascii() and said.isdecimal() and int(said[:6]) > 0:
         return max(_LEAST_WIDTH, int(said[:6]))
@@ -44,10 +44,10 @@ def output_width() -> int | None:
 
 
 def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width: int | None = None) -> Iterator[str]:
-    """Lines of a table within `width`, the head first; an empty row is an empty line. What was left out stands below.
+    """Yield the lines of a table within `width`, headings first. An empty row gives an empty line.
 
-    One space between columns, and one more behind text. Without a limit everything is there. Cells may hold what
-    others wrote.
+    A last line names the columns that were left out. Columns are one space apart, two after text. Cells may hold
+    untrusted text.
     """
     rows = [[make_visible_line(cell) for cell in row] for row in rows]
     longest = [
@@ -65,7 +65,7 @@ def table_lines(columns: Sequence[Column], rows: Sequence[Sequence[str]], width:
 
 
 def wrap_line(line: str, width: int | None) -> Iterator[str]:
-    """Yield the line where it fits, else several, the later ones indented like the first and a little more."""
+    """Yield `line`, wrapped to `width` with a hanging indent, with `1 ranks` corrected to `1 rank`."""
     line = with_singulars(line)
     if width is None or len(line) <= width:
         yield line
@@ -75,19 +75,19 @@ def wrap_line(line: str, width: int | None) -> Iterator[str]:
 
 
 def print_fitting(lines: Iterable[str]) -> None:
-    """Print lines, wrapped to what stdout has room for."""
+    """Print lines, wrapped to the width of stdout."""
     for line in wrap_lines(lines, output_width()):
         print(line)
 
 
 def wrap_lines(lines: Iterable[str], width: int | None) -> Iterator[str]:
-    """As wrap_line, of all lines."""
+    """Wrap every line as `wrap_line` does."""
     for line in lines:
         yield from wrap_line(line, width)
 
 
 def _choose(columns: Sequence[Column], longest: Sequence[int], width: int | None) -> list[int]:
-    """Which columns are shown."""
+    """Return the indices of the columns to show."""
     kept = list(range(len(columns)))
     narrow = [min(size, column.least or size) for size, column in zip(longest, columns, strict=True)]
     while width is not None and _total(columns, narrow, kept) > width:
@@ -99,7 +99,7 @@ def _choose(columns: Sequence[Column], longest: Sequence[int], width: int | None
 
 
 def _shorten(columns: Sequence[Column], longest: Sequence[int], kept: Sequence[int], width: int | None) -> list[int]:
-    """How wide each column becomes."""
+    """Return the width of every column."""
     widths = list(longest)
     for i in reversed(kept):
         excess = 0 if width is None else _total(columns, widths, kept) - width
@@ -109,7 +109,7 @@ def _shorten(columns: Sequence[Column], longest: Sequence[int], kept: Sequence[i
 
 
 def _total(columns: Sequence[Column], widths: Sequence[int], kept: Sequence[int]) -> int:
-    """Characters of the longest line; the space behind the last column's text is none."""
+    """Return the length of the longest line, without the space that follows a last column of text."""
     size = sum(widths[i] + columns[i].is_text + 1 for i in kept) - 1
     return size - (columns[kept[-1]].is_text if kept else 0)
 

@@ -1,5 +1,4 @@
-"""What a continued run does differently from the one that was saved: what is refused, what is said, and how to continue
-a finished one. No torch."""
+"""Checks and messages for a run that resumes: refusals, changed hyperparameters, finished runs. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +10,7 @@ from pathlib import Path
 from typing import cast
 
 from llmscale.architecture.shape import SHAPE_KEYS, VOCAB_MULTIPLE
-from llmscale.checkpoint.history import find_any_checkpoint
-from llmscale.checkpoint.locate import read_state
+from llmscale.checkpoint.inventory import find_any_checkpoint, read_state
 from llmscale.checkpoint.manifest import find_damage, is_whole, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.launcher_variables import is_restart
@@ -21,17 +19,16 @@ from llmscale.config.schedule import Schedule
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
-from llmscale.training.run_data import build_stream
+from llmscale.training.prepare_run import PreparedRun, candidate_checkpoints
 from llmscale.training.run_folder import check_own_files
-from llmscale.training.run_inputs import PreparedRun, as_plain, find_sources
-from llmscale.training.skipped_steps import check_skips
+from llmscale.training.sample_stream import build_stream, check_skips
 
-#: Of the configuration: what decides how steps are made and follows from nothing else.
+#: Keys of the configuration that decide how steps are made and follow from nothing else.
 _KEYS = (
     *("optimizer", "muon_lr_factor", "weight_decay", "beta1", "beta2", "eps"),
     *("document_mask", "keep_zeros", "loss_chunk_tokens", "loss_kernel", "z_loss"),
 )
-#: Of the schedule, in the words of the flags.
+#: Fields of the schedule -> their flags.
 _SCHEDULE = {
     "peak_lr": "lr",
     "name": "schedule",
@@ -40,17 +37,17 @@ _SCHEDULE = {
     "decay_steps": "decay_steps",
     "min_lr_frac": "min_lr_frac",
 }
-#: Of the shape: what leaves every weight its meaning.
+#: Keys of the shape that can change without changing the meaning of a weight.
 _FREE_KEYS = ("dropout", "activation", "norm_eps", "rope_theta", "rope_scaling", "sliding_window")
-#: Learning rates nearer to each other than this are one that goes on.
+#: Relative change of the learning rate up to which it counts as continuous.
 _SMOOTH = 0.05
 
 
 def check_start(run: PreparedRun) -> list[str]:
-    """Refuse a start that cannot continue its checkpoint, or that has no room to save one. Returns how to continue a
-    run that has nothing left to do; nothing for a run that trains.
+    """Refuse a start that cannot resume its checkpoint or has no space to save one.
 
-    Raises CheckpointError, ConfigError, DataError.
+    Returns lines on how to continue a run that is finished, and none for a run that trains. Raises CheckpointError,
+    ConfigError, DataError.
     """
     config, state = run.config, None
     check_own_files(config.run)
@@ -64,7 +61,7 @@ def check_start(run: PreparedRun) -> list[str]:
     check_skips(config.skip_steps, state, run.resolved.total_steps, is_restart(os.environ))
     if found is not None and state is not None and (lines := list(finished_lines(state, run))):
         end = f"finished at step {state.step} of {run.resolved.total_steps}; run folder: {config.run}"
-        # The start passes over a damaged checkpoint, and takes the one before.
+        # A start skips a damaged checkpoint, and takes the previous one.
         return [*lines, end] if find_damage(found[0]) is None else []
     if find_any_checkpoint(config.run) is None:
         _check_disk(run)
@@ -73,18 +70,18 @@ def check_start(run: PreparedRun) -> list[str]:
 
 def _find_source(run: PreparedRun) -> tuple[Path, RunState] | None:
     """Return the checkpoint that the run will begin with unless its content is damaged."""
-    for folder in find_sources(run.config):
+    for folder in candidate_checkpoints(run.config):
         try:
             if is_whole(folder, load_manifest(folder)):
                 return folder, parse_run_state(read_state(folder))
         except CheckpointError:
-            # It will be passed over or explained where checkpoints are verified.
+            # Skipped or explained later, where checkpoints are verified.
             continue
     return None
 
 
 def _check_model(run: PreparedRun, folder: Path, state: RunState) -> None:
-    """Raise CheckpointError where the checkpoint's tensors are another model's or another optimizer's."""
+    """Raise CheckpointError if the checkpoint's tensors belong to another model or optimizer."""
     config, shape = run.config, run.resolved.shape
     saved = {key: value for key, value in state.hyperparameters.items() if key in SHAPE_KEYS and key not in _FREE_KEYS}
     now = {key: getattr(shape, key) for key in saved}
@@ -102,10 +99,10 @@ def _check_model(run: PreparedRun, folder: Path, state: RunState) -> None:
 
 
 def _check_disk(run: PreparedRun) -> None:
-    """Raise ConfigError where the first checkpoints of a new run do not fit on its disk."""
+    """Raise ConfigError if the first checkpoints of a new run do not fit on its disk."""
     config, resolved = run.config, run.resolved
     place = next(folder for folder in (config.run, *config.run.absolute().parents) if folder.exists())
-    # Those that are kept for ever can be moved away in the course of a long run.
+    # Those of --keep-every can be moved away during a long run.
     count = checkpoints_at_once(config.model_copy(update={"keep_every": 0}), resolved.total_steps)
     one = resolved.optimizer.state_bytes(resolved.shape.architecture)
     needed, free = count * one + SPARE_BYTES, shutil.disk_usage(place).free
@@ -119,9 +116,9 @@ def _check_disk(run: PreparedRun) -> None:
 
 
 def hyperparameters(run: PreparedRun) -> dict[str, object]:
-    """What decides how steps are made, with every default filled in; it may change on resume. Plain values.
+    """Return everything that decides how steps are made and may change on resume, as plain values without defaults.
 
-    What may not is the run's identity (run_config.CHANGES_THAT_BREAK).
+    The run's identity (run_config.CHANGES_THAT_BREAK) may not change.
     """
     config, resolved = run.config, run.resolved
     ds_config, schedule = resolved.ds_config, asdict(resolved.schedule)
@@ -143,53 +140,45 @@ def hyperparameters(run: PreparedRun) -> dict[str, object]:
 
 
 def change_lines(state: RunState, run: PreparedRun, now: Mapping[str, object]) -> Iterator[str]:
-    """Every hyperparameter that differs from the checkpoint's, and where the learning rate goes; nothing if none."""
+    """Yield the hyperparameters that differ from the checkpoint's, and a jump of the learning rate."""
     saved = state.hyperparameters
-    if not saved:  # written before they were stored: what the user said is compared
-        plain = as_plain(run.config)
-        now = {key: plain[key] for key in now if plain.get(key) is not None}
-        saved = {key: state.config[key] for key in now if key in state.config}
-    elif saved.get("precision") == "autocast":
-        # Ranks exchanged gradients in fp32 under autocast as long as this was not stored.
-        saved = {"communication_data_type": "fp32", **saved}
     changed = [f"{key} {_show(saved[key])} -> {_show(value)}" for key, value in now.items()
                if key in saved and saved[key] != value]  # fmt: skip
     if changed:
         yield f"changed since the checkpoint: {'; '.join(changed)}"
-    before = _schedule_of(state)
-    if before is not None and state.step < run.resolved.total_steps:
-        then, after = before.learning_rate(state.step), run.resolved.schedule.learning_rate(state.step)
-        if abs(after - then) > _SMOOTH * max(then, after):
-            yield (
-                f"the learning rate goes from {before.learning_rate(max(0, state.step - 1)):.2e} to {after:.2e} at "
-                f"step {state.step + 1:,}, where the checkpoint's schedule had {then:.2e}"
-            )
+    if state.step >= run.resolved.total_steps:
+        return
+    schedule = _schedule_of(state)
+    before, after = schedule.learning_rate(state.step), run.resolved.schedule.learning_rate(state.step)
+    if abs(after - before) > _SMOOTH * max(before, after):
+        yield (
+            f"the learning rate goes from {schedule.learning_rate(max(0, state.step - 1)):.2e} to {after:.2e} at "
+            f"step {state.step + 1:,}, where the checkpoint's schedule had {before:.2e}"
+        )
 
 
 def finished_lines(state: RunState, run: PreparedRun) -> Iterator[str]:
-    """How to go on with a run that has nothing left to do; nothing when it has."""
+    """Yield how to continue a finished run; nothing if there are steps left."""
     total, config = run.resolved.total_steps, run.config
     if state.step < total:
         return
     more = 2 * state.step
     wanted = config.model_copy(update={"steps": more, "tokens": None})
     longer = resolve_schedule(wanted, run.resolved.plan, run.sets.num_train_samples)
-    last, following = (_schedule_of(state) or longer).learning_rate(state.step - 1), longer.learning_rate(state.step)
+    last, following = _schedule_of(state).learning_rate(state.step - 1), longer.learning_rate(state.step)
     yield (
-        f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To go on, give "
+        f"nothing to do: the checkpoint is at step {state.step:,} of {total:,}. To continue, give "
         f"{'more --tokens' if config.tokens else f'more --steps, such as --steps {more}'}"
     )
     if abs(following - last) > _SMOOTH * last:
         yield (
             f"with {more:,} steps the {longer.name} schedule runs over all of them: the learning rate goes from "
             f"{last:.2e} to {following:.2e} at step {state.step + 1:,}. --schedule constant --lr {last:.2e} "
-            "--warmup-steps 0 goes on at the last one instead"
+            "--warmup-steps 0 continues at the last one instead"
         )
 
 
-def _schedule_of(state: RunState) -> Schedule | None:
-    if not state.hyperparameters:
-        return None
+def _schedule_of(state: RunState) -> Schedule:
     return Schedule(**{key: state.hyperparameters[flag] for key, flag in _SCHEDULE.items()})  # type: ignore[arg-type]
 
 

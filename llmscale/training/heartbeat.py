@@ -1,7 +1,7 @@
-"""What a supervisor wants of a rank: heartbeats, its output, its stacks when it hangs, and no life without it.
+"""Supervision of a rank: heartbeats, its output, its stacks when it hangs, and its end with its launcher.
 
-All of it is off, but for the stacks, unless the environment names a watch folder: see
-llmscale/cluster/launch/node_ranks.py. No torch: installed before anything slow is imported.
+Except for the stacks, all of it is off unless the environment names a watch folder
+(llmscale/cluster/launch/ranks.py). No torch: installed before anything slow is imported.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import signal
 from pathlib import Path
 from typing import TextIO
 
-from llmscale.files.append import warn_on_stderr
+from llmscale.files.buffered_log import warn_on_stderr
 from llmscale.training.stop_request import STOP_SIGNALS
 
-#: Names a folder on the host's own disk that holds, per rank, a pipe for its output; the rank adds its heartbeat
-#: and, when asked, its stacks.
+#: Names a folder on the host's own disk with a pipe per rank for its output; the rank adds its heartbeat and stacks.
 WATCH_VARIABLE = "LLMSCALE_WATCH"
-#: Sent to a rank, it makes it write down what each of its threads is doing.
+#: Makes a rank write the stack of each of its threads.
 STACKS_SIGNAL = signal.SIGUSR2
-#: Heartbeats are written in one call of this many bytes, so that no reader sees half of one.
+#: Size of a heartbeat: one write, so that no reader sees half of one.
 _HEARTBEAT_BYTES = 200
 _PR_SET_PDEATHSIG = 1
 
 
 def heartbeat_path(folder: Path, rank: int) -> Path:
-    """The newest heartbeat of a rank: one JSON object, padded with spaces."""
+    """Return the file of a rank's newest heartbeat: one JSON object, padded with spaces."""
     return folder / f"rank-{rank:05d}.json"
 
 
 def output_path(folder: Path, rank: int) -> Path:
-    """The pipe that takes a rank's output."""
+    """Return the pipe that takes a rank's output."""
     return folder / f"rank-{rank:05d}.pipe"
 
 
@@ -56,23 +55,23 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls) -> Heartbeat:
-        """As the launcher's environment says."""
+        """Return the heartbeat that the launcher's environment asks for."""
         folder = os.environ.get(WATCH_VARIABLE)
         return cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
 
     @property
     def is_supervised(self) -> bool:
-        """A supervisor started this rank, and ends it when something above it is gone."""
+        """True if a supervisor started this rank and ends it together with its launcher."""
         return self._folder is not None
 
     def install(self) -> None:
-        """Answer STACKS_SIGNAL from now on; under a supervisor also give it the output and the first heartbeat."""
+        """Answer STACKS_SIGNAL; under a supervisor, also connect the output and write the first heartbeat."""
         if self._folder is None:
             # By number: sys.stderr may have been replaced by something without a file.
             faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
             _unblock_signals()
             return
-        # When the launcher is killed, its ranks must not train on with nobody to watch them.
+        # A rank must not train on unwatched after its launcher was killed.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         output = os.open(output_path(self._folder, self._rank), os.O_WRONLY)
         os.dup2(output, 1)
@@ -85,14 +84,14 @@ class Heartbeat:
         self.beat("starting")
 
     def beat(self, phase: str, step: int | None = None) -> None:
-        """This rank lives: `phase` is "starting", "training" or "stopped"; `step` counts finished optimizer steps."""
+        """Write a heartbeat: `phase` is "starting", "training" or "stopped"; `step` counts finished optimizer steps."""
         self._phase, self._step = phase, step
         if phase == "training" and self._first_step is None:
             self._first_step = step
         self._write(None)
 
     def end(self, exit_code: int) -> None:
-        """The last heartbeat: the status that this rank ends with."""
+        """Write the last heartbeat, with the exit status of this rank."""
         if exit_code:
             self._phase = "failed"
         elif self._phase != "stopped":
@@ -100,7 +99,7 @@ class Heartbeat:
         self._write(exit_code)
 
     def end_early(self) -> None:
-        """The last heartbeat of a rank that was asked to stop before its first step."""
+        """Write the last heartbeat of a rank that was asked to stop before its first step."""
         self._phase = "stopped"
         self.end(0)
 
@@ -125,6 +124,9 @@ class Heartbeat:
 
 
 def _unblock_signals() -> None:
-    """Let signals in. `llmscale train` and the supervisor's launcher start ranks with these blocked, so that none is
-    killed before it can answer; what came meanwhile is delivered now."""
+    """Unblock signals, and deliver those that are pending.
+
+    `llmscale train` and the supervisor's launcher start ranks with these blocked, so that none is killed before it can
+    answer.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGHUP))

@@ -1,84 +1,143 @@
-"""A run on one rank once its engine is built and filled: what its steps, and all that happens at them, work with."""
+"""A run while it trains, in three parts: what is fixed, the engine, and its files. And what an action at steps is."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from llmscale.checkpoint.manifest import History
 from llmscale.checkpoint.run_state import RunState
-from llmscale.data.loader import Feed
+from llmscale.config.resolve import ResolvedRun
+from llmscale.config.run_config import RunConfig
+from llmscale.data.loader import Feed, MicroBatch
 from llmscale.data.validation import ValidationSplit
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.process_group import World
 from llmscale.memory.estimate import MemoryEstimate
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.recent_steps import RecentSteps
-from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_data import SampleStream
-from llmscale.training.run_inputs import PreparedRun
-from llmscale.training.spikes import SpikeRequests
-from llmscale.training.throughput import StepMeter
+from llmscale.training.prepare_run import PreparedRun
+from llmscale.training.run_folder import RunFolderClaim
+from llmscale.training.sample_stream import SampleStream
+from llmscale.training.step_metrics import StepMeter
+from llmscale.training.stragglers import RecentSteps
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
 @dataclass(frozen=True)
-class LiveRun:
-    """Built once per start by build_session.py."""
+class Run:
+    """Everything that is fixed from the first step of a start, or of a rollback, to the last."""
 
-    run: PreparedRun
+    prepared: PreparedRun
     world: World
-    engine: DeepSpeedEngine
-    compiler: BlockCompiler | None
-    """Of the engine's blocks; None where they run eagerly."""
-    configured_scaler: dict[str, float] | None
-    """What fp16's loss scaler begins with; None in other precisions."""
     stream: SampleStream
-    feed: Feed
     validation: tuple[ValidationSplit, ...]
-    """Empty where nothing is validated on."""
+    """Validation splits; empty without validation."""
     state: RunState | None
-    """Of the checkpoint that it goes on from; None for a run that begins."""
+    """State of the checkpoint that it resumes; None for a new run."""
     history: History
-    """Of the steps to come."""
-    claim: RunFolderClaim
-    """On the run folder; the main rank holds its lock until the session ends."""
-    log: MetricsLog | None
-    """On the main rank only."""
-    wandb_run_id: str | None
-    """Of the main rank's run; elsewhere, or without --wandb, what the checkpoint says."""
+    """History that the steps to come belong to."""
     estimate: MemoryEstimate | None
-    """Of one rank's GPU memory; None where there is none for the optimizer."""
+    """Estimate of one rank's GPU memory; None for an optimizer without one."""
     startup_s: dict[str, float]
     """Seconds per phase of the start."""
-    meter: StepMeter
-    recent: RecentSteps
-    spikes: SpikeRequests
-    report: Callable[[str], None]
-    """Prints one line on the main rank."""
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return self.prepared.config
+
+    @cached_property
+    def resolved(self) -> ResolvedRun:
+        return self.prepared.resolved
 
     @property
     def first_step(self) -> int:
-        """Optimizer steps that were done before this start."""
+        """Optimizer steps done before this start."""
         return self.state.step if self.state else 0
 
-    @property
-    def first_sample(self) -> int:
-        """Samples that were seen before this start: its first step begins there."""
-        return self.state.samples_seen if self.state else 0
+    def samples_seen(self, step: int) -> int:
+        """Return the samples trained on since step 0 after `step` optimizer steps."""
+        seen = self.state.samples_seen if self.state else 0
+        return seen + (step - self.first_step) * self.resolved.plan.global_batch_size
+
+    def tokens_seen(self, step: int) -> int:
+        """Return the tokens trained on since step 0 after `step` optimizer steps."""
+        return self.samples_seen(step) * self.resolved.plan.seq_len
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Everything that a step changes on this rank."""
+
+    deepspeed: DeepSpeedEngine
+    compiler: BlockCompiler | None
+    """Compiler of the blocks; None if they run eagerly."""
+    configured_scaler: dict[str, float] | None
+    """State with which fp16's loss scaler begins; None in other precisions."""
+    feed: Feed
+    meter: StepMeter
+    recent: RecentSteps
+    skipped_before: int
+    """Steps that fp16 overflow skipped before this start."""
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that fp16 overflow skipped since step 0, until now."""
-        return (self.state.skipped_steps if self.state else 0) + self.engine.skipped_steps
+        """Steps that fp16 overflow has skipped since step 0."""
+        return self.skipped_before + self.deepspeed.skipped_steps
 
-    def samples_seen(self, step: int) -> int:
-        """Samples trained on since step 0 when `step` optimizer steps are done."""
-        return self.first_sample + (step - self.first_step) * self.run.resolved.plan.global_batch_size
 
-    def tokens_seen(self, step: int) -> int:
-        """The same in tokens."""
-        return self.samples_seen(step) * self.run.resolved.plan.seq_len
+@dataclass(frozen=True)
+class RunIO:
+    """The run's folder, log and console."""
+
+    claim: RunFolderClaim
+    """Claim on the run folder; rank 0 holds its lock until the session ends."""
+    log: MetricsLog | None
+    """Log on rank 0, None elsewhere."""
+    wandb_run_id: str | None
+    """Id of rank 0's wandb run; on other ranks, or without --wandb, the checkpoint's."""
+    report: Callable[[str], None]
+    """Prints one line on rank 0."""
+
+    def log_event(self, event: str, **values: object) -> None:
+        """Record an event on rank 0."""
+        if self.log:
+            self.log.log_event(event, **values)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Result of one optimizer step on this rank."""
+
+    step: int
+    """Optimizer steps done, this one included."""
+    micro_batches: list[MicroBatch]
+    """Batches that this rank trained on."""
+    loss: Tensor
+    """This rank's mean loss in nats per token: a scalar on the device, not read yet."""
+    was_skipped: bool
+    """True if DeepSpeed left the weights unchanged because of overflow."""
+
+
+class StepAction(ABC):
+    """Something that happens after some steps, such as logging. Every rank calls every method at the same step."""
+
+    def begin(self, step: int) -> None:  # noqa: B027  most need no beginning
+        """Training begins after `step`, or its run folder was created again there."""
+
+    @abstractmethod
+    def due(self, step: int) -> bool:
+        """Return whether to run after `step`, counted from 1; equal on all ranks if the action is collective."""
+
+    @abstractmethod
+    def run(self, result: StepResult) -> None:
+        """Run the action."""
+
+    def close(self) -> None:  # noqa: B027  most need no end
+        """The session ends, perhaps by an error on this rank alone: no collectives."""

@@ -1,4 +1,4 @@
-"""What a run's memory should be, what it was, and what to change when it was not enough. Torch-free."""
+"""Memory of a run: estimated before step 1, measured after step 2, explained if it runs out. No torch."""
 
 from __future__ import annotations
 
@@ -16,24 +16,26 @@ from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_mem
 from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines
-from llmscale.training.run_inputs import PreparedRun
+from llmscale.training.prepare_run import PreparedRun
 
 if TYPE_CHECKING:
     from llmscale.engine.device_memory import MeasuredMemory
 
-#: A run that does not fit where the estimate says it should needs a change that saves at least this part of it.
-_LEAST_SAVING = 0.1
+#: Fraction of memory that a change must save at least for a run that the estimate expected to fit.
+_MIN_SAVING = 0.1
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 class OutOfMemory(TrainingError):
-    """A rank's memory was not enough."""
+    """A rank ran out of memory."""
 
 
 def estimate_run(run: PreparedRun, capability: ComputeCapability | None) -> MemoryEstimate | None:
-    """The estimate for one rank from what DeepSpeed gets, on a GPU of that compute capability; None with Adafactor,
-    whose states are not modelled, and for a block whose activations nobody has recorded."""
+    """Estimate one rank's memory on a GPU of that compute capability.
+
+    None with Adafactor, whose states are not modelled, and for a block without recorded activations.
+    """
     if not run.resolved.optimizer.steps_shards:
         return None
     try:
@@ -43,10 +45,10 @@ def estimate_run(run: PreparedRun, capability: ComputeCapability | None) -> Memo
 
 
 def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str:
-    """Before step 1. `gpu_bytes` None: on a CPU."""
+    """Return the line printed before step 1. `gpu_bytes` is None on a CPU."""
     if estimate is None:
         return (
-            "memory: no estimate: it is for AdamW and Muon, and for a block of no published family it needs `llmscale "
+            "memory: no estimate: it covers AdamW and Muon, and a block of an unpublished family needs `llmscale "
             "estimate` of this model once"
         )
     where = "per GPU" if gpu_bytes else "if each rank were a GPU"
@@ -59,7 +61,7 @@ def estimate_line(estimate: MemoryEstimate | None, gpu_bytes: int | None) -> str
 
 
 def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> str:
-    """When the first steps are done."""
+    """Return the line printed after the first steps."""
     line = (
         f"memory: measured peak {format_size(measured.allocated_bytes)} allocated, "
         f"{format_size(measured.reserved_bytes)} reserved on the main rank"
@@ -73,13 +75,13 @@ def measured_line(estimate: MemoryEstimate | None, measured: MeasuredMemory) -> 
 
 @contextmanager
 def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
-    """Turn running out of memory into an OutOfMemory that says where it went and what to change."""
+    """Turn an out-of-memory error into OutOfMemory with a breakdown and the smallest change that fits."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        # torch is there already when memory runs out.
+        # torch is imported already when memory runs out.
         from llmscale.engine.device_memory import device_memory_bytes, gpu_capability
 
         words = explain_out_of_memory(run, str(error), device_memory_bytes(), gpu_capability())
@@ -87,7 +89,7 @@ def explained_out_of_memory(run: PreparedRun) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch.OutOfMemoryError, the CPU allocator's RuntimeError, cuBLAS's and Python's own."""
+    """Recognise errors of torch's GPU and CPU allocators, of cuBLAS and of Python."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
@@ -96,8 +98,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(
     run: PreparedRun, message: str, gpu_bytes: int | None, capability: ComputeCapability | None = None
 ) -> str:
-    """What failed, the estimated breakdown, and the smallest change that fits: three lines, and a fourth where the
-    tensors alone would fit."""
+    """Return three lines: the error, the estimated breakdown, and the smallest change that fits.
+
+    A fourth line names the allocator's setting if the tensors alone would fit.
+    """
     rank = os.environ.get("RANK", "0")
     what = " ".join(message.split()) or "MemoryError"
     lines = [f"rank {rank} ran out of memory: {what[:300]}"]
@@ -123,7 +127,7 @@ def _advice(
     run: PreparedRun, estimate: MemoryEstimate, gpu_bytes: int | None, capability: ComputeCapability | None
 ) -> str:
     resolved, plan = run.resolved, run.resolved.plan
-    limit = estimate.total_bytes - round(_LEAST_SAVING * estimate.reserved_bytes)
+    limit = estimate.total_bytes - round(_MIN_SAVING * estimate.reserved_bytes)
     if gpu_bytes is not None:
         limit = min(limit, gpu_bytes)
     machines = _machines(plan, limit, capability)
@@ -137,7 +141,7 @@ def _advice(
     try:
         change = find_smallest_change(resolved.ds, job, resolved.checkpointing, plan.micro_batch_size)
     except LlmscaleError as error:
-        return f"no change could be worked out: {error}"
+        return f"no change was found: {error}"
     if change is None:
         return (
             "no smaller micro-batch, recomputation, higher stage or offload to the host is enough: it takes more GPUs, "

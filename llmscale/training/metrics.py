@@ -1,4 +1,4 @@
-"""metrics.jsonl, what is shown of it, and trackers: one record per logged step, written by the main rank only."""
+"""metrics.jsonl: one record per logged step, also printed and sent to trackers. For rank 0."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llmscale.evaluate.tasks import show_value
-from llmscale.files.append import AppendFile
+from llmscale.files.buffered_log import BufferedLog
 from llmscale.terminal.human_numbers import with_singulars
-from llmscale.training.display.display import Display, PlainLines
+from llmscale.training.live_view import Display, PlainLines
 from llmscale.training.run_folder import METRICS_NAME, METRICS_VERSION
 from llmscale.training.step_metrics import StepMetrics
-from llmscale.training.trackers.tracker import Tracker
+from llmscale.training.trackers import Tracker
 from llmscale.untrusted.terminal import make_visible_line, print_visible
 
 
 class MetricsLog:
-    """Writes records to the run folder, the console and trackers. For the main rank.
-
-    Nothing that goes wrong with any of them ends training.
-    """
+    """Writes records to the run folder, the console and trackers; none of their failures ends training."""
 
     def __init__(
         self,
@@ -32,22 +29,22 @@ class MetricsLog:
         display: Display | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Without a `display` a step is a line. `check` raises OSError while the run folder is not this run's; what is
-        logged then waits in memory."""
+        """`display` None prints a line per step. While `check` raises OSError, because the folder is not this run's any
+        more, records wait in memory."""
         self._total_steps, self._trackers = total_steps, trackers
         self.display = display or PlainLines(total_steps)
-        # Unbuffered: a record is on its way to the disk when the step is over, whatever happens next.
-        self._file = AppendFile(run_folder / METRICS_NAME, check=check)
+        # Unbuffered: a record survives whatever happens after its step.
+        self._file = BufferedLog(run_folder / METRICS_NAME, check=check)
         self._step = 0
 
     def begin(self, step: int, **values: object) -> None:
-        """Training begins after `step`, or its run folder had to be made again there; `values` say of which history."""
+        """Record that training begins after `step`, with facts about this start. Repeated for a folder made again."""
         self.log_event("start", step=step, metrics_version=METRICS_VERSION, **values)
         self.display.begin(step)
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Record a training step."""
-        # Most runs have one set, and no such key.
+        # Only a mixture has this key.
         record = {key: value for key, value in asdict(metrics).items() if key != "loss_by_set" or value is not None}
         self._write({"kind": "train", **record})
         self.display.show_step(metrics)
@@ -62,8 +59,10 @@ class MetricsLog:
         bits_per_byte: float | None = None,
         samples: str = "",
     ) -> None:
-        """Record a validation: loss in nats per token over num_samples sequences, and of each set of a mix. `samples`
-        says how many each set has."""
+        """Record a validation: loss in nats per token over num_samples sequences, and of each dataset of a mixture.
+
+        `samples` describes how many sequences each dataset has.
+        """
         by_set = dict(loss_by_set or {})
         of_sets = {"loss_by_set": by_set} if by_set else {}
         values = {"loss": loss, **({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte})}
@@ -91,17 +90,17 @@ class MetricsLog:
         self._write({"kind": "sample", "step": step, "prompt": prompt, "text": text})
         print_visible(f"step {step:>6}/{self._total_steps} | sample: {text!r}", flush=True)
 
-    def go_back(self, step: int) -> None:
-        """The run goes on from `step`; what was recorded of later ones stays, before the next "start"."""
+    def roll_back(self, step: int) -> None:
+        """Tell trackers that the run continues from `step`; records of later steps stay before the next "start"."""
         for tracker in self._trackers:
-            tracker.go_back(step)
+            tracker.roll_back(step)
 
     def log_event(self, event: str, **values: object) -> None:
-        """Record anything that is not a measurement: start, resume, save, stop."""
+        """Record an event: start, save, stop."""
         self._write({"kind": "event", "event": event, **values})
 
     def close(self) -> None:
-        """Make everything durable, close it, and warn of what is missing."""
+        """Make everything durable, close it, and warn of missing records."""
         self.display.close()
         self._file.close()
         for tracker in self._trackers:
@@ -119,7 +118,7 @@ class MetricsLog:
 
 
 def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, float]]:
-    """Every number by its path: train/loss, train/loss_by_set/web."""
+    """Yield every number with its path: train/loss, train/loss_by_set/web."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}/{key}")
@@ -128,7 +127,7 @@ def _numbers(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, f
 
 
 def _finite(value: object) -> object:
-    """The same with null for what is NaN or infinite, at any depth."""
+    """Replace NaN and infinity with None at any depth."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):

@@ -1,27 +1,42 @@
-"""Which checkpoint a run begins with, if any."""
+"""The checkpoint that a run begins with, if any: find it, enter its history, load it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from llmscale.checkpoint.commit import point_latest
-from llmscale.checkpoint.history import Checkpoint, find_checkpoints, history_after, is_of_run, record_history
-from llmscale.checkpoint.load import find_damage_together, find_newest_good
-from llmscale.checkpoint.locate import find_checkpoint, read_state
+from llmscale.checkpoint.initial_weights import load_published_weights
+from llmscale.checkpoint.inventory import (
+    Checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    history_after,
+    is_of_run,
+    read_state,
+    record_history,
+)
+from llmscale.checkpoint.load import find_damage_together, find_newest_good, load_engine, load_weights
 from llmscale.checkpoint.manifest import History, load_manifest
 from llmscale.checkpoint.run_state import RunState, check_identity, parse_run_state
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.collectives import on_main_rank
+from llmscale.engine.process_group import World
+from llmscale.engine.train_step import get_scaler_state, set_scaler_state
 from llmscale.errors import CheckpointError
+from llmscale.training.prepare_run import PreparedRun
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """A checkpoint whose files are whole and which belongs to this run."""
+    """A verified checkpoint that belongs to this run."""
 
     folder: Path
     state: RunState
@@ -33,22 +48,22 @@ def find_resume_point(
     group: dist.ProcessGroup,
     report: Callable[[str], None],
 ) -> ResumePoint | None:
-    """The checkpoint to continue from; None for a run that begins. Collective.
+    """Return the checkpoint to resume; None for a new run. Collective.
 
-    `identity` gives this run's identity when it goes on from a checkpoint, whose order of samples it keeps.
-    Raises CheckpointError when the named checkpoint is damaged, when none of a run's checkpoints is whole, or when the
-    run that was saved is not this one and the differences were not allowed.
+    `identity` returns this run's identity when it resumes a checkpoint, whose order of samples it keeps. Raises
+    CheckpointError if the named checkpoint is damaged, if all checkpoints of the run are, or if it belongs to another
+    run and the differences were not allowed.
     """
     if config.resume == "none" or config.init_from is not None:
         return None
     folder = (
         find_newest_good(config.run, group, report)
         if config.resume == "auto"
-        else (find_named_checkpoint(config.resume, "--resume", group, report))
+        else _find_named_checkpoint(config.resume, "--resume", group, report)
     )
     if folder is None:
         return None
-    # The main rank's reading counts here too; that the others see the same files is compared by what they hash to.
+    # Rank 0 reads it; hashes confirm later that the others see the same files.
     return on_main_rank(group, lambda: _check_point(folder, config, identity, report))
 
 
@@ -58,7 +73,7 @@ def _check_point(
     identity: Callable[[RunState], Mapping[str, object]],
     report: Callable[[str], None],
 ) -> ResumePoint:
-    """The checkpoint in `folder`, when it belongs to this run. Raises CheckpointError."""
+    """Return the checkpoint in `folder`. Raises CheckpointError if it belongs to another run."""
     state = parse_run_state(read_state(folder))
     if state.step != load_manifest(folder).step:
         raise CheckpointError(
@@ -69,9 +84,11 @@ def _check_point(
     return ResumePoint(folder, state)
 
 
-def find_named_checkpoint(path: str | Path, flag: str, group: dist.ProcessGroup, report: Callable[[str], None]) -> Path:
-    """The checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
-    # The main rank's answer counts: of a run that is training, another rank might see a newer one.
+def _find_named_checkpoint(
+    path: str | Path, flag: str, group: dist.ProcessGroup, report: Callable[[str], None]
+) -> Path:
+    """Return the checkpoint that the user named with `flag`, verified. Collective. Raises CheckpointError."""
+    # Rank 0's answer counts: another rank might see a newer checkpoint of a run that trains.
     folder = on_main_rank(group, lambda: find_checkpoint(Path(path), report))
     damage = find_damage_together(folder, group)
     if damage:
@@ -82,10 +99,10 @@ def find_named_checkpoint(path: str | Path, flag: str, group: dist.ProcessGroup,
 def enter_history(
     run: Path, point: ResumePoint | None, group: dist.ProcessGroup, report: Callable[[str], None]
 ) -> History:
-    """The history that this start's checkpoints belong to; a run that goes back begins a new one here, for good.
+    """Return the history of this start's checkpoints; a run that goes back permanently begins a new one here.
 
-    Call it when nothing but the first step can fail any more. Collective. Raises CheckpointError when the record of a
-    new history cannot be written.
+    Call it when only the first step can still fail. Collective. Raises CheckpointError if the record of a new history
+    cannot be written.
     """
 
     def enter() -> History:
@@ -105,22 +122,78 @@ def _enter(run: Path, point: ResumePoint | None, report: Callable[[str], None]) 
     if history == found.history and is_of_run(point.folder, run) and not found.notes:
         return history
     record_history(run, history, point.folder)
-    still = {checkpoint.path for checkpoint in find_checkpoints(run).current}
-    left = [checkpoint for checkpoint in found.current if checkpoint.path not in still]
-    if left:
-        report(_describe_abandoned(left, history, point, run))
+    current = {checkpoint.path for checkpoint in find_checkpoints(run).current}
+    abandoned = [checkpoint for checkpoint in found.current if checkpoint.path not in current]
+    if abandoned:
+        report(_describe_abandoned(abandoned, history, point, run))
     try:
         point_latest(run, point.folder)
     except OSError as error:
-        report(f"WARNING: `latest` still points to what is abandoned now: {error}")
+        report(f"WARNING: `latest` still points to an abandoned checkpoint: {error}")
     return history
 
 
-def _describe_abandoned(left: list[Checkpoint], history: History, point: ResumePoint, run: Path) -> str:
-    """What the user who goes back should know, in one line. `left`: the newest first."""
-    gib = sum(checkpoint.manifest.num_bytes for checkpoint in left) / 2**30
-    names = f"{left[-1].path.name} to {left[0].path.name}" if len(left) > 1 else left[0].path.name
+def _describe_abandoned(abandoned: list[Checkpoint], history: History, point: ResumePoint, run: Path) -> str:
+    """Describe in one line the checkpoints that going back abandons; the newest comes first in the list."""
+    gib = sum(checkpoint.manifest.num_bytes for checkpoint in abandoned) / 2**30
+    first, last = abandoned[-1].path.name, abandoned[0].path.name
+    names = f"{first} to {last}" if len(abandoned) > 1 else last
     return (
-        f"history {history.number} of this run begins at step {point.state.step}. Abandoned: {names} ({len(left)}, "
-        f"{gib:.2f} GiB), neither resumed nor deleted unless you say so: --resume PATH, llmscale checkpoint prune {run}"
+        f"history {history.number} of this run begins at step {point.state.step}. Abandoned: {names} "
+        f"({len(abandoned)}, {gib:.2f} GiB), neither resumed nor deleted unless you say so: --resume PATH, "
+        f"llmscale checkpoint prune {run}"
     )
+
+
+def load_initial_state(
+    run: PreparedRun,
+    engine: DeepSpeedEngine,
+    point: ResumePoint | None,
+    world: World,
+    report: Callable[[str], None],
+    progress: Callable[[], object],
+) -> None:
+    """Load the checkpoint, or the weights that a new run begins with. Collective. Raises LlmscaleError."""
+    if point is None:
+        name = _load_first_weights(run, engine, world, report, progress)
+        if name is not None:
+            report(f"weights from {name}; everything else starts at step 0")
+        return
+    load_checkpoint(engine, point, world, get_scaler_state(engine))
+    report(f"continuing from {point.folder}: step {point.state.step}, {point.state.tokens_seen:,} tokens seen")
+    if point.state.precision != run.resolved.precision:
+        report(
+            f"precision changes from {point.state.precision} to {run.resolved.precision}: fp32 master weights and "
+            "optimizer states are taken over exactly; a loss scaler, where there is one, starts from its configuration"
+        )
+
+
+def load_checkpoint(
+    engine: DeepSpeedEngine, point: ResumePoint, world: World, configured_scaler: dict[str, float] | None
+) -> None:
+    """Load weights, optimizer states and loss scaler; a checkpoint without a scaler resets it to the configured one.
+
+    Collective. Raises CheckpointError.
+    """
+    load_engine(engine, point.folder, point.state, world.control)
+    set_scaler_state(engine, point.state.loss_scaler or configured_scaler)
+
+
+def _load_first_weights(
+    run: PreparedRun,
+    engine: DeepSpeedEngine,
+    world: World,
+    report: Callable[[str], None],
+    progress: Callable[[], object],
+) -> str | None:
+    """Load the weights of --init-from, and return their name; None if there are none. Collective."""
+    if run.weights is not None:
+        for note in run.weights.notes:
+            report(note)
+        load_published_weights(engine, run.weights, world.control, progress)
+        return run.weights.name
+    if run.config.init_from is None:
+        return None
+    folder = _find_named_checkpoint(run.config.init_from, "--init-from", world.control, report)
+    load_weights(engine, folder, world.control)
+    return str(folder)

@@ -1,4 +1,4 @@
-"""The run folder: everything that is needed to resume, to explain or to hand over a run. No torch."""
+"""The run folder: its files, the claim of one run on it, and the record of a failure. No torch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import stat
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -18,35 +20,43 @@ from typing import TextIO
 
 from llmscale import __version__
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.files.append import AppendFile, warn_on_stderr
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
+from llmscale.files.buffered_log import BufferedLog, warn_on_stderr
 from llmscale.untrusted.paths import open_own
 
 CONFIG_NAME = "config.json"
 DS_CONFIG_NAME = "ds_config.json"
 STARTS_NAME = "starts.jsonl"
 METRICS_NAME = "metrics.jsonl"
-#: Raised whenever older code could misread metrics.jsonl; every start writes it there.
+FAILURE_NAME = "failure.json"
+#: Written by every start to metrics.jsonl; raised whenever older code could misread the file.
 METRICS_VERSION = 1
 LOCK_NAME = ".lock"
-#: What a run writes to in its folder.
+#: Files that a run writes to in its folder.
 OWN_FILES = (
     *(CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, LOCK_NAME),
-    *(".launch.lock", "attempts.jsonl", "failure.json"),
+    *(".launch.lock", "attempts.jsonl", FAILURE_NAME),
 )
-#: Folders of a run that describe what it was made from: KEPT_NAME and PUBLISHED_NAME of modules that import numpy.
+#: Folders that describe what a run was made from: KEPT_NAME and PUBLISHED_NAME of modules that import numpy.
 ORIGIN_FOLDERS = ("dataset", "published")
 OWN_FOLDERS = ("checkpoints", "logs", "profile", "samples", "tensorboard", "wandb", ".agents", *ORIGIN_FOLDERS)
+#: Files and folders that a start writes before its first step.
+_START_FILES = (CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME, METRICS_NAME, FAILURE_NAME)
+_START_FOLDERS = ("samples", *ORIGIN_FOLDERS)
 #: Libraries whose version can change a result.
 LIBRARIES = ("torch", "deepspeed", "mosaicml-streaming", "numpy", "tiktoken", "tokenizers")
-#: What a new run folder must have room for: the description of the run.
+#: Space that a new run folder needs for the description of the run.
 _PROBE_BYTES = 1 << 16
+#: Time that a network file system may take to show a new file to another host.
+_VISIBLE_TRIES = 50
+_VISIBLE_PAUSE_S = 0.1
+_MAX_ERROR_CHARACTERS = 600
 
 
 def create_run_folder(run: Path) -> list[Path]:
-    """Make the folder, and see that it can be written to. Returns the folders that were made for it, it last.
+    """Create the folder, check that it is writable, and return the folders that were created, the run's last.
 
-    Raises ConfigError; then there is nothing that was not there before.
+    Raises ConfigError, and then leaves nothing new.
     """
     check_own_files(run)
     made: list[Path] = []
@@ -56,7 +66,7 @@ def create_run_folder(run: Path) -> list[Path]:
             if not folder.exists():
                 folder.mkdir(exist_ok=True)
                 made.append(folder)
-        # A run that goes on is not refused for want of space: it may be there when the next checkpoint is due.
+        # A resumed run may start on a full disk: there may be space when the next checkpoint is due.
         probe.unlink(missing_ok=True)
         with open(open_own(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
             file.write(b"" if (run / CONFIG_NAME).exists() else bytes(_PROBE_BYTES))
@@ -64,7 +74,7 @@ def create_run_folder(run: Path) -> list[Path]:
     except OSError as error:
         with suppress(OSError):
             probe.unlink()
-        remove_folders(made)
+        _remove_empty(made)
         raise ConfigError(
             f"--run {run} cannot be written to: {error.strerror or error}. Name a folder on a disk with space and "
             "permission."
@@ -73,9 +83,9 @@ def create_run_folder(run: Path) -> list[Path]:
 
 
 def check_own_files(run: Path) -> None:
-    """Raise ConfigError where a link or another kind of file stands in the place of what a run writes.
+    """Raise ConfigError if a link or another kind of file has the name of something that a run writes.
 
-    A run folder that somebody else has packed could lead the writing anywhere. The folder itself may be a link.
+    A run folder from a stranger could redirect the writes anywhere. The folder itself may be a link.
     """
     for names, is_right, kind in ((OWN_FILES, stat.S_ISREG, "file"), (OWN_FOLDERS, stat.S_ISDIR, "folder")):
         for path in (run / name for name in names):
@@ -88,19 +98,19 @@ def check_own_files(run: Path) -> None:
                     )
 
 
-def remove_folders(made: list[Path]) -> None:
-    """Take away folders, the innermost last in the list, that are empty."""
+def _remove_empty(made: list[Path]) -> None:
+    """Remove empty folders; the innermost is the last in the list."""
     for folder in reversed(made):
         with suppress(OSError):
             folder.rmdir()
 
 
 def lock_run_folder(run: Path, name: str = LOCK_NAME) -> TextIO:
-    """Claim the folder for this process for as long as the returned file stays open; death releases it too.
+    """Lock the folder for this process until the returned file is closed or the process ends.
 
-    A POSIX record lock: forked data workers do not inherit it, and network file systems know it. Raises ConfigError
-    when another process holds it (two runs in one folder would overwrite each other's checkpoints), or when the file
-    cannot be made.
+    A POSIX record lock: forked data workers do not inherit it, and network file systems support it. Raises ConfigError
+    if another process holds it (two runs in one folder would overwrite each other's checkpoints), or if the file cannot
+    be written.
     """
     path = run / name
     try:
@@ -115,25 +125,25 @@ def lock_run_folder(run: Path, name: str = LOCK_NAME) -> TextIO:
                 ) from None
             if _is_same_file(file, path):
                 break
-            # Its last owner removed it between our opening and our locking it.
+            # The previous owner removed it after we opened it and before we locked it.
             file.close()
     except OSError as error:
         raise ConfigError(f"--run {run}: {path.name} cannot be written: {error.strerror or error}.") from None
-    with suppress(OSError):  # a full disk has no room for a name, but for a lock it has
+    with suppress(OSError):  # a full disk may have no space for the text; the lock holds without it
         os.ftruncate(file.fileno(), 0)
-        # Not into the file's buffer, which its end would try to write once more.
+        # Not through the file's buffer: closing the file would try to write it again.
         os.write(file.fileno(), f"process {os.getpid()} on host {platform.node()}\n".encode())
     return file
 
 
 def _lock(file: TextIO) -> bool:
-    """False when another process holds it."""
+    """Lock a file, and return False if another process holds the lock."""
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows either
         return False
     except OSError:
-        # A file system without locks: nothing to claim, and no reason not to train.
+        # This file system has no locks; train without one.
         pass
     return True
 
@@ -146,11 +156,132 @@ def _is_same_file(file: TextIO, path: Path) -> bool:
 
 
 def _open_for_owner(path: Path) -> int:
-    """Open a lock file that only its owner may read: who can read a file can lock it."""
+    """Open a lock file that only its owner can read: whoever can read a file can lock it."""
     descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
     with suppress(PermissionError):
         os.fchmod(descriptor, 0o600)
     return descriptor
+
+
+class RunFolderClaim:
+    """One run's claim on its folder: one process takes it, every other rank checks that it is taken.
+
+    Somebody may remove, rename or replace the folder while the run trains. The folder is still ours while its lock file
+    is the one that was locked, or has the same text: inode numbers change on some network file systems, and a restored
+    copy is as good. A failed start leaves no empty folder.
+    """
+
+    def __init__(self, run: Path, lock_name: str = LOCK_NAME) -> None:
+        self._run, self._path = run, run / lock_name
+        self._made: list[Path] = []
+        self._lock: TextIO | None = None
+        self._owner: str | None = None
+        self._describe: Callable[[], None] = lambda: None
+
+    def take(self) -> str:
+        """Create and lock the folder; return the text of the lock file, empty on a full disk. Raises ConfigError."""
+        self._made = create_run_folder(self._run)
+        self._lock = lock_run_folder(self._run, self._path.name)
+        self._lock.seek(0)
+        self._owner = self._lock.read()
+        return self._owner
+
+    def check_visible(self, owner: str) -> None:
+        """Raise ConfigError unless this host sees that another process, `owner`, has taken the folder."""
+        self._owner = owner
+        # A network file system may show a new file late; listing the folder asks the server again.
+        for _ in range(_VISIBLE_TRIES):
+            with suppress(OSError):
+                os.listdir(self._run)
+                if not owner or self._path.read_text() == owner:
+                    return
+            time.sleep(_VISIBLE_PAUSE_S)
+        raise ConfigError(
+            f"--run {self._run} on host {platform.node()} is not the main rank's folder. Every rank must see the same "
+            "one, on a file system that all nodes share: NFS, Lustre or the like"
+        )
+
+    def describe(self, action: Callable[[], None]) -> None:
+        """Call `action`, which writes the description of the run, now and whenever the folder is created again."""
+        self._describe = action
+        action()
+
+    def find_loss(self) -> str | None:
+        """Return one line about what happened to the folder, or None if it is still ours or nobody has taken it."""
+        if self._owner is None:
+            return None
+        try:
+            if self._lock and os.path.samestat(os.stat(self._path), os.fstat(self._lock.fileno())):
+                return None
+            # Not earlier: closing a second handle of a locked file releases the lock.
+            owner = self._path.read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, NotADirectoryError):
+            gone = self._path if self._run.is_dir() else self._run
+            return f"{gone} was removed or renamed during training; the next checkpoint creates it again"
+        except OSError:
+            # The disk does not answer. Writing will report it.
+            return None
+        if owner == self._owner:
+            return None
+        return (
+            f"{self._run} now belongs to {owner.strip() or 'another process'} and not to this run: nothing is saved "
+            "there. Move it away, and the next checkpoint creates a new one"
+        )
+
+    def check(self) -> None:
+        """Raise OSError if the folder is not this run's any more."""
+        loss = self.find_loss()
+        if loss:
+            raise OSError(loss)
+
+    def renew(self, report: Callable[[str], None]) -> bool:
+        """Create a missing folder again, with lock and description, and return whether that was done.
+
+        For the process that took it. `check` reports what cannot be repaired.
+        """
+        if self._lock is None or self.find_loss() is None or os.path.lexists(self._path):
+            return False
+        again = RunFolderClaim(self._run, self._path.name)
+        try:
+            again.take()
+            again.describe(self._describe)
+        except (ConfigError, OSError) as error:
+            # Without its description a folder is useless: the next checkpoint tries again.
+            if again._lock:
+                self._path.unlink(missing_ok=True)
+            again.give_up()
+            report(f"WARNING: the run folder is gone and cannot be created again: {error}")
+            return False
+        self._lock.close()
+        self._lock, self._owner = again._lock, again._owner
+        if again._made:
+            report(
+                f"WARNING: {self._run} was removed or renamed during training. It was created again, and everything "
+                "that follows is saved there; earlier checkpoints and metrics are where it was moved to"
+            )
+        else:
+            report(f"WARNING: {self._path} was missing; {self._run} is claimed again")
+        return True
+
+    def give_up(self) -> None:
+        """Release the lock of a run that never began; remove its files, and the folders created for it if empty."""
+        own = {self._path.name}
+        if self._made:
+            own |= {*_START_FILES, *_START_FOLDERS}
+        with suppress(OSError):
+            if self._lock and {path.name for path in self._run.iterdir()} <= own:
+                for name in own & {*_START_FOLDERS}:
+                    shutil.rmtree(self._run / name, ignore_errors=True)
+                for name in own - {*_START_FOLDERS}:
+                    (self._run / name).unlink(missing_ok=True)
+        self.close()
+        _remove_empty(self._made)
+
+    def close(self) -> None:
+        """Release the lock, and leave the folder as it is."""
+        if self._lock:
+            self._lock.close()
+        self._lock = None
 
 
 def save_run_description(
@@ -161,34 +292,34 @@ def save_run_description(
     *,
     is_new: bool,
 ) -> None:
-    """Save the resolved configuration, what DeepSpeed really got, and one line about this start. Main rank only.
+    """Save the resolved configuration, the ds_config as DeepSpeed gets it, and one line about this start.
 
-    A run that `is_new` must be able to say what it is: raises ConfigError. One that goes on only warns.
+    For rank 0. Raises ConfigError for a new run; a resumed run only prints a warning.
     """
 
     def write() -> None:
-        _write_json(run / CONFIG_NAME, {"config": config, "resolved": resolved})
-        _write_json(run / DS_CONFIG_NAME, ds_config)
+        for name, values in ((CONFIG_NAME, {"config": config, "resolved": resolved}), (DS_CONFIG_NAME, ds_config)):
+            write_durably(run / name, json.dumps(values, indent=1) + "\n")
 
     keep(write, run, "its configuration", is_new=is_new)
     start = {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": _now(),
         "host": platform.node(),
         "world_size": resolved.get("plan", {}).get("world_size"),  # type: ignore[attr-defined]  # a dict by as_dict
-        # Of this process: DeepSpeed's launcher adds the rank's number.
+        # DeepSpeed's launcher adds the local rank.
         "arguments": [word for word in sys.argv[1:] if not re.match("--local[-_]rank=", word)],
         "python": platform.python_version(),
         "llmscale": __version__,
         "versions": library_versions(),
     }
-    starts = AppendFile(run / STARTS_NAME, unit="start")
+    starts = BufferedLog(run / STARTS_NAME, unit="start")
     starts.append(json.dumps(start).encode() + b"\n", 0)
     starts.close()
 
 
 def keep(write: Callable[[], None], run: Path, what: str, *, is_new: bool) -> None:
-    """Write a part of the description of a run to its folder. Raises ConfigError when it cannot be written, or for a
-    run that is not new prints a warning."""
+    """Call `write` for a part of the run's description. Raises ConfigError for a new run that cannot be written; a
+    resumed run only prints a warning."""
     try:
         write()
     except (OSError, LlmscaleError) as error:
@@ -199,12 +330,8 @@ def keep(write: Callable[[], None], run: Path, what: str, *, is_new: bool) -> No
 
 
 def library_versions() -> dict[str, str | None]:
-    """Versions of LIBRARIES as they are installed, None for what is not."""
+    """Return the installed version of each of LIBRARIES, None if it is not installed."""
     return {name: _version(name) for name in LIBRARIES}
-
-
-def _write_json(path: Path, values: Mapping[str, object]) -> None:
-    write_durably(path, json.dumps(values, indent=1) + "\n")
 
 
 def _version(library: str) -> str | None:
@@ -212,3 +339,29 @@ def _version(library: str) -> str | None:
         return metadata.version(library)
     except metadata.PackageNotFoundError:
         return None
+
+
+def record_failure(run_folder: Path, error: BaseException, *, step: int, rank: int) -> None:
+    """Write failure.json for `llmscale runs`, unless another rank failed first. Never raises.
+
+    The record stays until training begins again. A rank that was killed writes nothing, but its peers write that they
+    lost it. Errors of the start-up are not recorded: they appear where the command was given.
+    """
+    path = run_folder / FAILURE_NAME
+    first_line = str(error).strip().partition("\n")[0].rstrip()
+    kind = "" if isinstance(error, LlmscaleError) else type(error).__name__
+    text = ": ".join(filter(None, (kind, first_line)))[:_MAX_ERROR_CHARACTERS]
+    with suppress(OSError):
+        if not path.exists():
+            record = {"error": text, "step": step, "rank": rank, "ended": _now()}
+            write_durably(path, json.dumps(record, indent=1) + "\n")
+
+
+def clear_failure(run_folder: Path) -> None:
+    """Remove the record of an earlier start's failure. Never raises."""
+    with suppress(OSError):
+        (run_folder / FAILURE_NAME).unlink()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,50 +1,60 @@
-"""What one logged step says, and the line that says it. No torch."""
+"""Metrics of a logged step, and the clock that measures them."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from llmscale.engine.train_step import PhaseTimer
+
+#: Interruptions of training.
+Pause = Literal["saving", "evaluating", "starting", "profiling"]
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one logged step says."""
+    """Metrics of one logged step."""
 
     step: int
     """Optimizer steps done, this one included."""
     tokens_seen: int
     """Tokens trained on since step 0, over all ranks."""
     loss: float
-    """Mean over the global batch, in nats per token, without the z-loss; null in metrics.jsonl when it is NaN or
-    infinite."""
+    """Mean over the global batch, in nats per token, without the z-loss; null in metrics.jsonl if NaN or infinite."""
     z_loss: float | None
     """--z-loss times the mean squared log-sum-exp of the logits, over every rank's last micro-batch; None without."""
     lr: float
     grad_norm: float | None
-    """Global norm before clipping; infinite when the step was skipped, which is null in metrics.jsonl."""
+    """Global norm before clipping; infinite if the step was skipped, null in metrics.jsonl."""
     loss_scale: float | None
-    """fp16 only."""
+    """Loss scale of fp16; None in other precisions."""
     skipped_steps: int
     """Steps that DeepSpeed skipped because of overflow since step 0, over all starts."""
     tokens_per_second: float
-    """All ranks, since the last logged step; validation, sampling and checkpoints not counted."""
+    """Speed of all ranks since the last logged step, without validation, sampling and checkpoints."""
     tokens_per_second_per_device: float
     mfu: float | None
     """Model FLOPs utilisation, a fraction; None on hardware whose peak is unknown."""
     peak_memory_bytes: int
-    """Device memory on a GPU, resident memory of the main rank's process on a CPU."""
+    """Device memory on a GPU, resident memory of rank 0's process on a CPU."""
     data_wait_s: float
-    """Seconds per step, as are the next three."""
+    """Seconds per step, like the next three."""
     forward_backward_s: float
     optimizer_step_s: float
     other_s: float
     eta_s: float
     """Seconds to the end of the run at the present speed."""
     loss_by_set: dict[str, float] | None = None
-    """Of a mix: nats per token of the step's samples of each set that had some."""
+    """Nats per token of each dataset of a mixture that has samples in this step."""
 
 
 def format_step(m: StepMetrics, total_steps: int) -> str:
-    """The console line of one step."""
+    """Return the console line of one step."""
     scale = "" if m.loss_scale is None else f" | scale {m.loss_scale:g}"
     skipped = f" | skipped {m.skipped_steps}" if m.skipped_steps else ""
     z_loss = "" if m.z_loss is None else f" | z-loss {m.z_loss:.2e}"
@@ -58,7 +68,7 @@ def format_step(m: StepMetrics, total_steps: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as 45s, 3m20s, 5h07m or 2d04h."""
+    """Format seconds as 45s, 3m20s, 5h07m or 2d04h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -67,3 +77,71 @@ def format_duration(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Averages per step since the last reading, in seconds."""
+
+    step_s: float
+    data_wait_s: float
+    forward_backward_s: float
+    optimizer_step_s: float
+
+    @property
+    def other_s(self) -> float:
+        """Seconds outside all phases: votes, logging, Python."""
+        return max(0.0, self.step_s - self.data_wait_s - self.forward_backward_s - self.optimizer_step_s)
+
+
+class StepMeter:
+    """Counts steps, and the seconds they took without pauses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.phases = PhaseTimer(device)
+        self._began, self._paused_s, self._steps = time.perf_counter(), 0.0, 0
+        self.done_steps = 0
+        """Optimizer steps of this start."""
+        self.pausing_for: Pause | None = None
+        """The current interruption of training."""
+        self.spent_s: dict[str, float] = {}
+        """Seconds of this start up to the last reading, by phase and pause."""
+
+    def count_step(self) -> None:
+        """Count one more optimizer step."""
+        self._steps += 1
+        self.done_steps += 1
+
+    @contextmanager
+    def pause(self, what: Pause) -> Iterator[None]:
+        """Exclude the time inside from training."""
+        began = time.perf_counter()
+        self.phases.mark("other")
+        self.pausing_for = what
+        try:
+            yield
+        finally:
+            self.pausing_for = None
+            self._paused_s += self._spend(what, time.perf_counter() - began)
+
+    def _spend(self, what: str, seconds: float) -> float:
+        self.spent_s[what] = self.spent_s.get(what, 0.0) + seconds
+        return seconds
+
+    def read(self) -> StepTimes:
+        """Return the averages of the interval that ends now, and begin the next.
+
+        Call it after a synchronisation with the device.
+        """
+        now, steps = time.perf_counter(), max(self._steps, 1)
+        phases = self.phases.read()
+        interval = StepTimes(
+            step_s=(now - self._began - self._paused_s) / steps,
+            data_wait_s=phases["data_wait"] / steps,
+            forward_backward_s=phases["forward_backward"] / steps,
+            optimizer_step_s=phases["optimizer_step"] / steps,
+        )
+        self._began, self._paused_s, self._steps = now, 0.0, 0
+        for name in ("data_wait", "forward_backward", "optimizer_step", "other"):
+            self._spend(name, getattr(interval, f"{name}_s") * steps)
+        return interval

@@ -1,5 +1,9 @@
-"""What asks for a save and an orderly end: signals, and the loss of the launcher. No torch: installed before anything
-slow is imported."""
+"""Requests to stop: signals, and the end of the launcher that started this rank.
+
+No torch: installed before anything slow is imported. Linux' /proc. When a launcher ends, nobody forwards signals any
+more, and the ranks of a run that was meant to end would train on. Only launchers count, recognised by their command
+lines: a shell, `nohup`, tmux or ssh that ends leaves a run alone.
+"""
 
 from __future__ import annotations
 
@@ -8,46 +12,59 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from llmscale.training.launcher_chain import find_launchers
+from llmscale.untrusted.interpreter import RUN_MODULE
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-#: How often launchers are looked after.
+#: Set by `llmscale train` for its ranks: its process id. A rank whose parent is another process has lost it already.
+LAUNCHER_VARIABLE = "LLMSCALE_LAUNCHER"
+_COMMANDS = frozenset(("deepspeed", "ds", "torchrun", "accelerate", "llmscale"))
+#: Modules that run these commands, or are run by them -> the name to show.
+_MODULES = {
+    "deepspeed": "deepspeed",
+    "deepspeed.launcher.runner": "deepspeed",
+    "deepspeed.launcher.launch": "deepspeed.launcher.launch",
+    "torch.distributed.run": "torchrun",
+    "torch.distributed.launch": "torchrun",
+    "accelerate.commands.launch": "accelerate",
+    "accelerate.commands.accelerate_cli": "accelerate",
+    "llmscale": "llmscale",
+    "llmscale.cli.main": "llmscale",
+}
 _LAUNCHER_CHECK_S = 0.5
-#: Asked to stop before its first step is done, a rank that has not come to a step boundary by then just ends. The main
-#: rank is last: the others' connections to it would break, and say so at length.
+#: Asked to stop during start-up, a rank that reaches no step boundary in this time exits. Rank 0 is last: the others'
+#: connections to it would break, with long messages.
 _START_GRACE_S = 2.0
 _MAIN_RANK_LATER_S = 0.5
-#: A rank installs its handlers in its first tenth of a second; on a machine that is busy with something else, later.
+#: A rank installs its handlers in its first tenth of a second; on a busy machine, later.
 _HANDLERS_PATIENCE_S = 10.0
 _HANDLERS_CHECK_S = 0.05
 
 
 @dataclass
 class StopRequest:
-    """Notes what asks to stop; the loop reads it at step boundaries, where all ranks can agree to stop.
+    """Records requests to stop; the loop reads them at step boundaries, where all ranks can agree.
 
     A handler that acted at once could interrupt a collective and leave the other ranks waiting in it. Before the first
-    step is done there is nothing to lose but time: then the process ends by itself, soon, wherever it is.
+    step there is nothing to save: then the process ends by itself after a short grace period.
     """
 
     received: list[str] = field(default_factory=list)
-    """Names of the signals that came, in order; or which launcher is gone."""
+    """Reasons in order: names of signals, or the launcher that ended."""
     before_early_end: list[Callable[[], None]] = field(default_factory=list)
-    """Called before the process ends during start-up, in another thread than the main one."""
+    """Called in another thread before the process ends during start-up."""
     before_sudden_end: list[Callable[[], None]] = field(default_factory=list)
-    """Called before a second SIGINT ends the process, in another thread than the main one."""
+    """Called in another thread before a second SIGINT ends the process."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _starting: bool = True
     _early_reason: str | None = None
 
     def install(self) -> None:
-        """From now on note SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless nohup has it ignored, instead of dying of them.
-        A second SIGINT ends at once."""
+        """Record SIGTERM, SIGINT, SIGUSR1, and SIGHUP unless nohup ignores it. A second SIGINT ends at once."""
         numbers = [*STOP_SIGNALS]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             numbers.append(signal.SIGHUP)
@@ -56,14 +73,14 @@ class StopRequest:
             signal.signal(number, self._note)
 
     def watch_launchers(self) -> None:
-        """From now on the end of a launcher above this process asks to stop, too."""
+        """Treat the end of a launcher above this process as a request to stop."""
         launchers = find_launchers()
 
         def watch() -> None:
             while True:
                 for launcher in launchers:
                     if launcher.is_gone:
-                        self.received.append(f"the end of its launcher ({launcher.describe()})")
+                        self.received.append(f"the end of its launcher ({launcher.name}, process {launcher.pid})")
                         self._end_early(self.received[0])
                         return
                 time.sleep(_LAUNCHER_CHECK_S)
@@ -72,17 +89,17 @@ class StopRequest:
             threading.Thread(target=watch, name="launchers", daemon=True).start()
 
     def leave_start_up(self) -> None:
-        """From now on only the loop ends the process: there is something to save, or all ranks have agreed to stop."""
+        """Leave the end of the process to the loop: there is something to save, or all ranks agreed to stop."""
         with self._lock:
             self._starting = False
 
     @property
     def ends_early(self) -> bool:
-        """It came during start-up: whatever fails now, fails because ranks are ending."""
+        """True if start-up was asked to stop: any failure now is a consequence of ranks that end."""
         return self._starting and self._early_reason is not None
 
     def end_now(self) -> None:
-        """End a start-up that was asked to stop, with status 0; returns when it is over already."""
+        """End a start-up that was asked to stop, with status 0; return if start-up is over."""
         with self._lock:
             if not self._starting:
                 return
@@ -91,7 +108,7 @@ class StopRequest:
                     action()
             if os.environ.get("RANK", "0") == "0":
                 line = f"stopped by {self._early_reason} before the first step: nothing was trained, nothing to save\n"
-                # Not print: the main thread may be within one.
+                # Not print: the main thread may be inside one.
                 with contextlib.suppress(OSError):
                     os.write(1, line.encode())
             os._exit(0)
@@ -100,24 +117,26 @@ class StopRequest:
         self.received.append(signal.Signals(number).name)
 
     def _listen(self, numbers: list[signal.Signals]) -> None:
-        """Watch for signals in a thread: Python runs no handler while the main thread waits in a collective or for a
-        rank that never comes, and that is when somebody presses Ctrl-C twice."""
+        """Watch for signals in a thread.
+
+        Python runs no handler while the main thread waits in a collective or for a missing rank, and that is when
+        somebody presses Ctrl-C twice.
+        """
         arrivals, wakeup = os.pipe()
         os.set_blocking(wakeup, False)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        # A data worker's signals are not ours: forked, it would write them into the same pipe.
+        # A forked data worker would write its own signals into the same pipe.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
         def listen() -> None:
-            """`arrivals` has one byte per signal, its number."""
             num_sigints = 0
-            while byte := os.read(arrivals, 1):
+            while byte := os.read(arrivals, 1):  # one byte per signal, its number
                 num_sigints += byte[0] == signal.SIGINT
                 if num_sigints == 2:
                     with contextlib.suppress(Exception):
                         for action in self.before_sudden_end:
                             action()
-                    # 128 + number is how shells report a signal.
+                    # Shells report a signal as 128 + its number.
                     os._exit(128 + signal.SIGINT)
                 if byte[0] in numbers:
                     self._end_early(signal.Signals(byte[0]).name)
@@ -129,19 +148,21 @@ class StopRequest:
         if self._early_reason is not None or not self._starting:
             return
         self._early_reason = why
-        # A thread of its own: a second SIGINT must still be heard.
+        # In a thread: a second SIGINT must still be noticed.
         threading.Thread(target=self._end_together, name="early end", daemon=True).start()
 
     def _end_together(self) -> None:
-        # One that was not told would wait for this one.
+        # A rank that was not told would wait for this one.
         _tell_other_ranks()
         time.sleep(_START_GRACE_S + (_MAIN_RANK_LATER_S if os.environ.get("RANK", "0") == "0" else 0.0))
         self.end_now()
 
 
 def _tell_other_ranks() -> None:
-    """SIGTERM to the other ranks of this job on this host, each once it has installed its handlers: before that it
-    would die of the signal, and the job would count as failed."""
+    """Send SIGTERM to the other ranks of this job on this host, each once it has installed its handlers.
+
+    Before that it would die of the signal, and the job would count as failed.
+    """
     told: set[int] = set()
     deadline = time.monotonic() + _HANDLERS_PATIENCE_S
     while True:
@@ -158,14 +179,14 @@ def _tell_other_ranks() -> None:
 
 
 def _find_other_ranks() -> set[int]:
-    """Processes of this job's other ranks on this host: those that meet at the same place. Empty for one rank alone."""
+    """Return this job's other processes on this host: those with the same rendezvous and another rank."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return set()
     ours = {f"{name}={os.environ.get(name, '')}".encode() for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")}
     our_rank = f"RANK={os.environ.get('RANK', '0')}".encode()
     found = set()
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's process, or one that ended
             variables = set((folder / "environ").read_bytes().split(b"\0"))
             is_rank = any(word.startswith(b"RANK=") for word in variables)
             if ours <= variables and is_rank and our_rank not in variables:
@@ -174,10 +195,121 @@ def _find_other_ranks() -> set[int]:
 
 
 def _catches_sigterm(pid: int) -> bool:
-    """Whether a process has a handler for SIGTERM, as the kernel shows it."""
+    """Return whether a process has a handler for SIGTERM, or has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return True  # gone: nothing to wait for
+        return True
     caught = int(status.partition("SigCgt:")[2].split(maxsplit=1)[0], 16)
     return bool(caught >> (signal.SIGTERM - 1) & 1)
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One process above this one."""
+
+    pid: int
+    name: str
+    started: str
+    """Start time as the kernel reports it: process ids are reused. Empty for a process that ended before we looked."""
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it has ended, even if its parent has not noticed."""
+        stat = _stat(self.pid)
+        return stat is None or stat.started != self.started or stat.state in "ZX"
+
+
+def find_launchers() -> list[Launcher]:
+    """Return the launchers above this rank, its parent first."""
+    named = os.environ.get(LAUNCHER_VARIABLE, "")
+    if named.isdigit():
+        stat = _stat(int(named)) if int(named) == os.getppid() else None
+        return [Launcher(int(named), "llmscale train", stat.started if stat else "")]
+    chain: list[Launcher] = []
+    pid = os.getppid()
+    while pid > 0 and (stat := _stat(pid)) is not None:
+        arguments = _arguments(pid)
+        name = launcher_name(arguments)
+        if name is not None:
+            chain.append(Launcher(pid, name, stat.started))
+        elif chain or not _belongs_to_rank(pid):
+            break
+        pid = stat.parent
+    if chain and _has_lost_its_runner(chain[-1]):
+        chain.append(Launcher(pid, "deepspeed", ""))
+    return chain
+
+
+def launcher_name(arguments: Sequence[str]) -> str | None:
+    """Return the name of the launcher that a command line runs, or None."""
+    if not arguments:
+        return None
+    program = os.path.basename(arguments[0])
+    if program in _COMMANDS:
+        return program
+    if not program.startswith("python"):
+        return None
+    words = iter(arguments[1:])
+    for word in words:
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif word == "-m":
+            return _MODULES.get(next(words, ""))
+        elif word == "-c":
+            return _MODULES.get(next(words, "")) if next(words, "") == RUN_MODULE else None
+        elif not word.startswith("-"):
+            return _script_name(word)
+    return None
+
+
+def _script_name(script: str) -> str | None:
+    """Return the launcher of a Python script: an installed command, or the file of a module."""
+    name = os.path.basename(script)
+    if name in _COMMANDS:
+        return name
+    dotted = script.removesuffix(".py").replace("/", ".")
+    return next((shown for module, shown in _MODULES.items() if "." in module and dotted.endswith(f".{module}")), None)
+
+
+def _has_lost_its_runner(last: Launcher) -> bool:
+    """Return whether `deepspeed` died before deepspeed.launcher.launch, which it started, had started its ranks.
+
+    On one node `deepspeed` starts it without --node_rank; everybody else passes that flag.
+    """
+    if last.name != "deepspeed.launcher.launch":
+        return False
+    return not any(word.startswith("--node_rank") for word in _arguments(last.pid))
+
+
+def _belongs_to_rank(pid: int) -> bool:
+    """Return whether a process is a wrapper with the rank's environment, such as a shell script that binds cores."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return f"RANK={os.environ.get('RANK', '')}".encode() in variables
+
+
+@dataclass(frozen=True)
+class _Stat:
+    state: str
+    parent: int
+    started: str
+
+
+def _stat(pid: int) -> _Stat | None:
+    try:
+        # The command comes first, in parentheses, and may itself contain some.
+        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return _Stat(words[0], int(words[1]), words[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _arguments(pid: int) -> list[str]:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+    return [os.fsdecode(word) for word in words[:-1]]

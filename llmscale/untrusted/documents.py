@@ -1,8 +1,8 @@
-"""JSON, YAML and TOML of bounded size and depth, as plain values: the one place that parses them.
+"""Parse JSON, YAML and TOML of bounded size and depth into plain values; nothing else in llmscale parses them.
 
-Whatever a file holds, the answer is a value or one line that names the file: bytes that are no UTF-8, ten thousand
-brackets, numbers that no machine word holds, a key that stands twice, an alias that unfolds to gigabytes, a list where
-an object should be. A missing file is the caller's to explain (FileNotFoundError, NotADirectoryError).
+Any content gives a value or a one-line error that names the file: invalid UTF-8, deep nesting, integers beyond 64 bits,
+duplicate keys, YAML aliases, a list instead of an object. Callers explain a missing file themselves (FileNotFoundError,
+NotADirectoryError).
 """
 
 from __future__ import annotations
@@ -21,66 +21,66 @@ from llmscale.untrusted.paths import open_regular, read_regular
 if TYPE_CHECKING:
     import yaml
 
-#: Of a file that people write: run files, ds_configs, model configurations.
+#: Largest file that people write: run files, ds_configs, model configurations.
 CONFIG_MAX_BYTES = 1 << 20
-#: Of a file that programs write: 20 times that in memory at worst.
+#: Largest file that programs write. Parsed, it takes at most 20 times as much memory.
 MAX_BYTES = 64 << 20
-#: Of one line of a log.
+#: Longest line of a log.
 LINE_MAX_BYTES = 1 << 20
 _MIN_INT, _MAX_INT = -(2**63), 2**64 - 1
-#: Objects and lists within each other. Nothing of ours or of the Hub's has more than a dozen.
+#: Deepest nesting of objects and lists. Files of llmscale and of the Hub have at most a dozen levels.
 MAX_DEPTH = 64
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What a document may hold, and how its faults are told."""
+    """Limits of a document, and how its errors are reported."""
 
     error: type[LlmscaleError]
-    """Raised for whatever is wrong."""
+    """Error raised for any fault."""
     remedy: str = ""
     """Sentence at the end of every message."""
     max_bytes: int = MAX_BYTES
     follow_links: bool = True
-    """Whether the file may be a symbolic link: yes where a user named it, no inside a set or a checkpoint."""
+    """Accept a symbolic link: yes for a file that the user named, no inside a dataset or a checkpoint."""
     not_finite: bool = False
-    """Accept NaN and Infinity, which JSON does not know and Python writes."""
+    """Accept NaN and Infinity, which Python writes and JSON lacks."""
     large_numbers: bool = False
-    """Accept whole numbers of JSON that 64 bits do not hold, as floats: transformers writes 10^30 for no limit."""
+    """Accept JSON integers beyond 64 bits, as floats: transformers writes 10^30 for "no limit"."""
 
 
 def load_json(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """The JSON object in a file. `where` names it in messages instead of its path."""
+    """Return the JSON object in a file. `where` names the file in messages instead of its path."""
     where = where or str(path)
     return parse_json(_read(path, rules, where), rules, where)
 
 
 def load_yaml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """The mapping in a YAML file; of an empty file, an empty one."""
+    """Return the mapping in a YAML file; an empty file gives an empty mapping."""
     where = where or str(path)
     return parse_yaml(_read(path, rules, where), rules, where)
 
 
 def load_toml(path: Path, rules: Rules, where: str = "") -> dict[str, object]:
-    """The table that a TOML file is."""
+    """Return the table in a TOML file."""
     where = where or str(path)
     return parse_toml(_read(path, rules, where), rules, where)
 
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line of a log that is no JSON object: damaged, not UTF-8, too long, too deep, or half-written."""
+    """A log line that is not a JSON object: damaged, not UTF-8, too long, nested too deeply, or half-written."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     is_torn: bool
-    """It is the last one and has no end: whoever wrote it died, or is writing still."""
+    """True for a last line without a newline: its writer died or is still writing."""
 
 
 def load_json_lines(path: Path, on_bad: Callable[[BadLine], None] | None = None) -> Iterator[dict[str, object]]:
-    """The JSON objects of a log, a line each; what is none is passed over, and told to `on_bad`.
+    """Yield the JSON objects of a log, one per line; bad lines are skipped and passed to `on_bad`.
 
-    NaN and Infinity are accepted. Raises OSError, RefusedFile when it is no regular file.
+    NaN and Infinity are accepted. Raises OSError, and RefusedFile for anything but a regular file.
     """
     rules = Rules(LlmscaleError, max_bytes=LINE_MAX_BYTES, not_finite=True)
     with open_regular(path) as file:
@@ -93,7 +93,7 @@ def load_json_lines(path: Path, on_bad: Callable[[BadLine], None] | None = None)
 
 
 def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
-    """The JSON object that `contents` is; bytes are UTF-8. Raises `rules.error`."""
+    """Return the JSON object in `contents`; bytes are UTF-8. Raises `rules.error`."""
     text = _decode(contents, rules, where, "JSON")
     try:
         value = json.loads(
@@ -117,7 +117,7 @@ def parse_json(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
 
 
 def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
-    """The mapping that `contents` is: safe YAML without aliases and keys that stand twice. Raises `rules.error`."""
+    """Return the mapping in `contents`: safe YAML without aliases and duplicate keys. Raises `rules.error`."""
     import yaml
 
     text = _decode(contents, rules, where, "valid yaml")
@@ -131,7 +131,7 @@ def parse_yaml(contents: bytes | str, rules: Rules, where: str) -> dict[str, obj
 
 
 def parse_toml(contents: bytes | str, rules: Rules, where: str) -> dict[str, object]:
-    """The table that `contents` is. Raises `rules.error`."""
+    """Return the TOML table in `contents`. Raises `rules.error`."""
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -158,7 +158,7 @@ def _read(path: Path, rules: Rules, where: str) -> bytes:
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
-    """Lines, and whether they end; of one that is too long nothing."""
+    """Yield each line and whether it ends with a newline; a line that is too long is given as empty."""
     is_inside = False
     while piece := file.readline(LINE_MAX_BYTES + 1):
         ends = piece.endswith(b"\n")
@@ -174,7 +174,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[bytes, bool]]:
 
 def _decode(contents: bytes | str, rules: Rules, where: str, kind: str) -> str:
     if len(contents) > rules.max_bytes:
-        raise _fault(rules, f"{where} is larger than the {rules.max_bytes:,} bytes that it may have")
+        raise _fault(rules, f"{where} is larger than the limit of {rules.max_bytes:,} bytes")
     if isinstance(contents, str):
         return contents
     try:
@@ -184,7 +184,7 @@ def _decode(contents: bytes | str, rules: Rules, where: str, kind: str) -> str:
 
 
 def _checked(value: object, rules: Rules, where: str, wanted: str) -> dict[str, object]:
-    """`value` when it is a mapping of bounded depth whose keys are text."""
+    """Return `value` if it is a mapping of bounded depth, with its keys as text."""
     if not isinstance(value, dict):
         raise _fault(rules, f"{where} must hold {wanted}, not {_describe(value)}")
     level: list[object] = [value]
@@ -210,7 +210,7 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key '{key}' stands twice in one object. Keep one of them")
+                raise ValueError(f"the key '{key}' occurs twice in one object. Keep one of them")
             seen.add(key)
     return values
 
@@ -234,7 +234,7 @@ def _parse_any_int(digits: str) -> int | float:
 def _parse_float(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"the number {digits[:24]} is beyond what a double holds")
+        raise ValueError(f"the number {digits[:24]} does not fit a double")
     return value
 
 
@@ -254,11 +254,11 @@ def _fault(rules: Rules, what: str) -> LlmscaleError:
 
 
 def _strict_loader() -> type[yaml.SafeLoader]:
-    # Most programs read no YAML: its parser takes longer to import than everything else here.
+    # Imported here: most commands read no YAML, and its parser takes longest to import.
     import yaml
 
     class StrictLoader(yaml.SafeLoader):
-        """Safe YAML without aliases, which unfold to gigabytes, and without keys that stand twice."""
+        """Safe YAML without aliases, which can expand to gigabytes, and without duplicate keys."""
 
         def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
             if self.check_event(yaml.AliasEvent):
@@ -273,7 +273,7 @@ def _strict_loader() -> type[yaml.SafeLoader]:
                 name = str(key.value)
                 if name in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key '{name}' stands twice; keep one of them", key.start_mark
+                        None, None, f"the key '{name}' occurs twice; keep one of them", key.start_mark
                     )
                 seen.add(name)
             values: dict[object, object] = super().construct_mapping(node, deep=deep)

@@ -1,7 +1,8 @@
-"""A model on the Hugging Face Hub, and small files of it: from its cache on this machine, else over the network.
+"""Read a model's small files (configuration, tokenizer) from the Hugging Face cache, else from the Hub.
 
-One attempt, bounded in size and time: huggingface_hub would retry for half a minute, and print each attempt. What is
-fetched is kept where huggingface_hub keeps it, and by one process at a time: of a host's ranks, one asks the Hub.
+Each request is one attempt, bounded in size and time, and needs no library: `estimate` and the tokenizers work without
+huggingface_hub. Fetched files go to huggingface_hub's cache, under a lock: one rank of a host asks the Hub. Weights are
+downloaded by huggingface_hub itself (checkpoint/hub_download.py).
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision names the same files for ever."""
+    """Return whether a revision is a commit hash, whose files never change."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def hub_home() -> Path:
-    """The folder of huggingface_hub on this machine."""
+    """Return huggingface_hub's home folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(os.environ.get("HF_HOME", f"{caches}/huggingface")).expanduser()
 
 
 def hub_cache(model: str) -> Path:
-    """Where huggingface_hub keeps a model on this machine."""
+    """Return the folder of a model in huggingface_hub's cache."""
     return Path(os.environ.get("HF_HUB_CACHE", hub_home() / "hub")).expanduser() / f"models--{model.replace('/', '--')}"
 
 
 def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
-    """The cached folder of a revision that holds `needed`; of a branch, what it was when it was fetched."""
+    """Return the cached folder of a revision if it holds `needed`; a branch is as it was when fetched."""
     cache = hub_cache(model)
     commit = revision
     if not is_commit(revision):
@@ -58,19 +59,19 @@ def find_snapshot(model: str, revision: str, needed: str) -> Path | None:
 
 
 def cached_commits(model: str, needed: str) -> str:
-    """What to ask for where the cache has that file of a model, and not what this revision was at."""
+    """Return a hint that names a cached commit with that file; empty when the cache has none."""
     found = (hub_cache(model) / "snapshots").glob("*")
     commits = [path.name for path in found if is_commit(path.name) and (path / needed).is_file()]
-    return f"The cache has {model}@{min(commits)}, which can be named so. " if commits else ""
+    return f"The cache has {model}@{min(commits)}, which you can name. " if commits else ""
 
 
 def absence_path(model: str, commit: str, part: str) -> Path:
-    """The empty file by which huggingface_hub remembers that a commit has no such file."""
+    """Return the path of huggingface_hub's empty marker file: this commit has no such file."""
     return hub_cache(model) / ".no_exist" / commit / part
 
 
 def note_absent(model: str, commit: str, part: str) -> None:
-    """Remember it, where the cache can be written."""
+    """Write the marker that a commit has no such file, if the cache is writable."""
     with contextlib.suppress(OSError):
         path = absence_path(model, commit, part)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def note_absent(model: str, commit: str, part: str) -> None:
 
 
 def keep_files(model: str, revision: str, commit: str, contents: Mapping[str, bytes]) -> Path | None:
-    """Put fetched files into the cache; None where it cannot be written."""
+    """Write fetched files into the cache and return their folder; None if the cache is not writable."""
     cache = hub_cache(model)
     folder = cache / "snapshots" / commit
     try:
@@ -93,7 +94,7 @@ def keep_files(model: str, revision: str, commit: str, contents: Mapping[str, by
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all: others read the cache meanwhile."""
+    """Write atomically, because other processes read the cache."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:
@@ -108,7 +109,8 @@ def _write(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def one_at_a_time(model: str) -> Iterator[None]:
-    """Let one process of this host fetch; the others find in the cache what it fetched. Not where locks cannot be."""
+    """Hold a model's lock, so that one process of this host fetches and the others read the cache. No lock where the
+    file system has none."""
     cache = hub_cache(model)
     with contextlib.ExitStack() as opened:
         with contextlib.suppress(OSError):
@@ -121,11 +123,11 @@ def one_at_a_time(model: str) -> Iterator[None]:
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[A-Za-z0-9][\w.-]*)?", re.ASCII)
 _TIMEOUT_S = 10.0
-#: The Hub's answer about a model lists all its files.
+#: Limit of the Hub's answer about a model, which lists all files.
 _INFO_BYTES = 4 << 20
-#: Its answer about a data set may list tens of thousands.
+#: Limit of the answer about a data set, which may list tens of thousands of files.
 _DATA_SET_BYTES = 64 << 20
-#: Those of the Hub have 37 letters; other servers may give longer ones.
+#: The Hub's tokens have 37 characters; other servers' may be longer.
 _TOKEN = re.compile(r"[!-~]{1,2000}")
 _TOKEN_FILE_BYTES = 4096
 
@@ -135,35 +137,35 @@ class HubFiles:
     """Files of one model at one commit."""
 
     name: str
-    """NAME@COMMIT, which names the same files for ever."""
+    """NAME@COMMIT, whose files never change."""
     contents: dict[str, bytes]
-    """By file name; those that the model lacks are left out."""
+    """Contents by file name, without files that the model lacks."""
     folder: Path | None
-    """Where the cache has them; None where it cannot be written."""
+    """Their folder in the cache; None if the cache is not writable."""
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether `name` could be a model's: NAME or ORGANISATION/NAME, with @REVISION or without."""
+    """Return whether `name` has the form [ORGANISATION/]NAME[@REVISION]."""
     return _NAME.fullmatch(name) is not None
 
 
 def forgotten_prefix(text: str) -> str:
-    """Return the question whether `hf:` was forgotten before a name such as Qwen/Qwen3-0.6B, else an empty string."""
+    """Return a hint to add `hf:` to a name such as Qwen/Qwen3-0.6B, else an empty string."""
     looks_like_a_path = re.search(r"\.[a-z]\w*$|^(runs|data)/", text) or os.path.lexists(text.partition("/")[0])
     return f" Did you mean 'hf:{text}'?" if "/" in text and is_hub_name(text) and not looks_like_a_path else ""
 
 
 class _Refused(OSError):
-    """The Hub has answered, and not with the file."""
+    """The Hub answered with an HTTP error."""
 
 
 def read_hub_files(
     name: str, needed: str, others: Iterable[str], max_bytes: int, error: type[LlmscaleError], source: str = ""
 ) -> HubFiles:
-    """`needed` and those of `others` that there are, each of at most `max_bytes`, all of one commit.
+    """Return `needed` and the existing files among `others`, all of one commit, each at most `max_bytes`.
 
-    `name` is one that is_hub_name takes; without @REVISION it is the newest, in the cache where that has `needed`.
-    `source` names it in messages. Raises `error` when `needed` cannot be had.
+    `name` passes is_hub_name; without @REVISION it is the newest, or the cached one if that has `needed`. `source`
+    names it in messages. Raises `error` when `needed` is unavailable.
     """
     model, _, revision = name.partition("@")
     names, source = (needed, *others), source or name
@@ -177,18 +179,18 @@ def read_hub_files(
         raise error(f"{model} on the Hub has no {needed} at the revision {revision or 'main'}.") from None
     except (OSError, ValueError) as fault:
         raise error(
-            f"{source} is no file or folder here, not in the Hugging Face cache, and cannot be fetched from the Hub "
-            f"({_reason(fault)}). {cached_commits(model, needed)}Download the model's {needed} with the files beside "
-            "it, and give their folder."
+            f"{source} is not a file or folder here, is not in the Hugging Face cache, and cannot be fetched from the "
+            f"Hub ({_reason(fault)}). {cached_commits(model, needed)}Download the model's {needed} with the files "
+            "beside it, and give their folder."
         ) from None
 
 
 def _read_or_fetch(
     model: str, revision: str, names: tuple[str, ...], max_bytes: int, error: type[LlmscaleError]
 ) -> HubFiles:
-    """Read what the cache has and fetch the rest, the first of `names` in any case. Raises FileNotFoundError when the
-    Hub has no such file, OSError, ValueError, `error`."""
-    # Another process may have fetched them meanwhile.
+    """Read cached files and fetch the others. Raises FileNotFoundError when the Hub lacks the first of `names`,
+    OSError, ValueError, `error`."""
+    # Another process may have fetched them while this one waited for the lock.
     snapshot = find_snapshot(model, revision, names[0])
     if snapshot is None and is_offline():
         raise OSError(f"{offline_variable()} is set")
@@ -204,7 +206,7 @@ def _read_or_fetch(
         except OSError:
             if snapshot is None:
                 raise
-            break  # without the network, what is cached is all there is
+            break  # no network: use the cached files
         if fetched is not None:
             contents[part] = fetched
         elif part == names[0]:
@@ -215,7 +217,7 @@ def _read_or_fetch(
 
 
 def list_hub_files(name: str, error: type[LlmscaleError]) -> list[str]:
-    """Plain names of the files of NAME@REVISION, those in its folders left out. Raises OSError, ValueError, `error`."""
+    """Return the file names of NAME@REVISION, without subfolders. Raises OSError, ValueError, `error`."""
     model, _, revision = name.partition("@")
     siblings = _ask_about(model, revision or "main", error).get("siblings")
     names = [entry.get("rfilename") for entry in siblings if isinstance(entry, dict)] if type(siblings) is list else []
@@ -223,35 +225,35 @@ def list_hub_files(name: str, error: type[LlmscaleError]) -> list[str]:
 
 
 def hub_endpoint() -> str:
-    """The Hub, or what the user has in its place."""
+    """Return the URL of the Hub, which HF_ENDPOINT can replace."""
     return os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
 
 
 def is_offline() -> bool:
-    """Whether the user forbade the network."""
+    """Return whether the user forbade network access."""
     return offline_variable() is not None
 
 
 def offline_variable() -> str | None:
-    """By which the user forbade the network, in huggingface_hub's words: it listens to both."""
+    """Return the variable by which the user forbade network access, of the two that huggingface_hub reads, or None."""
     return next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if _is_set(name)), None)
 
 
 def is_known_absent(name: str, part: str) -> bool:
-    """Whether NAME@COMMIT is known to have no such file, so that nobody asks again."""
+    """Return whether the cache records that NAME@COMMIT has no such file."""
     model, _, commit = name.partition("@")
     return absence_path(model, commit, part).exists()
 
 
 def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
-    """A file of the Hub, `NAME/resolve/REVISION/FILE`; None where there is none. Raises OSError, ValueError."""
+    """Return a file of the Hub, `NAME/resolve/REVISION/FILE`, or None for 404. Raises OSError, ValueError."""
     import http.client
-    import urllib.error  # brings the whole of http, ssl and email
+    import urllib.error  # imports http, ssl and email
     import urllib.request
 
     request = urllib.request.Request(f"{hub_endpoint()}/{place}")
     if token := read_token():
-        # Not to other hosts that the Hub redirects to: large files lie with others.
+        # Not sent on redirects to other hosts, which store the large files.
         request.add_unredirected_header("Authorization", f"Bearer {token}")
     try:
         with _opener().open(request, timeout=_TIMEOUT_S) as answer:
@@ -260,31 +262,33 @@ def fetch_from_hub(place: str, max_bytes: int) -> bytes | None:
     except urllib.error.HTTPError as fault:
         if fault.code == 404:
             return None
-        # Asked without a token, the Hub says 401 of names that do not exist, too.
-        hint = "; the name is wrong, or needs its reader's login or HF_TOKEN" if fault.code in (401, 403) else ""
+        # Without a token the Hub answers 401 for names that do not exist, too.
+        hint = "; the name is wrong, or needs a login or HF_TOKEN" if fault.code in (401, 403) else ""
         raise _Refused(f"the Hub answers {fault.code} {fault.reason} for {place}{hint}") from None
     except urllib.error.URLError as fault:
         raise OSError(f"no connection to {hub_endpoint()}: {_reason(fault)}") from None
     except http.client.HTTPException as fault:
-        raise OSError(f"the Hub's answer for {place} breaks off or is none: {type(fault).__name__}") from None
+        raise OSError(f"the Hub's answer for {place} is malformed or breaks off: {type(fault).__name__}") from None
     if is_cut_off:
-        # read() itself says nothing of it when it was given a size.
+        # read(size) raises nothing for a short body.
         raise OSError(f"the Hub's answer for {place} breaks off after {len(contents):,} bytes")
     if len(contents) > max_bytes:
-        raise ValueError(f"{place} is larger than the {max_bytes:,} bytes that it may have")
+        raise ValueError(f"{place} is larger than the limit of {max_bytes:,} bytes")
     return contents
 
 
 def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
-    """Ask the Hub once whether it has a data set that may be read; its library would retry for minutes.
+    """Ask the Hub once whether a data set exists and is readable; the `datasets` library would retry for minutes.
 
-    `source` names it in messages. Raises `error` for a name that the Hub does not know, for one that needs permission,
-    and without a connection. Where the user forbids the network, nothing is asked.
+    `source` names it in messages. Does nothing when the user forbids network access. Raises `error` for an unknown
+    name, missing permission, and no connection.
     """
     if is_offline() or _is_set("HF_DATASETS_OFFLINE"):
         return
     if "@" in name or not is_hub_name(name):
-        raise error(f"{source}: '{name}' is no folder here and no name of the Hub. Legal: ORGANISATION/NAME or NAME.")
+        raise error(
+            f"{source}: '{name}' is neither a folder here nor a name on the Hub. Legal: ORGANISATION/NAME or NAME."
+        )
     page = f"{hub_endpoint()}/datasets/{name}"
     try:
         answer = fetch_from_hub(f"api/datasets/{name}?expand[]=gated", _DATA_SET_BYTES)
@@ -299,7 +303,7 @@ def check_data_set(name: str, source: str, error: type[LlmscaleError]) -> None:
 
 
 def _opener() -> urllib.request.OpenerDirector:
-    """Follows redirects, with the token where they stay with the same host, such as to a model's new name."""
+    """Return an opener that keeps the token on redirects to the same host, such as to a model's new name."""
     import urllib.request
 
     class SameHost(urllib.request.HTTPRedirectHandler):
@@ -322,9 +326,9 @@ def _opener() -> urllib.request.OpenerDirector:
 
 
 def read_token() -> str | None:
-    """The user's token for the Hub, HF_TOKEN or what `huggingface-cli login` keeps; None for neither.
+    """Return the token in HF_TOKEN or of `huggingface-cli login`, or None.
 
-    Raises OSError, ValueError, which do not show what is there.
+    Raises OSError, ValueError; their messages do not show the contents.
     """
     if _is_set("HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         return None
@@ -338,7 +342,7 @@ def read_token() -> str | None:
         except OSError as fault:
             raise OSError(f"the login file {path} cannot be read: {fault.strerror}") from None
     if token and not _TOKEN.fullmatch(token):
-        raise ValueError(f"{place} holds no token: one is a line of letters, digits and signs without spaces")
+        raise ValueError(f"{place} holds no token. A token is one line of letters, digits and signs without spaces")
     return token or None
 
 
@@ -351,7 +355,7 @@ def _reason(fault: Exception) -> str:
 
 
 def _commit_of(model: str, revision: str, error: type[LlmscaleError]) -> str:
-    """The commit that a branch or tag is at now. Raises OSError, ValueError, `error`."""
+    """Return the current commit of a branch or tag. Raises OSError, ValueError, `error`."""
     if is_commit(revision):
         return revision
     commit = _ask_about(model, revision, error).get("sha")
@@ -361,7 +365,7 @@ def _commit_of(model: str, revision: str, error: type[LlmscaleError]) -> str:
 
 
 def _ask_about(model: str, revision: str, error: type[LlmscaleError]) -> dict[str, object]:
-    """What the Hub says of a model. Raises OSError, ValueError, `error`."""
+    """Return the Hub's metadata of a model. Raises OSError, ValueError, `error`."""
     answer = fetch_from_hub(f"api/models/{model}/revision/{revision}", _INFO_BYTES)
     if answer is None:
         raise OSError(f"the Hub knows no model {model} with a revision {revision}")
@@ -374,5 +378,5 @@ def _read_snapshot(snapshot: Path, names: Iterable[str], max_bytes: int) -> dict
 
 
 def _may_be_fetched(model: str, snapshot: Path, part: str) -> bool:
-    """Whether a file that a cached folder lacks may be on the Hub."""
+    """Return whether a file that is missing in a cached folder may exist on the Hub."""
     return not ((snapshot / part).is_file() or is_offline() or absence_path(model, snapshot.name, part).exists())

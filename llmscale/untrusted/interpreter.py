@@ -1,8 +1,8 @@
-"""Start Python so that it imports nothing from the folder that it stands in, which may hold what strangers wrote.
+"""Start Python so that it imports nothing from the working folder, which may hold untrusted files.
 
 `-m` and `-c` put the working folder first on the search path, and so do the children of multiprocessing: a `socket.py`
-in a crawl would run in every worker. Python 3.11 has PYTHONSAFEPATH, which children inherit; before it, code given to
-`-c` takes the folder off the path again.
+in a folder of crawled text would run in every worker. Python 3.11 has PYTHONSAFEPATH, which children inherit; before
+3.11, code given to `-c` removes the folder from the path.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 _SAFE_PATH = "PYTHONSAFEPATH"
-#: Takes the working folder off the path, for this process and its children. Python has loaded `os` and `sys` by then.
+#: Removes the working folder from the path of this process and its children. Python has loaded `os` and `sys` by then.
 _PROTECT = f"import os, sys; sys.path[:1] = filter(None, sys.path[:1]); os.environ['{_SAFE_PATH}'] = '1'; "
 #: Runs the module that the first argument names, as `-m` does.
 RUN_MODULE = _PROTECT + "del sys.argv[0]; import runpy; runpy._run_module_as_main(sys.argv[0])"
@@ -30,9 +30,9 @@ def protect_children() -> None:
     if "PYTHONPATH" in os.environ:
         os.environ["PYTHONPATH"] = drop_empty(os.environ["PYTHONPATH"])
     if sys.version_info < (3, 11):
-        from multiprocessing import util  # here alone: no other version needs it
+        from multiprocessing import util  # needed before Python 3.11 only
 
-        # Its own `-c CODE` stands after these.
+        # multiprocessing appends `-c CODE` to these.
         flags = [*subprocess._args_from_interpreter_flags(), "-c", _RUN_CODE]  # type: ignore[attr-defined]
         util._args_from_interpreter_flags = lambda: flags  # type: ignore[attr-defined]
 

@@ -1,7 +1,7 @@
-"""File names and files that somebody else chose: which of them are used at all.
+"""Check untrusted file names and files before they are used.
 
-A name read from a manifest decides what is opened, and for a remote set what is written, so it is checked before it
-becomes a path. A file is opened only when it is a regular one: a FIFO would block for ever, a device may never end.
+A name from a manifest decides which file is opened or written, so it is checked before it becomes a path. Only regular
+files are opened: a FIFO would block, and a device may never end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from llmscale.untrusted.terminal import is_visible
 
-#: What file systems allow for one name.
+#: Longest file name that file systems allow.
 _MAX_NAME_BYTES = 255
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -28,11 +28,11 @@ _KINDS = {
 
 
 class RefusedFile(OSError):
-    """A path is no regular file, or holds more than it may; `strerror` says which, as for any OSError."""
+    """A path is not a regular file, or the file is too large; `strerror` says which."""
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether `name` is one component of a path that names the same file everywhere and is shown as it is."""
+    """Return whether `name` is a single, printable path component that means the same file everywhere."""
     if not isinstance(name, str) or name in ("", ".", "..") or name.startswith("-"):
         return False
     if "/" in name or "\\" in name or not is_visible(name):
@@ -41,7 +41,7 @@ def is_plain_name(name: object) -> bool:
 
 
 def find_link(folder: Path, relative: str) -> Path | None:
-    """The first part of `relative` below `folder` that is a symbolic link; None when there is none."""
+    """Return the first part of `relative` below `folder` that is a symbolic link, or None."""
     path = folder
     for part in PurePosixPath(relative).parts:
         path = path / part
@@ -51,7 +51,7 @@ def find_link(folder: Path, relative: str) -> Path | None:
 
 
 def check_regular(path: Path, *, follow_links: bool) -> os.stat_result:
-    """Status of a regular file. Raises FileNotFoundError and its like, RefusedFile for anything else than a file."""
+    """Return the status of a regular file. Raises OSError, and RefusedFile for anything else."""
     status = os.stat(path, follow_symlinks=follow_links)
     _refuse_other_kinds(path, status)
     return status
@@ -60,7 +60,7 @@ def check_regular(path: Path, *, follow_links: bool) -> os.stat_result:
 def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
     """Open a regular file for reading; never blocks. `follow_links`: whether its last part may be a symbolic link.
 
-    Raises FileNotFoundError and its like, RefusedFile for a folder, a FIFO, a socket, a device, a link.
+    Raises OSError, and RefusedFile for a folder, a FIFO, a socket, a device, a link.
     """
     # Before it is opened: opening a device can have effects.
     check_regular(path, follow_links=follow_links)
@@ -68,10 +68,10 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
 
 
 def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
-    """Open a file of a run for writing; return its descriptor. `flags` and `mode` as for os.open.
+    """Open a run's file for writing and return its descriptor. `flags` and `mode` are os.open's.
 
-    Whoever packed the folder chose what stands under the name: a link leads elsewhere, a pipe blocks. Raises OSError,
-    RefusedFile for anything else than a regular file.
+    The folder is untrusted: the name may be a link that leads elsewhere, or a pipe that blocks. Raises OSError, and
+    RefusedFile for anything but a regular file.
     """
     with suppress(FileNotFoundError):
         check_regular(path, follow_links=False)
@@ -94,11 +94,11 @@ def _open(path: Path, flags: int, mode: int) -> int:
 
 
 def read_regular(path: Path, max_bytes: int, *, follow_links: bool = True) -> bytes:
-    """All of a regular file of at most `max_bytes`. Raises as open_regular, RefusedFile for a longer one."""
+    """Return the contents of a regular file. Raises as open_regular, and RefusedFile beyond `max_bytes`."""
     with open_regular(path, follow_links=follow_links) as file:
         contents = file.read(max_bytes + 1)
     if len(contents) > max_bytes:
-        raise RefusedFile(errno.EFBIG, f"is larger than the {max_bytes:,} bytes that such a file may have", str(path))
+        raise RefusedFile(errno.EFBIG, f"is larger than the limit of {max_bytes:,} bytes", str(path))
     return contents
 
 

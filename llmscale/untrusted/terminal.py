@@ -1,4 +1,4 @@
-r"""Text of files, hosts and models, made safe to show: a terminal obeys control characters, whoever wrote them.
+r"""Make text from files, hosts and models safe to print: a terminal obeys any control character.
 
 An escape sequence in a file name, a sample or a host's answer can rename the window, move the cursor over what was
 printed before or, in some terminals, type a command. Unicode's direction marks show text in another order than it has.
@@ -10,9 +10,9 @@ import re
 import sys
 from typing import TextIO
 
-#: What a terminal may act on or hide: C0 but tab and newline, DEL, C1; line and paragraph separators; direction marks
-#: (Boucher & Anderson, "Trojan Source", 2021); zero-width characters but the joiners that scripts and emoji need;
-#: interlinear marks; lone surrogates, which cannot be encoded; tag characters.
+#: Characters that a terminal may act on or hide: C0 but tab and newline, DEL, C1; line and paragraph separators;
+#: direction marks (Boucher & Anderson, "Trojan Source", 2021); zero-width characters but the joiners that scripts and
+#: emoji need; interlinear marks; lone surrogates, which cannot be encoded; tag characters.
 _HIDDEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e0fff]"
 )
@@ -20,22 +20,22 @@ _BREAKS = re.compile(r"[\t\n]")
 
 
 def make_visible(text: str) -> str:
-    r"""`text` with its control characters written out as `\x1b`; tabs and newlines stay."""
+    r"""Return `text` with control characters written out as `\\x1b`; tabs and newlines stay."""
     return _HIDDEN.sub(_escape, text)
 
 
 def make_visible_line(text: str) -> str:
-    r"""As make_visible for what must stay one line: tabs and newlines are written out too, as `\t` and `\n`."""
+    r"""Return `text` as one line: like make_visible, with tabs and newlines written out as well."""
     return _BREAKS.sub(_escape, make_visible(text))
 
 
 def is_visible(text: str) -> bool:
-    """Whether make_visible_line leaves `text` as it is."""
+    """Return whether make_visible_line would leave `text` unchanged."""
     return not _HIDDEN.search(text) and not _BREAKS.search(text)
 
 
 def print_visible(text: object, *, file: TextIO | None = None, flush: bool = False) -> None:
-    """Print a line or lines that may hold what others wrote; `file` is stdout when it is not given."""
+    """Print text from an untrusted source, control characters written out; to stdout by default."""
     print(make_visible(str(text)), file=file or sys.stdout, flush=flush)
 
 

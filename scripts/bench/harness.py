@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, cast
 
-from llmscale.config import flag_type
+from llmscale.config import command_line
 from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import get_preset
 from llmscale.config.user_paths import check_output_file
@@ -132,10 +132,10 @@ def _version(package: str) -> str | None:
 # `type=` of flags: a wrong value is refused before anything is prepared or measured.
 
 PICTURES = (".png", ".svg", ".pdf")
-whole_number = flag_type.whole(1, 10**9)
-whole_or_zero = flag_type.whole(0, 10**9)
-positive = flag_type.number(0, 1e6, above=True)
-fraction = flag_type.number(0, 1, above=True)
+whole_number = command_line.whole_number(1, 10**9)
+whole_or_zero = command_line.whole_number(0, 10**9)
+positive = command_line.number(0, 1e6, above=True)
+fraction = command_line.number(0, 1, above=True)
 
 
 def preset_name(text: str) -> str:
@@ -150,7 +150,7 @@ def gpu_name(text: str) -> str:
 
 def output_file(text: str) -> Path:
     """Return the path of a file that can be written or overwritten."""
-    file = flag_type.path(text)
+    file = command_line.local_path(text)
     try:
         check_output_file("the file", file, overwrite=True)
     except ConfigError as error:

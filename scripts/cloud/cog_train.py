@@ -1,4 +1,4 @@
-"""Cog's training: prepare the text, train with DeepSpeed on all GPUs, hand over an archive that predict.py loads."""
+"""Cog's training: prepare the text, train with DeepSpeed on all GPUs, return an archive that predict.py loads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOT = LocalPath(__file__).resolve().parents[2]
 # Cog copies the repository without installing it.
 sys.path.insert(0, str(ROOT))
 
-from llmscale.checkpoint.locate import find_checkpoint  # noqa: E402
-from llmscale.data.mix.training_sets import KEPT_NAME  # noqa: E402
+from llmscale.checkpoint.inventory import find_checkpoint  # noqa: E402
+from llmscale.data.mixture import KEPT_NAME  # noqa: E402
 
 
 class TrainingOutput(BaseModel):
-    """What Replicate stores, and gives to Predictor.setup."""
+    """Result that Replicate stores and passes to Predictor.setup."""
 
     weights: Path
 
@@ -35,7 +35,7 @@ def train(
     global_batch_size: int = Input(description="Sequences per step", default=64, ge=1),
     zero: str = Input(description="ds_configs/NAME.json", default="zero2", choices=["zero1", "zero2", "zero3"]),
 ) -> TrainingOutput:
-    """Raises CalledProcessError when a step fails; its reason is in the log above."""
+    """Prepare the text and train. Raises CalledProcessError if a step fails; the log has the reason."""
     work = LocalPath(tempfile.mkdtemp(prefix="llmscale-"))
     _run(
         [
@@ -66,6 +66,6 @@ def pack_weights(work: LocalPath) -> LocalPath:
 
 
 def _run(command: Sequence[str], folder: LocalPath) -> None:
-    """In `folder`, with this repository importable; output goes to Cog's log."""
+    """Run a command in `folder` with this repository importable; output goes to Cog's log."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=folder, env=environment, check=True)

@@ -1,4 +1,4 @@
-"""Cog's prediction: text from weights that cog_train.py made."""
+"""Cog's prediction: generate text from weights of cog_train.py."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cog import BasePredictor, ConcatenateIterator, Input, Path
 # Cog copies the repository without installing it.
 sys.path.insert(0, str(LocalPath(__file__).resolve().parents[2]))
 
-from llmscale.checkpoint.locate import find_checkpoint
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.checkpoint.inventory import find_checkpoint
+from llmscale.engine.deepspeed_patches import quiet_libraries
 from llmscale.evaluate.subject import open_subject
 from llmscale.evaluate.text import generate_text
 
 
 class Predictor(BasePredictor):
-    """Holds one model; `weights` is the archive of cog_train.py, which Cog downloads and names."""
+    """One loaded model."""
 
     def setup(self, weights: Path | None = None) -> None:
-        """Load the model once. Raises ValueError when there are no weights."""
+        """Load the model from cog_train.py's archive, which Cog downloads. Raises ValueError without weights."""
         archive = weights or os.environ.get("COG_WEIGHTS")
         if not archive:
             raise ValueError("no weights: run the training first, or name its archive in COG_WEIGHTS.")
@@ -39,12 +39,14 @@ class Predictor(BasePredictor):
         self,
         prompt: str = Input(description="Text to continue", default=""),
         max_new_tokens: int = Input(description="Tokens to generate", default=200, ge=1, le=4096),
-        temperature: float = Input(description="0 takes the likeliest token", default=0.8, ge=0.0, le=5.0),
-        top_k: int = Input(description="Draw from the k likeliest tokens", default=50, ge=1),
-        top_p: float = Input(description="Draw from the likeliest that reach this", default=1.0, ge=0.01, le=1.0),
-        seed: int = Input(description="Of the draws", default=1337),
+        temperature: float = Input(description="0 takes the most likely token", default=0.8, ge=0.0, le=5.0),
+        top_k: int = Input(description="Sample from the k most likely tokens", default=50, ge=1),
+        top_p: float = Input(
+            description="Sample from the most likely tokens up to this total probability", default=1.0, ge=0.01, le=1.0
+        ),
+        seed: int = Input(description="Seed of the sampling", default=1337),
     ) -> ConcatenateIterator[str]:
-        """Pieces of the text, as they are generated."""
+        """Yield pieces of the text as they are generated."""
         yield from generate_text(
             self.model,
             self.tokenizer,

@@ -1,4 +1,4 @@
-"""Write the prose of this Python's standard library, its language reference and docstrings, as JSON lines."""
+"""Write the language reference and the docstrings of this Python's standard library as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 STDLIB = Path(sysconfig.get_path("stdlib"))
-#: Folders whose docstrings are not of the library: installed packages and tests.
+#: Folders without docstrings of the library: installed packages and tests.
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-#: The language reference, as `help()` shows it: a module with one dictionary of texts.
+#: Module of the language reference that `help()` shows: one dictionary of texts.
 REFERENCE = STDLIB / "pydoc_data/topics.py"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -36,12 +36,12 @@ def documents() -> Iterator[str]:
 
 
 def without_tables(text: str) -> str:
-    """Return a text without the rows and rules of its tables, and without rows of underlining."""
+    """Return a text without the rows and rules of its tables, and without underlining."""
     return "\n".join(line for line in text.split("\n") if not re.match(r"\s*([|+]|[-=*~^\"' ]+$)", line))
 
 
 def main() -> None:
-    # Under its own name only when it is whole: quickstart.sh takes one that is there.
+    # Renamed when it is complete: quickstart.sh uses an existing file.
     out = Path(sys.argv[1])
     part = out.with_suffix(".part")
     part.parent.mkdir(parents=True, exist_ok=True)

@@ -17,14 +17,14 @@ HOST_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 @dataclass(frozen=True)
 class HostSpec:
-    """What a host is made from. Paths are the machine's."""
+    """Settings of a host. Paths are the machine's."""
 
     name: str
     address: str
     etc_ssh: str
     hosts_file: str
     disk: str
-    """Keeps what the host has for itself when it is off."""
+    """Folder that holds the private folders while the host is off."""
     shared: list[str]
     private: list[str]
 
@@ -44,8 +44,8 @@ def main() -> int:
 
 
 def mount_own_folders(spec: HostSpec) -> None:
-    """Replace what a host has for itself; `--mount-proc` has made the mounts private already."""
-    # Held open: a mount over /tmp hides the paths, and /proc/self/fd still leads there.
+    """Mount the host's own folders; `--mount-proc` has made the mounts private already."""
+    # Kept open: a mount over /tmp hides the paths, and /proc/self/fd still reaches them.
     kept = {path: os.open(path, os.O_PATH) for path in spec.shared}
     own = {path: Path(spec.disk) / str(index) for index, path in enumerate(spec.private)}
     for folder in own.values():
@@ -65,17 +65,19 @@ def mount_own_folders(spec: HostSpec) -> None:
 
 
 def mount(source: str, target: str, kind: str = "") -> None:
-    """Mount a new file system of `kind`, or without one bind `source`. By system call: libc's `mount` command would
-    resolve /proc/self as its own."""
-    ms_bind_with_what_is_mounted_below = 4096 | 16384
-    flags = 0 if kind else ms_bind_with_what_is_mounted_below
+    """Mount a new file system of `kind`; without a kind, bind `source`.
+
+    By system call: the `mount` command would resolve /proc/self as its own process.
+    """
+    ms_bind_recursive = 4096 | 16384
+    flags = 0 if kind else ms_bind_recursive
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(source.encode(), target.encode(), kind.encode(), flags, None):
         raise OSError(ctypes.get_errno(), f"mount {source} on {target}: {os.strerror(ctypes.get_errno())}")
 
 
 def wait_for_network(address: str) -> None:
-    """hosts.py plugs the cable in from outside."""
+    """Wait until hosts.py has added the address from outside."""
     while True:
         with socket.socket() as probe:
             try:

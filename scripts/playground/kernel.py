@@ -1,4 +1,4 @@
-"""What hosts.py needs of Linux: namespaces, processes, and waiting for them. Standard library only."""
+"""Linux namespaces and processes of the playground. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _T = TypeVar("_T")
 
 
 def in_network(pid: int, *argv: str) -> None:
-    """Run a command in the network namespace of a process; RuntimeError with its words when it fails."""
+    """Run a command in the network namespace of a process. Raises RuntimeError with its error message."""
     done = subprocess.run(["nsenter", f"--target={pid}", "--net", *argv], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
 
 
 def listens_on_ssh_port(pid: int) -> bool:
-    """Whether port 22 takes connections in the network of a process: it is in the namespace's table of sockets."""
+    """Return whether a server listens on port 22 in the network of a process, by the namespace's socket table."""
     table = Path(f"/proc/{pid}/net/tcp").read_text()
     return any(fields[1].endswith(":0016") and fields[3] == "0A" for fields in map(str.split, table.splitlines()[1:]))
 
@@ -60,14 +60,14 @@ def command_line(pid: int) -> str:
 
 
 def kill(pid: int) -> None:
-    """SIGKILL; nothing when the process is gone, or `pid` is 0."""
+    """Kill a process, unless it is gone or `pid` is 0."""
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def wait_gone(pid: int) -> None:
-    """Wait for a killed process, reaping it when it is a child of this one."""
+    """Wait for a killed process, and reap it if it is a child of this one."""
     deadline = time.monotonic() + DEADLINE_S
     while pid and Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
@@ -76,7 +76,7 @@ def wait_gone(pid: int) -> None:
 
 
 def until(condition: Callable[[], _T | None], what: str) -> _T:
-    """What `condition` returns once it is true. RuntimeError that names `what` when it takes too long."""
+    """Return the first true result of `condition`. Raises RuntimeError that names `what` if it takes too long."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         result = condition()

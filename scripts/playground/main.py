@@ -32,10 +32,10 @@ def main() -> int:
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     run.set_defaults(handler=run_command)
     for name, text in (
-        ("cut", "pull a host's network cable"),
+        ("cut", "unplug a host's network cable"),
         ("mend", "plug it in again"),
         ("off", "cut a host's power"),
-        ("on", "switch it on again"),
+        ("on", "restore it"),
     ):
         breaker = commands.add_parser(name, help=text)
         breaker.add_argument("host", metavar="HOST")
@@ -51,7 +51,7 @@ def main() -> int:
 
 def make_hosts(args: argparse.Namespace) -> int:
     if (FOLDER / "state.json").exists():
-        print("error: hosts are up already; `playground.sh down` removes them.", file=sys.stderr)
+        print("error: hosts are running already; `playground.sh down` removes them.", file=sys.stderr)
         return 2
     playground = Playground(args.num_hosts, FOLDER, shared=[Path.cwd()], detached=True)
     try:
@@ -61,7 +61,7 @@ def make_hosts(args: argparse.Namespace) -> int:
         raise
     hostfile = playground.write_hostfile(FOLDER / "hostfile", args.slots)
     save(playground)
-    print(f"{', '.join(host.name for host in playground.hosts)} are up; hostfile: {hostfile}")
+    print(f"{', '.join(host.name for host in playground.hosts)} are running; hostfile: {hostfile}")
     return 0
 
 
@@ -69,7 +69,7 @@ def run_command(args: argparse.Namespace) -> int:
     """Run with this shell's PATH and PYTHONPATH, so that the same Python is found."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        print("error: name a command: playground.sh run -- hostname", file=sys.stderr)
+        print("error: no command. Give one after --: playground.sh run -- hostname", file=sys.stderr)
         return 2
     host = find_host(load(), args.on)
     kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "TERM") if name in os.environ}
@@ -99,22 +99,24 @@ def save(playground: Playground) -> None:
         "shared": [str(path) for path in playground.shared],
         "switch_pid": playground.switch_pid,
         "hosts": [{**asdict(host), "folder": str(host.folder)} for host in playground.hosts],
-        # A number may belong to another process after a reboot; its namespace cannot.
+        # After a reboot a number may name another process, but not a namespace.
         "spaces": {host.name: pid_space(host.init_pid) for host in playground.hosts if host.is_on},
     }
     (FOLDER / "state.json").write_text(json.dumps(state))
 
 
 def load() -> Playground:
-    """What `up` made. SystemExit when there is nothing."""
+    """Return the running playground. Raises SystemExit without one."""
     try:
         state = json.loads((FOLDER / "state.json").read_text())
     except FileNotFoundError:
-        raise SystemExit("error: no hosts are up; `playground.sh up 3` makes three.") from None
+        raise SystemExit("error: no hosts are running; `playground.sh up 3` makes three.") from None
     hosts = [PlaygroundHost(**{**host, "folder": Path(host["folder"])}) for host in state["hosts"]]
     if any(pid_space(host.init_pid) != state["spaces"][host.name] for host in hosts if host.is_on):
         shutil.rmtree(FOLDER)
-        raise SystemExit("error: the hosts are gone (was this machine restarted?); `playground.sh up` makes new ones.")
+        raise SystemExit(
+            "error: the hosts have ended (was this machine restarted?); `playground.sh up` makes new ones."
+        )
     playground = Playground(len(hosts), FOLDER, shared=[Path(path) for path in state["shared"]], detached=True)
     playground.hosts, playground.switch_pid = hosts, state["switch_pid"]
     return playground
@@ -124,7 +126,7 @@ def find_host(playground: Playground, name: str) -> PlaygroundHost:
     for host in playground.hosts:
         if host.name == name:
             return host
-    raise SystemExit(f"error: no host '{name}'; there are {', '.join(host.name for host in playground.hosts)}.")
+    raise SystemExit(f"error: no host '{name}'. Legal: {', '.join(host.name for host in playground.hosts)}.")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""job_arguments.py ARGUMENTS OF TRAIN.PY...: the same for this start of the job, each ended by a zero byte.
+"""job_arguments.py ARGUMENTS OF TRAIN.PY...: print the arguments for this start of the job, separated by zero bytes.
 
-A job that is requeued is started with the arguments that it was submitted with. What begins a run (--init-from) or goes
-back in it (--resume CHECKPOINT) must not do so again once that has saved something. What was saved before the job is
-noted beside its output, in job-ID.saved-before.json.
+A requeued job starts with the arguments of its submission. Flags that begin a run (--init-from) or go back in it
+(--resume CHECKPOINT) must not do so again after the job has saved a checkpoint. The checkpoints that existed before the
+job are recorded beside its output, in job-ID.saved-before.json.
 """
 
 from __future__ import annotations
@@ -14,33 +14,32 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Works from a clone that is not installed, too.
+# So that a clone works without being installed.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from llmscale.cluster.launch.attempts import begins_somewhere, restart_arguments, saved_checkpoints
-from llmscale.config.arguments import parse_run_config
-from llmscale.config.run_config import RunConfig
+from llmscale.cluster.launch.supervisor import begins_somewhere, restart_arguments, saved_checkpoints
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import LlmscaleError
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 
 def job_arguments(arguments: Sequence[str], note: Path, restarts: int) -> list[str]:
-    """What train.py is started with; `note` is written at the first start that comes here and read at the others."""
+    """Return the arguments for train.py. The first start writes `note`, later ones read it."""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # --help
             config = parse_run_config(arguments)
         if not begins_somewhere(config):
             return list(arguments)
-        return _of_beginning(arguments, config, note, restarts)
+        return _without_first_start(arguments, config, note, restarts)
     except (LlmscaleError, SystemExit):
-        # train.py says what is wrong with them.
+        # train.py reports the error.
         return list(arguments)
 
 
-def _of_beginning(arguments: Sequence[str], config: RunConfig, note: Path, restarts: int) -> list[str]:
+def _without_first_start(arguments: Sequence[str], config: RunConfig, note: Path, restarts: int) -> list[str]:
     saved = saved_checkpoints(config)
     if restarts == 0 or not note.exists():
-        # Without a note the start before ended ahead of it: nothing of this job's is saved.
+        # Without a note the earlier start ended before writing it: this job has saved nothing.
         write_durably(note, json.dumps(sorted(saved)))
         return list(arguments)
     before = {(int(history), int(step)) for history, step in json.loads(note.read_text())}
@@ -48,7 +47,6 @@ def _of_beginning(arguments: Sequence[str], config: RunConfig, note: Path, resta
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit status."""
     note = Path(f"job-{os.environ['SLURM_JOB_ID']}.saved-before.json")
     for argument in job_arguments(argv, note, int(os.environ.get("SLURM_RESTART_COUNT") or 0)):
         sys.stdout.write(f"{argument}\0")

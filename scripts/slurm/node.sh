@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# node.sh torchrun|deepspeed ARGUMENTS OF TRAIN.PY...: what train_plain.sbatch runs once on every node. Starts the
-# launcher and sees to it that SIGUSR1 and SIGTERM reach the ranks, which save and end: by itself torchrun dies of the
-# one, and both launchers kill their ranks at the other.
+# node.sh torchrun|deepspeed ARGUMENTS OF TRAIN.PY...: run by train_plain.sbatch once on every node. Starts the launcher
+# and passes SIGUSR1 and SIGTERM to the ranks, which save and end. Without it torchrun dies of SIGUSR1, and both launchers
+# kill their ranks at SIGTERM.
 set -euo pipefail
 
 main() {
@@ -13,7 +13,7 @@ main() {
         torchrun)
             command=(torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$RANKS_PER_NODE"
                 --node-rank "$SLURM_NODEID" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"
-                --) # or torchrun takes --run of train.py for an abbreviation of its own --run-path
+                --) # otherwise torchrun reads --run of train.py as an abbreviation of its --run-path
             ;;
         deepspeed)
             hostfile=$(mktemp)
@@ -27,8 +27,8 @@ main() {
             return 2
             ;;
     esac
-    # In a session of its own, since Slurm signals the process group of a task. SIGUSR1 stays ignored in everything that
-    # does not ask for it, as the ranks do as soon as they can.
+    # In a separate session, because Slurm signals the process group of a task. SIGUSR1 is ignored by every process that
+    # does not install a handler; the ranks install one as soon as they can.
     (
         trap '' USR1
         exec setsid "${command[@]}" llmscale/train.py "$@"
@@ -37,7 +37,7 @@ main() {
     while ((!stop)) && kill -0 "$pid" 2>/dev/null; do
         wait "$pid" || true
     done
-    # Again and again: the ranks may not have begun when the first signal comes.
+    # Repeatedly: the ranks may not have begun when the first signal arrives.
     while kill -0 "$pid" 2>/dev/null; do
         signal_ranks "$pid" "$launcher"
         sleep 1 || true
@@ -46,8 +46,8 @@ main() {
     return "$status"
 }
 
-# The ranks are the children of torchrun, and the grandchildren of deepspeed. Their own children, data workers and
-# Python's helpers, must not get the signal.
+# signal_ranks PID LAUNCHER: send SIGUSR1 to the ranks, which are children of torchrun and grandchildren of deepspeed.
+# Their own children, data workers and Python's helpers, must not get it.
 signal_ranks() {
     local parents=$1 ranks
     if [[ $2 == deepspeed ]]; then
@@ -58,7 +58,7 @@ signal_ranks() {
     [[ -z $ranks ]] || kill -s USR1 $ranks 2>/dev/null || true
 }
 
-# children_of PIDS: of the one or several processes in the list.
+# children_of PIDS: print the children of all processes in the list.
 children_of() {
     local pid
     for pid in $1; do

@@ -13,9 +13,16 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from llmscale.architecture.description import Architecture
-from llmscale.architecture.layers import attention, elementwise, embedding, head, linear, rms_norm
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import (
+    Architecture,
+    ParameterTensors,
+    attention,
+    elementwise,
+    embedding,
+    head,
+    linear,
+    rms_norm,
+)
 from llmscale.dry_run.fakes import fake_world
 from llmscale.memory.activations.recorded import evaluate_segments
 from tests import warm_start
@@ -55,7 +62,7 @@ def describe_toy(shape: ToyShape) -> Architecture:
         ),
         n_layer=shape.n_layer,
         after_blocks=(rms_norm("norm", h), head("head", shape.vocab_size, h)),
-        made_order=("norm_1", "norm_2", "q", "k", "v", "o", "gate", "up", "down"),
+        parameter_order=("norm_1", "norm_2", "q", "k", "v", "o", "gate", "up", "down"),
     )
 
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import parse_ds_config

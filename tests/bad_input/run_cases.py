@@ -132,11 +132,7 @@ def main() -> None:
 
     for name in llmscale.cli.main.COMMANDS:
         importlib.import_module(f"llmscale.cli.{name}")
-    from llmscale.cli.estimate import hugging_face as estimate_hf  # noqa: F401
-    from llmscale.cli.estimate import max_model as estimate_max_model  # noqa: F401
-    from llmscale.cli.estimate import rows as estimate_rows  # noqa: F401
-    from llmscale.cli.plan import output as plan_output  # noqa: F401
-    from llmscale.cli.plan import request as plan_request  # noqa: F401
+    from llmscale.cli import estimate_answers, plan_output  # noqa: F401
 
     answers = [run_case(case, Path.cwd()) for case in cases]
     json.dump(answers, sys.stdout)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import get_gpu
+from llmscale.config.run_config import parse_run_config
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import estimate_compute_s
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 from scripts.bench.gpu import gpu as gpu_script
 from scripts.bench.gpu.cells import Cell, Device, list_gpu_cells
 from scripts.bench.gpu.gpu import Bench

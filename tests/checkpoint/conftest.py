@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.dcp_adapter import Fragment
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot
+from llmscale.checkpoint.tensor_files import Fragment
 
 
 @pytest.fixture

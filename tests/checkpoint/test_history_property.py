@@ -13,7 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from llmscale.checkpoint.commit import Retention, commit_checkpoint, point_latest
-from llmscale.checkpoint.history import Checkpoint, find_checkpoints, history_after, record_history
+from llmscale.checkpoint.inventory import (
+    Checkpoint,
+    delete_checkpoint,
+    find_checkpoints,
+    free_name,
+    history_after,
+    prunable,
+    record_history,
+    remove_leftovers,
+)
 from llmscale.checkpoint.manifest import (
     CheckpointManifest,
     History,
@@ -22,7 +31,6 @@ from llmscale.checkpoint.manifest import (
     find_damage,
     hash_file,
 )
-from llmscale.checkpoint.retention import delete_checkpoint, free_name, prunable, remove_leftovers
 from tests.checkpoint.killer import Killer
 
 KILLER = Killer()

@@ -13,13 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints, read_state
 from llmscale.checkpoint.load import load_full_weights
-from llmscale.checkpoint.locate import read_state
 from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.checkpoint.run_state import parse_run_state
-from llmscale.checkpoint.stored_weights import StoredWeights
-from llmscale.checkpoint.tensor_archive import DTYPES, check_archive, find_elements
+from llmscale.checkpoint.tensor_files import DTYPES, StoredWeights, check_archive, find_elements
 from llmscale.cli.main import main
 from llmscale.errors import CheckpointError
 from tests.hostile_records import Record, set_at

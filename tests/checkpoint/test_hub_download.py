@@ -83,7 +83,7 @@ def test_what_is_not_what_the_hub_has_is_found_and_what_is_is_read_through_once(
     assert len(hub.asked) == asked
     digest, path = blobs.popitem()
     path.resolve().write_text("damaged")
-    with pytest.raises(DataError, match=rf"blobs/{digest} is damaged: its sha256 is .*Remove it, and it is fetched"):
+    with pytest.raises(DataError, match=rf"blobs/{digest} is damaged: its sha256 is .*Remove it and run again"):
         provide(folder)
     path.resolve().unlink()
     assert provide() == folder

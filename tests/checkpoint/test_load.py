@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner
-from llmscale.checkpoint.history import list_checkpoints, record_history
-from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
+from llmscale.checkpoint.inventory import list_checkpoints, record_history
 from llmscale.checkpoint.load import (
     check_nothing_is_dropped,
     check_same_scalars,
@@ -25,6 +23,7 @@ from llmscale.checkpoint.load import (
     load_full_weights,
 )
 from llmscale.checkpoint.manifest import History
+from llmscale.checkpoint.tensor_files import Fragment, FragmentLoadPlanner, JsonIndexReader, load_index
 from llmscale.errors import CheckpointError
 
 

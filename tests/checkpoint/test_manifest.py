@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import find_damage, load_manifest
 from llmscale.errors import CheckpointError
 

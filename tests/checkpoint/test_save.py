@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint import retention
+from llmscale.checkpoint import inventory
 from llmscale.checkpoint import save as save_module
-from llmscale.checkpoint.history import find_checkpoints, list_checkpoints, record_history
+from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints, record_history
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.checkpoint.manifest import History, checkpoints_folder, find_damage
 from tests.checkpoint.conftest import folder_of
@@ -43,8 +43,8 @@ def test_the_same_step_is_replaced_as_a_whole(save_steps: Callable, tmp_path: Pa
     (list_checkpoints(tmp_path / "run")[0] / "state.json").unlink()
     save_steps(5)
     assert find_damage(list_checkpoints(tmp_path / "run")[0]) is None
-    put_aside = checkpoints_folder(tmp_path / "run") / "step-00000005.old-1"
-    assert "state.json cannot be read" in str(find_damage(put_aside)), "nothing is lost that nobody gave up"
+    old_1 = checkpoints_folder(tmp_path / "run") / "step-00000005.old-1"
+    assert "state.json cannot be read" in str(find_damage(old_1)), "nothing is lost that nobody gave up"
 
 
 def test_an_abandoned_checkpoint_outlives_the_save_of_the_same_step(save_steps: Callable, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_a_checkpoint_that_cannot_be_deleted_does_not_undo_the_save(
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(retention, "delete_checkpoint", refuse)
+    monkeypatch.setattr(inventory, "delete_checkpoint", refuse)
     lines = save_steps(2, keep_last=1)
     assert lines[0].startswith("saved ")
     assert "is saved, but what --keep-last and --keep-every let go is not all removed: " in lines[1]

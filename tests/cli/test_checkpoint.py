@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import list_checkpoints, record_history
+from llmscale.checkpoint.inventory import list_checkpoints, record_history
 from llmscale.checkpoint.manifest import History
 from llmscale.cli.main import main
 
@@ -53,9 +53,9 @@ def test_show_prints_files_and_state(trained_run: Path, capsys: pytest.CaptureFi
     assert (state["step"], state["samples_seen"], state["config"]["model"]) == (2, 8, "tiny-1m")
 
 
-def test_verify_says_whole_and_needs_no_torch(trained_run: Path, llmscale: Callable) -> None:
+def test_verify_says_intact_and_needs_no_torch(trained_run: Path, llmscale: Callable) -> None:
     done = llmscale("checkpoint", "verify", str(trained_run), torch_free=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "step-00000003: whole\nstep-00000002: whole\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "step-00000003: intact\nstep-00000002: intact\n", "")
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
@@ -73,7 +73,7 @@ def test_verify_names_the_damaged_file_and_ends_with_1(
     assert status == 1
     newest, older = out.splitlines()
     assert newest.startswith(f"step-00000003: DAMAGED: {shard} ")
-    assert older == "step-00000002: whole"
+    assert older == "step-00000002: intact"
     assert call(capsys, "verify", str(run / "checkpoints/step-00000002"))[0] == 0
 
 
@@ -112,9 +112,9 @@ def test_what_is_abandoned_is_listed_as_such_and_pruned_by_word_only(
     assert lines[2].endswith("  <- latest")
     assert f"llmscale checkpoint prune {run}" in lines[-1]
     assert call(capsys, "show", str(run))[1].startswith(str(run / "checkpoints" / "step-00000002"))
-    assert call(capsys, "verify", str(run))[1] == "step-00000002: whole\nstep-00000003 (abandoned): whole\n"
+    assert call(capsys, "verify", str(run))[1] == "step-00000002: intact\nstep-00000003 (abandoned): intact\n"
     assert call(capsys, "prune", str(run)) == (0, "deleted step-00000003\n", "")
-    assert call(capsys, "prune", str(run))[1].startswith("nothing is abandoned")
+    assert call(capsys, "prune", str(run))[1].startswith("no abandoned checkpoints")
     assert [path.name for path in list_checkpoints(run)] == ["step-00000002"]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import COMMANDS, main
-from llmscale.config.shipped import DS_CONFIGS
+from llmscale.config.bundled_files import DS_CONFIGS
 
 
 @pytest.fixture(scope="module")

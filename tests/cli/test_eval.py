@@ -71,7 +71,7 @@ def test_tasks_of_lm_eval_run_beside_those_of_files(trained_run: Path, items: Pa
     [
         (("RUN", "--tasks", "hellaswag=ITEMS/text.jsonl"), r'text.jsonl, line 1 has no "ctx"'),
         (("RUN", "--tasks", "hellaswag=gone"), "gone cannot be read"),
-        (("RUN", "--tasks", "swag=ITEMS/text.jsonl"), "'swag' is no format of items"),
+        (("RUN", "--tasks", "swag=ITEMS/text.jsonl"), "'swag' is not a format of items"),
         (("RUN", "--json", "gone/out.json"), "the folder gone does not exist"),
         (("RUN", "--json", "."), "is a folder"),
         (("RUN", "--step", "7"), "no checkpoint of step 7"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmscale.checkpoint.history import record_history
+from llmscale.checkpoint.inventory import record_history
 from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save_manifest
 from llmscale.cli.main import main
 from llmscale.data.prepare.output_folder import new_folder

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import os
 import re
 import shlex
 import subprocess
@@ -12,7 +14,7 @@ import pytest
 
 from llmscale import __version__
 from llmscale.cli import main as cli
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 
 
 def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Callable) -> None:
@@ -26,15 +28,14 @@ def test_help_names_every_command_and_how_to_train_without_torch(llmscale: Calla
 def test_alone_it_shows_what_it_can_do_with_an_example_each(llmscale: Callable) -> None:
     done = llmscale(torch_free=True)
     assert (done.returncode, done.stderr) == (0, "")
-    assert cli.EXAMPLES.keys() == cli.COMMANDS.keys()
-    for name, example in cli.EXAMPLES.items():
+    for name, command in cli.COMMANDS.items():
         assert re.search(rf"^  {name}\b", done.stdout, re.MULTILINE)
-        assert f"llmscale {example}\n" in done.stdout
+        assert f"llmscale {command.example}\n" in done.stdout
 
 
 @pytest.mark.parametrize("name", [name for name in cli.COMMANDS if name != "launch"])
 def test_examples_are_commands_that_the_parser_takes(name: str) -> None:
-    words = shlex.split(cli.EXAMPLES[name])
+    words = shlex.split(cli.COMMANDS[name].example)
     assert words[0] == name
     if name == "train":
         assert parse_run_config(words[1:]).model == "gpt2-124m"
@@ -146,3 +147,42 @@ def test_a_closed_pipe_is_no_error(trained_run: Path) -> None:
     script = f"{{ {show}; echo status $? >&2; }} | true"
     done = subprocess.run(["bash", "-c", script], cwd=Path(cli.__file__).parents[2], capture_output=True, text=True)
     assert done.stderr == "status 0\n"
+
+
+def test_a_fast_start_restores_collector_and_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYDANTIC_DISABLE_PLUGINS", raising=False)
+    with pytest.raises(ValueError, match="its own"), cli.fast_start():
+        assert not gc.isenabled()
+        assert os.environ["PYDANTIC_DISABLE_PLUGINS"] == "__all__"
+        raise ValueError("its own")
+    assert gc.isenabled()
+    assert "PYDANTIC_DISABLE_PLUGINS" not in os.environ
+
+
+def test_a_fast_start_keeps_the_user_s_choice_of_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYDANTIC_DISABLE_PLUGINS", "logfire-plugin")
+    with cli.fast_start():
+        assert os.environ["PYDANTIC_DISABLE_PLUGINS"] == "logfire-plugin"
+    assert os.environ["PYDANTIC_DISABLE_PLUGINS"] == "logfire-plugin"
+
+
+def test_a_fast_start_spares_the_last_collection() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with cli.fast_start():
+            pass
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+def test_an_estimate_imports_nothing_slow_that_it_does_not_need() -> None:
+    """Each takes as long as the whole answer."""
+    program = (
+        "import sys\nfrom llmscale.cli.main import main\n"
+        "main(['estimate', '--model', 'gpt2-124m', '--gpu', 'h100-80gb', '--num-gpus', '8'])\n"
+        "print(*sorted({'pydantic_settings', 'numpy', 'torch'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == ""

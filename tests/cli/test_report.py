@@ -111,7 +111,7 @@ def test_the_runs_own_files_are_never_overwritten(
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for flag in ("--html", "--json"):
         assert main(["report", str(run), flag, str(run / file)]) == 2
-        assert "is of the run itself" in capsys.readouterr().err
+        assert "is a file of the run itself" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     assert main(["report", str(run), "--json", str(run / "report.json")]) == 0
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.training.failure import record_failure
+from llmscale.training.run_folder import record_failure
 
 
 def test_a_real_run_is_listed_without_torch(trained_run: Path, llmscale: Callable) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.config.arguments import build_run_config
+from llmscale.config.run_config import build_run_config
 from llmscale.errors import DataError
-from llmscale.training.run_inputs import as_plain
+from llmscale.training.prepare_run import as_plain
 from llmscale.untrusted.terminal import make_visible
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from llmscale.cluster.launch.attempts import Attempt, read_attempts
+from llmscale.cluster.launch.supervisor import Attempt, read_attempts
 from llmscale.data.sample_log import load_recorded
 from scripts.playground.hosts import Playground, PlaygroundHost
 from scripts.playground.kernel import command_line

@@ -139,7 +139,7 @@ def test_a_name_is_looked_up_in_the_hubs_cache(folder: Path, tmp_path: Path, mon
     folder.rename(snapshot)
     found = read_published_model("--init-from", f"hf:own/model@{commit}")
     assert (found.folder, found.hub_name) == (snapshot, f"own/model@{commit}")
-    with pytest.raises(ConfigError, match=r"--init-from hf:own/other is no file or folder here.*HF_HUB_OFFLINE"):
+    with pytest.raises(ConfigError, match=r"--init-from hf:own/other is not a file or folder here.*HF_HUB_OFFLINE"):
         read_published_model("--init-from", "hf:own/other")
     for name in ("", "/no/such", "x" * 300, "../../etc"):
         with pytest.raises(ConfigError, match="--init-from hf:"):

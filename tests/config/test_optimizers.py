@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.optimizers import ADAFACTOR, ADAMW, MUON, OptimizerGroup, OptimizerSpec
 from llmscale.errors import ConfigError

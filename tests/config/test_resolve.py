@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
-from llmscale.config.run_config import RunConfig
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import ConfigError
 
 FACTS = SetFacts(vocab_size=50257, seq_len=1024, num_train_samples=10_000, eot_token=50256)

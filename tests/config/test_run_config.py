@@ -1,14 +1,210 @@
+"""Flags override the run file, the file overrides defaults; every mistake is one clear line."""
+
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from llmscale.config.arguments import parse_run_config
-from llmscale.config.run_config import CHANGES_THAT_BREAK, RunConfig, describe_keys
+from llmscale.config.run_config import (
+    CHANGES_THAT_BREAK,
+    EXCLUSIVE_KEYS,
+    RunConfig,
+    build_run_config,
+    load_run_file,
+    parse_run_config,
+)
+from llmscale.config.run_flags import describe_keys
+from llmscale.errors import ConfigError
+
+YAML = "lr: 3e-4\nglobal_batch_size: 64\nmodel: gpt2-124m\nsteps: 100\nshuffle: false\nallow_changed: [data]\n"
+TOML = YAML.replace(": ", " = ").replace("gpt2-124m", '"gpt2-124m"').replace("data", '"data"')
+
+
+@pytest.fixture(params=["yaml", "yml", "toml"])
+def run_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    path = tmp_path / f"run.{request.param}"
+    path.write_text(TOML if request.param == "toml" else YAML)
+    return path
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(run_file: Path) -> None:
+    default = parse_run_config([])
+    from_file = parse_run_config(["--config", str(run_file)])
+    from_flags = parse_run_config(["--config", str(run_file), "--lr", "1e-3", "--model=tiny-1m", "--shuffle"])
+    assert (default.lr, default.model, default.shuffle, default.seed) == (None, "tiny-10m", True, 1337)
+    assert (from_file.lr, from_file.model, from_file.shuffle, from_file.seed) == (3e-4, "gpt2-124m", False, 1337)
+    assert from_file.allow_changed == ["data"]
+    assert (from_flags.lr, from_flags.model, from_flags.shuffle) == (1e-3, "tiny-1m", True)
+    assert (from_flags.global_batch_size, from_flags.steps) == (64, 100), "what no flag names stays the file's"
+
+
+@pytest.mark.parametrize(("key", "twin"), EXCLUSIVE_KEYS)
+def test_a_flag_overrides_the_file_s_entry_in_the_other_unit(key: str, twin: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    for in_file, as_flag in ((key, twin), (twin, key)):
+        path.write_text(f"{in_file}: 8\n")
+        config = parse_run_config(["--config", str(path), f"--{as_flag.replace('_', '-')}", "4096"])
+        assert getattr(config, as_flag) == 4096
+        assert getattr(config, in_file) is None
+
+
+@pytest.mark.parametrize(("key", "twin"), EXCLUSIVE_KEYS)
+def test_both_units_at_once_are_refused(key: str, twin: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"{key} = 8\n{twin} = 8\n")
+    said = f"{key} and {twin} say the same thing in other units. Give one of them."
+    for argv in ([f"--{key}=8", f"--{twin}=8"], ["--config", str(path)]):
+        with pytest.raises(ConfigError, match=said):
+            parse_run_config(argv)
+
+
+def test_both_spellings_and_both_ways_to_give_a_value() -> None:
+    for argv in (
+        ["--global-batch-size", "8", "--weight-decay=0.2", "--no-shuffle"],
+        ["--global_batch_size=8", "--weight_decay", "0.2", "--no_shuffle"],
+    ):
+        config = parse_run_config(argv)
+        assert (config.global_batch_size, config.weight_decay, config.shuffle) == (8, 0.2, False)
+
+
+def test_keys_of_a_file_may_be_kebab_case(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("global-batch-size: 8\n")
+    assert parse_run_config(["--config", str(path)]).global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"), [("on", "on"), ("off", "off"), ("true", "on"), ("'on'", "on"), ("auto", "auto")]
+)
+def test_on_and_off_in_yaml_are_words(text: str, mode: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(f"compile: {text}\n")
+    assert parse_run_config(["--config", str(tmp_path / "run.yaml")]).compile == mode
+
+
+def test_the_launcher_s_local_rank_is_accepted_in_both_spellings() -> None:
+    for word in ("--local_rank=3", "--local-rank=3"):
+        assert parse_run_config([word, "--steps=5"]).steps == 5
+
+
+def test_values_that_look_like_flags_or_hold_underscores_stay_as_they_are() -> None:
+    config = parse_run_config(
+        ["--run", "runs/my_run", "--sample_prompt=a_b-c", "--sample-every=5", "--data=my_data/a_set"]
+    )
+    assert (config.run, config.sample_prompt, config.data) == (Path("runs/my_run"), "a_b-c", "my_data/a_set")
+
+
+def test_several_allowed_changes() -> None:
+    assert parse_run_config(["--allow-changed", "data", "--allow-changed", "seed"]).allow_changed == ["data", "seed"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--global-batchsize", "8"], "unknown argument '--global-batchsize'. Did you mean '--global-batch-size'?"),
+        (["--z-loss", "nan"], "z_loss = 'nan': input should be a finite number."),
+        (["--totally-else"], "unknown argument '--totally-else'. `train.py --help` lists all."),
+        (["--steps", "many"], "steps = 'many': input should be a valid integer"),
+        (["--steps", "0"], "steps = '0': input should be greater than or equal to 1"),
+        (["--dropout", "1.0"], "dropout = '1.0': input should be less than 1"),
+        (["--lr", "-1"], "lr = '-1': input should be greater than 0"),
+        (["--schedule", "cosinus"], "schedule = 'cosinus': input should be 'cosine', 'linear', 'constant' or 'wsd'"),
+        (["--optimizer", "sgd"], "optimizer = 'sgd': input should be 'adamw', 'muon' or 'adafactor'"),
+        (["--precision", "fp8"], "precision = 'fp8': input should be 'fp32', 'bf16', 'fp16' or 'autocast'"),
+        (["--allow-changed", "datas"], "allow_changed = 'datas' is not known. Did you mean 'data'? Legal: global_"),
+        (["--config", "run.json"], "--config run.json: the suffix says the format, and must be .yaml, .yml or .toml."),
+        (["--config", "nowhere.yaml"], "--config nowhere.yaml: No such file or directory."),
+        (["--steps"], "expected one argument"),
+        (["stray"], "unknown argument 'stray'"),
+    ],
+)
+def test_wrong_flags(argv: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_run_config(argv)
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("run.yaml", "lr: [", "run.yaml is not valid yaml: "),
+        ("run.toml", "lr = ", "run.toml is not valid toml: "),
+        ("run.yaml", "- lr\n", "run.yaml must hold keys and values, not a list."),
+        ("run.yaml", "learning_rate: 1\n", "unknown key 'learning_rate'."),
+        ("run.yaml", "global_batch: 1\n", "unknown key 'global_batch'. Did you mean 'global_batch_size'?"),
+        ("run.toml", "[train]\nlr = 1\n", "unknown key 'train'."),
+        ("run.yaml", "steps: ten\n", "steps = 'ten': input should be a valid integer"),
+        ("run.yaml", "lr: {peak: 1}\n", "lr = {'peak': 1}: input should be a valid number"),
+        ("run.yaml", b"lr: \xff\xfe\n", "run.yaml is not valid yaml: "),
+    ],
+)
+def test_wrong_run_files(name: str, text: str | bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as raised:
+        parse_run_config(["--config", str(path)])
+    assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_run_file_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("# nothing yet\n")
+    assert load_run_file(path) == {}
+    assert parse_run_config(["--config", str(path)]).model_dump(exclude={"config"}) == parse_run_config([]).model_dump(
+        exclude={"config"}
+    )
+
+
+def test_the_environment_has_no_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SEED", "LR", "seed", "RUN"):
+        monkeypatch.setenv(name, "7")
+    config = parse_run_config([])
+    assert (config.seed, config.lr, str(config.run)) == (1337, None, "runs/default")
+
+
+def test_a_saved_config_can_be_read_back() -> None:
+    config = parse_run_config(["--steps=5", "--run=r", "--allow-changed=data", "--lr=1e-4"])
+    assert build_run_config(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "said"),
+    [
+        (["--eval-tasks", "text=a"], "", "--eval-tasks needs --eval-every N"),
+        (["--val-every", "0", "--val-samples", "5"], "", "--val-samples needs --val-every N"),
+        (["--wandb-name", "x"], "", "--wandb-name needs --wandb"),
+        (
+            ["--schedule", "constant", "--min-lr-frac", "0"],
+            "",
+            "--min-lr-frac 0.0 has no effect with --schedule constant",
+        ),
+        (["--no-shuffle", "--shuffle-block-size", "8"], "", "has no effect with --no-shuffle"),
+        (["--cache-limit-gib", "1"], "", "--cache-limit-gib needs --data-cache FOLDER or a remote --data"),
+        ([], "eval_tasks: [text=a]", r"--config .*run.yaml: --eval-tasks needs --eval-every N"),
+        (["--steps", "3"], "wandb_name: x", "--wandb-name needs --wandb"),
+        # A file's key may equal its default, and a flag may switch off what the file sets up.
+        ([], "wandb_project: llmscale\nval_samples: 256\nval_every: 0", None),
+        (["--no-wandb", "--eval-every", "0"], "wandb: true\nwandb_name: x\neval_every: 5\neval_tasks: [text=a]", None),
+        (["--eval-every", "3"], "eval_tasks: [text=a]", None),
+        (["--keep-every", "0", "--save-every", "0"], "", None),
+    ],
+)
+def test_a_key_without_effect_is_refused(tmp_path: Path, flags: list[str], file: str, said: str | None) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(file or "steps: 3")
+    argv = [*flags, "--config", str(path)]
+    if said is None:
+        parse_run_config(argv)
+        return
+    with pytest.raises(ConfigError, match=said):
+        parse_run_config(argv)
 
 
 def test_every_key_says_what_it_means() -> None:
-    silent = [name for name in RunConfig.model_fields if not describe_keys().get(name)]
+    silent = [name for name in RunConfig.model_fields if not describe_keys()[name].text]
     assert silent == []
 
 
@@ -23,7 +219,7 @@ def test_help_lists_every_key_as_a_flag(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_help_of_allow_changed_names_what_can_be_allowed() -> None:
-    assert all(key in describe_keys()["allow_changed"] for key in CHANGES_THAT_BREAK)
+    assert all(key in describe_keys()["allow_changed"].text for key in CHANGES_THAT_BREAK)
 
 
 def test_a_config_cannot_be_changed_after_it_was_made() -> None:

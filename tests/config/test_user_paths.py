@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.arguments import build_run_config
+from llmscale.config.run_config import build_run_config
 from llmscale.config.user_paths import check_output_file, check_output_folder, check_task, check_task_file
 from llmscale.errors import ConfigError
 
@@ -87,9 +87,9 @@ def test_a_place_without_permission_is_refused(
 )
 def test_a_task_that_is_none_is_refused_with_the_formats(task: str, place: Path) -> None:
     for check in (check_task, check_task_file):
-        with pytest.raises(ConfigError, match=r"is no task.*hellaswag=FILE\.jsonl"):
+        with pytest.raises(ConfigError, match=r"is not a task.*hellaswag=FILE\.jsonl"):
             check(task)
-    with pytest.raises(ConfigError, match="is no task"):
+    with pytest.raises(ConfigError, match="is not a task"):
         build_run_config({"eval_tasks": [task]})
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli import data
-from llmscale.config.flag_parser import FlagParser
+from llmscale.config.command_line import FlagParser
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import ConfigError, DataError
 
@@ -88,7 +88,7 @@ def test_files_that_are_passed_over_and_a_large_validation_split_are_said(
     assert _call("prepare", "--input", folder, "--out", tmp_path / "set", "--tokenizer", "bytes", "--seq-len", "16",
                  "--workers", "1") == 0  # fmt: skip
     said = capsys.readouterr().err
-    assert "Passed over 3 files that are not known to be text (2 .bin, 1 LICENSE)" in said
+    assert "Skipped 3 files of unknown type (2 .bin, 1 LICENSE)" in said
     assert "Validation has 25% of the tokens, not 1%: 1 of 4 documents" in said
 
 

@@ -16,7 +16,7 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from llmscale.data.prepare.sources import source, text_files
+from llmscale.data.prepare.sources import formats, source
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.hugging_face import load_huggingface
 from llmscale.data.tokenizers.tiktoken_tokenizer import load_ranks_file
@@ -57,7 +57,7 @@ def test_what_compresses_well_and_is_small_is_read(tmp_path: Path) -> None:
 
 def test_a_long_text_is_several_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut behind a line, nothing lost, and said."""
-    monkeypatch.setattr(text_files, "MAX_TEXT_BYTES", 3 * MIB)
+    monkeypatch.setattr(formats, "MAX_TEXT_BYTES", 3 * MIB)
     text = "".join(f"line {number} naïve 数据\n" for number in range(500_000))
     (tmp_path / "long.txt").write_text(text, encoding="utf-8")
     (tmp_path / "one_line.txt").write_text("é" * (4 * MIB), encoding="utf-8")
@@ -129,10 +129,10 @@ def test_what_is_no_file_of_the_folder_is_left_out_and_said(make: Callable[[Path
     make(folder)
     opened = open_source(str(folder))
     assert list(opened.documents()) == ["text", "text"]
-    assert opened.left_out is not None and opened.left_out.startswith("Left out: ")
+    assert opened.left_out is not None and opened.left_out.startswith("Skipped ")
     (folder / "alias.txt").unlink()
     (folder / "sub" / "a.txt").unlink()
-    with pytest.raises(DataError, match=r"none of its files .*Left out: "):
+    with pytest.raises(DataError, match=r"none of its files .*Skipped "):
         open_source(str(folder))
 
 

@@ -18,7 +18,7 @@ import pytest
 import zstandard
 
 from llmscale.cli.main import main
-from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+from llmscale.data.shards.cache import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer

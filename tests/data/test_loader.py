@@ -19,9 +19,15 @@ import pytest
 import torch
 
 from llmscale.data.loader import Feed, FeedPlan, rank_sample_ids
-from llmscale.data.order.build_order import WHOLE_SET_BYTES, OrderSettings, build_order
-from llmscale.data.order.sample_order import RankLayout, SampleOrder, shard_batch
-from llmscale.data.shards.dataset_source import SetLocation, open_set
+from llmscale.data.order.sample_order import (
+    WHOLE_SET_BYTES,
+    OrderSettings,
+    RankLayout,
+    SampleOrder,
+    build_order,
+    shard_batch,
+)
+from llmscale.data.shards.cache import SetLocation, open_set
 from llmscale.data.shards.manifest import ShardInfo
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.errors import ConfigError, DataError, MachineError
@@ -239,9 +245,9 @@ def test_closing_ends_the_workers(feed_with_workers: Feed) -> None:
 LEAVE_OPEN = """
 import sys
 from llmscale.data.loader import Feed, FeedPlan
-from llmscale.data.order.build_order import OrderSettings, build_order
+from llmscale.data.order.sample_order import OrderSettings, build_order
 from llmscale.data.order.sample_order import RankLayout
-from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.token_shards import TokenShards
 plan = FeedPlan(RankLayout(0, (1,)), int(sys.argv[3]), 4)
 location = open_set(sys.argv[1])
@@ -302,7 +308,7 @@ def test_two_sets_in_one_process(location: SetLocation, make_set: Callable[..., 
 
 
 def test_an_order_of_another_set_is_refused(location: SetLocation) -> None:
-    with pytest.raises(ConfigError, match="The order is of 5 samples"):
+    with pytest.raises(ConfigError, match="The order has 5 samples"):
         Feed(TokenShards(location, "train"), SampleOrder([5], seed=0), FeedPlan(RankLayout(0, (1,)), 1, 1))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.data.shards.dataset_source import fetch_tokenizer, open_set
+from llmscale.data.shards.cache import fetch_tokenizer, open_set
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
@@ -97,24 +97,24 @@ def test_a_set_whose_tokenizer_does_not_say_where_documents_end_is_refused(prepa
     record = json.loads((folder / "manifest.json").read_text())
     record["tokenizer_files"] = "tokenizer/tokenizer.json"
     (folder / "manifest.json").write_text(json.dumps(record))
-    with pytest.raises(DataError, match="Prepare the set again"):
+    with pytest.raises(DataError, match="Prepare the dataset again"):
         load_set_tokenizer(folder)
 
 
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"eot_token": 7}, r"is not the tokenizer that .* was prepared with"),
-        ({"eot_token": 70_000}, r"has no token 70000"),
+        ({"eot_token": 7}, r"is not the tokenizer with which .* was prepared"),
+        ({"eot_token": 70_000}, r"lacks the token 70000"),
         ({"eot_token": "601"}, r"was altered: eot_token, bos_tokens or files is wrong"),
-        ({"bos_tokens": [99_999]}, r"has no token 99999"),
-        ({"bos_tokens": [-1]}, r"has no token -1"),
-        ({"bos_tokens": ["x"]}, r"'x' of bos_tokens is no token"),
+        ({"bos_tokens": [99_999]}, r"lacks the token 99999"),
+        ({"bos_tokens": [-1]}, r"lacks the token -1"),
+        ({"bos_tokens": ["x"]}, r"'x' of bos_tokens is not a token"),
         ({"files": ["../../secret"]}, r"names the file '\.\./\.\./secret'\. Legal: tokenizer_config\.json, "),
         ({"files": [["a"]]}, r"names the file "),
         ({"files": "tokenizer_config.json"}, r"was altered"),
         ({"sha256": {"tokenizer_config.json": "0" * 64}}, r"tokenizer_config\.json was altered"),
-        ({"sha256": 7}, r"sha256 is no object of hashes"),
+        ({"sha256": 7}, r"sha256 must be an object of hashes"),
     ],
 )
 def test_altered_origins(change: dict[str, object], text: str, prepare: Prepare, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_only_the_steps_that_lead_to_the_last_session_count(tmp_path: Path) -> N
     _session(tmp_path, 4, 5, 3, (1, 4), offset=7)
     assert [load_recorded(tmp_path)[step][0] for step in range(5)] == [0, 10, 20, 30, 47]
     _session(tmp_path, 5, 5, 3, (1, 4))
-    with pytest.raises(DataError, match="step 5 and what came after it is missing"):
+    with pytest.raises(DataError, match="step 5 and all later steps"):
         load_recorded(tmp_path)
     _session(tmp_path, 6, 8, 3, (1, 4))
     assert read_recorded(tmp_path).gaps == ("step 5",)
@@ -104,7 +104,7 @@ def test_a_missing_step_is_an_error(tmp_path: Path) -> None:
     for step in (0, 2):
         recorder.add(np.array([step]))
         recorder.end_step(step)
-    with pytest.raises(DataError, match=r"samples is incomplete, .*: step 1 is missing"):
+    with pytest.raises(DataError, match=r"samples is incomplete, .*Missing: step 1"):
         load_recorded(tmp_path)
 
 
@@ -170,7 +170,7 @@ def test_a_record_that_is_behind_says_so_at_once_and_not_when_it_has_caught_up(
     _steps(recorder, 0, 1)
     failing_disk[0] = True
     _steps(recorder, 2, 3)
-    with pytest.raises(DataError, match="step 2 and what came after it is missing"):
+    with pytest.raises(DataError, match="step 2 and all later steps"):
         load_recorded(tmp_path)
     assert list(read_recorded(tmp_path).steps) == [0, 1]
     failing_disk[0] = False
@@ -193,7 +193,7 @@ def test_a_session_that_ended_behind_is_a_gap_unless_its_steps_were_done_again(
     assert recorded.gaps == (() if gap is None else (gap,))
     assert list(recorded.steps) == [*range(min(2, resumed_at)), *range(resumed_at, 6)]
     if gap:
-        with pytest.raises(DataError, match=f"{gap} is missing"):
+        with pytest.raises(DataError, match=f"Missing: {gap}"):
             load_recorded(tmp_path)
 
 
@@ -203,7 +203,7 @@ def test_a_gap_at_the_very_beginning_and_one_rank_s_gap_are_gaps(tmp_path: Path,
     _steps(first, 10, 11, 12)
     failing_disk[0] = True
     _steps(second, 10, 11)
-    assert read_recorded(tmp_path).gaps == ("step 10 and what came after it",)
+    assert read_recorded(tmp_path).gaps == ("step 10 and all later steps",)
     first.close()
     second.close()
     assert list(read_recorded(tmp_path).steps) == []

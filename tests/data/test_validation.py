@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llmscale.data.order.sample_order import RankLayout
-from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import (
     ValidationBatch,

@@ -25,12 +25,10 @@ from llmscale.config.optimizers import MUON
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
-from llmscale.engine import muon
 from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, set_learning_rate
-from llmscale.engine.optimizer import build_parameter_groups
+from llmscale.engine.optimizers import MOMENTUM, Muon, build_parameter_groups
 from llmscale.engine.process_group import join_world
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 from llmscale.engine.zero_layout import inner_optimizer
 from llmscale.model.gpt import GPT
 from tests.rank_end import end_rank
@@ -58,7 +56,7 @@ def train(cell: dict, rank: int, world_size: int) -> dict[str, list[float]]:
     config = RunConfig.model_validate({"seed": 0, "weight_decay": WEIGHT_DECAY})
     engine = build_engine(config, resolve_step(ds, SHAPE, plan, "none", OPTIMIZER))
     optimizer = inner_optimizer(engine)
-    assert isinstance(optimizer, muon.Muon)
+    assert isinstance(optimizer, Muon)
     optimizer.dtype = getattr(torch, cell.get("dtype", "float32"))
     found: dict[str, list[float]] = {"loss": [], "norm": [], "skipped": []}
     for step in range(cell["steps"]):
@@ -85,7 +83,7 @@ def train_plainly(steps: int) -> dict[str, list[float]]:
             [matrix for matrix, _ in matrices],
             lr=LR * FACTOR,
             weight_decay=WEIGHT_DECAY,
-            momentum=muon.MOMENTUM,
+            momentum=MOMENTUM,
             adjust_lr_fn="match_rms_adamw",
         ),
         torch.optim.AdamW(adam, lr=LR, betas=(0.9, 0.95), eps=1e-8),

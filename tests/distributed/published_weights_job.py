@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from llmscale.checkpoint.weights_source import PublishedWeights
+from llmscale.checkpoint.initial_weights import load_published_weights
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine
 from llmscale.engine.process_group import World, join_world
 from llmscale.engine.zero_shards import state_views
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 from tests.rank_end import end_rank
 
 FP32 = [("zero0", "fp32"), ("zero1", "fp32"), ("zero2", "fp32"), ("zero3", "fp32")]
@@ -47,7 +47,7 @@ def check(world: World, data: Path, folder: Path, ds: str, precision: str) -> No
     run = prepare_run(config, world.world_size).on_cpu()
     assert run.weights is not None and run.weights.pieces is not None
     engine = build_engine(run.config, run.resolved)
-    PublishedWeights(folder.name, run.weights.pieces, progress=int).load_into(engine, world.control)
+    load_published_weights(engine, run.weights, world.control, progress=int)
     wanted = whole_parameters(folder, run)
     views = {key.partition("/")[2]: view for key, view in state_views(engine).items() if key.startswith("master/")}
     assert views.keys() == wanted.keys(), views.keys() ^ wanted.keys()

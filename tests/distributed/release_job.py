@@ -25,8 +25,7 @@ from llmscale.config.resolve import resolve_step
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.engine.process_group import World, join_world
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import PhaseTimer, train_step
 from tests.rank_end import end_rank
 
 SHAPE = GPTShape(n_layer=2, n_head=2, n_embd=64, vocab_size=61, seq_len=8)

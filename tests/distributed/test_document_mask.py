@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.config.arguments import parse_run_config
+from llmscale.architecture.layers import ParameterTensors
+from llmscale.config.run_config import parse_run_config
 from llmscale.data.sample_log import load_recorded
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.validation import validation_sample_ids
-from llmscale.engine.optimizer import build_optimizer
+from llmscale.engine.optimizers import build_optimizer
 from llmscale.model.gpt import GPT
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 from tests import warm_start
 from tests.conftest import REPOSITORY, TRAIN, build_train_command, read_losses
 from tests.distributed.test_resume import forget_after

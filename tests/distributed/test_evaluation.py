@@ -38,7 +38,7 @@ def train(ranks: Callable, train_command: Callable, tmp_path: Path) -> Train:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> list[str]:
-    """Flags. The set's model sees 32 bytes: few items are as short."""
+    """Flags. The dataset's model sees 32 bytes: few items are as short."""
     paths = write_items(tmp_path, count=7)
     specs = [f"{name}={paths[file]}" for name, file in FORMATS.items()]
     # One flag: the command's helper keeps the last of a flag that stands there twice.

@@ -78,7 +78,7 @@ def test_metrics_and_records_outlive_a_full_disk(
     logged = [record["step"] for record in records if record["kind"] == "train"]
     assert logged == list(range(1, len(logged) + 1)), "whole lines, without a gap before the second outage"
     assert f"of steps {logged[-1] + 1} to " in lacks
-    with pytest.raises(DataError, match=r"samples is incomplete.*: step \d+ and what came after it is missing"):
+    with pytest.raises(DataError, match=r"samples is incomplete.*Missing: step \d+ and all later steps"):
         load_recorded(run)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.checkpoint.load import load_full_weights
-from llmscale.checkpoint.locate import find_checkpoint
 from tests.conftest import build_train_command, read_losses
 from tests.published_models import save_model
 

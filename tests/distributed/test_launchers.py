@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import find_damage
-from llmscale.cluster.launch.process_tree import descendants, process_state
+from llmscale.cluster.launch.ranks import descendants, process_state
 from llmscale.training.run_folder import lock_run_folder
 from tests.conftest import REPOSITORY, free_port
 

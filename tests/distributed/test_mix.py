@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from llmscale.cli.main import main
-from llmscale.data.mix.training_sets import TrainingSets
+from llmscale.data.mixture import TrainingSets
 from llmscale.data.sample_log import load_recorded
-from llmscale.training.step_samples import find_step_samples
+from llmscale.training.sample_stream import find_step_samples
 from tests import warm_start
 from tests.conftest import REPOSITORY
 

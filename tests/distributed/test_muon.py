@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import step_of
 from tests.conftest import read_losses
 

@@ -35,7 +35,7 @@ def test_a_missing_folder_is_one_clear_error(ranks: Callable, train_command: Cal
     job = ranks(train_command("--ds", "ds_configs/zero3_nvme.json"), 1)
     (output,) = job.wait()
     assert job.exit_codes == [2]
-    assert "offload_optimizer.nvme_path /local_nvme is no folder that can be written to on this host" in output
+    assert "offload_optimizer.nvme_path /local_nvme is not a writable folder on this host" in output
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_a_run_begins_with_the_weights_and_goes_on_without_the_folder(
     output = train(2, "--init-from", f"hf:{folder}", *flags, "--steps", "2")
     assert f"weights from hf:{folder}; everything else starts at step 0" in output
     assert "positions 32 to 63 of the weights are left out: samples have 32 tokens" in output
-    assert "no tokenizer.json: only sizes were compared, 257 tokens in the set, 260 rows in the weights" in output
+    assert "no tokenizer.json: only sizes were compared, 257 tokens in the dataset, 260 rows in the weights" in output
     assert f"its shape is from hf:{folder}" in output
     shutil.rmtree(folder)
     assert "step 2, 512 tokens seen" in train(1, *flags, "--steps", "3")
@@ -115,7 +115,7 @@ def test_weights_that_are_no_numbers_leave_no_run(
     tensors["model.norm.weight"][-1] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     output = train(2, "--init-from", f"hf:{folder}", "--ds", "ds_configs/zero3.json", expect=2)
-    assert "'model.norm.weight' holds values that are no finite numbers" in output
+    assert "'model.norm.weight' holds values that are not finite numbers" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -163,5 +163,7 @@ def test_exactly_what_is_needed_of_a_name_is_fetched_once(
     shutil.rmtree(tmp_path / "run")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     output = train(1, "--init-from", "hf:own/model", expect=2)
-    assert "hf:own/model is no file or folder here, not in the Hugging Face cache, and cannot be fetched" in output
+    assert (
+        "hf:own/model is not a file or folder here, is not in the Hugging Face cache, and cannot be fetched" in output
+    )
     assert not (tmp_path / "run").exists()

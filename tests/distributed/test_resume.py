@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from llmscale.architecture.shape import SHAPE_KEYS
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import STATE_NAME, hash_file, load_manifest, save_manifest, step_of
 from llmscale.data.sample_log import load_recorded
 from tests import warm_start

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.planning.step_time import Traffic, count_traffic
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
 from tests.conftest import build_train_command
 
 JOB = Path(__file__).with_name("traffic_job.py")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from llmscale.data.loader import MicroBatch
 from llmscale.train import main
-from llmscale.training.actions.action import DoneStep
+from llmscale.training.live_run import StepResult
 from llmscale.training.session import Session
 
 SMALLEST = 64
@@ -43,7 +43,7 @@ def count(name: str, place: int, keyword: str) -> None:
 def count_steps() -> None:
     train = Session.train
 
-    def counted(session: Session, step: int, batches: list[MicroBatch]) -> DoneStep:
+    def counted(session: Session, step: int, batches: list[MicroBatch]) -> StepResult:
         carried.clear()
         calls.clear()
         done = train(session, step, batches)

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
-from llmscale.engine.zero_layout import inner_optimizer, placements
+from llmscale.engine.train_step import PhaseTimer, train_step
+from llmscale.engine.zero_layout import inner_optimizer, parameter_shards
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -24,7 +23,7 @@ def watched_step(
     `exact`, over all ranks' parts. Collective."""
     seen: dict[str, tuple[int, Tensor]] = {}
     # Found before the step, in which DeepSpeed hands one group at a time to the optimizer.
-    places, optimizer = list(placements(engine)), inner_optimizer(engine)
+    places, optimizer = list(parameter_shards(engine)), inner_optimizer(engine)
     step = optimizer.step
 
     def note_gradients(*args: object, **kwargs: object) -> object:

@@ -14,14 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from llmscale.architecture.layers import ParameterKind
-from llmscale.checkpoint.dcp_adapter import Fragment, FragmentLoadPlanner, engine_fragments
-from llmscale.checkpoint.json_storage import JsonIndexReader, load_index
 from llmscale.checkpoint.load import load_engine
 from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
 from llmscale.checkpoint.run_state import RunState
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.tensor_files import (
+    Fragment,
+    FragmentLoadPlanner,
+    JsonIndexReader,
+    engine_fragments,
+    load_index,
+)
 from llmscale.config.optimizers import ADAMW
-from llmscale.engine.optimizer import build_parameter_groups
+from llmscale.engine.optimizers import build_parameter_groups
 from llmscale.engine.process_group import World, join_world
 from llmscale.engine.zero_shards import group_scalars, reset_step_counts
 from tests.rank_end import end_rank

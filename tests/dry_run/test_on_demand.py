@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from llmscale.architecture.shape import GPTShape, build_shape
+from llmscale.config.bundled_files import install_command
 from llmscale.config.loss_settings import CHUNK_TOKENS
-from llmscale.config.shipped import install_command
 from llmscale.dry_run import gpt_recording
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError

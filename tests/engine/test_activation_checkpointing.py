@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
-from llmscale.engine.autocast import compute_in_bf16
+from llmscale.engine.deepspeed_patches import compute_in_bf16
 from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 from tests.rank_end import end_rank

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from llmscale.engine.collectives import agree, gather, on_main_rank, together
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank, vote
 from llmscale.errors import ConfigError, DataError
 from tests.conftest import REPOSITORY
 
@@ -34,26 +34,26 @@ def one_rank() -> dict[str, object]:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert group is not None
     seen = {
-        "nobody": asdict(agree(group, stop=False)),
-        "stop": asdict(agree(group, stop=rank == 2)),
-        "save": asdict(agree(group, stop=False, save=rank == 0)),
-        "ids": agree(group, stop=False, ids_checksum=2**63 - 1 - rank).ids_sum,
-        "failure": outcome(lambda: agree(group, stop=False, failure=DataError("shard 3 is gone") if rank else None)),
+        "nobody": asdict(vote(group, stop=False)),
+        "stop": asdict(vote(group, stop=rank == 2)),
+        "save": asdict(vote(group, stop=False, save=rank == 0)),
+        "ids": vote(group, stop=False, ids_checksum=2**63 - 1 - rank).ids_sum,
+        "failure": outcome(lambda: vote(group, stop=False, failure=DataError("shard 3 is gone") if rank else None)),
         "two failures": outcome(
-            lambda: agree(group, stop=True, failure=DataError(f"disk {rank}") if rank < 2 else None)
+            lambda: vote(group, stop=True, failure=DataError(f"disk {rank}") if rank < 2 else None)
         ),
-        "together": outcome(lambda: together(group, lambda: f"fine on {rank}")),
-        "one fails": outcome(lambda: together(group, lambda: fail_on(rank, 1, text="no such file"))),
-        "unforeseen": outcome(lambda: together(group, lambda: fail_on(rank, 1, text="no key", kind=KeyError))),
-        "unforeseen vote": outcome(lambda: agree(group, failure=OSError("gone") if rank == 2 else None)),
+        "together": outcome(lambda: on_all_ranks(group, lambda: f"fine on {rank}")),
+        "one fails": outcome(lambda: on_all_ranks(group, lambda: fail_on(rank, 1, text="no such file"))),
+        "unforeseen": outcome(lambda: on_all_ranks(group, lambda: fail_on(rank, 1, text="no key", kind=KeyError))),
+        "unforeseen vote": outcome(lambda: vote(group, failure=OSError("gone") if rank == 2 else None)),
         "unforeseen and foreseen": outcome(
-            lambda: together(group, lambda: fail_on(rank, 0, 1, text="x", kind=KeyError if rank else DataError))
+            lambda: on_all_ranks(group, lambda: fail_on(rank, 0, 1, text="x", kind=KeyError if rank else DataError))
         ),
         "main": outcome(lambda: on_main_rank(group, lambda: fail_on(rank, 1, 2, text="ran where it must not"))),
         "main fails": outcome(lambda: on_main_rank(group, lambda: fail_on(rank, 0, text="busy", kind=ConfigError))),
         "main unforeseen": outcome(lambda: on_main_rank(group, lambda: fail_on(rank, 0, text="x", kind=TypeError))),
         "gather": gather(group, f"of {rank}"),
-        "still in step": asdict(agree(group, stop=False)),
+        "still in step": asdict(vote(group, stop=False)),
     }
     dist.destroy_process_group()
     return seen
@@ -75,7 +75,7 @@ def test_no_rank_ever_comes_to_another_conclusion(ranks: Callable) -> None:
     told = "MachineError: unexpected TypeError: x"
     assert [rank.pop("main unforeseen") for rank in seen] == ["TypeError: x", told, told]
     assert seen[0] == seen[1] == seen[2]
-    calm = {"stop": False, "save": False, "go_back": False, "ids_sum": 0}
+    calm = {"stop": False, "save": False, "rollback": False, "ids_sum": 0}
     assert seen[0] == {
         "nobody": calm,
         "stop": {**calm, "stop": True},

@@ -17,9 +17,9 @@ from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.engine.compilation import BlockCompiler
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
+from llmscale.model.attention_context import KVCache
 from llmscale.model.gpt import GPT
-from llmscale.model.kv_cache import KVCache
 from llmscale.planning.compilation import CompileBackend
 from tests.conftest import REPOSITORY
 

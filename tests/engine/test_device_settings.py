@@ -1,8 +1,11 @@
+"""None"""
+
 from __future__ import annotations
 
 import pytest
 import torch
 
+from llmscale.engine.device_memory import peak_memory_bytes
 from llmscale.engine.device_settings import allow_tf32, set_allocator_default
 
 
@@ -27,3 +30,8 @@ def test_fp32_products_are_rounded_only_where_fp32_was_not_asked_for(precision, 
         assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU this is device memory")
+def test_peak_memory_is_in_bytes() -> None:
+    assert 50 * 2**20 < peak_memory_bytes() < 2**40, "a Python process with torch"

@@ -14,14 +14,12 @@ import pytest
 import torch
 
 from llmscale.architecture.families.family import Family
-from llmscale.architecture.families.registry import FAMILIES, family_of
+from llmscale.architecture.hf_config import FAMILIES, family_of
 from llmscale.architecture.shape import GPTShape
-from llmscale.checkpoint import safetensors_files
-from llmscale.checkpoint.hf_files import find_weights_files
-from llmscale.checkpoint.hf_match import match_tensors
-from llmscale.checkpoint.hf_tensors import fill_view, list_tensors
-from llmscale.checkpoint.published_files import open_published
-from llmscale.checkpoint.safetensors_files import ExportDtype
+from llmscale.checkpoint import hf_write
+from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_tensors, match_tensors
+from llmscale.checkpoint.hf_write import ExportDtype, open_published
+from llmscale.checkpoint.initial_weights import PublishedWeights, keep_published
 from llmscale.config.hf_model import read_published_model
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.engine.zero_layout import ShardView
@@ -30,7 +28,6 @@ from llmscale.evaluate import export
 from llmscale.evaluate.export import ExportedModel, describe_export, export_model, write_model
 from llmscale.evaluate.prune import ModelWeights
 from llmscale.model.gpt import GPT
-from llmscale.training.published_weights import FoundWeights, keep_published
 from scripts.bench.transformers_package import import_transformers
 from tests.checkpoint.written import write_tensors
 from tests.conftest import REPOSITORY
@@ -211,7 +208,7 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
         def fails(path: Path, algorithm: str, error: BaseException = raised) -> str:
             raise error
 
-        monkeypatch.setattr(safetensors_files, "hash_file", fails)
+        monkeypatch.setattr(hf_write, "hash_file", fails)
         with pytest.raises(caught):
             write(model, dtype="bf16", overwrite=True)
         assert list(tmp_path.iterdir()) == [out]
@@ -221,7 +218,7 @@ def test_nothing_is_left_of_a_write_that_fails_midway(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.hf_model import read_published_model
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
@@ -309,7 +306,7 @@ def test_an_export_says_what_the_published_model_said(name: str, tmp_path: Path)
     model = read_published_model("--init-from", f"hf:{tmp_path / 'published'}")
     stored = list_tensors(find_weights_files(tmp_path / "published"))
     pieces = match_tensors(stored, model.tensors, model.source)
-    keep_published(FoundWeights(model, pieces=pieces), 16, None, tmp_path / "run")
+    keep_published(PublishedWeights(model, pieces=pieces), 16, None, tmp_path / "run")
     shape = replace(model.shape, seq_len=16)
     exported = describe_export(shape, open_published(tmp_path / "run"), "fp32", 10**9)
     ours = GPT(shape, seed=0)

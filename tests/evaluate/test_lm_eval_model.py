@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer

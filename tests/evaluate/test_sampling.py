@@ -10,8 +10,8 @@ import torch
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError, TrainingError
 from llmscale.evaluate.sampling import SamplingSettings, sample
+from llmscale.model.attention_context import KVCache
 from llmscale.model.gpt import GPT
-from llmscale.model.kv_cache import KVCache
 from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
 
 SHAPE = GPTShape(n_layer=2, n_head=2, n_embd=32, vocab_size=300, seq_len=16)

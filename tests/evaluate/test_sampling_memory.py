@@ -5,7 +5,7 @@ import pytest
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError
 from llmscale.evaluate.sampling_memory import batch_bytes, check_memory
-from llmscale.model.kv_cache import kv_cache_bytes
+from llmscale.model.attention_context import kv_cache_bytes
 
 SHAPE = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50_257, seq_len=1 << 20)
 

@@ -87,7 +87,7 @@ def test_a_missing_field_is_named_with_an_example(tmp_path: Path) -> None:
     ("spec", "words"),
     [
         ("hellaswga=x.jsonl", r"Did you mean 'hellaswag'\? Legal: hellaswag=FILE.jsonl, "),
-        ("text=", "is no task"),
+        ("text=", "is not a task"),
         ("text=gone.jsonl", "gone.jsonl cannot be read: No such file"),
         ("text=/dev/zero", "cannot be read"),
     ],

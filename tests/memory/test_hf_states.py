@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.architecture.families.registry import read_shape
-from llmscale.architecture.hf_config import HFModel
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.hf_config import HFModel, read_shape
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape, build_shape, describe_gpt
 from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from llmscale.config.loss_settings import LossKernel, LossSettings
-from llmscale.model.fused_loss import check_fused_loss
-from llmscale.model.loss import chunked_cross_entropy
+from llmscale.model.loss import check_fused_loss, chunked_cross_entropy
 
 TOKENS, WIDTH, VOCABULARY, ROWS = 24, 32, 301, 320
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from llmscale.config.loss_settings import LossSettings
-from llmscale.model.loss import chunked_cross_entropy
+from llmscale.config.loss_settings import DEFAULT_LOSS, LossSettings
+from llmscale.errors import ConfigError
+from llmscale.model.gpt import Embedding, TiedHead
+from llmscale.model.loss import check_fused_loss, chunked_cross_entropy, score_tokens
 
 BATCH, T, WIDTH, VOCABULARY, ROWS = 3, 50, 64, 1001, 1024
 TOKENS = BATCH * T
@@ -150,3 +158,96 @@ def test_in_fp16_many_tokens_with_one_target_do_not_overflow(chunk_tokens: int) 
     (64 * loss).backward()
     assert expected is not None and weight.grad is not None
     torch.testing.assert_close(weight.grad.float() / 64, expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 100])
+def test_scores_are_those_of_whole_logits_without_the_padding(chunk_tokens: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*size, generator=generator) for size in ((2, 6, 8), (16, 8)))
+    weight[11:] *= 100
+    targets = torch.randint(11, (2, 6), generator=generator)
+    logits = (x @ weight.t())[..., :11]
+    targets[0, :3] = logits[0, :3].argmax(-1)
+    scores = score_tokens(x.requires_grad_(), weight, targets, 11, chunk_tokens)
+    assert not scores.requires_grad
+    expected = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    assert torch.allclose(scores[..., 0], expected, atol=1e-6)
+    assert torch.equal(scores[..., 1].bool(), logits.argmax(-1) == targets)
+
+
+def test_products_are_in_autocasts_type_and_scores_in_fp32() -> None:
+    x, weight, targets = torch.randn(1, 4, 8), torch.randn(16, 8), torch.zeros(1, 4, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = score_tokens(x, weight, targets, 16, 4)
+    rounded = (x.bfloat16()[0] @ weight.bfloat16().t()).float().log_softmax(-1)[:, 0]
+    assert scores.dtype == torch.float32
+    assert torch.allclose(scores[0, :, 0], rounded, atol=1e-6)
+
+
+has_liger = all(importlib.util.find_spec(name) for name in ("liger_kernel", "triton"))
+needs_liger = pytest.mark.skipif(not has_liger, reason="needs llmscale[liger] and Triton")
+
+
+@needs_liger
+def test_loss_and_gradients_are_as_exact_as_torchs() -> None:
+    job = Path(__file__).with_name("fused_loss_job.py")
+    # Triton decides when its modules are imported.
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(job.parents[2])}
+    run = subprocess.run([sys.executable, str(job)], env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    cases = json.loads(run.stdout.splitlines()[-1])
+    assert len(cases) == 18
+    for case, errors in cases.items():
+        for fused, plain in errors:
+            assert fused <= max(1.5 * plain, 1e-6), case
+
+
+@needs_liger
+def test_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ConfigError, match="runs on GPUs, and this run on cpu"):
+        check_fused_loss("cpu")
+
+
+def test_without_liger_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "liger_kernel.ops.cross_entropy", None)
+    with pytest.raises(ConfigError, match=r"pip install -e .*\[liger\]"):
+        check_fused_loss("cuda")
+
+
+def random_head(loss: LossSettings = DEFAULT_LOSS) -> tuple[Embedding, TiedHead]:
+    """Ten rows, of which seven are of the vocabulary."""
+    embedding = Embedding(10, 4, torch.Generator().manual_seed(0))
+    head = TiedHead(embedding, 7, loss)
+    with torch.no_grad():
+        embedding.weight.copy_(torch.randn(10, 4))
+    return embedding, head
+
+
+def test_head_follows_the_embedding_without_its_padding_and_is_not_saved() -> None:
+    embedding, head = random_head()
+    x = torch.randn(2, 3, 4)
+    assert torch.allclose(head(x), x @ embedding.weight[:7].t(), atol=1e-6)
+    assert head.state_dict() == {}
+
+
+def test_with_targets_it_is_the_loss_and_a_z_loss_is_in_the_gradients_alone() -> None:
+    x, targets = torch.randn(2, 3, 4), torch.randint(7, (2, 3))
+    embedding, head = random_head(LossSettings(chunk_tokens=4, z_loss=0.5))
+    logits = head(x)
+    loss = head(x, targets)
+    assert torch.allclose(loss, F.cross_entropy(logits.flatten(0, 1), targets.flatten()), atol=1e-6)
+    z_squared = logits.logsumexp(-1).square().mean()
+    assert torch.allclose(head.mean_z_squared, z_squared, atol=1e-6)
+    wanted = torch.autograd.grad(
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.5 * z_squared, embedding.weight
+    )[0]
+    loss.backward()
+    assert torch.allclose(embedding.weight.grad, wanted, atol=1e-6)
+
+
+def test_a_validation_has_no_z_loss() -> None:
+    _, head = random_head(LossSettings(z_loss=0.5))
+    head.eval()
+    head(torch.randn(2, 3, 4), torch.randint(7, (2, 3)))
+    assert head.mean_z_squared is None

@@ -10,8 +10,8 @@ import yaml
 from llmscale import __version__
 from llmscale.architecture.shape import GPTShape
 from llmscale.checkpoint.manifest import CheckpointManifest, save_manifest
-from llmscale.config.arguments import build_run_config
-from llmscale.data.mix.training_sets import open_training_sets
+from llmscale.config.run_config import build_run_config
+from llmscale.data.mixture import open_training_sets
 from llmscale.report.model_card import CardFacts, build_model_card
 
 MANIFEST = CheckpointManifest(30, 9_600, 2, 3, "bf16", "2026-05-01T12:00:00+00:00", ())

@@ -11,8 +11,7 @@ import pytest
 
 from llmscale.errors import ConfigError, DataError
 from llmscale.report.run_list import find_runs, is_claimed, read_run
-from llmscale.training.failure import FAILURE_NAME, record_failure
-from llmscale.training.run_claim import RunFolderClaim
+from llmscale.training.run_folder import FAILURE_NAME, RunFolderClaim, record_failure
 
 Record = dict[str, object]
 
@@ -71,8 +70,8 @@ def test_a_run_whose_lock_a_living_process_holds_is_running(tmp_path: Path) -> N
     run = make_run(tmp_path / "run", event("start", 0), train(1, 3.0))
     code = f"""
 from pathlib import Path
-from llmscale.training.failure import FAILURE_NAME, record_failure
-from llmscale.training.run_claim import RunFolderClaim
+from llmscale.training.run_folder import FAILURE_NAME, record_failure
+from llmscale.training.run_folder import RunFolderClaim
 claim = RunFolderClaim(Path({str(run)!r}))
 claim.take()
 print("taken", flush=True)

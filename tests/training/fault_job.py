@@ -46,7 +46,7 @@ def nan(step: str, rank: str, times: str) -> None:
     def train_with_infinity(session: Session, number: int, batches: list):  # type: ignore[no-untyped-def]
         handle = None
         if rank == RANK and int(step) <= number + 1 < int(step) + int(times):
-            last = list(session.live.engine.module.blocks[1].mlp.modules())[-1]
+            last = list(session.engine.deepspeed.module.blocks[1].mlp.modules())[-1]
             # Before whoever looks at what comes out.
             handle = last.register_forward_hook(lambda _module, _inputs, output: output * float("inf"), prepend=True)
         done = train(session, number, batches)
@@ -76,8 +76,7 @@ def slow(owner: type, name: str, rank: str) -> None:
 
 def plant(fault: str) -> None:
     from llmscale.data.loader import Feed
-    from llmscale.model.gpt import GPT
-    from llmscale.model.head import TiedHead
+    from llmscale.model.gpt import GPT, TiedHead
 
     kind, *values = fault.split(":")
     if kind == "noise":

@@ -66,7 +66,7 @@ CASES = {
     "no data": Case(("--data", "{tmp}/none"), "none does not exist. Make it with `llmscale data prepare --input PATH"),
     "empty data": Case(("--data", "{tmp}/empty"), "empty is empty. Make it with `llmscale data prepare --input PATH"),
     "data is a file": Case(("--data", "{tmp}/a_file"), "a_file is a file; --data takes the folder"),
-    "text as data": Case(("--data", "{tmp}"), "is not a prepared set: it has no manifest.json. Make it with"),
+    "text as data": Case(("--data", "{tmp}"), "is not a prepared dataset: it has no manifest.json. Make it with"),
     "damaged set": Case(("--data", "{tmp}/damaged"), "manifest.json is not JSON"),
     "seq_len": Case(("--seq-len", "64"), "seq_len 64 does not match the data set in .*, whose samples have 32 tokens"),
     "heads": Case(("--n-head", "5"), "n_embd 32 is not divisible by n_head 5. Legal n_head for this width: 1, 2, 4, 8"),

@@ -16,10 +16,10 @@ from llmscale.checkpoint.run_state import RunState
 from llmscale.data.shards.manifest import load_manifest
 from llmscale.errors import CheckpointError, ConfigError
 from llmscale.training.changes import change_lines, check_start, finished_lines, hyperparameters
-from llmscale.training.run_data import build_stream
-from llmscale.training.run_inputs import PreparedRun, as_plain
+from llmscale.training.prepare_run import PreparedRun, as_plain
+from llmscale.training.sample_stream import build_stream
 from tests.runs_in_turn import train_in_turn
-from tests.training.test_run_inputs import prepare
+from tests.training.test_prepare_run import prepare
 
 Start = Callable[..., PreparedRun]
 
@@ -41,14 +41,6 @@ def saved(run: PreparedRun, step: int) -> RunState:
 
 def lines(state: RunState, run: PreparedRun) -> list[str]:
     return list(change_lines(state, run, hyperparameters(run)))
-
-
-def test_old_autocast_states_exchanged_gradients_in_fp32(start: Start) -> None:
-    run = start("--precision=autocast")
-    state = saved(run, 20)
-    assert lines(state, run) == []
-    del state.hyperparameters["communication_data_type"]
-    assert lines(state, run) == ["changed since the checkpoint: communication_data_type fp32 -> bf16"]
 
 
 def test_nothing_is_said_when_nothing_changed(start: Start) -> None:
@@ -86,20 +78,13 @@ def test_a_learning_rate_that_jumps_is_said(start: Start) -> None:
     assert len(lines(saved(start("--schedule=constant"), 20), start("--schedule=constant", steps=120))) == 1
 
 
-def test_a_checkpoint_without_hyperparameters_is_compared_by_what_the_user_said(start: Start) -> None:
-    old = replace(saved(start(), 20), hyperparameters={})
-    assert lines(old, start()) == []
-    assert lines(old, start("--dropout=0.1", "--lr=6e-4")) == [
-        "changed since the checkpoint: lr None -> 0.0006; dropout 0 -> 0.1"
-    ]
-
-
 def test_a_finished_run_says_how_to_go_on(start: Start) -> None:
     run = start()
     assert list(finished_lines(saved(run, 59), run)) == []
     first, second = finished_lines(saved(run, 60), run)
     assert (
-        first == "nothing to do: the checkpoint is at step 60 of 60. To go on, give more --steps, such as --steps 120"
+        first
+        == "nothing to do: the checkpoint is at step 60 of 60. To continue, give more --steps, such as --steps 120"
     )
     assert "from 1.01e-04 to 5.5" in second and "--schedule constant --lr 1.01e-04" in second
     steady = start("--schedule=constant")
@@ -208,6 +193,6 @@ def test_the_same_command_again_says_so_and_succeeds(train_command: Callable) ->
     assert "tiny-1m with n_layer 2, n_head 2, n_embd 32, the data set's vocabulary of 257" in first
     assert "bf16_optimizer" not in first, "DeepSpeed's prints of its memory"
     assert "finished at step 4 of 3" in shorter
-    assert "nothing to do: the checkpoint is at step 4 of 4. To go on, give more --steps" in again
+    assert "nothing to do: the checkpoint is at step 4 of 4. To continue, give more --steps" in again
     assert "changed since" not in again
     assert "changed since the checkpoint: lr 0.001 -> 0.0005; steps 4 -> 6; decay_steps 4 -> 6" in more

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.config.arguments import parse_run_config
+from llmscale.config.run_config import parse_run_config
 from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.planning.search import Job, Machines, find_largest_fit
 from llmscale.training.memory_report import (
@@ -20,7 +20,7 @@ from llmscale.training.memory_report import (
     is_out_of_memory,
     measured_line,
 )
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,7 +72,7 @@ def test_the_line_before_step_1(prepared: Callable[..., PreparedRun]) -> None:
 def test_adafactor_has_no_estimate(prepared: Callable[..., PreparedRun], tmp_path: Path) -> None:
     run = prepared("--optimizer", "adafactor", "--ds", str(ROOT / "ds_configs/zero0.json"))
     assert estimate_run(run, None) is None
-    assert estimate_line(None, 24 * GIB).startswith("memory: no estimate: it is for AdamW")
+    assert estimate_line(None, 24 * GIB).startswith("memory: no estimate: it covers AdamW")
     assert "estimate" not in measured_line(None, MeasuredMemory(GIB, GIB))
     assert "ran out of memory" in explain_out_of_memory(run, "CUDA out of memory.", 24 * GIB)
 
@@ -206,9 +206,9 @@ _MEASURES = """
 import os, sys
 from llmscale.engine.device_memory import MeasuredMemory
 from llmscale.train import main
-from llmscale.training.actions import report_memory
+from llmscale.training import startup_reports
 
-report_memory.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
+startup_reports.measured_memory = lambda: MeasuredMemory(3 * 2**30, 4 * 2**30)
 status = main(sys.argv[1:])
 sys.stdout.flush()
 os._exit(status)

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 from llmscale.training.metrics import MetricsLog
-from llmscale.training.step_metrics import format_duration, format_step
-from llmscale.training.trackers.tracker import Tracker
+from llmscale.training.step_metrics import StepMeter, format_duration, format_step
+from llmscale.training.trackers import Tracker
 from tests.training.made_metrics import make_metrics
 
 
@@ -119,3 +121,46 @@ def test_a_set_whose_loss_is_nan_does_not_end_the_run(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["loss_by_set"] == {"web": None, "code": 2.0}
     assert records[1]["loss_by_set"] == {"web": None}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [50.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_pauses_are_taken_out_and_phases_divided_by_steps(clock: list[float]) -> None:
+    meter = StepMeter(torch.device("cpu"))
+    for _ in range(2):
+        for phase, seconds in (("data_wait", 1.0), ("forward_backward", 4.0), ("optimizer_step", 2.0), ("other", 0.5)):
+            meter.phases.mark(phase)
+            clock[0] += seconds
+        meter.count_step()
+        with meter.pause("saving"):
+            clock[0] += 100
+    interval = meter.read()
+    assert (interval.step_s, interval.data_wait_s) == (7.5, 1.0)
+    assert (interval.forward_backward_s, interval.optimizer_step_s) == (4.0, 2.0)
+    assert interval.other_s == 0.5
+
+
+def test_each_reading_begins_anew(clock: list[float]) -> None:
+    meter = StepMeter(torch.device("cpu"))
+    clock[0] += 9
+    meter.count_step()
+    assert meter.read().step_s == 9
+    clock[0] += 3
+    meter.count_step()
+    meter.count_step()
+    assert meter.read().step_s == 1.5
+
+
+def test_a_pause_that_fails_still_ends(clock: list[float]) -> None:
+    meter = StepMeter(torch.device("cpu"))
+    with pytest.raises(ValueError, match="disk"), meter.pause("saving"):
+        clock[0] += 5
+        raise ValueError("disk")
+    clock[0] += 1
+    meter.count_step()
+    assert meter.read().step_s == 1

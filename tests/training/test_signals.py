@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.checkpoint.history import list_checkpoints
-from llmscale.checkpoint.locate import find_checkpoint
+from llmscale.checkpoint.inventory import find_checkpoint, list_checkpoints
 from llmscale.checkpoint.manifest import find_damage, load_manifest
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc to send signals at the right moment")

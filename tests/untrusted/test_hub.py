@@ -234,7 +234,7 @@ def test_a_cached_commit_that_no_branch_is_at_can_be_named(
     folder.mkdir(parents=True)
     (folder / "tokenizer.json").touch()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(DataError, match=f"The cache has org/model@{OLDER}, which can be named so"):
+    with pytest.raises(DataError, match=f"The cache has org/model@{OLDER}, which you can name"):
         _read("org/model")
     assert not asked
 
@@ -242,11 +242,11 @@ def test_a_cached_commit_that_no_branch_is_at_can_be_named(
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("org/none", r"org/none is no file or folder here.*knows no model org/none with a revision main"),
+        ("org/none", r"org/none is not a file or folder here.*knows no model org/none with a revision main"),
         (f"org/none@{COMMIT}", r"org/none on the Hub has no tokenizer\.json at the revision a+\."),
         ("org/evil", r"its answer names no commit"),
         ("org/locked", r"the Hub answers 401 Unauthorized for api/models/org/locked"),
-        (f"org/model@{OLDER}", r"resolve/b+/tokenizer\.json is larger than the 100 bytes"),
+        (f"org/model@{OLDER}", r"resolve/b+/tokenizer\.json is larger than the limit of 100 bytes"),
     ],
 )
 def test_what_the_hub_does_not_give(name: str, text: str, asked: list[tuple[str, str | None]]) -> None:

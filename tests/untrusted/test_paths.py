@@ -67,5 +67,5 @@ def test_links_are_followed_where_a_user_named_them_and_nowhere_else(tmp_path: P
         read_regular(tmp_path / "link", 100, follow_links=False)
     with pytest.raises(FileNotFoundError):
         read_regular(tmp_path / "missing", 100)
-    with pytest.raises(RefusedFile, match="larger than the 7 bytes"):
+    with pytest.raises(RefusedFile, match="larger than the limit of 7 bytes"):
         read_regular(tmp_path / "file", 7)

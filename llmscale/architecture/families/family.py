@@ -1,13 +1,125 @@
-"""How a family of transformers' decoders writes a shape and its tensors down. No torch."""
+"""A family of transformers' decoders: its shapes and tensors, and a typed reader of its config.json. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from llmscale.architecture.families.config_keys import Keys
 from llmscale.architecture.shape import SHAPE_KEYS, GPTShape, build_shape
 from llmscale.errors import ConfigError
+
+#: Upper limits of widths and vocabularies, and of layers.
+_MOST, _MOST_LAYERS = 1 << 30, 10_000
+#: Characters of a value shown in an error.
+_MOST_SHOWN = 80
+
+
+def _shown(value: object) -> str:
+    """Return the beginning of a value's repr."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+class Keys:
+    """Typed entries of a transformers config.json.
+
+    Methods raise ConfigError with the name of an entry that is missing or wrong. null counts as absent.
+    """
+
+    def __init__(self, config: Mapping[str, object], source: str) -> None:
+        """`source`: the file's name in error messages."""
+        self._config, self.source = config, source
+
+    def _get(self, name: str, default: object) -> object:
+        value = self._config.get(name)
+        return default if value is None else value
+
+    def has(self, name: str) -> bool:
+        return self._config.get(name) is not None
+
+    def mentions(self, name: str) -> bool:
+        """Return whether an entry exists, null included."""
+        return name in self._config
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self._get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found = "is missing" if value is None else f"is {_shown(value)}"
+            raise ConfigError(f"{self.source}: {name} {found}; a positive integer is needed to count parameters.")
+        if value > _MOST:
+            raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST:,} of any model.")
+        return value
+
+    def layers(self, name: str) -> int:
+        """Return a number of layers, limited because every layer is visited."""
+        value = self.count(name)
+        if value > _MOST_LAYERS:
+            raise ConfigError(f"{self.source}: {name} is {value}, more than the {_MOST_LAYERS:,} of any model.")
+        return value
+
+    def number(self, name: str, default: float, *, least: float | None = None) -> float:
+        """Return a positive number, or one of at least `least`."""
+        value = self._get(name, default)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not ((value > 0 if least is None else value >= least) and value < math.inf)
+        ):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not a positive number.")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not true or false.")
+        return value
+
+    def choice(self, name: str, legal: Mapping[str, str], default: str) -> str:
+        """Return the value of `legal` for this entry's text."""
+        value = self._get(name, default)
+        if not isinstance(value, str) or value not in legal:
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale has {', '.join(legal)}.")
+        return legal[value]
+
+    def section(self, name: str) -> Keys | None:
+        """Return a nested object; None when it is missing."""
+        value = self._config.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}, not an object.")
+        return Keys(value, f"{self.source}: {name}")
+
+    def require_known(self, known: Collection[str]) -> None:
+        """Refuse unknown entries."""
+        for name in self._config:
+            if name not in known:
+                raise ConfigError(f"{self.source}: {_shown(name)} is not known; llmscale reads {', '.join(known)}.")
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts; empty when it is missing."""
+        value = self._config.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{self.source}: {name} is not a list of texts.")
+        return value
+
+    def require(self, name: str, only: object) -> None:
+        """Refuse any value except `only`, the family's default and the one that llmscale's model computes with."""
+        value = self._config.get(name)
+        if value is not None and value != only:
+            raise ConfigError(f"{self.source}: {name} is {_shown(value)}; llmscale's model has {only!r} alone.")
+
+    def heads(self, width: str = "hidden_size", heads: str = "num_attention_heads") -> tuple[int, int]:
+        """Return the model's width and its number of query heads, a divisor of it unless head_dim is given."""
+        n_embd, n_head = self.count(width), self.count(heads)
+        if not self.has("head_dim") and n_embd % n_head:
+            raise ConfigError(f"{self.source}: {width} {n_embd} is not divisible by {heads} {n_head}.")
+        return n_embd, n_head
 
 
 @dataclass(frozen=True)
@@ -15,17 +127,17 @@ class HFTensor:
     """One tensor of a family's files, and where its elements are in our model."""
 
     name: str
-    """In the files."""
+    """Name in the files."""
     parameter: str
-    """Ours, in a state dict of llmscale.model.gpt. Empty: ours has none, and the file's is zeros."""
+    """Name of our parameter, as in a state dict of llmscale.model.gpt. Empty: ours has none, and zeros are written."""
     shape: tuple[int, ...]
-    """In the files."""
+    """Shape in the files."""
     first_row: int = 0
-    """Where its rows begin in our parameter, which may hold several of theirs."""
+    """First row in our parameter, which may hold several of the family's tensors."""
     transposed: bool = False
-    """The files have [inputs, outputs], ours [outputs, inputs]: its rows are the files' columns."""
+    """True when the files have [inputs, outputs] and ours is [outputs, inputs]."""
     skipped_rows: int = 0
-    """Rows at its beginning that ours lacks: zeros when they are written."""
+    """First rows in the files that ours lacks; zeros are written for them."""
 
 
 @dataclass(frozen=True)
@@ -34,41 +146,39 @@ class Family:
 
     model_type: str
     architecture: str
-    """The class that transformers loads it with."""
+    """transformers' class."""
     read: Callable[[Keys], dict[str, object]]
-    """Entries of a config.json -> fields of GPTShape, all but the dropout. Raises ConfigError for what llmscale's model
-    does not compute."""
+    """Function from a config.json's entries to fields of GPTShape, without the dropout. Raises ConfigError for features
+    that llmscale's model does not compute."""
     write: Callable[[GPTShape], dict[str, object]]
-    """The way back, whether or not the family has all of it: `expresses` says so."""
+    """Function from a shape to a config.json's entries, even if the family lacks some of the shape: see `lost`."""
     tensors: Callable[[GPTShape], Iterator[HFTensor]]
     """Every tensor of the files."""
     adds_biases: bool = False
     """The family has biases everywhere; those that a shape lacks are zeros in its files."""
 
     def adds_to(self, shape: GPTShape) -> bool:
-        """Whether its files of this shape hold biases that the shape lacks."""
+        """Return whether the family's files contain biases that the shape lacks."""
         return self.adds_biases and shape != shape.changed({"bias": True})
 
-    def expresses(self, shape: GPTShape) -> bool:
-        """Whether what is written for this shape reads as this shape again."""
-        return not self.lost(shape)
-
     def lost(self, shape: GPTShape) -> list[str]:
-        """Fields of the shape that this family's config.json cannot say, `positions learned`; all of them where it
-        cannot be written at all."""
+        """Return the fields that this family's config.json cannot express, as `positions learned`.
+
+        Returns all fields when the shape cannot be written at all.
+        """
         wanted = replace(shape, dropout=0.0)
         if self.adds_biases:
             wanted = wanted.changed({"bias": True})
-        said = {key: f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS}
+        described = {key: f"{key} {getattr(shape, key)}" for key in SHAPE_KEYS}
         try:
             read = build_shape(self.read(Keys(self.write(wanted), self.model_type)))
         except ConfigError:
-            return list(said.values())
-        return [said[key] for key in SHAPE_KEYS if getattr(read, key) != getattr(wanted, key)]
+            return list(described.values())
+        return [described[key] for key in SHAPE_KEYS if getattr(read, key) != getattr(wanted, key)]
 
 
 def stacked(parts: Mapping[str, int], parameter: str, columns: int, *, bias: bool) -> Iterator[HFTensor]:
-    """Their linear layers `name -> rows` that are one of ours, one below the other."""
+    """Yield the family's linear layers (name -> rows) that are stacked in one of ours."""
     first = 0
     for name, rows in parts.items():
         yield HFTensor(f"{name}.weight", f"{parameter}.weight", (rows, columns), first)

@@ -1,13 +1,11 @@
-"""Llama and what transformers writes in the same words: Mistral, Qwen 2, Qwen 3, OLMo 2."""
+"""Llama and the families with the same config.json entries: Mistral, Qwen 2, Qwen 3, OLMo 2."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from llmscale.architecture.families.config_keys import Keys
-from llmscale.architecture.families.family import Family, HFTensor, stacked
-from llmscale.architecture.rotary import LinearScaling, Llama3Scaling, parse_rope_scaling
-from llmscale.architecture.shape import GPTShape
+from llmscale.architecture.families.family import Family, HFTensor, Keys, stacked
+from llmscale.architecture.shape import GPTShape, LinearScaling, Llama3Scaling, parse_rope_scaling
 from llmscale.errors import ConfigError
 
 _ACTIVATIONS = {
@@ -19,14 +17,14 @@ _ROPE_KEYS = (
     *("rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"),
     *("original_max_position_embeddings", "partial_rotary_factor"),
 )
-#: Of layer_types.
+#: Values of layer_types.
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _ROPE_TYPES = {"default": "none", "linear": "linear", "llama3": "llama3"}
 
 
 def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None = None) -> dict[str, object]:
-    """What all of them share. The arguments are the family's own defaults: `positions` of max_position_embeddings,
-    `eps` of rms_norm_eps, `kv_heads` of num_key_value_heads where it is not all of them."""
+    """Read the shared entries. Arguments are a family's defaults: `positions` of max_position_embeddings, `eps` of
+    rms_norm_eps, `kv_heads` of num_key_value_heads (None: as many as query heads)."""
     n_embd, n_head = keys.heads()
     kv_heads = kv_heads or n_head
     keys.require("partial_rotary_factor", 1.0)
@@ -54,7 +52,7 @@ def _read(keys: Keys, *, positions: int, eps: float = 1e-6, kv_heads: int | None
 
 
 def _read_rotary(keys: Keys) -> tuple[float, str]:
-    """Base and scaling: entries of the configuration's own up to transformers 4, of `rope_parameters` from 5 on."""
+    """Return base and scaling: top-level entries up to transformers 4, entries of `rope_parameters` from 5 on."""
     section = keys.section("rope_parameters")
     theta = (section or keys).number("rope_theta", keys.number("rope_theta", 10_000.0))
     section = section or keys.section("rope_scaling")
@@ -138,7 +136,7 @@ def _read_attention_bias(keys: Keys) -> str:
 
 
 def _has_null_window(keys: Keys) -> bool:
-    """null means none, and no entry the window of Mistral 7B v0.1."""
+    """Return whether sliding_window is null: no window. A missing entry means the window of Mistral 7B v0.1."""
     return keys.mentions("sliding_window") and not keys.has("sliding_window")
 
 
@@ -233,7 +231,7 @@ def _family(
     return Family(model_type, f"{architecture}ForCausalLM", read, write, _tensors)
 
 
-#: The first that can express a shape writes it.
+#: Ordered: the first family that can express a shape writes it.
 LLAMA_LIKE = (
     _family("llama", "Llama", _read_llama, _write_llama),
     _family("mistral", "Mistral", _read_mistral, _write_mistral),

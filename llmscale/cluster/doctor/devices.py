@@ -1,4 +1,7 @@
-"""Rows about GPUs: there, free, healthy, and seen by torch. Hosts without any are fine as long as none has one."""
+"""GPUs: gather them with nvidia-smi; check that each slot has one, free, healthy and visible to torch.
+
+Hosts without GPUs are fine as long as no host has one.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,15 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmscale.cluster.doctor.host_facts import Gpu, GpuFacts, HostFacts
-from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, red, yellow
+from llmscale.cluster.doctor.facts import CheckRow, Gpu, GpuFacts, HostFacts, differ, format_by_host, green, red, yellow
 from llmscale.cluster.hostfile import Host
 
-#: A GPU that nobody uses still holds the driver's own memory.
+#: Memory that an idle GPU may hold: the driver's own.
 IDLE_BYTES = 2 * 2**30
 
 
 def check_gpus(hosts: Sequence[Host], facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
-    """Everything about the GPUs of all hosts."""
+    """Yield all rows about the GPUs of all hosts."""
     known = {host.name: facts[host.name].gpus for host in hosts if host.name in facts}
     found = {name: gpus for name, gpus in known.items() if gpus is not None}
     for name, gpus in found.items():
@@ -33,22 +35,22 @@ def check_gpus(hosts: Sequence[Host], facts: Mapping[str, HostFacts]) -> Iterato
     yield from _check_drivers({name: gpus.driver for name, gpus in found.items() if gpus.driver})
     yield from _check_visible(facts)
     busy = [row for name, gpus in found.items() for row in _check_free(name, gpus.gpus)]
-    yield from busy or [green("gpus free", "no other process on any")]
+    yield from busy or [green("gpus free", "no GPU is used by another process")]
     ill = [row for name, gpus in found.items() for row in _check_healthy(name, gpus.gpus)]
     counted = all(gpu.uncorrected_errors is not None for gpus in found.values() for gpu in gpus.gpus)
-    yield from ill or [green("ecc", "no errors" if counted else "not counted by all GPUs, no errors on the others")]
+    yield from ill or [green("ecc", "no errors" if counted else "no errors; some GPUs do not count them")]
 
 
 def _check_presence(hosts: Sequence[Host], gpus_of: Mapping[str, tuple[Gpu, ...]]) -> Iterator[CheckRow]:
     short = False
     for host in hosts:
-        there = len(gpus_of.get(host.name, ()))
-        if host.name in gpus_of and there < host.slots:
+        num_gpus = len(gpus_of.get(host.name, ()))
+        if host.name in gpus_of and num_gpus < host.slots:
             short = True
-            fix = f"Write `{host.name} slots={there}` in the hostfile, or find out where the others are."
-            if there == 0:
-                fix = f"Install the NVIDIA driver on {host.name}, or drop it from the hostfile."
-            yield red("gpus", f"{host.name}: {there} GPUs for {host.slots} slots", fix)
+            fix = f"Write `{host.name} slots={num_gpus}` in the hostfile, or find out where the others are."
+            if num_gpus == 0:
+                fix = f"Install the NVIDIA driver on {host.name}, or delete it from the hostfile."
+            yield red("gpus", f"{host.name}: {num_gpus} GPUs for {host.slots} slots", fix)
     kinds = {
         name: ", ".join(sorted({f"{gpu.name} {gpu.memory_bytes / 2**30:.0f} GiB" for gpu in gpus}))
         for name, gpus in gpus_of.items()
@@ -56,21 +58,23 @@ def _check_presence(hosts: Sequence[Host], gpus_of: Mapping[str, tuple[Gpu, ...]
     }
     if differ(kinds):
         yield yellow(
-            "gpus", grouped(kinds), "All ranks go at the pace of the slowest GPU and fit the memory of the smallest."
+            "gpus",
+            format_by_host(kinds),
+            "All ranks run at the speed of the slowest GPU and within the memory of the smallest.",
         )
     elif not short:
-        yield green("gpus", f"{sum(len(gpus) for gpus in gpus_of.values())} x {grouped(kinds)}")
+        yield green("gpus", f"{sum(len(gpus) for gpus in gpus_of.values())} x {format_by_host(kinds)}")
 
 
 def _check_drivers(drivers: Mapping[str, str]) -> Iterator[CheckRow]:
     if differ(drivers):
-        yield yellow("driver", grouped(drivers), "Install the same NVIDIA driver on every host.")
+        yield yellow("driver", format_by_host(drivers), "Install the same NVIDIA driver on every host.")
     elif drivers:
-        yield green("driver", grouped(drivers))
+        yield green("driver", format_by_host(drivers))
 
 
 def _check_visible(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
-    """A driver too old for torch's CUDA, or a CPU build of torch, trains on the CPU without a word."""
+    """Yield red rows for hosts whose torch would silently train on the CPU: a CPU build, or too old a driver."""
     for name, found in facts.items():
         if not (found.gpus and found.gpus.gpus and found.imports and found.imports.problem is None):
             continue
@@ -78,7 +82,7 @@ def _check_visible(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
         if cuda is None:
             yield red(
                 "torch sees gpus",
-                f"{name}: this torch was built without CUDA",
+                f"{name}: torch was built without CUDA",
                 "Install a CUDA build: pip install torch --index-url https://download.pytorch.org/whl/cu126",
             )
         elif not found.imports.cuda_available:
@@ -101,30 +105,26 @@ def _check_free(name: str, gpus: Sequence[Gpu]) -> Iterator[CheckRow]:
         yield red(
             "gpus free",
             f"{name}: GPU {indices} in use{owners}, up to {used:.1f} GiB",
-            f"On {name}: wait for it, or end it ({end}).",
+            f"On {name}: wait until it is free, or end the process ({end}).",
         )
 
 
 def _check_healthy(name: str, gpus: Sequence[Gpu]) -> Iterator[CheckRow]:
     for gpu in gpus:
+        reset = f"Drain {name} and reset the GPU (nvidia-smi --gpu-reset -i {gpu.index})"
         if gpu.uncorrected_errors:
             yield red(
                 "ecc",
                 f"{name}: GPU {gpu.index} had {gpu.uncorrected_errors} uncorrected memory errors",
-                f"Drain {name} and reset the GPU (nvidia-smi --gpu-reset -i {gpu.index}); if they come back, have it "
-                "replaced.",
+                f"{reset}; if they come back, have it replaced.",
             )
         elif gpu.needs_reset:
-            yield red(
-                "ecc",
-                f"{name}: GPU {gpu.index} has memory rows waiting to be remapped",
-                f"Drain {name} and reset the GPU (nvidia-smi --gpu-reset -i {gpu.index}) or reboot.",
-            )
+            yield red("ecc", f"{name}: GPU {gpu.index} has memory rows waiting to be remapped", f"{reset} or reboot.")
 
 
 _MIB = 2**20
 _GPU_FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version")
-#: Asked apart: an old driver refuses the whole query when it does not know one field.
+#: A query of its own: an old driver refuses the whole query if it does not know one field.
 _HEALTH_FIELDS = (
     "uuid",
     "ecc.errors.uncorrected.volatile.total",
@@ -136,27 +136,16 @@ _PROCESS_FIELDS = ("gpu_uuid", "pid")
 
 
 def gather_gpus(timeout_s: float) -> GpuFacts:
-    """The GPUs with their memory, processes and errors."""
+    """Return the GPUs of this host with their memory, processes and errors."""
     if shutil.which("nvidia-smi") is None:
         return GpuFacts((), None, None)
     try:
         listed = _query("--query-gpu", _GPU_FIELDS, timeout_s)
     except (OSError, subprocess.SubprocessError) as error:
         return GpuFacts((), None, _explain(error))
-    try:
-        health = _query("--query-gpu", _HEALTH_FIELDS, timeout_s)
-    except (OSError, subprocess.SubprocessError):
-        health = []
-    try:
-        processes = _query("--query-compute-apps", _PROCESS_FIELDS, timeout_s)
-    except (OSError, subprocess.SubprocessError):
-        processes = []
-    return parse_gpus(listed, health, processes)
-
-
-def parse_gpus(listed: list[list[str]], health: list[list[str]], processes: list[list[str]]) -> GpuFacts:
-    """From the rows of three queries, whose columns are _GPU_FIELDS, _HEALTH_FIELDS and _PROCESS_FIELDS."""
+    health = _query_if_known("--query-gpu", _HEALTH_FIELDS, timeout_s)
     health_of = {row[0]: row[1:] for row in health}
+    processes = _query_if_known("--query-compute-apps", _PROCESS_FIELDS, timeout_s)
     gpus = []
     for index, uuid, name, total, used, _ in listed:
         errors, *pending = health_of.get(uuid, ["[N/A]"])
@@ -175,12 +164,20 @@ def parse_gpus(listed: list[list[str]], health: list[list[str]], processes: list
 
 
 def _number(text: str) -> int | None:
-    """A whole number; None for `[N/A]` and `[Not Supported]`."""
+    """Parse an integer; None for `[N/A]` and `[Not Supported]`."""
     return int(text) if text.isdigit() else None
 
 
+def _query_if_known(kind: str, fields: tuple[str, ...], timeout_s: float) -> list[list[str]]:
+    """Return the rows of one query, or none if this driver refuses it."""
+    try:
+        return _query(kind, fields, timeout_s)
+    except (OSError, subprocess.SubprocessError):
+        return []
+
+
 def _query(kind: str, fields: tuple[str, ...], timeout_s: float) -> list[list[str]]:
-    """The rows of one query. Raises OSError or SubprocessError."""
+    """Return the rows of one query. Raises OSError or SubprocessError."""
     done = subprocess.run(
         ["nvidia-smi", f"{kind}={','.join(fields)}", "--format=csv,noheader,nounits"],
         check=True,
@@ -194,8 +191,8 @@ def _query(kind: str, fields: tuple[str, ...], timeout_s: float) -> list[list[st
 
 def _explain(error: OSError | subprocess.SubprocessError) -> str:
     if isinstance(error, subprocess.CalledProcessError):
-        words = (error.stdout or error.stderr or "").strip().splitlines()
-        return words[0] if words else f"nvidia-smi ended with status {error.returncode}"
+        lines = (error.stdout or error.stderr or "").strip().splitlines()
+        return lines[0] if lines else f"nvidia-smi ended with status {error.returncode}"
     if isinstance(error, subprocess.TimeoutExpired):
         return f"nvidia-smi gave no answer within {error.timeout:.0f} s"
     return f"nvidia-smi: {error}"

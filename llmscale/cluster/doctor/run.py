@@ -1,27 +1,41 @@
-"""Check the run that is to start: its configuration on every host, data, run folder, memory and disk. No torch."""
+"""Check a run before it starts: its configuration on every host, data, run folder, memory and disk. No torch."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from llmscale.checkpoint.history import find_checkpoints
-from llmscale.cluster.doctor.host_facts import DataFacts, FileFacts, FolderFacts, HostFacts, RunFacts
-from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, red, split_error, yellow
+from llmscale.checkpoint.inventory import find_checkpoints
+from llmscale.cluster.doctor.facts import (
+    CheckRow,
+    DataFacts,
+    FileFacts,
+    FolderFacts,
+    HostFacts,
+    RunFacts,
+    differ,
+    format_by_host,
+    format_hosts,
+    green,
+    red,
+    split_error,
+    yellow,
+)
 from llmscale.cluster.hostfile import Host
-from llmscale.config.arguments import parse_run_config
+from llmscale.cluster.remote import HostRunner
+from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.resolve import DsConfig, load_ds_config, parse_ds_config
 from llmscale.config.deepspeed.rules import find_problems
 from llmscale.config.hardware import find_gpu
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import SetFacts, resolve_batch, resolve_run, resolve_schedule, resolve_shape
-from llmscale.config.run_config import RunConfig
-from llmscale.config.shipped import DS_CONFIGS
-from llmscale.data.mix.training_sets import TrainingSets, open_training_sets
+from llmscale.config.run_config import RunConfig, parse_run_config
+from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.activations.recorded import NotRecorded
@@ -29,23 +43,11 @@ from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines, fit_at
-from llmscale.training.run_inputs import prepare_run
-
-
-@dataclass(frozen=True)
-class SharedFolder:
-    """What came of writing a file on the first host and looking for it on the others."""
-
-    folder: str
-    writer: str
-    problem: str | None
-    """Why the first host could not write it."""
-    seen: Mapping[str, bool]
-    """By host."""
+from llmscale.training.prepare_run import prepare_run
 
 
 def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
-    """The ds_config against the closed schema, and the same file on every host."""
+    """Check the ds_config against the closed schema, and that every host has the same file."""
     files = {host: found.ds for host, found in facts.items() if found.ds}
     if not files:
         return
@@ -53,14 +55,16 @@ def check_ds_config(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     yield from wrong
     first = next(iter(files.values()))
     for warning in first.warnings if not wrong else ():
-        yield yellow("ds_config", f"{first.path}: {warning}", "Delete the key, or change what makes it idle.")
+        yield yellow("ds_config", f"{first.path}: {warning}", "Delete the key, or change the setting that disables it.")
     if not wrong and not first.warnings:
         yield green("ds_config", f"{first.path}: every key is known and has an effect")
 
 
-def check_run_config(facts: Mapping[str, HostFacts], said: Collection[str] = ()) -> Iterator[CheckRow]:
-    """Run file and flags, and everything else that train.py checks before it starts. Errors that other rows `said`
-    already are left out: train.py stops at its first."""
+def check_run_config(facts: Mapping[str, HostFacts], reported: Collection[str] = ()) -> Iterator[CheckRow]:
+    """Check run file and flags, and everything else that train.py checks before it starts.
+
+    Errors in `reported`, which other rows show, are left out: train.py stops at its first error.
+    """
     runs = {host: found.run for host, found in facts.items() if found.run}
     if not runs:
         return
@@ -68,44 +72,47 @@ def check_run_config(facts: Mapping[str, HostFacts], said: Collection[str] = ())
     yield from wrong
     if wrong:
         return
-    other = {host: run.problem for host, run in runs.items() if run.problem and not _is_said(facts[host], run, said)}
+    other = {
+        host: run.problem for host, run in runs.items() if run.problem and not _is_reported(facts[host], run, reported)
+    }
     for text in sorted(set(other.values())):
         hosts = [host for host, problem in other.items() if problem == text]
         found, fix = split_error(text)
-        yield red("run config", f"train.py would refuse on {listed(hosts)}: {found}", fix)
+        yield red("run config", f"train.py would refuse on {format_hosts(hosts)}: {found}", fix)
     if not other:
         path = next(iter(runs.values())).config.path
         yield green("run config", f"{path or 'the flags'}: every key is known")
 
 
-def _is_said(host: HostFacts, run: RunFacts, said: Collection[str]) -> bool:
-    # Of several problems with the ds_config train.py names the first, and how many more there are.
+def _is_reported(host: HostFacts, run: RunFacts, reported: Collection[str]) -> bool:
+    # train.py names the first problem of a ds_config, and how many more there are.
     if host.ds and host.ds.problems and run.problem and run.problem.startswith(host.ds.problems[0]):
         return True
-    return run.problem in {*said, run.data.problem if run.data else None}
+    return run.problem in {*reported, run.data.problem if run.data else None}
 
 
 def _check_file(name: str, files: Mapping[str, FileFacts]) -> Iterator[CheckRow]:
-    """Red rows for a file that is wrong anywhere, or not the same everywhere."""
+    """Yield red rows for a file that is wrong on a host, or differs between hosts."""
     problems = {host: file.problems for host, file in files.items() if file.problems}
-    for text in dict.fromkeys(problem for found in problems.values() for problem in found):
-        hosts = [host for host, found in problems.items() if text in found]
-        what, fix = split_error(text)
+    for text in dict.fromkeys(problem for texts in problems.values() for problem in texts):
+        hosts = [host for host, texts in problems.items() if text in texts]
+        found, fix = split_error(text)
         if len(hosts) < len(files):
-            what, fix = f"on {listed(hosts)}: {what}", f"Copy the file of another host to {listed(hosts)}. {fix}"
-        yield red(name, what, fix)
+            where = format_hosts(hosts)
+            found, fix = f"on {where}: {found}", f"Copy the file of another host to {where}. {fix}"
+        yield red(name, found, fix)
     hashes = {host: (file.sha256 or "missing")[:12] for host, file in files.items()}
     if not problems and differ(hashes):
         path = next(iter(files.values())).path
         yield red(
             name,
-            f"{path} is not the same file everywhere: {grouped(hashes)}",
-            "Copy one of them to all hosts: every rank reads its own host's.",
+            f"{path} is not the same file on all hosts: {format_by_host(hashes)}",
+            "Copy one of them to all hosts: every rank reads the file of its host.",
         )
 
 
 def check_data(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
-    """Readable on every host, and the same set."""
+    """Check that the dataset is readable on every host, and the same."""
     data = {host: found.run.data for host, found in facts.items() if found.run and found.run.data}
     if not data:
         return
@@ -114,8 +121,8 @@ def check_data(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
         hosts = [host for host, problem in problems.items() if problem == text]
         found, fix = split_error(text)
         if len(problems) < len(data):
-            fix = "Copy the set to the same path there (rsync -a), or share its disk."
-        yield red("data", f"on {listed(hosts)}: {found}", fix)
+            fix = "Copy the dataset to the same path there (rsync -a), or share its disk."
+        yield red("data", f"on {format_hosts(hosts)}: {found}", fix)
     if problems:
         return
     fingerprints = {host: found.fingerprint[:12] for host, found in data.items()}
@@ -123,7 +130,7 @@ def check_data(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     if differ(fingerprints):
         yield red(
             "data",
-            f"{one.name} is not the same set everywhere: {grouped(fingerprints)}",
+            f"{one.name} is not the same dataset on all hosts: {format_by_host(fingerprints)}",
             "Copy one of them to all hosts (rsync -a --delete), or share its disk.",
         )
     else:
@@ -132,48 +139,83 @@ def check_data(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
         )
 
 
+@dataclass(frozen=True)
+class SharedFolder:
+    """Result of writing a file on one host and looking for it on the others."""
+
+    folder: str
+    writer: str
+    problem: str | None
+    """Reason why the first host could not write it."""
+    seen: Mapping[str, bool]
+    """Result by host: True if the host sees the file."""
+
+
+#: Seconds for a network file system to show a new file to another host, and for a host to answer.
+_LOOK_TIMEOUT_S = 30.0
+_WRITE = 'touch -- "$1"'
+#: Opening the folder asks a network file system's server again.
+_LOOK = 'for try in 1 2 3 4 5 6 7 8 9 10; do [ -e "$1" ] && exit 0; ls "$2" >/dev/null 2>&1; sleep 0.5; done; exit 1'
+_REMOVE = 'rm -f -- "$1"'
+
+
+def try_shared_folder(runner: HostRunner, facts: Mapping[str, HostFacts]) -> SharedFolder | None:
+    """Write a file to the run folder, or to its nearest parent that exists, and look for it on the other hosts.
+
+    None if fewer than two hosts have facts of a run folder.
+    """
+    folders = _folders_of(facts)
+    if len(folders) < 2:
+        return None
+    writer, *others = folders
+    folder = folders[writer].exists_at
+    path = f"{folder.rstrip('/')}/.llmscale-doctor-{secrets.token_hex(8)}"
+    try:
+        written = runner.shell([writer], _WRITE, [path], _LOOK_TIMEOUT_S)[writer]
+        if written.returncode:
+            return SharedFolder(folder, writer, written.describe(), {})
+        looked = runner.shell(others, _LOOK, [path, folder], _LOOK_TIMEOUT_S)
+        return SharedFolder(folder, writer, None, {host: answer.returncode == 0 for host, answer in looked.items()})
+    finally:
+        runner.shell([writer], _REMOVE, [path], _LOOK_TIMEOUT_S)
+
+
 def check_run_folder(facts: Mapping[str, HostFacts], shared: SharedFolder | None) -> Iterator[CheckRow]:
-    """Writable, and one shared file system when there are several hosts."""
-    folders = folders_of(facts)
+    """Check that the run folder is writable, and on one shared file system if there are several hosts."""
+    folders = _folders_of(facts)
     if not folders:
         return
+    fix = "Name another folder with --run, or give the user permission (chown)."
     refusing = [host for host, folder in folders.items() if not folder.writable]
     if refusing:
         some = folders[refusing[0]]
-        yield red(
-            "run folder",
-            f"{some.run}: {some.exists_at} may not be written to on {listed(refusing)}",
-            "Name another folder with --run, or give the user permission (chown).",
-        )
+        yield red("run folder", f"{some.run}: {some.exists_at} is not writable on {format_hosts(refusing)}", fix)
     if shared is None:
         if not refusing:
-            yield green("run folder", f"{next(iter(folders.values())).run} can be written to")
+            yield green("run folder", f"{next(iter(folders.values())).run} is writable")
         return
     if shared.problem:
-        yield red(
-            "run folder",
-            f"{shared.folder} on {shared.writer} cannot be written to: {shared.problem}",
-            "Name another folder with --run, or give the user permission (chown).",
-        )
+        found = f"{shared.folder} on {shared.writer} is not writable: {shared.problem}"
+        yield red("run folder", found, fix)
         return
     blind = [host for host, seen in shared.seen.items() if not seen]
     if blind:
         yield red(
             "run folder",
-            f"a file written to {shared.folder} on {shared.writer} is not there on {listed(blind)}: not one shared "
-            "file system, so no checkpoint could be saved",
+            f"{shared.folder} is not one shared file system, so no checkpoint could be saved: a file written on "
+            f"{shared.writer} is not there on {format_hosts(blind)}",
             "Put --run on NFS, Lustre or the like, mounted at the same path on every host.",
         )
     elif not refusing:
         yield green("run folder", f"{shared.folder} is one shared file system")
 
 
-def folders_of(facts: Mapping[str, HostFacts]) -> dict[str, FolderFacts]:
+def _folders_of(facts: Mapping[str, HostFacts]) -> dict[str, FolderFacts]:
     return {host: found.run.folder for host, found in facts.items() if found.run and found.run.folder}
 
 
 def gather_ds(path: str) -> FileFacts:
-    """Whether a ds_config is there and legal, and all that is wrong with it."""
+    """Return all problems and warnings of a ds_config."""
     path = str(DS_CONFIGS.find(Path(path)))
     try:
         config = load_ds_config(Path(path))
@@ -184,7 +226,7 @@ def gather_ds(path: str) -> FileFacts:
 
 
 def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
-    """What train.py would find with these flags."""
+    """Return what train.py would find with these flags: configuration, dataset, run folder, and its error if any."""
     try:
         config = parse_run_config(flags)
     except LlmscaleError as error:
@@ -194,11 +236,11 @@ def gather_run(flags: Sequence[str], world_size: int) -> RunFacts:
         config=FileFacts(file, (), _hash(file) if file else None),
         data=_describe_data(config),
         folder=describe_folder(config.run),
-        problem=_try(config, world_size),
+        problem=_find_problem(config, world_size),
     )
 
 
-def _try(config: RunConfig, world_size: int) -> str | None:
+def _find_problem(config: RunConfig, world_size: int) -> str | None:
     try:
         prepare_run(config, world_size)
     except LlmscaleError as error:
@@ -207,7 +249,7 @@ def _try(config: RunConfig, world_size: int) -> str | None:
 
 
 def _describe_data(config: RunConfig) -> DataFacts:
-    """The manifest, and one stat per shard of a local set. Of a remote set manifest and index come into its cache."""
+    """Read the manifest, and stat every shard of a local dataset. A remote one's manifest and index enter its cache."""
     try:
         sets = open_training_sets(config.data, config.data_cache)
         for location in sets.locations:
@@ -219,7 +261,7 @@ def _describe_data(config: RunConfig) -> DataFacts:
     return DataFacts(
         name=config.data,
         problem=None,
-        fingerprint=sets.fingerprint if sets.recipe is None else _hash_mix(sets),
+        fingerprint=sets.fingerprint if sets.recipe is None else _hash_mixture(sets),
         vocab_size=manifest.vocab_size,
         seq_len=manifest.seq_len,
         num_train_samples=sets.num_train_samples,
@@ -227,18 +269,18 @@ def _describe_data(config: RunConfig) -> DataFacts:
     )
 
 
-def _hash_mix(sets: TrainingSets) -> str:
-    """Of the sets and their proportions, which must be the same everywhere, too."""
+def _hash_mixture(sets: TrainingSets) -> str:
+    """Return a hash over the datasets and their proportions: both must be the same on all hosts."""
     return hashlib.sha256(f"{sets.fingerprint} {sets.recipe.stages if sets.recipe else ()}".encode()).hexdigest()
 
 
 def describe_folder(run: Path) -> FolderFacts:
-    """The run folder, which need not exist yet."""
+    """Return facts of the run folder, which need not exist yet."""
     exists_at = next(folder for folder in (run, *run.absolute().parents) if os.path.exists(folder))
     try:
         checkpoints = find_checkpoints(run).current
     except LlmscaleError:
-        # train.py's own checks say so.
+        # The row of train.py's checks reports it.
         checkpoints = []
     return FolderFacts(
         run=str(run),
@@ -257,10 +299,10 @@ def _hash(path: str) -> str | None:
         return None
 
 
-def check_memory(
+def _check_memory(
     hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, ds: DsConfig, known: SetFacts
 ) -> Iterator[CheckRow]:
-    """The estimate against the smallest GPU, and what is offloaded against the smallest host. No row without GPUs."""
+    """Compare the estimate with the smallest GPU, and offloaded states with the smallest host. No row without GPUs."""
     gpus = [gpu for found in facts.values() if found.gpus for gpu in found.gpus.gpus]
     if not gpus:
         return
@@ -271,7 +313,7 @@ def check_memory(
     capability = known_gpu.capability if known_gpu else None
     machines = Machines(len(hosts), hosts[0].slots, smallest.memory_bytes, host_bytes, capability)
     if machines.world_size != world_size:
-        # Hosts of different sizes: what is offloaded is then not compared with a host's memory.
+        # Hosts of different sizes: offloaded states are then not compared with a host's memory.
         machines = Machines(world_size, 1, smallest.memory_bytes, capability=capability)
     try:
         run = resolve_run(config, ds, known, world_size)
@@ -296,18 +338,18 @@ def check_memory(
     yield red(
         "memory",
         f"{found}: {describe_breakdown(fit.estimate.peak)}",
-        change.describe() if change else "No strategy fits: more GPUs, larger ones, or a smaller model.",
+        change.describe() if change else "No strategy fits. Use more or larger GPUs, or a smaller model.",
     )
 
 
-#: What else a save asks for (llmscale.planning.disk_usage.SPARE_BYTES), and the run's logs and samples.
+#: Spare space of a save (llmscale.planning.disk_usage.SPARE_BYTES), and the run's logs and samples.
 SPARE_BYTES = 128 * 2**20
 
 
 def check_plan(
     hosts: Sequence[Host], facts: Mapping[str, HostFacts], config: RunConfig, ds: DsConfig | None
 ) -> Iterator[CheckRow]:
-    """All rows, as far as what they rest on is known: the data set's facts, a legal ds_config."""
+    """Yield the rows about batch, disk and memory, as far as dataset and ds_config are known."""
     data = [found.run.data for found in facts.values() if found.run and found.run.data and not found.run.data.problem]
     if not data:
         return
@@ -321,16 +363,16 @@ def check_plan(
         return
     yield green("batch", plan.describe())
     checkpoint_bytes = get_optimizer(config.optimizer).state_bytes(shape.architecture)
-    yield from check_disk(facts, hosts[0].name, config, checkpoint_bytes, total_steps)
+    yield from _check_disk(facts, hosts[0].name, config, checkpoint_bytes, total_steps)
     if ds is not None:
-        yield from check_memory(hosts, facts, config, ds, known)
+        yield from _check_memory(hosts, facts, config, ds, known)
 
 
-def check_disk(
+def _check_disk(
     facts: Mapping[str, HostFacts], first_host: str, config: RunConfig, checkpoint_bytes: int, total_steps: int
 ) -> Iterator[CheckRow]:
-    """Free space where the run folder is, against all checkpoints that will lie there at once."""
-    folders = folders_of(facts)
+    """Compare the free space at the run folder with the checkpoints that it will hold at the same time."""
+    folders = _folders_of(facts)
     if first_host not in folders:
         return
     folder = folders[first_host]
@@ -345,7 +387,7 @@ def check_disk(
         yield red(
             "disk",
             found,
-            "Free some space, name a folder on a larger disk with --run, or keep fewer: --keep-last, --keep-every.",
+            "Free some space, put --run on a larger disk, or keep fewer checkpoints: --keep-last, --keep-every.",
         )
     else:
         yield green("disk", found)

@@ -1,4 +1,4 @@
-"""Check that every host is reached, has the right time and runs the same software. Facts are gathered on the host."""
+"""Check that every host is reachable, has the right time and runs the same software. Facts are gathered there."""
 
 from __future__ import annotations
 
@@ -17,28 +17,37 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from llmscale.cluster.doctor.host_facts import CodeFacts, HostFacts, ImportFacts
-from llmscale.cluster.doctor.rows import CheckRow, differ, green, grouped, listed, placed, red, yellow
-from llmscale.cluster.environment import PACKAGE
-from llmscale.cluster.remote import SSH_FAILED, Finished
-from llmscale.config.shipped import install_command
+from llmscale.cluster.doctor.facts import (
+    CheckRow,
+    CodeFacts,
+    HostFacts,
+    ImportFacts,
+    differ,
+    format_by_host,
+    format_hosts,
+    green,
+    red,
+    yellow,
+)
+from llmscale.cluster.remote import PACKAGE, SSH_FAILED, Finished
+from llmscale.config.bundled_files import install_command
 from llmscale.files.source_hashes import source_hashes
 from llmscale.training.run_folder import LIBRARIES
 from llmscale.untrusted.interpreter import code_command
 
-#: Clocks that differ by more than this confuse logs, build tools and time-outs; those by more than the second, signed
-#: requests (object stores, Kerberos) too.
+#: A larger difference between clocks confuses logs, build tools and time-outs; one above the second limit breaks
+#: signed requests too (object stores, Kerberos).
 CLOCK_WARN_S, CLOCK_FAIL_S = 1.0, 5.0
 
-#: Other versions of these change results or the protocol between ranks; of the rest, at most a file format.
+#: Libraries whose version changes results or the protocol between ranks. Other libraries change a file format at most.
 _STRICT = ("torch", "deepspeed", "mosaicml-streaming")
 
-#: ssh's words, what they mean, what to do. First match wins.
+#: Patterns of ssh's messages, with finding and fix. The first match wins.
 _SSH_FAULTS = (
     (
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         "its host key is not the one in known_hosts",
-        "If the host was set up anew: ssh-keygen -R {host}, then ssh-keyscan -H {host} >> ~/.ssh/known_hosts.",
+        "If the host was installed again: ssh-keygen -R {host}, then ssh-keyscan -H {host} >> ~/.ssh/known_hosts.",
     ),
     (
         "Host key verification failed",
@@ -47,8 +56,8 @@ _SSH_FAULTS = (
     ),
     (
         "Permission denied",
-        "it does not accept our key",
-        "ssh-copy-id {host} (ssh-keygen first, if there is no key), and load the key into ssh-agent if it has a "
+        "it does not accept your key",
+        "ssh-copy-id {host} (first ssh-keygen, if you have none), and load the key into ssh-agent if it has a "
         "passphrase.",
     ),
     (
@@ -58,7 +67,7 @@ _SSH_FAULTS = (
     ),
     (
         "Connection refused",
-        "no ssh server listens there",
+        "no ssh server is listening",
         "Start it on {host}: systemctl start ssh. If it listens on another port, write `Port` for it in ~/.ssh/config.",
     ),
     (
@@ -68,29 +77,29 @@ _SSH_FAULTS = (
     ),
     (
         r"timed out|No route to host|Network is unreachable|Host is down",
-        "there is no way to it",
+        "no network path to it",
         "Start {host} and its network, and open port 22 in firewalls and security groups.",
     ),
     (
         r"Connection (closed|reset)|kex_exchange_identification",
         "its ssh server closes the connection",
-        "On {host} look into journalctl -u ssh; MaxStartups and AllowUsers in sshd_config are the usual reasons.",
+        "On {host}: journalctl -u ssh. MaxStartups and AllowUsers in sshd_config are the usual reasons.",
     ),
 )
 
 
 @dataclass(frozen=True)
 class ClockReading:
-    """A host's clock, read between two readings of ours. Seconds."""
+    """A host's clock, read between two readings of this machine's clock. Seconds."""
 
     offset_s: float
-    """How far it is ahead, were the way there as long as the way back."""
+    """Lead of the host's clock, if the request took as long as the answer."""
     uncertainty_s: float
-    """Half of the round trip: the offset is right within this."""
+    """Half of the round trip, the largest error of the offset."""
 
 
 def check_reach(answers: Mapping[str, Finished]) -> Iterator[CheckRow]:
-    """From the answers of `ssh HOST date`."""
+    """Yield the rows for the answers to `ssh HOST date`."""
     reached = [host for host, answer in answers.items() if answer.returncode == 0]
     if reached:
         yield green("reach", f"{len(reached)} of {len(answers)} hosts answer through ssh")
@@ -106,16 +115,16 @@ def _explain_ssh(host: str, answer: Finished) -> tuple[str, str]:
             f"no answer within {answer.seconds:.0f} s",
             f"Log in by hand: ssh {host}. A stuck home directory or login script is the usual reason; a reboot helps.",
         )
-    last = " ".join((answer.stderr.strip().splitlines() or ["ssh said nothing"])[-1].split())
+    last = " ".join((answer.stderr.strip().splitlines() or ["ssh printed nothing"])[-1].split())
     if answer.returncode == SSH_FAILED:
         for pattern, found, fix in _SSH_FAULTS:
             if re.search(pattern, answer.stderr):
                 return f"{found} ({last})", fix.format(host=host)
-    return f"`ssh {host} date` failed ({last})", f"Log in by hand and see: ssh {host}."
+    return f"`ssh {host} date` failed ({last})", f"Log in by hand: ssh {host}."
 
 
 def check_clocks(readings: Mapping[str, ClockReading]) -> Iterator[CheckRow]:
-    """Each host's clock against ours; only what exceeds the uncertainty of the reading counts."""
+    """Compare each host's clock with this machine's; a difference within the uncertainty of the reading is ignored."""
     wrong = False
     for host, reading in readings.items():
         certain_s = abs(reading.offset_s) - reading.uncertainty_s
@@ -136,10 +145,10 @@ def check_clocks(readings: Mapping[str, ClockReading]) -> Iterator[CheckRow]:
 
 
 def check_probes(problems: Mapping[str, str]) -> Iterator[CheckRow]:
-    """Hosts that ssh reaches but whose probe did not run: by host, the last line it said."""
+    """Yield rows for hosts whose probe did not run. `problems` has its last line by host."""
     for host, problem in problems.items():
         if re.search(r"No such file or directory|not found", problem) and os.path.basename(sys.executable) in problem:
-            fix = f"Make the environment at the same path on every host: {sys.executable} is not there."
+            fix = f"Create the environment at the same path on every host: {sys.executable} is missing."
         elif "No module named" in problem or "another llmscale" in problem:
             fix = (
                 "Put the same llmscale and the same Python environment at the same path on every host (rsync -a, or a "
@@ -148,12 +157,12 @@ def check_probes(problems: Mapping[str, str]) -> Iterator[CheckRow]:
         elif "no answer" in problem:
             fix = f"Log in to {host} and look for a stuck disk or driver (ps -eo stat,cmd | grep '^D'); a reboot helps."
         else:
-            fix = f"Run on {host}: {sys.executable} -m llmscale.cluster.doctor.probe '{{}}'"
+            fix = f"Run on {host}: {sys.executable} -m llmscale.cluster.doctor.diagnose '{{}}'"
         yield red("probe", f"{host}: {problem}", fix)
 
 
 def check_late(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
-    """Groups of facts that could not be gathered."""
+    """Yield a row for each group of facts that could not be gathered."""
     causes = {
         "run": "the disk of the data or run folder",
         "ds": "the disk of the ds_config",
@@ -165,35 +174,35 @@ def check_late(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     }
     for host, found in facts.items():
         for group, reason in (found.late or {}).items():
-            yield red("probe", f"{host}: {group}: {reason}", f"Look at {causes[group]} on {host}: something is stuck.")
+            yield red("probe", f"{host}: {group}: {reason}", f"Check {causes[group]} on {host}: it does not answer.")
 
 
 def check_software(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
-    """Python, llmscale and libraries: there, importable and the same everywhere."""
+    """Check that Python, llmscale and the libraries are installed, importable and the same on every host."""
     yield from _check_same(
         "python",
         facts,
         lambda host: host.code and host.code.python,
-        f"Install the same Python everywhere; ranks start with {sys.executable}.",
+        f"Install the same Python on every host; ranks start with {sys.executable}.",
     )
     yield from _check_same(
         "llmscale",
         facts,
         lambda host: host.code and f"sources {host.code.sha256[:12]}",
-        "Copy one source tree to all: rsync -a --delete, or git pull on each, at the same path.",
+        "Copy one source tree to all hosts: rsync -a --delete, or git pull on each, at the same path.",
     )
     yield from _check_libraries(facts)
     yield from _check_same(
         "cuda",
         facts,
         lambda host: host.code and _describe_cuda(host.code.torch_cuda, host.code.nccl),
-        "Install the same torch wheel everywhere: NCCL's versions must be equal.",
+        "Install the same torch wheel on every host: the versions of NCCL must be equal.",
     )
     if unfit := [host for host, found in facts.items() if found.code and not found.code.fits_torchvision]:
         yield CheckRow(
             "torchvision",
             "ok",
-            f"llmscale needs none; a program's `import streaming` needs the CPU build on {listed(unfit)}",
+            f"llmscale needs none; `import streaming` elsewhere needs the CPU build on {format_hosts(unfit)}",
             "pip install --force-reinstall --no-deps torchvision -c constraints.txt --index-url "
             "https://download.pytorch.org/whl/cpu",
         )
@@ -211,9 +220,9 @@ def _check_same(
     if not values:
         return
     if differ(values):
-        yield red(name, grouped(values), fix)
+        yield red(name, format_by_host(values), fix)
     else:
-        yield green(name, grouped(values))
+        yield green(name, format_by_host(values))
 
 
 def _check_libraries(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
@@ -226,15 +235,15 @@ def _check_libraries(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
         if missing and name in _STRICT:
             yield red(
                 "libraries",
-                f"{name} is not installed on {listed(missing)}",
+                f"{name} is not installed on {format_hosts(missing)}",
                 f"Install the same environment on every host: {install_command('train')}",
             )
         elif differ(versions):
             make = red if name in _STRICT else yellow
             some = next(version for version in versions.values() if version != "not installed")
-            yield make("libraries", f"{name}: {grouped(versions)}", f"On every host: pip install {name}=={some}")
+            yield make("libraries", f"{name}: {format_by_host(versions)}", f"On every host: pip install {name}=={some}")
         elif not missing:
-            fine.append(f"{name} {grouped(versions)}")
+            fine.append(f"{name} {format_by_host(versions)}")
     if fine:
         yield green("libraries", ", ".join(fine))
 
@@ -245,36 +254,38 @@ def _check_imports(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     if problems:
         yield red(
             "imports",
-            f"what train.py imports fails: {placed(problems)}",
-            f"Repair that environment ({sys.executable} -c 'import torch, deepspeed' shows it), for example by "
+            f"train.py's imports fail: {format_by_host(problems, name_all=True)}",
+            f"Repair that environment ({sys.executable} -c 'import torch, deepspeed' shows the error), for example by "
             f"{install_command('train')}.",
         )
     elif imports:
         slowest_s = max(found.seconds for found in imports.values())
-        yield green("imports", f"what train.py imports takes {slowest_s:.0f} s")
+        yield green("imports", f"train.py's imports take {slowest_s:.0f} s")
 
 
-#: Run in a process of its own: an import can hang, crash, or take GPU memory.
+#: Run in a separate process: an import can hang, crash, or take GPU memory.
 _IMPORT_CODE = """
 import json, os, sys
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
 quiet_libraries()
 import torch, deepspeed
-import llmscale.training.build_session
+import llmscale.training.open_session
 print("facts", json.dumps([torch.cuda.is_available(), torch.cuda.device_count()]), flush=True)
 os._exit(0)
 """
 
 
 def gather_code() -> CodeFacts:
-    """Versions without importing anything."""
-    cuda = _torch_cuda()
+    """Return the installed versions, without importing anything."""
+    # torch/version.py names the CUDA version without an import of torch.
+    found = re.search(r"^cuda\b[^=]*= *'([^']+)'", _version_file("torch"), flags=re.MULTILINE)
+    cuda = found.group(1) if found else None
     return CodeFacts(
         python=platform.python_version(),
         executable=sys.executable,
         package=str(PACKAGE),
         sha256=hash_sources(PACKAGE),
-        libraries={name: installed_version(name) for name in LIBRARIES},
+        libraries={name: _installed_version(name) for name in LIBRARIES},
         torch_cuda=cuda,
         nccl=_nccl_version() if cuda else None,
         fits_torchvision=cuda is not None or bool(re.search(r"\+cpu\b", _version_file("torchvision"))),
@@ -282,26 +293,19 @@ def gather_code() -> CodeFacts:
 
 
 def hash_sources(package: Path) -> str:
-    """sha256 over the names and contents of all Python files of a package."""
+    """Return a sha256 over the names and contents of a package's Python files."""
     return hashlib.sha256(json.dumps(source_hashes(package)).encode()).hexdigest()
 
 
-def installed_version(distribution: str) -> str | None:
-    """The installed version, or None."""
+def _installed_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _torch_cuda() -> str | None:
-    """The CUDA version in torch/version.py, which says it without an import of torch."""
-    found = re.search(r"^cuda\b[^=]*= *'([^']+)'", _version_file("torch"), flags=re.MULTILINE)
-    return found.group(1) if found else None
-
-
 def _version_file(package: str) -> str:
-    """Return the text of a package's version.py, empty where the package is not installed."""
+    """Return the text of a package's version.py; empty if the package is not installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         return ""
@@ -309,7 +313,7 @@ def _version_file(package: str) -> str:
 
 
 def _nccl_version() -> str | None:
-    """Of the wheel beside torch, else of the system's library."""
+    """Return the version of the wheel beside torch, else of the system's library."""
     for distribution in metadata.distributions():
         if (distribution.metadata["Name"] or "").startswith("nvidia-nccl-"):
             return distribution.version
@@ -322,18 +326,18 @@ def _nccl_version() -> str | None:
 
 
 def gather_imports(timeout_s: float) -> ImportFacts:
-    """Import what train.py imports, in a process of its own. Raises OSError."""
+    """Run train.py's imports in a separate process. Raises OSError."""
     began = time.monotonic()
     try:
         done = subprocess.run(
             code_command(_IMPORT_CODE), capture_output=True, text=True, timeout=timeout_s, errors="replace"
         )
     except subprocess.TimeoutExpired:
-        return ImportFacts(f"not done within {timeout_s:.0f} s", False, 0, timeout_s)
+        return ImportFacts(f"not finished within {timeout_s:.0f} s", False, 0, timeout_s)
     seconds = time.monotonic() - began
     answers = [line for line in done.stdout.splitlines() if line.startswith("facts ")]
     if done.returncode or not answers:
-        words = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-        return ImportFacts(words[-1], False, 0, seconds)
+        lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+        return ImportFacts(lines[-1], False, 0, seconds)
     available, count = json.loads(answers[-1].removeprefix("facts "))
     return ImportFacts(None, available, count, seconds)

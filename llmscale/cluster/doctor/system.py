@@ -1,4 +1,7 @@
-"""Check each host's limits, shared memory, compiler, built ops and stale locks. Facts are gathered on the host."""
+"""Limits, shared memory, compiler, built ops and stale locks of a host: gather and check them, and build ops.
+
+`python -m llmscale.cluster.doctor.system OP...` builds DeepSpeed ops on a host.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +16,34 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llmscale.cluster.doctor.host_facts import HostFacts, SystemFacts
-from llmscale.cluster.doctor.process_limit import process_limit
-from llmscale.cluster.doctor.rows import CheckRow, green, listed, placed, red, yellow
+from llmscale.cluster.doctor.facts import (
+    CheckRow,
+    HostFacts,
+    SystemFacts,
+    format_by_host,
+    format_hosts,
+    green,
+    red,
+    yellow,
+)
 from llmscale.cluster.extension_locks import STALE_LOCK_S, extensions_folder, find_locks
+from llmscale.cluster.remote import HostRunner, process_limit
 from llmscale.config.deepspeed.resolve import DsConfig
-from llmscale.engine.silence_libraries import quiet_libraries
+from llmscale.engine.deepspeed_patches import quiet_libraries
 
-#: Docker gives 64 MiB, too little for NCCL's buffers and the data workers' batches.
+#: Docker's default is 64 MiB, too little for NCCL's buffers and the data workers' batches.
 SHM_BYTES = 256 * 2**20
-#: Descriptors that one rank takes beside its connections: shards, libraries, logs.
+#: Descriptors of one rank besides its connections: shards, libraries, logs.
 OPEN_FILES_BASE = 512
-#: Connections per peer: NCCL or gloo for tensors, gloo for control, the store, checkpoints' group.
+#: Connections per peer: NCCL or gloo for tensors, gloo for control, the store, the group of checkpoints.
 OPEN_FILES_PER_RANK = 8
-#: What NCCL registers for InfiniBand.
+#: Memory that NCCL registers for InfiniBand.
 MEMLOCK_BYTES = 16 * 2**30
+_INSTALL_TOOLS = "apt-get install g++ libaio-dev, and pip install ninja in the environment of the ranks."
 
 
 def check_system(facts: Mapping[str, HostFacts], world_size: int, ops: Sequence[str]) -> Iterator[CheckRow]:
-    """All rows; `ops` are those that the ds_config needs."""
+    """Yield all rows; `ops` are those that the ds_config needs."""
     systems = {host: found.system for host, found in facts.items() if found.system}
     if not systems:
         return
@@ -48,7 +60,7 @@ def _check_open_files(systems: Mapping[str, SystemFacts], world_size: int) -> It
     if short:
         yield red(
             "open files",
-            f"the limit is {placed(short)}, {world_size} ranks need about {needed:,}",
+            f"the limit is {format_by_host(short, name_all=True)}, {world_size} ranks need about {needed:,}",
             f"ulimit -n {max(65536, needed)} before the start; for logins through ssh in /etc/security/limits.conf "
             "(nofile), for services LimitNOFILE=.",
         )
@@ -57,7 +69,7 @@ def _check_open_files(systems: Mapping[str, SystemFacts], world_size: int) -> It
 
 
 def _check_memlock(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
-    """Registering memory for InfiniBand locks it."""
+    """Yield a red row for a small limit of locked memory: registering memory for InfiniBand locks it."""
     short = {
         host: f"{found.system.memlock_bytes / 2**20:.0f} MiB"
         for host, found in facts.items()
@@ -70,7 +82,7 @@ def _check_memlock(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
     if short:
         yield red(
             "locked memory",
-            f"the limit is {placed(short)}, InfiniBand registers gigabytes",
+            f"the limit is {format_by_host(short, name_all=True)}, InfiniBand registers gigabytes",
             "ulimit -l unlimited; in /etc/security/limits.conf (memlock), docker run --ulimit memlock=-1.",
         )
 
@@ -78,27 +90,25 @@ def _check_memlock(facts: Mapping[str, HostFacts]) -> Iterator[CheckRow]:
 def _check_shm(systems: Mapping[str, SystemFacts]) -> Iterator[CheckRow]:
     small = False
     for host, system in systems.items():
+        size = f"{system.shm_bytes / 2**20:.0f} MiB"
         if system.shm_bytes < SHM_BYTES:
             small = True
-            yield red(
-                "/dev/shm",
-                f"{host}: {system.shm_bytes / 2**20:.0f} MiB in all",
-                "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8G /dev/shm",
-            )
+            fix = "docker run --shm-size=8g (or --ipc=host); else mount -o remount,size=8G /dev/shm"
+            yield red("/dev/shm", f"{host}: {size} in total", fix)
         elif system.shm_free_bytes < SHM_BYTES:
             small = True
             yield red(
                 "/dev/shm",
-                f"{host}: {system.shm_free_bytes / 2**20:.0f} of {system.shm_bytes / 2**20:.0f} MiB free",
-                f"On {host}: ls -l /dev/shm, and remove what dead processes left (deepspeed_*, nccl-*, torch_*).",
+                f"{host}: {system.shm_free_bytes / 2**20:.0f} of {size} free",
+                f"On {host}: ls -l /dev/shm, and remove the files of dead processes (deepspeed_*, nccl-*, torch_*).",
             )
     if not small:
         least = min(system.shm_free_bytes for system in systems.values())
         yield green("/dev/shm", f"{least / 2**30:.1f} GiB free")
 
 
-def find_stale_locks(systems: Mapping[str, SystemFacts]) -> dict[str, list[str]]:
-    """Locks of dead builds: hosts by path. One that any host's process holds is live: the cache may be shared."""
+def _find_stale_locks(systems: Mapping[str, SystemFacts]) -> dict[str, list[str]]:
+    """Return hosts by path for the locks of dead builds. No host's process holds them: the cache may be shared."""
     held = {lock.path for system in systems.values() for lock in system.locks if lock.held}
     stale: dict[str, list[str]] = {}
     for host, system in systems.items():
@@ -109,15 +119,15 @@ def find_stale_locks(systems: Mapping[str, SystemFacts]) -> dict[str, list[str]]
 
 
 def _check_locks(systems: Mapping[str, SystemFacts]) -> Iterator[CheckRow]:
-    stale = find_stale_locks(systems)
+    stale = _find_stale_locks(systems)
     for path, hosts in stale.items():
         yield red(
             "extension locks",
-            f"{path} on {listed(hosts)} is left from a build that died: every start would wait for it for ever",
-            f"rm {path} (or llmscale doctor --build-ops, which removes it and builds what is needed)",
+            f"{path} on {format_hosts(hosts)} was left by a killed build: every start would wait for it endlessly",
+            f"rm {path} (or llmscale doctor --build-ops, which removes it and builds the missing ops)",
         )
     if not stale:
-        yield green("extension locks", "none is stale")
+        yield green("extension locks", "no stale lock")
 
 
 def _check_ops(systems: Mapping[str, SystemFacts], ops: Sequence[str]) -> Iterator[CheckRow]:
@@ -131,43 +141,69 @@ def _check_ops(systems: Mapping[str, SystemFacts], ops: Sequence[str]) -> Iterat
     if not missing:
         yield green("ops", f"{', '.join(ops)} built on every host")
         return
-    impossible = {host: lacks for host in missing if (lacks := _lacking_tools(systems[host]))}
+    impossible = {host: lacks for host in missing if (lacks := _missing_tools(systems[host]))}
     if impossible:
+        where = format_by_host(impossible, name_all=True)
         yield red(
             "ops",
-            f"missing {placed(impossible)}: DeepSpeed cannot build {', '.join(ops)} there, which NVMe offload needs",
-            "apt-get install g++ libaio-dev, and pip install ninja in the environment of the ranks.",
+            f"missing {where}: DeepSpeed cannot build {', '.join(ops)} there, which NVMe offload needs",
+            _INSTALL_TOOLS,
         )
     buildable = {host: lacking for host, lacking in missing.items() if host not in impossible}
     if buildable:
+        where = format_by_host(buildable, name_all=True)
         yield yellow(
             "ops",
-            f"not built yet: {placed(buildable)}; all ranks would compile at the first start, for minutes",
+            f"not built yet: {where}; all ranks would compile at the first start, for minutes",
             "Build them now, once: the same command with --build-ops.",
         )
 
 
-def _lacking_tools(system: SystemFacts) -> str:
-    lacks = [name for name, path in sorted(system.tools.items()) if path is None]
-    return ", ".join(lacks if system.libaio else [*lacks, "libaio.h"])
+def _missing_tools(system: SystemFacts) -> str:
+    missing = [name for name, path in sorted(system.tools.items()) if path is None]
+    return ", ".join(missing if system.libaio else [*missing, "libaio.h"])
 
 
 #: llmscale trains with torch's own AdamW. `async_io` reads and writes NVMe files, and loads `pin_memory` itself.
 NVME_OPS = ("pin_memory", "async_io")
 _BUILDERS = {"pin_memory": "PinMemoryBuilder", "async_io": "AsyncIOBuilder"}
+_BUILD_TIMEOUT_S = 900
 
 
 def needed_ops(ds: DsConfig) -> tuple[str, ...]:
-    """Names of the ops, in the order they are built. Without NVMe offload there are none."""
+    """Return the names of the ops in build order; none without NVMe offload."""
     return NVME_OPS if "nvme" in (ds.offload_optimizer_device, ds.offload_param_device) else ()
 
 
+def build_on_hosts(runner: HostRunner, facts: Mapping[str, HostFacts], ops: Sequence[str]) -> Iterator[CheckRow]:
+    """Remove the locks of dead builds and build `ops` on every host; yield the results."""
+    locks = _find_stale_locks({host: found.system for host, found in facts.items() if found.system})
+    arguments = {
+        host: [
+            *ops,
+            *(word for path, owners in locks.items() if host in owners for word in ("--remove-lock", path)),
+            *("--timeout-s", str(_BUILD_TIMEOUT_S)),
+        ]
+        for host in facts
+    }
+    answers = runner.modules("llmscale.cluster.doctor.system", arguments, _BUILD_TIMEOUT_S + 15)
+    for path, owners in locks.items():
+        yield green("build", f"removed {path} on {', '.join(owners)}")
+    for host, answer in answers.items():
+        if answer.returncode:
+            yield red("build", f"{host}: {answer.describe()}", _INSTALL_TOOLS)
+        elif ops:
+            yield green("build", f"{host}: {answer.describe()}")
+    if not ops:
+        yield green("build", "this ds_config needs no compiled DeepSpeed op")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what was done in one line each; 1 when an op cannot be built here."""
-    parser = argparse.ArgumentParser(description="Build ops on this host, and remove the locks of dead builds.")
+    """Build ops on this host, and print one line; return 1 if an op cannot be built here."""
+    parser = argparse.ArgumentParser(description="Build ops on this host, and remove the locks of killed builds.")
     parser.add_argument("ops", nargs="*", metavar="OP", help=", ".join(NVME_OPS))
     parser.add_argument("--remove-lock", action="append", default=[], metavar="PATH")
-    parser.add_argument("--timeout-s", type=int, default=900)
+    parser.add_argument("--timeout-s", type=int, default=_BUILD_TIMEOUT_S)
     args = parser.parse_args(argv)
     for op in args.ops:
         if op not in NVME_OPS:
@@ -176,27 +212,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         for path in args.remove_lock:
             with contextlib.suppress(FileNotFoundError):  # another host that shares the cache was faster
                 os.remove(path)
-        return _build_and_say(args.ops) if args.ops else 0
+        return _build(args.ops) if args.ops else 0
 
 
-def _build_and_say(ops: Sequence[str]) -> int:
+def _build(ops: Sequence[str]) -> int:
+    """Compile and load each op."""
     began = time.perf_counter()
     try:
-        build(ops)
-    except Exception as error:  # a compiler's, a linker's or DeepSpeed's own
-        words = str(error).strip().splitlines() or [type(error).__name__]
-        print(words[-1], file=sys.stderr)
+        quiet_libraries()
+        builders = importlib.import_module("deepspeed.ops.op_builder")
+        for op in ops:
+            getattr(builders, _BUILDERS[op])().load(verbose=False)
+    except Exception as error:  # raised by the compiler, the linker or DeepSpeed
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        print(lines[-1], file=sys.stderr)
         return 1
     print(f"{', '.join(ops)} built in {time.perf_counter() - began:.0f} s")
     return 0
-
-
-def build(names: Sequence[str]) -> None:
-    """Compile and load each op. Raises what DeepSpeed's builders raise."""
-    quiet_libraries()
-    builders = importlib.import_module("deepspeed.ops.op_builder")
-    for name in names:
-        getattr(builders, _BUILDERS[name])().load(verbose=False)
 
 
 _SHM = Path("/dev/shm")
@@ -205,18 +237,20 @@ _LIBAIO_HEADERS = ("/usr/include/libaio.h", "/usr/local/include/libaio.h")
 
 
 def gather_system() -> SystemFacts:
-    """Everything that is neither software version, GPU, network nor run."""
+    """Return the limits, memory, tools and built extensions of this host."""
     memlock, open_files = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_MEMLOCK, resource.RLIMIT_NOFILE))
     shm = shutil.disk_usage(_SHM) if _SHM.is_dir() else None
+    # pip puts ninja beside this Python, which need not be on the search path.
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
     folder = extensions_folder()
     return SystemFacts(
         open_files=sys.maxsize if open_files == resource.RLIM_INFINITY else open_files,
         memlock_bytes=None if memlock == resource.RLIM_INFINITY else memlock,
         shm_bytes=shm.total if shm else 0,
         shm_free_bytes=shm.free if shm else 0,
-        memory_bytes=_memory(),
+        memory_bytes=_memory_bytes(),
         cpus=len(os.sched_getaffinity(0)),
-        tools={"c++": shutil.which(os.environ.get("CXX", "c++")), "ninja": _ninja()},
+        tools={"c++": shutil.which(os.environ.get("CXX", "c++")), "ninja": ninja},
         libaio=any(os.path.exists(header) for header in _LIBAIO_HEADERS),
         built_ops=tuple(sorted(name for name in NVME_OPS if _is_built(folder, name))),
         locks=tuple(find_locks(folder)),
@@ -224,12 +258,7 @@ def gather_system() -> SystemFacts:
     )
 
 
-def _ninja() -> str | None:
-    """On the search path, or beside this Python, where pip puts it."""
-    return shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
-
-
-def _memory() -> int:
+def _memory_bytes() -> int:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP_LIMITS:
         with contextlib.suppress(OSError, ValueError):  # "max", or another version of cgroups
@@ -238,14 +267,10 @@ def _memory() -> int:
 
 
 def _is_built(folder: Path, op: str) -> bool:
-    """Whether this Python finds the op's library: in the cache, or built when DeepSpeed was installed."""
+    """Return whether this Python finds the op's library: in the cache, or in DeepSpeed's package (DS_BUILD_*=1)."""
     version = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}_*"
-    return any(folder.glob(f"{op}/{op}.so")) or any(folder.glob(f"{version}/{op}/{op}.so")) or _came_installed(op)
-
-
-def _came_installed(op: str) -> bool:
-    """DS_BUILD_*=1 at installation leaves the library within the package."""
-    return any(any(Path(entry or ".", "deepspeed", "ops").glob(f"*/{op}_op*.so")) for entry in sys.path)
+    in_package = (any(Path(entry or ".", "deepspeed", "ops").glob(f"*/{op}_op*.so")) for entry in sys.path)
+    return any(folder.glob(f"{op}/{op}.so")) or any(folder.glob(f"{version}/{op}/{op}.so")) or any(in_package)
 
 
 if __name__ == "__main__":

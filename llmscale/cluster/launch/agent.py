@@ -1,7 +1,7 @@
 """The supervisor's agent on one host: `python -m llmscale.cluster.launch.agent`, which talks over stdin and stdout.
 
-It starts this host's ranks, reports them, and ends them on request, when the connection closes, after a lease of
-silence, or when it dies itself. Nothing that it started outlives it.
+It starts this host's ranks and reports their state. It ends them on request, when the connection closes, after a lease
+without a message, and when it dies itself. Nothing that it started outlives it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from pathlib import Path
 from typing import TextIO
 
 from llmscale.cluster.extension_locks import remove_stale_locks
-from llmscale.cluster.free_port import find_port
-from llmscale.cluster.launch.node_ranks import NodeRanks
-from llmscale.cluster.launch.process_tree import adopt_orphans
 from llmscale.cluster.launch.protocol import (
     Channel,
     DumpStacks,
@@ -39,18 +36,19 @@ from llmscale.cluster.launch.protocol import (
     Stop,
     Stopped,
 )
-from llmscale.engine.network_interface import source_address
+from llmscale.cluster.launch.ranks import NodeRanks, adopt_orphans, find_port
+from llmscale.engine.network import source_address
 from llmscale.errors import ConfigError
 from llmscale.training.run_folder import lock_run_folder
 from llmscale.training.stop_request import STOP_SIGNALS
 
 _TICK_S = 0.2
 _REPORT_S = 1.0
-#: How long a predecessor that was cut off may take to end its ranks.
+#: Time that a disconnected predecessor has to end its ranks.
 _PREDECESSOR_S = 30.0
-#: How long the supervisor may take to send its first message.
+#: Time limit for the supervisor's first message.
 _HELLO_S = 60.0
-#: In the run folder: who claims it, by host.
+#: Folder in the run folder that holds one lock per host.
 CLAIMS_NAME = ".agents"
 
 
@@ -63,19 +61,19 @@ class Agent:
         self._lease_s = _HELLO_S
         self._last_heard = time.monotonic()
         self._last_report = 0.0
-        self._last_news: object = None
+        self._last_states: object = None
         self._ranks: NodeRanks | None = None
         self._claim: TextIO | None = None
         self._watch_prefix = ""
         self._end: str | None = None
-        """The reason to end, once there is one."""
+        """Reason to end, once there is one."""
         self._signals: list[str] = []
 
     def serve(self) -> None:
-        """Until told to stop, or left alone."""
+        """Serve until the supervisor says Stop, or is gone."""
         for number in STOP_SIGNALS:
             signal.signal(number, lambda number, _frame: self._signals.append(signal.Signals(number).name))
-        # sshd's word for a closed connection; its stdin says the same.
+        # sshd sends it when the connection closes, which stdin shows too.
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel.reader.descriptor, selectors.EVENT_READ)
@@ -94,7 +92,7 @@ class Agent:
         if self._channel.closed:
             self._end = "the supervisor is gone"
         elif silence_s > self._lease_s:
-            self._end = f"nothing was heard of the supervisor for {silence_s:.0f} s"
+            self._end = f"no message from the supervisor for {silence_s:.0f} s"
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Hello):
@@ -117,7 +115,7 @@ class Agent:
         try:
             os.chdir(hello.cwd)
         except OSError as error:
-            self._refuse(f"{hello.cwd}: {error.strerror}; every host needs the code at the same path")
+            self._refuse(f"{hello.cwd}: {error.strerror}. Every host needs the code at the same path")
             return
         try:
             self._claim = claim_run(Path(hello.run))
@@ -125,19 +123,19 @@ class Agent:
             self._refuse(f"{hello.run} cannot be claimed: {error.strerror or error}")
             return
         if self._claim is None:
-            self._refuse(f"another supervisor's ranks of {hello.run} still run here")
+            self._refuse(f"ranks of another supervisor still run here for {hello.run}")
             return
-        # A predecessor that was killed could not do it.
+        # A predecessor that was killed could not remove its folder.
         digest = hashlib.sha256(f"{os.getuid()} {hello.run}".encode()).hexdigest()[:16]
         self._watch_prefix = f"llmscale-watch-{digest}-"
         for left in Path(tempfile.gettempdir()).glob(f"{self._watch_prefix}*"):
             with contextlib.suppress(OSError):
-                # In a folder that everyone writes to, a name says nothing about whose it is.
+                # Everyone may write to this folder: a name does not prove who owns it.
                 if left.lstat().st_uid == os.getuid():
                     shutil.rmtree(left, ignore_errors=True)
         locks = remove_stale_locks()
         client, own = connection_ends()
-        notes = [f"removed {lock}, left behind by a build that was killed" for lock in locks]
+        notes = [f"removed {lock}, left behind by a killed build" for lock in locks]
         self._channel.send(Ready(os.getpid(), client, own, notes))
 
     def _refuse(self, reason: str) -> None:
@@ -155,23 +153,23 @@ class Agent:
         while self._signals:
             name = self._signals.pop(0)
             if self._ranks:
-                # Whatever it was: a rank that got the same from elsewhere would take a second SIGINT for impatience.
+                # SIGUSR1 for every signal: a rank that received the same SIGINT directly would end at the second one.
                 self._ranks.send_signal(signal.SIGUSR1)
             self._channel.send(Signalled(name))
         if self._ranks:
             for output in self._ranks.read_output():
                 self._channel.send(output)
             self._ranks.deliver_deferred()
-        beat = self._status_report()
-        news = (
-            beat.launcher_code,
-            [(status.rank, status.phase, status.exit_code, status.alive) for status in beat.ranks],
+        report = self._status_report()
+        states = (
+            report.launcher_code,
+            [(status.rank, status.phase, status.exit_code, status.alive) for status in report.ranks],
         )
-        if time.monotonic() - self._last_report > _REPORT_S or news != self._last_news:
-            self._last_report, self._last_news = time.monotonic(), news
+        if time.monotonic() - self._last_report > _REPORT_S or states != self._last_states:
+            self._last_report, self._last_states = time.monotonic(), states
             if self._ranks:
                 self._ranks.note_locks()
-            self._channel.send(beat)
+            self._channel.send(report)
         self._channel.flush()
 
     def _status_report(self) -> StatusReport:
@@ -187,7 +185,7 @@ class Agent:
             code = self._ranks.end()
             for output in self._ranks.read_output(is_last=True):
                 self._channel.send(output)
-            # The heartbeats outlive their ranks: the last one says how far each has come.
+            # The heartbeat files outlive their ranks: the last one holds the step of each.
             self._channel.send(StatusReport(self._ranks.statuses(), code))
             self._ranks.close()
         self._channel.send(Stopped(reason, code))
@@ -198,11 +196,10 @@ class Agent:
 
 
 def claim_run(run: Path) -> TextIO | None:
-    """Claim a run on this host, for as long as the returned file is open; None when another agent keeps it. Raises
-    OSError.
+    """Claim a run on this host while the returned file is open; None if another agent holds it. Raises OSError.
 
-    The lock is released with its process, whatever ends that. It is in the run folder, where no other user can take
-    it first. Waits for a predecessor that lost its supervisor and still ends its ranks.
+    The lock ends with its process. It is in the run folder, where no other user can take it first. Waits for a
+    predecessor that lost its supervisor and is ending its ranks.
     """
     folder = run / CLAIMS_NAME
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -228,7 +225,10 @@ def claim_name() -> str:
 
 
 def connection_ends() -> tuple[str | None, str | None]:
-    """Addresses of the supervisor's machine and of this one, as the other sees it: from ssh or Slurm. None without."""
+    """Return the addresses of the supervisor's machine and of this one, as the other sees it, from ssh or Slurm.
+
+    None where neither has set them.
+    """
     words = os.environ.get("SSH_CONNECTION", "").split()
     if len(words) == 4:
         return words[0], words[2]
@@ -242,7 +242,7 @@ def main() -> int:
     """Serve one supervisor."""
     adopt_orphans()
     channel = Channel(os.dup(0), os.dup(1))
-    # The ranks must not write into the conversation: what they inherit as stdout is this process's stderr.
+    # The ranks must not write into the connection: they inherit this process's stderr as stdout.
     os.dup2(2, 1)
     Agent(channel).serve()
     return 0

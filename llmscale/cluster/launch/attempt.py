@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmscale.cluster.hostfile import Host
-from llmscale.cluster.launch.hosts import HostConnection, HostPool
 from llmscale.cluster.launch.protocol import DumpStacks, FindPort, Port, RankStatus, Signal, Signalled, Stacks, Start
-from llmscale.files.whole import write_durably
+from llmscale.cluster.launch.transport import HostConnection, HostPool
+from llmscale.files.atomic_write import write_durably
 from llmscale.terminal.human_numbers import with_singulars
 
 
@@ -25,12 +25,17 @@ class Layout:
     """
 
     hosts: tuple[str, ...]
-    """In rank order; the first is where the ranks meet."""
+    """Hosts in rank order. The rendezvous is on the first."""
     ranks_per_host: int
 
     @property
     def world_size(self) -> int:
         return len(self.hosts) * self.ranks_per_host
+
+    def ranks_of(self, host: str) -> range:
+        """Return the ranks of one host."""
+        first = self.hosts.index(host) * self.ranks_per_host
+        return range(first, first + self.ranks_per_host)
 
     def describe(self) -> str:
         """Return the layout in words."""
@@ -43,10 +48,14 @@ def choose_layout(hosts: Sequence[Host], is_legal: Callable[[int], bool], min_ho
 
     None when no legal world size fits on at least `min_hosts`.
     """
+
+    def with_slots(slots: int) -> list[str]:
+        return [host.name for host in hosts if host.slots >= slots]
+
     ways = {
         (count, slots)
         for slots in range(1, max((host.slots for host in hosts), default=0) + 1)
-        for count in range(min_hosts, len(_with_slots(hosts, slots)) + 1)
+        for count in range(min_hosts, len(with_slots(slots)) + 1)
     }
     verdicts: dict[int, bool] = {}
     for count, slots in sorted(ways, key=lambda way: (-way[0] * way[1], way[0])):
@@ -54,32 +63,28 @@ def choose_layout(hosts: Sequence[Host], is_legal: Callable[[int], bool], min_ho
         if world_size not in verdicts:
             verdicts[world_size] = is_legal(world_size)
         if verdicts[world_size]:
-            return Layout(tuple(host.name for host in _with_slots(hosts, slots)[:count]), slots)
+            return Layout(tuple(with_slots(slots)[:count]), slots)
     return None
-
-
-def _with_slots(hosts: Sequence[Host], slots: int) -> list[Host]:
-    return [host for host in hosts if host.slots >= slots]
 
 
 @dataclass
 class Progress:
-    """Follows the ranks of one attempt. Times are on the caller's monotonic clock."""
+    """Heartbeats of the ranks of one attempt. Times are on the caller's monotonic clock."""
 
     began_s: float
     ranks: Iterable[int]
     start_timeout_s: float
-    """To a rank's first finished step, from its beginning or the last status that its start gets on."""
+    """Limit from a rank's start, or its last heartbeat during the start, to its first finished step."""
     hang_timeout_s: float
-    """Between two heartbeats of a rank that trains."""
+    """Limit between two heartbeats of a rank that trains."""
     first_step: int | None = None
     last_step: int | None = None
     training_since_s: float | None = None
-    """When the first step was finished."""
+    """Time at which the first step was finished."""
     _seen: dict[int, tuple[RankStatus, float]] = field(default_factory=dict)
 
     def note(self, statuses: Iterable[RankStatus], now_s: float) -> None:
-        """Take in the newest heartbeats."""
+        """Record the newest heartbeats."""
         for status in statuses:
             before = self._seen.get(status.rank)
             if before is None or before[0].count != status.count:
@@ -90,34 +95,32 @@ class Progress:
                 self.training_since_s = now_s if self.training_since_s is None else self.training_since_s
 
     def hanging(self, now_s: float) -> list[int]:
-        """Ranks that have been silent for too long."""
+        """Return the ranks without a heartbeat for longer than their limit."""
         silent = []
         for rank in self.ranks:
             status, since_s = self._seen.get(rank, (None, self.began_s))
             if status is not None and status.exit_code is not None:
                 continue
+            # A starting rank gives few heartbeats: for downloads, and for weights that are read.
             starting = status is None or status.phase == "starting"
-            # A start has few statuses of its own: of downloads, and of weights that are read.
             if now_s - since_s > (self.start_timeout_s if starting else self.hang_timeout_s):
                 silent.append(rank)
         return silent
 
 
-#: train.py's status for what the user must mend: trying again would end the same way.
+#: train.py's exit status for an error that the user must repair: another attempt would end the same way.
 USER_ERROR_STATUS = 2
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an attempt ended, or is about to."""
+    """End of an attempt, with the host and rank that caused it if they are known."""
 
     end: str
-    """One of `attempts.Attempt.end`."""
+    """One of the values of `Attempt.end`."""
     reason: str
     host: str | None = None
-    """To blame, when it is one."""
     rank: int | None = None
-    """To blame, when it is one."""
 
 
 @dataclass(frozen=True)
@@ -130,26 +133,32 @@ class HostStatus:
     statuses: Mapping[int, RankStatus]
     launcher_code: int | None
     lost: str | None
-    """Why it is lost; None while it answers."""
+    """Reason why the host is lost; None while it answers."""
     victims: frozenset[int] = frozenset()
-    """Ranks whose last words are that a peer has gone."""
+    """Ranks whose last lines say that a peer has gone."""
 
 
 def classify(hosts: Sequence[HostStatus]) -> Outcome | None:
-    """None while everything runs. Of several faults the one that explains the others: a lost host breaks the ranks of
-    all others, a killed rank the connections of its peers, and a rank that says why before it ends knows best."""
+    """Return the fault that explains all others, or the end of all ranks; None while everything runs.
+
+    A lost host breaks the ranks of all other hosts, and a killed rank breaks the connections of its peers. A rank that
+    reports an error before it ends knows best.
+    """
     for host in hosts:
         if host.lost is not None:
             return Outcome("host lost", f"{host.name}: {host.lost}", host=host.name)
-    told = [(host, status) for host in hosts for status in host.statuses.values()]
-    for host, status in told:
+    known = [(host, status) for host in hosts for status in host.statuses.values()]
+    for host, status in known:
         if status.exit_code == USER_ERROR_STATUS:
             return Outcome("user error", f"rank {status.rank} on {host.name} refused", host.name, status.rank)
-    for host, status in told:
+    for host, status in known:
         if status.exit_code is None and not status.alive:
-            return Outcome("failed", _describe_death(host, status), host.name, status.rank)
+            # Only the launcher, its parent, knows how it ended.
+            how = describe_code(host.launcher_code) if host.launcher_code else "vanished"
+            reason = f"rank {status.rank} on {host.name} (process {status.pid}) {how}"
+            return Outcome("failed", reason, host.name, status.rank)
     # A rank whose connection broke ends at the same time as the one that broke it.
-    for host, status in sorted(told, key=lambda item: item[1].rank in item[0].victims):
+    for host, status in sorted(known, key=lambda item: item[1].rank in item[0].victims):
         if status.exit_code:
             reason = f"rank {status.rank} on {host.name} ended with status {status.exit_code}"
             return Outcome("failed", reason, host.name, status.rank)
@@ -159,13 +168,13 @@ def classify(hosts: Sequence[HostStatus]) -> Outcome | None:
             reason = f"the launcher on {host.name} {describe_code(host.launcher_code)} before its ranks had begun"
             return Outcome("failed", reason, host.name)
     if all(rank in host.statuses and host.statuses[rank].exit_code == 0 for host in hosts for rank in host.ranks):
-        stopped = any(status.phase == "stopped" for _, status in told)
+        stopped = any(status.phase == "stopped" for _, status in known)
         return Outcome("stopped" if stopped else "finished", "every rank ended with status 0")
     return None
 
 
 def describe_code(code: int) -> str:
-    """`was killed by SIGKILL` or `ended with status 1`."""
+    """Return `was killed by SIGKILL` or `ended with status 1`."""
     if code >= 0:
         return f"ended with status {code}"
     try:
@@ -174,17 +183,11 @@ def describe_code(code: int) -> str:
         return f"was killed by signal {-code}"
 
 
-def _describe_death(host: HostStatus, status: RankStatus) -> str:
-    """A rank that is gone without its last status: only the launcher, its parent, can know more."""
-    what = "vanished" if host.launcher_code in (None, 0) else describe_code(host.launcher_code or 0)
-    return f"rank {status.rank} on {host.name} (process {status.pid}) {what}"
-
-
-#: After the first status of a fault, how long the others may take to say theirs: one of them may explain it.
+#: Wait after the first status of a fault: another rank's status may explain it.
 _SETTLE_S = 2.0
-#: An agent answers at once when it is asked for a port or stacks.
+#: Time limit of an agent's answer about a port or stacks.
 _ANSWER_S = 10.0
-#: In the last words of a rank: gloo's, the kernel's and NCCL's for a peer that has gone.
+#: Messages of gloo, the kernel and NCCL about a peer that has gone.
 _PEER_GONE = (
     "closed by peer",
     "reset by peer",
@@ -192,7 +195,7 @@ _PEER_GONE = (
     "remote process exited",
     "NCCL communicator was aborted",
 )
-#: Killing ranks and hearing the launcher's last word; hosts that are lost are not waited for.
+#: Time limit for killing ranks and the launcher's last report. Lost hosts are not waited for.
 _DISBAND_S = 20.0
 
 
@@ -206,20 +209,23 @@ class Limits:
 
     @property
     def lease_s(self) -> float:
-        """An agent that is cut off ends its ranks before the supervisor counts its host as lost and starts others: two
-        sets of ranks must never write into one run folder."""
+        """Return the silence after which an agent ends its ranks.
+
+        It ends before the supervisor counts the host as lost and starts other ranks: two sets of ranks must never
+        write into one run folder.
+        """
         return self.lost_after_s / 2
 
 
 @dataclass
 class AttemptRun:
-    """Ranks on gathered hosts."""
+    """Ranks on connected hosts."""
 
     pool: HostPool
     layout: Layout
     limits: Limits
     stop_signals: list[str]
-    """Names of signals that came; those from `signals_sent` on are still to be passed on."""
+    """Names of received signals. Those from `signals_sent` on are still to be passed on."""
     show: Callable[[str], None]
     signals_sent: int = 0
     progress: Progress | None = None
@@ -227,10 +233,10 @@ class AttemptRun:
     _pending: Outcome | None = None
     _pending_since_s: float = 0.0
     _stacks: dict[tuple[str, int], Stacks] = field(default_factory=dict)
-    """By host and rank."""
+    """Stacks by host and rank."""
 
     def find_rendezvous(self, master_addr: str | None, master_port: int | None) -> tuple[str, int] | None:
-        """Address and free port of the first host; None when it does not answer."""
+        """Return an address and a free port of the first host; None if it does not answer."""
         master = self.pool.nodes[self.layout.hosts[0]]
         master.send(FindPort(master_port))
         deadline = time.monotonic() + _ANSWER_S
@@ -238,7 +244,7 @@ class AttemptRun:
             for node, message in self.pool.poll():
                 if node is master and isinstance(message, Port) and 0 < message.port < 65536:
                     if message.was_taken:
-                        self.show(f"port {master_port} is taken on {master.name}; using {message.port}")
+                        self.show(f"port {master_port} is in use on {master.name}; using {message.port} instead")
                     return master_addr or self._address_of(master), message.port
         return None
 
@@ -286,20 +292,20 @@ class AttemptRun:
         )
 
     def follow(self) -> Outcome:
-        """Until the ranks have ended, or must be."""
+        """Wait until the ranks have ended, or must be ended."""
         while True:
-            self._listen()
+            self._poll()
             self._pass_on_signals()
-            outcome = self._judge()
+            outcome = self._find_outcome()
             if outcome is not None:
                 return outcome
 
-    def _listen(self) -> None:
+    def _poll(self) -> None:
         for node, message in self.pool.poll():
             if isinstance(message, Stacks):
                 self._stacks[node.name, message.rank] = message
             elif isinstance(message, Signalled):
-                self.show(f"{node.name}: its agent got {message.name}; its ranks save and stop")
+                self.show(f"{node.name}: its agent received {message.name}; its ranks save and stop")
         self._note_progress()
 
     def _note_progress(self) -> None:
@@ -310,11 +316,11 @@ class AttemptRun:
     def _pass_on_signals(self) -> None:
         for name in self.stop_signals[self.signals_sent :]:
             self.show(f"{name}: asking the ranks to save and stop")
-            # SIGUSR1 whatever came: a second SIGINT would end them at once.
+            # SIGUSR1 for every signal: a second SIGINT would end them at once.
             self.pool.broadcast(Signal("SIGUSR1"))
         self.signals_sent = len(self.stop_signals)
 
-    def _judge(self) -> Outcome | None:
+    def _find_outcome(self) -> Outcome | None:
         now = time.monotonic()
         outcome = classify([self._status(node) for node in self.pool.nodes.values()])
         if outcome is None:
@@ -328,38 +334,36 @@ class AttemptRun:
         return outcome if now - self._pending_since_s > _SETTLE_S else None
 
     def _status(self, node: HostConnection) -> HostStatus:
-        number = self.layout.hosts.index(node.name)
-        size = self.layout.ranks_per_host
         lost = None
         if node.stopped is not None:
             lost = node.refusal or node.stopped.reason
         elif node.closed or node.silence_s > self.limits.lost_after_s:
             lost = node.why_lost()
-        ranks = range(number * size, (number + 1) * size)
+        ranks = self.layout.ranks_of(node.name)
         victims = frozenset(rank for rank in ranks if self._blames_a_peer(node.name, rank))
         return HostStatus(node.name, ranks, node.statuses, node.launcher_code, lost, victims)
 
     def _blames_a_peer(self, name: str, rank: int) -> bool:
         lines = self.pool.last_lines.get((name, rank), ())
-        return any(word in line for line in lines for word in _PEER_GONE)
+        return any(text in line for line in lines for text in _PEER_GONE)
 
     def _explain_hang(self, hanging: list[int]) -> Outcome:
-        """Ask every rank what it is doing, before they are ended."""
+        """Collect the stacks of every rank before the ranks are ended."""
         self.show(f"no heartbeat of rank {', '.join(map(str, hanging))} in time; asking every rank for its stacks")
         self.pool.broadcast(DumpStacks())
         deadline = time.monotonic() + _ANSWER_S
         while time.monotonic() < deadline and len(self._stacks) < self.layout.world_size:
-            self._listen()
+            self._poll()
         stopped = [key for key, stacks in self._stacks.items() if stacks.state == "T"]
         step = self.progress.last_step if self.progress else None
         reason = f"no progress after {'the start' if step is None else f'step {step}'}"
         if stopped:
             name, rank = stopped[0]
             return Outcome("hung", f"{reason}: rank {rank} on {name} is stopped (state T)", name, rank)
-        return Outcome("hung", f"{reason}; the stacks of all ranks say where they wait")
+        return Outcome("hung", f"{reason}; the stacks of all ranks show where they wait")
 
     def save_stacks(self, folder: Path) -> Path | None:
-        """Write down what the ranks were doing; None when they were not asked."""
+        """Write the collected stacks to a file; None without stacks, or if the file cannot be written."""
         if not self._stacks:
             return None
         texts = [
@@ -375,18 +379,18 @@ class AttemptRun:
         return path
 
     def end(self) -> None:
-        """Nothing of the attempt runs any more when this returns: confirmed by every host, or by its lease."""
+        """End all processes of the attempt, confirmed by every host or by the end of its lease."""
         lost = self.pool.disband(_DISBAND_S, self.limits.lost_after_s)
         self._note_progress()
         for node in lost:
-            # Cut off or dead, its agent has ended its ranks when the lease is over, and has two more seconds for it.
+            # A disconnected agent has ended its ranks two seconds after the lease at the latest.
             time.sleep(max(0.0, self.limits.lease_s + 2.0 - node.silence_s))
         self.pool.close()
 
 
-def _is_address(word: str | None) -> bool:
-    """Return whether a host's report is an address: it reaches the command lines of all others."""
+def _is_address(text: str | None) -> bool:
+    """Return whether a host's report is an address: it reaches the command lines of all other hosts."""
     try:
-        return word is not None and bool(ipaddress.ip_address(word))
+        return text is not None and bool(ipaddress.ip_address(text))
     except ValueError:
         return False

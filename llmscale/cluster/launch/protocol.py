@@ -16,10 +16,10 @@ MARK = "@llmscale "
 
 @dataclass(frozen=True)
 class Message:
-    """Base of all: `kind` names the class on the wire."""
+    """Base of all messages. `kind` names the class in JSON."""
 
     def encode(self) -> str:
-        """One line, without its end."""
+        """Return the message as one line, without a line end."""
         return MARK + json.dumps({"kind": type(self).__name__, **asdict(self)})
 
 
@@ -34,26 +34,26 @@ class Hello(Message):
     environment: dict[str, str]
     """Variables for the ranks."""
     run: str
-    """The run folder: one agent per run and host at a time."""
+    """Run folder. One agent per run and host is allowed at a time."""
     lease_s: float
-    """Seconds of silence after which an agent ends its ranks."""
+    """Seconds without a message after which an agent ends its ranks."""
 
 
 @dataclass(frozen=True)
 class FindPort(Message):
-    """Asks for a port that ranks can meet at."""
+    """Request for a free rendezvous port."""
 
     preferred: int | None
 
 
 @dataclass(frozen=True)
 class Start(Message):
-    """Start this host's ranks."""
+    """Request to start this host's ranks."""
 
     starter: str
     """"deepspeed" or "torchrun"."""
     hosts: list[str]
-    """All hosts of the attempt, this one being number `node_rank`."""
+    """All hosts of the attempt. This one is number `node_rank`."""
     node_rank: int
     ranks_per_host: int
     master_addr: str
@@ -64,30 +64,30 @@ class Start(Message):
 
     @property
     def ranks(self) -> range:
-        """Ranks of this host."""
+        """Return the ranks of this host."""
         return range(self.node_rank * self.ranks_per_host, (self.node_rank + 1) * self.ranks_per_host)
 
 
 @dataclass(frozen=True)
 class Signal(Message):
-    """Send a signal to every rank of the host."""
+    """Request to send a signal to every rank of the host."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class DumpStacks(Message):
-    """Ask every rank what its threads are doing."""
+    """Request for the stacks of every rank's threads."""
 
 
 @dataclass(frozen=True)
 class Stop(Message):
-    """Kill what still runs, and say Stopped."""
+    """Request to kill all processes of the attempt and answer Stopped."""
 
 
 @dataclass(frozen=True)
 class Ping(Message):
-    """The supervisor is there."""
+    """Renewal of the agent's lease."""
 
 
 # ---------------------------------------------------------------- from an agent to the supervisor
@@ -108,7 +108,7 @@ class Ready(Message):
 
 @dataclass(frozen=True)
 class Refused(Message):
-    """The agent cannot serve; it ends."""
+    """The agent cannot serve and ends."""
 
     reason: str
 
@@ -119,12 +119,12 @@ class Port(Message):
 
     port: int
     was_taken: bool
-    """The preferred one is in use, and this is another."""
+    """True if the preferred port is in use, and this is another one."""
 
 
 @dataclass(frozen=True)
 class Output(Message):
-    """One line that a rank or the launcher (`rank` None) has printed."""
+    """One output line of a rank, or of the launcher (`rank` None)."""
 
     rank: int | None
     text: str
@@ -132,36 +132,36 @@ class Output(Message):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The newest heartbeat of one rank, and whether its process is there."""
+    """The newest heartbeat of one rank, and the state of its process."""
 
     rank: int
     pid: int
     count: int
-    """Grows with every heartbeat."""
+    """Number of heartbeats."""
     phase: str
     first_step: int | None
-    """The first step that it finished since it was started; None when it has not."""
+    """First step finished since the rank was started; None before it."""
     step: int | None
-    """Optimizer steps that are done."""
+    """Number of finished optimizer steps."""
     exit_code: int | None
-    """What the rank said its status would be; None when it has not ended, or had no time to say."""
+    """Exit status that the rank announced; None if it still runs or died without announcing one."""
     alive: bool
     state: str
-    """The kernel's letter: R, S, D, T for stopped, Z."""
+    """Letter of the kernel: R, S, D, T for stopped, Z."""
 
 
 @dataclass(frozen=True)
 class StatusReport(Message):
-    """The agent lives; how its ranks are."""
+    """State of all ranks of a host, sent at least once a second."""
 
     ranks: list[RankStatus]
     launcher_code: int | None
-    """Exit status of DeepSpeed's launcher, negative for a signal; None while it runs or before it does."""
+    """Exit status of the launcher, negative for a signal; None while it runs and before it starts."""
 
 
 @dataclass(frozen=True)
 class Stacks(Message):
-    """What a rank's threads were doing; empty when it did not answer."""
+    """Stacks of a rank's threads; empty if it did not answer."""
 
     rank: int
     state: str
@@ -170,14 +170,14 @@ class Stacks(Message):
 
 @dataclass(frozen=True)
 class Signalled(Message):
-    """A signal reached the agent itself, and its ranks were told."""
+    """The agent itself received a signal and asked its ranks to save and stop."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Stopped(Message):
-    """Nothing of the attempt runs on this host any more; the agent ends."""
+    """All processes of the attempt on this host have ended; the agent ends too."""
 
     reason: str
     launcher_code: int | None
@@ -193,7 +193,7 @@ _KINDS: Mapping[str, type[Message]] = {
 
 
 def decode(line: str) -> Message | None:
-    """The message of one line, every field of its type; None for anything else."""
+    """Return the message in a line, with every field of its type; None for any other line."""
     if not line.startswith(MARK):
         return None
     try:
@@ -201,13 +201,13 @@ def decode(line: str) -> Message | None:
         message = _build(_KINDS[values.pop("kind")], values)
         assert isinstance(message, Message)
         return message
-    # The last one for brackets in brackets in brackets.
+    # RecursionError for deeply nested brackets.
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
 def _build(kind: Any, values: Any) -> object:
-    """`values`, which JSON held, as one of `kind`. Raises TypeError when they are something else."""
+    """Convert JSON values to `kind`. Raises TypeError for values of other types."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _fields(kind)
         return kind(**{name: _build(hints[name], value) for name, value in values.items()})
@@ -222,73 +222,67 @@ def _build(kind: Any, values: Any) -> object:
         return values
     if kind is float and type(values) is int:
         return float(values)
-    raise TypeError(f"{values!r} is no {kind}")
+    raise TypeError(f"{values!r} is not a {kind}")
 
 
 @cache
 def _fields(kind: type) -> dict[str, Any]:
-    """Types by the names of a message's fields."""
     return get_type_hints(kind)
 
 
-#: Output lines are dropped while this much is waiting to be sent: the log files have them, and a peer that does not
+#: Output lines are dropped while more than this waits to be sent: the log files have them, and a peer that does not
 #: read must not fill the memory.
-MOST_WAITING_BYTES = 4 << 20
-#: A message that is longer than this ends the conversation.
-MOST_MESSAGE_BYTES = 16 << 20
-#: Longer lines are cut into pieces, so that an endless line does not fill the memory. In JSON one byte may become six:
+MAX_WAITING_BYTES = 4 << 20
+#: A longer message ends the connection.
+MAX_MESSAGE_BYTES = 16 << 20
+#: A longer line is cut into pieces, so that an endless line does not fill the memory. In JSON one byte may become six:
 #: a piece still fits into a message.
-MOST_LINE_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 20
 _READ_BYTES = 1 << 16
-#: Read at a time from one descriptor, so that one that always has more does not keep the others waiting.
-_MOST_AT_ONCE_BYTES = 4 << 20
+#: Most bytes of one read, so that a descriptor that always has more does not delay the others.
+_MAX_BYTES_AT_ONCE = 4 << 20
 
 
 class LineReader:
     """Lines from a non-blocking descriptor."""
 
-    def __init__(self, descriptor: int, most_bytes: int = MOST_LINE_BYTES) -> None:
-        """Cut a line of more than `most_bytes` into pieces."""
+    def __init__(self, descriptor: int, max_bytes: int = MAX_LINE_BYTES) -> None:
+        """Cut a line of more than `max_bytes` into pieces."""
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
         self.closed = False
-        """The other side has closed its end."""
+        """True once the other side has closed its end."""
         self.has_cut = False
-        """A line was too long."""
-        self._most_bytes = most_bytes
+        """True once a line was too long."""
+        self._max_bytes = max_bytes
         self._rest = b""
 
     def read(self) -> list[str]:
-        """Whole lines that have come; at the end of the stream also an unfinished one."""
+        """Return the complete lines that have arrived; at the end of the stream also an unfinished one."""
         chunks: list[bytes] = []
-        while not self.closed and len(chunks) * _READ_BYTES < _MOST_AT_ONCE_BYTES:
+        while not self.closed and len(chunks) * _READ_BYTES < _MAX_BYTES_AT_ONCE:
             try:
                 chunk = os.read(self.descriptor, _READ_BYTES)
             except BlockingIOError:
                 break
             except OSError:
                 chunk = b""
-            if not chunk:
-                self.closed = True
-                break
+            self.closed = not chunk
             chunks.append(chunk)
             if len(chunk) < _READ_BYTES:
                 break
-        *whole, self._rest = (self._rest + b"".join(chunks)).split(b"\n")
-        if self.closed and self._rest:
-            whole.append(self._rest)
-            self._rest = b""
-        return [line.decode(errors="replace").rstrip("\r") for line in self._cut(whole)]
-
-    def _cut(self, lines: list[bytes]) -> list[bytes]:
-        """Lines, and the unfinished one as soon as it is too long, in pieces."""
-        if len(self._rest) > self._most_bytes:
+        *lines, self._rest = (self._rest + b"".join(chunks)).split(b"\n")
+        if len(self._rest) > self._max_bytes or (self.closed and self._rest):
             lines.append(self._rest)
             self._rest = b""
-        if all(len(line) <= self._most_bytes for line in lines):
+        return [line.decode(errors="replace").rstrip("\r") for line in self._cut(lines)]
+
+    def _cut(self, lines: list[bytes]) -> list[bytes]:
+        """Cut lines that are too long into pieces."""
+        size = self._max_bytes
+        if all(len(line) <= size for line in lines):
             return lines
         self.has_cut = True
-        size = self._most_bytes
         return [line[start : start + size] for line in lines for start in range(0, max(len(line), 1), size)]
 
 
@@ -296,43 +290,43 @@ class Channel:
     """Messages to and from one peer."""
 
     def __init__(self, read_descriptor: int, write_descriptor: int) -> None:
-        self.reader = LineReader(read_descriptor, MOST_MESSAGE_BYTES)
+        self.reader = LineReader(read_descriptor, MAX_MESSAGE_BYTES)
         os.set_blocking(write_descriptor, False)
         self._write_descriptor = write_descriptor
         self._waiting = b""
 
     @property
     def closed(self) -> bool:
-        """The peer is gone, or the connection to it, or what it says makes no sense."""
+        """Return whether the connection has ended, or the peer sent a line that is too long."""
         return self.reader.closed or self.reader.has_cut
 
     @property
     def has_waiting(self) -> bool:
-        """Something is still to be sent to a peer that is there."""
+        """Return whether messages still wait to be sent to a connected peer."""
         return bool(self._waiting) and not self.closed
 
     def send(self, message: Message) -> None:
-        """Queue a message and write what can be written now."""
-        if isinstance(message, Output) and len(self._waiting) > MOST_WAITING_BYTES:
+        """Queue a message and write as much as the peer takes now."""
+        if isinstance(message, Output) and len(self._waiting) > MAX_WAITING_BYTES:
             return
         self._waiting += message.encode().encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting, as far as the peer takes it."""
+        """Write waiting messages, as far as the peer takes them."""
         while self._waiting and not self.closed:
             try:
                 written = os.write(self._write_descriptor, self._waiting)
             except BlockingIOError:
                 return
             except OSError:
-                # The peer's last words may still be there to be read: only reading finds the end.
+                # The peer's last messages may still wait to be read: only reading finds the end.
                 self._waiting = b""
                 return
             self._waiting = self._waiting[written:]
 
     def receive(self) -> tuple[list[Message], list[str]]:
-        """Return the messages that have come, and all other lines."""
+        """Return the messages that have arrived, and all other lines."""
         messages, others = [], []
         lines = [] if self.closed else self.reader.read()
         for line in [] if self.reader.has_cut else lines:

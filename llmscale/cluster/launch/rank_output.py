@@ -1,7 +1,7 @@
-"""What the processes of one host print: drained as fast as it comes, logged within bounds, and shown in part.
+"""Output of the processes of one host: read without delay, logged within limits, and shown in part.
 
-A rank that waits for its output to be read does not train. So a thread of its own reads, which does nothing else: not
-even a flood holds a rank up, and what nobody could read anyway is left out, with a line that says how much.
+A rank that waits for its output to be read does not train, so a separate thread only reads. The excess of a flood is
+dropped, and a line reports how much.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from llmscale.cluster.launch.protocol import Output
-from llmscale.files.append import AppendFile
+from llmscale.files.buffered_log import BufferedLog
 
-#: A log that has grown so large becomes LOG.1, in place of the one before: twice this is on disk at most.
+#: Size at which a log is renamed LOG.1, replacing the earlier one: disk use is at most twice this.
 LOG_BYTES = 64 << 20
-#: A flood is logged at this rate, once LOG_BYTES have come: the disk is for checkpoints.
+#: Rate at which a flood is logged after LOG_BYTES: the disk is for checkpoints.
 LOGGED_BYTES_PER_S = 2 << 20
-#: Of what comes between two calls of `RankOutput.read`, the newest is shown: a rank's last words say most.
+#: Limits of what is shown between two calls of `RankOutput.read`. The newest lines are kept: a rank's last lines say
+#: most.
 SHOWN_BYTES = 1 << 16
 SHOWN_LINES = 500
-#: Of what is left out of a log, the end is kept: an error comes last.
+#: Bytes that are kept from the end of a dropped part: an error comes last.
 KEPT_BYTES = 1 << 14
-#: Of each log, what waits in memory for a disk that refuses.
-MOST_HELD_BYTES = 4 << 20
-#: A longer line is shown in pieces.
+#: Bytes of each log that wait in memory while the disk refuses them.
+MAX_HELD_BYTES = 4 << 20
+#: Length from which a line is shown in pieces.
 LINE_BYTES = 1 << 14
 _READ_BYTES = 1 << 20
 _PIPE_BYTES = 1 << 20
@@ -38,45 +39,45 @@ _STOP_S = 2.0
 
 @dataclass
 class _Stream:
-    """One pipe: its log, and what is to be shown of it."""
+    """One pipe, its log, and its lines to show."""
 
     rank: int | None
-    """None is the launcher."""
+    """None for the launcher."""
     descriptor: int
     log: BoundedLog
     newest: bytes = b""
-    num_left_out: int = 0
+    num_dropped: int = 0
     """Bytes since the last call of `take` that are not in `newest`."""
 
     def add(self, data: bytes) -> None:
         self.newest += data
         excess = len(self.newest) - SHOWN_BYTES
         if excess > 0:
-            self.newest, self.num_left_out = self.newest[excess:], self.num_left_out + excess
+            self.newest, self.num_dropped = self.newest[excess:], self.num_dropped + excess
 
     def take(self, is_last: bool) -> list[str]:
-        """Whole lines that have come; with `is_last` also an unfinished one."""
-        whole, newline, rest = self.newest.rpartition(b"\n")
+        """Return the complete lines; with `is_last` also an unfinished one."""
+        complete, newline, rest = self.newest.rpartition(b"\n")
         self.newest = rest
-        texts = whole.split(b"\n") if newline else []
+        texts = complete.split(b"\n") if newline else []
         if is_last or len(rest) > LINE_BYTES:
             texts += [rest] if rest else []
             self.newest = b""
         too_many, texts = texts[:-SHOWN_LINES], texts[-SHOWN_LINES:]
-        self.num_left_out += sum(len(text) + 1 for text in too_many)
+        self.num_dropped += sum(len(text) + 1 for text in too_many)
         lines = []
-        if self.num_left_out:
-            lines.append(f"[{self.num_left_out:,} bytes came too fast to be shown; see the log]")
-            self.num_left_out = 0
+        if self.num_dropped:
+            lines.append(f"[{self.num_dropped:,} bytes came too fast to be shown; see the log]")
+            self.num_dropped = 0
         for text in texts:
-            # One message holds one line: what has no end must still be sent in parts.
+            # One message holds one line: an endless one is sent in pieces.
             pieces = [text[begin : begin + LINE_BYTES] for begin in range(0, len(text), LINE_BYTES)] or [b""]
             lines += [piece.decode(errors="replace").rstrip("\r") for piece in pieces]
         return lines
 
 
 class RankOutput:
-    """Reads all pipes of a host in a thread, from the start to `close`."""
+    """Reads all pipes of a host in a thread, until `close`."""
 
     def __init__(self) -> None:
         self._streams: list[_Stream] = []
@@ -88,7 +89,7 @@ class RankOutput:
         self._thread.start()
 
     def add(self, rank: int | None, descriptor: int, log: Path) -> None:
-        """Read `descriptor` from now on, which is then this object's."""
+        """Read `descriptor` from now on, and own it."""
         os.set_blocking(descriptor, False)
         with contextlib.suppress(OSError):  # the user's share of pipe buffers is used up
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -98,8 +99,10 @@ class RankOutput:
         self._selector.register(descriptor, selectors.EVENT_READ, stream)
 
     def read(self, is_last: bool = False) -> list[Output]:
-        """Lines since the last call, of a flood the newest; what is logged is in the log files already. With `is_last`,
-        when nothing is to come, also what is in the pipes still, and unfinished lines."""
+        """Return the lines since the last call, the newest ones of a flood. All are in the log files already.
+
+        `is_last`, when all writers have ended, adds the rest of the pipes and unfinished lines.
+        """
         if is_last and self._stop():
             for stream in self._streams:
                 while self._take_in(stream):
@@ -119,7 +122,7 @@ class RankOutput:
                 stream.log.close()
 
     def _stop(self) -> bool:
-        """End the thread; False when it is stuck in a write to a disk that does not answer."""
+        """End the thread; return False if it is stuck in a write to a disk that does not answer."""
         os.write(self._end, b".")
         self._thread.join(_STOP_S)
         return not self._thread.is_alive()
@@ -150,8 +153,10 @@ class RankOutput:
 
 
 class BoundedLog:
-    """A log file of limited size and rate. What a full disk refuses waits, and what is lost is named by its place in
-    the output, in bytes: a run must not die of its log."""
+    """A log file of limited size and rate. A run must not die of its log.
+
+    Bytes that a full disk refuses wait in memory; lost bytes are reported with their position in the output.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -160,8 +165,8 @@ class BoundedLog:
         """Bytes of all files of this log so far."""
         self._num_left_out = 0
         self._kept = b""
-        """The end of what is left out."""
-        self._num_dropped = 0
+        """End of the part that is left out."""
+        self._num_replaced = 0
         """Bytes of logs that were replaced."""
         self._budget_bytes = float(LOG_BYTES)
         self._filled_s = time.monotonic()
@@ -171,7 +176,7 @@ class BoundedLog:
         self._file = self._open()
 
     def write(self, data: bytes) -> None:
-        """Append, or count as left out."""
+        """Append the bytes, or count them as left out."""
         now = time.monotonic()
         refilled = self._budget_bytes + (now - self._filled_s) * LOGGED_BYTES_PER_S
         self._budget_bytes = min(float(LOG_BYTES), refilled)
@@ -181,32 +186,32 @@ class BoundedLog:
             self._kept = (self._kept + data)[-KEPT_BYTES:]
             return
         self._budget_bytes -= len(data)
-        self._say_what_is_left_out()
+        self._report_left_out()
         if self._size + len(data) > LOG_BYTES and self._size:
             self._rotate()
         self._append(data)
 
     def take_warnings(self) -> list[str]:
-        """What there is to say about the file itself since the last call."""
+        """Return the warnings about the file itself since the last call."""
         warnings, self._warnings[:] = list(self._warnings), []
         return warnings
 
     def close(self) -> None:
-        """Say what was left out last."""
-        self._say_what_is_left_out()
+        """Write the end of a part that was left out, and close the file."""
+        self._report_left_out()
         self._file.close()
 
-    def _say_what_is_left_out(self) -> None:
+    def _report_left_out(self) -> None:
         if self._num_left_out:
             num_lost = self._num_left_out - len(self._kept)
             self._append(f"\n[{num_lost:,} bytes came too fast and are left out here]\n".encode() + self._kept)
             self._num_left_out, self._kept = 0, b""
 
-    def _open(self) -> AppendFile:
+    def _open(self) -> BufferedLog:
         with contextlib.suppress(OSError):
             self._size = self._path.stat().st_size
-        return AppendFile(
-            self._path, warn=self._warnings.append, unit="byte", are_lines=False, most_held_bytes=MOST_HELD_BYTES
+        return BufferedLog(
+            self._path, warn=self._warnings.append, unit="byte", are_lines=False, most_held_bytes=MAX_HELD_BYTES
         )
 
     def _append(self, data: bytes) -> None:
@@ -219,9 +224,9 @@ class BoundedLog:
         self._file.close()
         with contextlib.suppress(OSError):
             if older.exists():
-                self._num_dropped += older.stat().st_size
+                self._num_replaced += older.stat().st_size
             self._path.replace(older)
         self._size = 0
         self._file = self._open()
-        cut = f"; {self._num_dropped:,} bytes before that are cut" if self._num_dropped else ""
-        self._append(f"[this log goes on from {older.name}{cut}]\n".encode())
+        cut = f"; {self._num_replaced:,} bytes before it were deleted" if self._num_replaced else ""
+        self._append(f"[this log continues {older.name}{cut}]\n".encode())

@@ -1,38 +1,200 @@
-"""`llmscale launch`: attempt after attempt, until the run is finished, is asked to stop, or cannot be helped."""
+"""`llmscale launch`: start attempts until the run is finished, is asked to stop, or fails for good.
+
+Also the record of attempts (attempts.jsonl), the decision to try again, and the arguments of a restart.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
+from itertools import takewhile
 from pathlib import Path
 
-from llmscale.checkpoint.history import list_checkpoints
+from pydantic import TypeAdapter, ValidationError
+
+from llmscale.checkpoint.inventory import find_checkpoints, list_checkpoints
 from llmscale.cluster.hostfile import Host
 from llmscale.cluster.launch.attempt import AttemptRun, Layout, Limits, Outcome, choose_layout
-from llmscale.cluster.launch.attempts import (
-    Attempt,
-    RetryPolicy,
-    attempt_logs,
-    decide,
-    next_number,
-    read_attempts,
-    restart_arguments,
-    saved_checkpoints,
-    write_attempt,
-)
-from llmscale.cluster.launch.hosts import HostPool
 from llmscale.cluster.launch.protocol import Hello
-from llmscale.config.arguments import parse_run_config
+from llmscale.cluster.launch.transport import HostPool
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.errors import ConfigError
+from llmscale.files.buffered_log import BufferedLog
 from llmscale.training.changes import check_start
-from llmscale.training.run_claim import RunFolderClaim
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.prepare_run import prepare_run
+from llmscale.training.run_folder import RunFolderClaim
+from llmscale.untrusted.documents import load_json_lines
+
+# ---------------------------------------------------------------- the record of attempts
+
+ATTEMPTS_NAME = "attempts.jsonl"
+LOGS_NAME = "logs"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks. It is recorded when it begins, and again when it has ended."""
+
+    number: int
+    """Number from 1, over all launches of the run."""
+    began: str
+    """UTC, ISO 8601."""
+    hosts: dict[str, int]
+    """Number of ranks by host, in rank order."""
+    world_size: int
+    master: str
+    """Rendezvous of the ranks, address:port."""
+    left_out: dict[str, str]
+    """Hosts that were not used, with the reason."""
+    starter: str
+    logs: str
+    """Folder of this attempt's logs, one file per rank."""
+    seconds: float | None = None
+    """Duration until the end of its last process."""
+    training_after_s: float | None = None
+    """Duration until its first finished step; None without one."""
+    first_step: int | None = None
+    """First step that was finished in this attempt."""
+    last_step: int | None = None
+    """Last step that was finished in this attempt."""
+    end: str | None = None
+    """"finished", "stopped", "failed", "hung", "host lost", "no hosts", "user error" or "supervisor lost"; None while
+    it runs."""
+    reason: str | None = None
+    """One line about the end."""
+
+
+#: Checks the types of a record, and ignores fields of another version.
+_ATTEMPT = TypeAdapter(Attempt)
+
+
+def attempt_logs(run: Path, number: int) -> Path:
+    return run / LOGS_NAME / f"attempt-{number:04d}"
+
+
+def read_attempts(run: Path) -> list[Attempt]:
+    """Return all attempts, each as it was last recorded.
+
+    Damaged lines and an unreadable file are skipped: the record explains a run, and must not stop it.
+    """
+    attempts: dict[int, Attempt] = {}
+    try:
+        records = list(load_json_lines(run / ATTEMPTS_NAME))
+    except OSError:
+        return []
+    for record in records:
+        try:
+            attempt = _ATTEMPT.validate_python(record)
+        except ValidationError:
+            continue
+        attempts[attempt.number] = attempt
+    return [attempts[number] for number in sorted(attempts)]
+
+
+def next_number(run: Path) -> int:
+    """Return the number of the next attempt. It overwrites no logs, even of an attempt whose record is lost."""
+    logs = [path.name.removeprefix("attempt-") for path in (run / LOGS_NAME).glob("attempt-*")]
+    numbers = [attempt.number for attempt in read_attempts(run)]
+    return max([0, *numbers, *(int(name) for name in logs if name.isascii() and name.isdigit())]) + 1
+
+
+def write_attempt(run: Path, attempt: Attempt) -> str | None:
+    """Append an attempt. Return the problem if it cannot be written: the disk may be full, and training continue."""
+    problems: list[str] = []
+    file = BufferedLog(run / ATTEMPTS_NAME, warn=problems.append, unit="attempt")
+    file.append(json.dumps(asdict(attempt)).encode() + b"\n", attempt.number)
+    file.close()
+    return problems[-1] if problems else None
+
+
+# ---------------------------------------------------------------- when to try again
+
+#: Wait before the first restart. It doubles with each attempt without a new step.
+FIRST_WAIT_S = 1.0
+LONGEST_WAIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """Limits of restarts."""
+
+    max_restarts: int = 20
+    """Number of restarts in one launch."""
+    same_step_limit: int = 3
+    """Number of consecutive attempts that end after the same step before the launch gives up."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next action after a failed attempt."""
+
+    wait_s: float = 0.0
+    give_up: str | None = None
+    """Reason to give up; None to try again after `wait_s`."""
+
+
+def decide(attempts: Sequence[Attempt], policy: RetryPolicy) -> Decision:
+    """Decide what follows the last of `attempts`, those of this launch, which has failed."""
+    last = attempts[-1]
+    same = sum(1 for _ in takewhile(lambda one: (one.last_step, one.end) == (last.last_step, last.end), attempts[::-1]))
+    if same >= policy.same_step_limit:
+        where = "before its first step" if last.last_step is None else f"after step {last.last_step}"
+        return Decision(give_up=f"{same} attempts in a row ended {where} ({last.end}: {last.reason})")
+    if len(attempts) > policy.max_restarts:
+        return Decision(give_up=f"{policy.max_restarts} restarts were not enough (--max-restarts)")
+    furthest, fruitless = -1, 0
+    for attempt in attempts:
+        reached = -1 if attempt.last_step is None else attempt.last_step
+        fruitless = 0 if reached > furthest else fruitless + 1
+        furthest = max(furthest, reached)
+    return Decision(wait_s=min(FIRST_WAIT_S * 2**fruitless, LONGEST_WAIT_S))
+
+
+# ---------------------------------------------------------------- arguments of a restart
+
+#: Flags of train.py that begin or rewind a run. Each takes one value.
+_START_FLAGS = ("--resume", "--init-from", "--skip-steps")
+
+
+def restart_arguments(arguments: Sequence[str], config: RunConfig) -> list[str]:
+    """Return train.py's arguments for a restart after the run has saved a checkpoint. `arguments` parse to `config`."""
+    if not begins_somewhere(config):
+        return list(arguments)
+    kept, value_follows = [], False
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if value_follows:
+            value_follows = False
+        elif name.replace("_", "-") in _START_FLAGS:
+            value_follows = not equals
+        else:
+            kept.append(word)
+    kept += ["--resume", "auto"]
+    # A run file may set them too.
+    kept += [] if config.init_from is None else ["--init-from", "null"]
+    return [*kept, "--skip-steps", "[]"] if config.skip_steps else kept
+
+
+def saved_checkpoints(config: RunConfig) -> set[tuple[int, int]]:
+    """Return (history, step) of the saved checkpoints, if a restart needs other arguments once there are more."""
+    if not begins_somewhere(config):
+        return set()
+    return {(saved.history.number, saved.step) for saved in find_checkpoints(config.run).current}
+
+
+def begins_somewhere(config: RunConfig) -> bool:
+    """Return whether the flags start or rewind the run instead of continuing it."""
+    return config.resume != "auto" or config.init_from is not None or bool(config.skip_steps)
+
+
+# ---------------------------------------------------------------- one launch
 
 LAUNCH_LOCK_NAME = ".launch.lock"
-#: Between two tries to reach enough hosts.
+#: Wait between two attempts to reach enough hosts.
 _REGATHER_S = 5.0
 
 
@@ -42,19 +204,19 @@ class LaunchOptions:
 
     hosts: Sequence[Host]
     agent_command: Callable[[Host], list[str]]
-    """From a host to the command that starts its agent."""
+    """Function from a host to the command that starts its agent."""
     script: str
-    """train.py's path, on every host."""
+    """Path of train.py on every host."""
     arguments: Sequence[str]
-    """train.py's."""
+    """Arguments of train.py."""
     environment: Mapping[str, str]
-    """For the ranks."""
+    """Variables for the ranks."""
     starter: str
     limits: Limits
     policy: RetryPolicy
     connect_timeout_s: float
     wait_for_hosts_s: float
-    """How long a restart waits for `min_hosts` to come back."""
+    """Time limit of a restart for `min_hosts` to come back."""
     min_hosts: int
     master_addr: str | None
     master_port: int | None
@@ -64,7 +226,7 @@ class Supervisor:
     """One launch."""
 
     def __init__(self, options: LaunchOptions, stop_signals: list[str], show: Callable[[str], None]) -> None:
-        """`stop_signals` gets the names of signals as they come; `show` prints one line."""
+        """`stop_signals` receives the names of signals; `show` prints one line."""
         self._options, self._stop_signals, self._show = options, stop_signals, show
         self._config = parse_run_config(options.arguments)
         self._run = self._config.run.absolute()
@@ -72,9 +234,11 @@ class Supervisor:
         """Attempts of this launch, oldest first."""
 
     def run(self) -> int:
-        """The exit status: 0 when the run is finished, or was asked to stop and has saved; 2 for what the user must
-        mend; 1 otherwise. Raises ConfigError or DataError before anything is started."""
-        self._check_before_anything()
+        """Run all attempts and return the exit status. Raises ConfigError or DataError before anything is started.
+
+        0: the run is finished, or was asked to stop and has saved. 2: the user must repair something. 1: anything else.
+        """
+        self._check_before_start()
         claim = RunFolderClaim(self._run, LAUNCH_LOCK_NAME)
         try:
             claim.take()
@@ -90,8 +254,8 @@ class Supervisor:
         finally:
             claim.give_up()
 
-    def _check_before_anything(self) -> None:
-        """Raise what is wrong without asking a host, as if all hosts are there."""
+    def _check_before_start(self) -> None:
+        """Raise all errors that can be found without asking a host, as if all hosts answer."""
         layout = self._choose_layout(self._options.hosts)
         if layout is None:
             num_hosts = len(self._options.hosts)
@@ -99,7 +263,7 @@ class Supervisor:
         check_start(prepare_run(parse_run_config(self._arguments()), layout.world_size))
 
     def _choose_layout(self, hosts: Sequence[Host]) -> Layout | None:
-        """The layout that the run allows on these hosts. Raises what train.py would say when it allows none."""
+        """Return the layout that the run allows on these hosts. Raises train.py's error if it allows none."""
         config = parse_run_config(self._arguments())
         refusals: list[ConfigError] = []
 
@@ -117,13 +281,13 @@ class Supervisor:
         return layout
 
     def _arguments(self) -> list[str]:
-        """train.py's arguments for the next attempt."""
+        """Return train.py's arguments for the next attempt."""
         if not self._attempts or saved_checkpoints(self._config) <= self._saved_before:
             return list(self._options.arguments)
         return restart_arguments(self._options.arguments, self._config)
 
     def _close_open_attempt(self) -> None:
-        """The attempt of a supervisor that was killed has no end yet."""
+        """Record the end of an attempt whose supervisor was killed."""
         for attempt in read_attempts(self._run):
             if attempt.end is None:
                 lost = replace(
@@ -133,28 +297,31 @@ class Supervisor:
                 self._show(f"attempt {attempt.number} lost its supervisor; continuing")
 
     def _one_attempt(self) -> Attempt | None:
-        """None when asked to stop before ranks were started."""
+        """Run one attempt; None when asked to stop before ranks were started."""
         began, began_utc = time.monotonic(), datetime.now(timezone.utc).isoformat(timespec="seconds")
         number = max([next_number(self._run), *(attempt.number + 1 for attempt in self._attempts)])
         pool, layout = self._gather()
+        attempt = Attempt(
+            number=number,
+            began=began_utc,
+            hosts={name: layout.ranks_per_host for name in layout.hosts} if layout else {},
+            world_size=layout.world_size if layout else 0,
+            master="",
+            left_out=dict(pool.left_out),
+            starter=self._options.starter,
+            logs=str(attempt_logs(self._run, number)) if layout else "",
+        )
         run: AttemptRun | None = None
         try:
-            if layout is None or self._stop_signals:
-                return None if self._stop_signals else self._no_hosts(number, began_utc, pool)
+            if self._stop_signals:
+                return None
+            if layout is None:
+                return self._no_hosts(attempt)
             run = AttemptRun(pool, layout, self._options.limits, self._stop_signals, self._show)
             rendezvous = run.find_rendezvous(self._options.master_addr, self._options.master_port)
-            attempt = Attempt(
-                number=number,
-                began=began_utc,
-                hosts={name: layout.ranks_per_host for name in layout.hosts},
-                world_size=layout.world_size,
-                master=":".join(map(str, rendezvous or ("", ""))),
-                left_out=dict(pool.left_out),
-                starter=self._options.starter,
-                logs=str(attempt_logs(self._run, number)),
-            )
+            attempt = replace(attempt, master=":".join(map(str, rendezvous or ("", ""))))
             self._write(attempt)
-            self._show(f"attempt {number}: {layout.describe()}; meeting at {attempt.master}; logs in {attempt.logs}")
+            self._show(f"attempt {number}: {layout.describe()}; rendezvous {attempt.master}; logs in {attempt.logs}")
             if rendezvous is None:
                 outcome = Outcome("host lost", f"{layout.hosts[0]} did not answer", host=layout.hosts[0])
             else:
@@ -170,7 +337,7 @@ class Supervisor:
         return self._closed(attempt, run, outcome, began)
 
     def _closed(self, attempt: Attempt, run: AttemptRun, outcome: Outcome, began: float) -> Attempt:
-        """Write down how an attempt ended, with the evidence."""
+        """Record how an attempt ended, with the evidence."""
         progress = run.progress
         training_since = progress.training_since_s if progress else None
         stacks = run.save_stacks(Path(attempt.logs))
@@ -193,7 +360,7 @@ class Supervisor:
         return attempt
 
     def _gather(self) -> tuple[HostPool, Layout | None]:
-        """Reach the hosts; on a restart wait until there are enough. The layout is None when there never were."""
+        """Reach the hosts; on a restart wait until there are enough. The layout is None if there never were."""
         deadline = time.monotonic() + (self._options.wait_for_hosts_s if self._attempts else 0.0)
         while True:
             hello = Hello(
@@ -220,20 +387,11 @@ class Supervisor:
             self._show(f"waiting for {self._options.min_hosts} of {len(self._options.hosts)} hosts")
             self._sleep(_REGATHER_S)
 
-    def _no_hosts(self, number: int, began_utc: str, pool: HostPool) -> Attempt:
-        reasons = "; ".join(f"{name}: {why}" for name, why in pool.left_out.items())
-        attempt = Attempt(
-            number=number,
-            began=began_utc,
-            hosts={},
-            world_size=0,
-            master="",
-            left_out=dict(pool.left_out),
-            starter=self._options.starter,
-            logs="",
-            end="no hosts",
-            reason=f"fewer than {self._options.min_hosts} hosts could be reached ({reasons})",
-        )
+    def _no_hosts(self, attempt: Attempt) -> Attempt:
+        """Record that too few hosts could be reached."""
+        reasons = "; ".join(f"{name}: {why}" for name, why in attempt.left_out.items())
+        reason = f"fewer than {self._options.min_hosts} hosts could be reached ({reasons})"
+        attempt = replace(attempt, end="no hosts", reason=reason)
         self._write(attempt)
         return attempt
 
@@ -241,14 +399,14 @@ class Supervisor:
         """Return the exit status, or None to try again."""
         self._attempts.append(attempt)
         if attempt.end in ("finished", "stopped"):
-            word = "the run is finished" if attempt.end == "finished" else "asked to stop; the ranks have saved"
-            self._show(f"{word}, at {_step_words(attempt)}; run folder: {self._run}")
+            end = "the run is finished" if attempt.end == "finished" else "asked to stop; the ranks have saved"
+            self._show(f"{end}, at {_step_words(attempt)}; run folder: {self._run}")
             return 0
         if attempt.end == "user error" and not self._trained_before(attempt):
             self._show("not tried again: it would end the same way")
             return 2
         if attempt.end == "no hosts":
-            self._show(f"error: {attempt.reason}. `llmscale doctor` tells more.")
+            self._show(f"error: {attempt.reason}. Run `llmscale doctor` to find out why.")
             return 1
         decision = decide(self._attempts, self._options.policy)
         if decision.give_up:
@@ -268,20 +426,20 @@ class Supervisor:
         return attempt.first_step is None and any(earlier.first_step for earlier in self._attempts[:-1])
 
     def _stopped_between(self) -> int:
-        """Asked to stop while no ranks run: what is saved is all there is."""
+        """Report a stop while no ranks run, and return the exit status."""
         saved = list_checkpoints(self._run)
         where = f"the newest checkpoint is {saved[0].name}" if saved else "nothing was saved yet"
         self._show(f"stopped by {self._stop_signals[0]} between two attempts; {where}; run folder: {self._run}")
         return 0
 
     def _sleep(self, seconds: float) -> None:
-        """Unless asked to stop."""
+        """Wait, unless asked to stop."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._stop_signals:
             time.sleep(0.1)
 
     def _evidence(self, pool: HostPool, outcome: Outcome) -> list[str]:
-        """Return the last lines of the rank or launcher to blame, unless the screen shows them already."""
+        """Return the last lines of the rank or launcher that failed, unless the screen shows them already."""
         if outcome.host is None or outcome.end in ("host lost", "hung"):
             return []
         lines = pool.last_lines.get((outcome.host, outcome.rank)) or pool.last_lines.get((outcome.host, None)) or ()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from llmscale.config.batch_plan import BatchPlan
+from llmscale.config.bundled_files import DS_CONFIGS
 from llmscale.config.deepspeed.rules import find_problems, ignored_keys, refusals
 from llmscale.config.deepspeed.schema import (
     AUTO,
@@ -27,7 +28,6 @@ from llmscale.config.deepspeed.schema import (
     Section,
     TorchAutocast,
 )
-from llmscale.config.shipped import DS_CONFIGS
 from llmscale.errors import ConfigError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 
@@ -309,6 +309,6 @@ def default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtyp
     fp32 wherever there is more than one: a sum of many 16-bit gradients loses its small terms. With one micro-step
     there is no sum, and it is fp32 only at stages 2 and 3, where the peak is the same: the shards are small, and the
     step needs no fp32 copy. At stage 1 in bf16 it is another optimizer class of DeepSpeed's, whose unsharded buffer
-    costs 4 bytes per parameter; at stage 0 llmscale.engine.gradient_sums sums.
+    costs 4 bytes per parameter; at stage 0 llmscale.engine.deepspeed_patches sums.
     """
     return "fp32" if keys.zero.stage >= 2 or gradient_accumulation_steps > 1 else keys.model_dtype

@@ -22,7 +22,7 @@ from llmscale.config.deepspeed.schema import (
     show,
 )
 from llmscale.config.optimizers import ADAMW
-from llmscale.errors import did_you_mean
+from llmscale.suggestions import did_you_mean
 
 _REMOVED = "DeepSpeed removed it in 2026. Delete it."
 _OWN_LOOP = "llmscale counts micro-batches itself. Delete it."

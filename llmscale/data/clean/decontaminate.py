@@ -23,11 +23,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.clean.findings import Overlaps, Why
-from llmscale.data.clean.text import Hashes, Text, hash_ngrams, word_spans
+from llmscale.data.clean.filters import Hashes, Overlaps, Text, Why, hash_ngrams, word_spans
 from llmscale.data.prepare.sources.formats import suffix_of
-from llmscale.data.prepare.sources.input_files import LocalFile, opened
-from llmscale.data.prepare.sources.source import MAX_DOCUMENT_BYTES
+from llmscale.data.prepare.sources.source import MAX_DOCUMENT_BYTES, LocalFile, opened
 from llmscale.data.shards.compressed import head_of, unpacked
 from llmscale.errors import DataError
 from llmscale.untrusted.paths import check_regular

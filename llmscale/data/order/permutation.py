@@ -1,4 +1,4 @@
-"""Random permutations that are evaluated at single points: no table, no memory, no state. NumPy only.
+"""Random permutations that can be evaluated at single points, without tables or state. NumPy only.
 
 An alternating unbalanced Feistel network permutes the 2^b numbers of b bits, where b is the smallest that
 holds the domain; results outside the domain are permuted again until they fall inside (cycle walking; Black &
@@ -33,12 +33,12 @@ def mix64(values: UInt64Array) -> UInt64Array:
 
 
 def fold64(keys: UInt64Array, values: UInt64Array) -> UInt64Array:
-    """New keys, a function of (key, value), element by element; either side may be broadcast."""
+    """Return new keys, an element-wise function of (key, value) with broadcasting."""
     return mix64(keys ^ mix64(values + np.uint64(GOLDEN)))
 
 
 def key64(*parts: int) -> UInt64Array:
-    """One key, shape [1], for a tuple of integers such as (seed, epoch)."""
+    """Return one key, shape [1], for integers such as (seed, epoch)."""
     key = np.zeros(1, np.uint64)
     for part in parts:
         key = fold64(key, np.array([part & _MASK], np.uint64))
@@ -53,7 +53,7 @@ SMALLEST_BITS = 6
 
 
 def permute(index: NDArray[np.int64], size: NDArray[np.int64], key: UInt64Array) -> NDArray[np.int64]:
-    """Where `index[i]` goes under the permutation of [0, size[i]) that `key[i]` selects, for every i.
+    """Return the image of `index[i]` under the permutation of [0, size[i]) that `key[i]` selects, for every i.
 
     All three have shape [n]; 0 <= index < size. Returns int64 [n].
     """

@@ -1,30 +1,29 @@
-"""The order in which samples are seen: a pure function of (seed, epoch, set). NumPy only.
+"""The order in which samples are seen: a pure function of (seed, epoch, dataset). NumPy only.
 
-Position g of the stream is the (g + 1)-th sample that the run sees. Epoch g // n follows epoch g // n - 1 without a
-gap, each holds every one of the n samples exactly once, and nothing is padded, dropped or repeated: a global batch may
-straddle two epochs. So the state of the stream is one number, the samples seen, whatever the ranks, nodes or workers.
+Position g of the stream is the (g + 1)-th sample that the run sees. Each epoch has every one of the n samples exactly
+once, nothing is padded, dropped or repeated, and a global batch may span two epochs. So the state of the stream is one
+number, the samples seen, for any number of ranks, nodes or workers.
 
-By default an epoch is a random permutation of the whole set, drawn from all of it at every moment. Two things bound
-what a node must hold of a remote set, and cost nothing where they are the default:
+By default an epoch is a random permutation of the dataset. Two mechanisms bound how much of a remote dataset a node
+must hold:
 
-- **Rows.** Positions go round R canonical rows in an order that is random in each round and fair to every number of
-  nodes that divides R (`scramble`). A row is a part of the set that one node can hold, the same in every epoch. Rows
-  are as alike as can be: each takes its share of shards from every region of the set. From eight shards to a row on,
-  their means differ so little that the order cannot be told from a shuffle of the whole; a smaller set has one row.
-- **Blocks.** Each epoch, each row shuffles its shards and is cut into equal blocks of `block_size` samples or less,
-  which are shuffled one after the other. A row is a ring that each epoch enters at a random place, so that rows do not
-  change blocks together and no block is short. This bounds what a node holds at a time, and is random only where
-  neighbours in a shard are strangers: `prepare` shuffles what it writes.
+- **Rows.** Positions visit R canonical rows in rounds, in an order that is random in each round and balanced for every
+  number of nodes that divides R (`scramble`). A row is a part of the dataset that one node can hold, the same in every
+  epoch. Each row takes its share of shards from every region of the dataset. From eight shards per row on, the order is
+  statistically like a full shuffle; a smaller dataset has one row. - **Blocks.** Each epoch, each row shuffles its
+  shards and is cut into equal blocks of at most `block_size` samples, which are shuffled one after the other. A row is
+  a ring that each epoch enters at a random place, so that rows do not change blocks together and no block is short.
+  This bounds what a node holds at a time. It needs shuffled shards, which `prepare` writes.
 
-Every shuffle is a Feistel permutation (permutation.py), so any position is found on its own: no list of samples, a few
-kB per shard, any start in milliseconds. Random bits are splitmix64's rather than NumPy's generators', whose streams may
-change between versions.
+Every shuffle is a Feistel permutation (permutation.py), so any position is computed on its own: no list of samples, a
+few kB per shard, any start in milliseconds. Random bits come from splitmix64, because NumPy's generators may change
+between versions.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
@@ -33,46 +32,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 from llmscale.data.order.permutation import UInt64Array, fold64, key64, permute
-from llmscale.errors import ConfigError
+from llmscale.data.shards.cache import SetLocation
+from llmscale.errors import ConfigError, DataError
 
 IntArray = NDArray[np.int64]
-#: Far beyond any run; positions are int64, and are added to.
+#: Limit of positions, far beyond any run and far below int64's.
 MOST_POSITIONS = 1 << 56
-#: [begin, end) of stream positions, ascending and apart.
+#: Ranges [begin, end) of stream positions, ascending and disjoint.
 Ranges = tuple[tuple[int, int], ...]
 
 
 class StreamOrder(Protocol):
-    """A pure function from stream positions to samples: position g is the (g + 1)-th sample that a run sees."""
+    """A pure function from stream positions to samples; position g is the (g + 1)-th sample that a run sees."""
 
     num_samples: int
-    """Samples there are; ids are below it."""
+    """Number of samples; ids are below it."""
 
     def rows(self, positions: IntArray) -> IntArray:
-        """Canonical row of each position [n], which decides the node that takes it (`RankLayout`)."""
+        """Return the canonical row of each position [n], which decides its node (`RankLayout`)."""
 
     def sample_ids(self, positions: IntArray) -> IntArray:
-        """Sample at each position [n]."""
+        """Return the sample at each position [n]."""
 
 
 class SkippingOrder:
-    """An order that leaves ranges of the stream out, as if they had never been in it."""
+    """An order that skips ranges of the stream."""
 
     def __init__(self, order: StreamOrder, skipped: Ranges) -> None:
         self.num_samples = order.num_samples
         self.order, self._skipped = order, skipped
 
     def rows(self, positions: IntArray) -> IntArray:
-        """See StreamOrder."""
+        """Implement StreamOrder."""
         return self.order.rows(stream_positions(positions, self._skipped))
 
     def sample_ids(self, positions: IntArray) -> IntArray:
-        """See StreamOrder."""
+        """Implement StreamOrder."""
         return self.order.sample_ids(stream_positions(positions, self._skipped))
 
 
 def stream_positions(seen: IntArray, skipped: Ranges) -> IntArray:
-    """Where in the stream the samples lie before which so many were seen: int64 of the same shape."""
+    """Return the stream positions of the next sample after `seen` samples: int64 of the same shape."""
     moved = seen.copy()
     for begin, end in skipped:
         moved[moved >= begin] += end - begin
@@ -111,7 +111,7 @@ def scramble(turns: IntArray, num_rows: int, keys: UInt64Array) -> IntArray:
 
 
 def _scramble_digits(turns: IntArray, prime: int, exponent: int, keys: UInt64Array) -> IntArray:
-    """A nested permutation of turns modulo prime^exponent."""
+    """Return a nested permutation of turns modulo prime^exponent."""
     images = np.zeros_like(turns)
     weight = 1
     for _ in range(exponent):
@@ -126,7 +126,7 @@ def _scramble_digits(turns: IntArray, prime: int, exponent: int, keys: UInt64Arr
 
 
 def prime_powers(number: int) -> Iterator[tuple[int, int]]:
-    """(prime, exponent) of each prime factor, ascending."""
+    """Yield (prime, exponent) of each prime factor, ascending."""
     prime = 2
     while prime * prime <= number:
         exponent = 0
@@ -140,18 +140,18 @@ def prime_powers(number: int) -> Iterator[tuple[int, int]]:
         yield number, 1
 
 
-#: Everything that decides an order, as a checkpoint keeps it.
+#: Everything that decides an order, as a checkpoint stores it.
 OrderIdentity = dict[str, str | int | bool | None]
 
-#: Rows that go to nodes whole. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
+#: Rows, each held by one node. 48 is divided by 1, 2, 3, 4, 6, 8, 12, 16, 24 and 48 nodes.
 DEFAULT_CANONICAL_NODES = 48
 #: The means of rows of eight shards, one from each of eight regions, hold about a hundredth of the variance of a
 #: sample: batches spread as a full shuffle's do, within half a percent.
 SHARDS_PER_ROW = 8
-#: For a set too large for a node: with 48 rows a batch is drawn from 1.5 million samples (Streaming's default: 2
-#: million), and a row needs two or three 64 MiB shards of 1,024-token samples at a time.
+#: Block size of a dataset too large for a node: with 48 rows a batch is drawn from 1.5 million samples (Streaming's
+#: default: 2 million), and a row needs two or three 64 MiB shards of 1,024-token samples at a time.
 DEFAULT_BLOCK_SIZE = 1 << 15
-#: Far beyond any use; a few kB are kept per row.
+#: Most rows; each takes a few kB.
 MOST_CANONICAL_NODES = 1 << 20
 
 # Domains of the keys: equal (seed, epoch) must not give related shard orders, rounds, entrances and shuffles.
@@ -167,18 +167,18 @@ class _EpochTable:
     begins: IntArray
     """First place of each span, [spans]."""
     ends: IntArray
-    """Place behind each span, [spans]."""
+    """End of each span, [spans]."""
 
 
 class SampleOrder:
-    """Sample ids by stream position. Costs a few kB per shard and nothing per sample.
+    """Sample ids by stream position, at a few kB per shard and nothing per sample.
 
-    `num_canonical_nodes` None: as many rows as do not show, 48 or one. `block_size` None: a row is one block.
-    Raises ConfigError for settings that cannot form an order.
+    `num_canonical_nodes` None means 48 rows if that is statistically like one row, else one. `block_size` None makes
+    each row one block. Raises ConfigError for invalid settings.
     """
 
     algorithm: ClassVar[str] = "feistel-rounds-2"
-    """Changed whenever the same settings would give another order."""
+    """Name of the algorithm; changed whenever the same settings would give another order."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class SampleOrder:
         self.samples_per_shard = np.asarray(samples_per_shard, np.int64)
         self.num_samples = int(self.samples_per_shard.sum())
         if self.num_samples < 1:
-            raise ConfigError("The order of an empty set is not defined: the set holds no samples.")
+            raise ConfigError("The dataset holds no samples, so it has no order.")
         self.seed = seed
         self.shuffle = shuffle
         self.num_canonical_nodes = num_canonical_nodes or rows_that_do_not_show(self.samples_per_shard)
@@ -207,12 +207,12 @@ class SampleOrder:
         self._row_sizes = (self.num_samples - rows + self.num_canonical_nodes - 1) // self.num_canonical_nodes
         self._row_begins = np.cumsum(self._row_sizes) - self._row_sizes
         self._span_starts, self._span_sizes, self._span_rows = self._cut_rows()
-        # Two epochs live at a time: a global batch may straddle them.
+        # Two epochs at a time: a global batch may span them.
         self._epoch_table = lru_cache(maxsize=2)(self._build_epoch_table)
 
     def rows(self, positions: IntArray) -> IntArray:
-        """Canonical row of each stream position, int64 of the same shape. Of N | R nodes, node row % N holds it: N
-        positions counted from a multiple of N need each node once, unless they straddle two epochs."""
+        """Return the canonical row of each stream position, int64 of the same shape. With N nodes, N dividing R, node
+        row % N holds it: N positions from a multiple of N on need each node once, unless they span two epochs."""
         rows = np.zeros(positions.shape, np.int64)
         if self.shuffle and self.num_canonical_nodes > 1:
             for epoch, chosen in self._by_epoch(positions):
@@ -220,7 +220,7 @@ class SampleOrder:
         return rows
 
     def sample_ids(self, positions: IntArray) -> IntArray:
-        """Sample id at each stream position (non-negative, any order), int64 [n] for positions [n]."""
+        """Return the sample id at each stream position (non-negative, any order), int64 [n]."""
         if not self.shuffle:
             return positions % self.num_samples
         ids = np.empty(len(positions), np.int64)
@@ -229,7 +229,8 @@ class SampleOrder:
         return ids
 
     def identity(self, set_fingerprint: str) -> OrderIdentity:
-        """Everything that decides the order. A checkpoint keeps it; a resume with another is refused."""
+        """Return everything that decides the order. A checkpoint stores it, and a resume with another identity is
+        refused."""
         return {
             "algorithm": self.algorithm,
             "set_fingerprint": set_fingerprint,
@@ -241,7 +242,7 @@ class SampleOrder:
         }
 
     def _by_epoch(self, positions: IntArray) -> list[tuple[int, IntArray]]:
-        """Each epoch met, with the indices of its positions."""
+        """Return each epoch that occurs, with the indices of its positions."""
         epochs = positions // self.num_samples
         return [(int(epoch), np.flatnonzero(epochs == epoch)) for epoch in np.unique(epochs)]
 
@@ -261,10 +262,10 @@ class SampleOrder:
         return starts, sizes, rows
 
     def _order_shards(self, shard_starts: IntArray) -> IntArray:
-        """An order of the shards, [shards], of which any part is a fair sample of the set.
+        """Return an order of the shards, [shards], any part of which is a fair sample of the dataset.
 
-        The set is cut into as many regions as a row has shards. Each region's shards are shuffled, and the regions are
-        merged, each at the pace that ends them together.
+        The dataset is cut into as many regions as a row has shards. Each region's shards are shuffled, and the regions
+        are merged so that all end together.
         """
         sizes = self.samples_per_shard
         num_regions = max(1, self.num_samples // (self.num_canonical_nodes * int(sizes.max())))
@@ -284,10 +285,10 @@ class SampleOrder:
         return _EpochTable(self._span_starts[order], ends - self._span_sizes[order], ends)
 
     def _visits(self, epoch: int, places: IntArray) -> tuple[IntArray, IntArray]:
-        """Row, and how often it was visited before in this epoch, of places [n].
+        """Return the row of places [n], and how often it was visited before in this epoch.
 
-        Rounds begin at stream positions that R divides, as batches begin at multiples of their size; what an epoch has
-        before its first whole round and behind its last goes through the rows in turn.
+        Rounds begin at stream positions divisible by R, as batches begin at multiples of their size. Places before an
+        epoch's first full round and after its last visit the rows in turn.
         """
         num_rows = self.num_canonical_nodes
         head = min(-epoch * self.num_samples % num_rows, self.num_samples)
@@ -299,7 +300,7 @@ class SampleOrder:
         return rows, rounds + (rows < head).astype(np.int64)
 
     def _ids_in_epoch(self, epoch: int, places: IntArray) -> IntArray:
-        """Sample ids of places [n] in the epoch."""
+        """Return the sample ids of places [n] in the epoch."""
         rows, shuffled = self._shuffled_entries(epoch, places)
         table = self._epoch_table(epoch)
         row_places = self._row_begins[rows] + shuffled
@@ -307,7 +308,7 @@ class SampleOrder:
         return table.starts[spans] + row_places - table.begins[spans]
 
     def _shuffled_entries(self, epoch: int, places: IntArray) -> tuple[IntArray, IntArray]:
-        """Row, and the entry shuffled in its block, of places [n] in the epoch."""
+        """Return the row of places [n] in the epoch, and the entry after the shuffle in its block."""
         rows, entries = self._visits(epoch, places)
         sizes = self._row_sizes[rows]
         row_words = rows.astype(np.uint64)
@@ -322,8 +323,8 @@ class SampleOrder:
 
 
 def rows_that_do_not_show(samples_per_shard: IntArray) -> int:
-    """48 for a set whose largest shard fits a row several times, else 1. Shards of one set are about equally large, so
-    this is a set of 384 shards and more."""
+    """Return 48 if a row holds SHARDS_PER_ROW of the largest shard, else 1. Shards are about equally large, so this
+    means a dataset of 384 shards and more."""
     num_rows = DEFAULT_CANONICAL_NODES
     fits = int(samples_per_shard.max()) * SHARDS_PER_ROW * num_rows <= int(samples_per_shard.sum())
     return num_rows if fits else 1
@@ -331,10 +332,10 @@ def rows_that_do_not_show(samples_per_shard: IntArray) -> int:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Where this rank stands among the data-parallel ones. Raises ConfigError when the numbers contradict."""
+    """This rank's position among the data-parallel ranks. Raises ConfigError for contradictory numbers."""
 
     data_parallel_rank: int
-    """Ranks are numbered node by node, as DeepSpeed's launcher does."""
+    """Rank, numbered node by node, as DeepSpeed's launcher does."""
     ranks_per_node: tuple[int, ...]
     """Data-parallel ranks on each node, in the order of their ranks."""
 
@@ -350,29 +351,81 @@ class RankLayout:
 
 
 def shard_batch(positions: IntArray, rows: IntArray, layout: RankLayout) -> IntArray:
-    """This rank's share of a global batch: `positions` [G] with their canonical rows [G] -> [G / D].
+    """Return this rank's share of a global batch: `positions` [G] with their canonical rows [G] -> [G / D].
 
     A stable sort by preferred node, cut into D = data_parallel_size equal parts. Raises ConfigError when D does
     not divide G.
     """
     if len(positions) % layout.data_parallel_size:
         raise ConfigError(
-            f"A global batch of {len(positions)} samples cannot be dealt to {layout.data_parallel_size} ranks equally: "
-            "the world size must divide it."
+            f"A global batch of {len(positions)} samples cannot be split equally over {layout.data_parallel_size} "
+            "ranks: the world size must divide it."
         )
     share = len(positions) // layout.data_parallel_size
     begin = layout.data_parallel_rank * share
-    if len(layout.ranks_per_node) == 1:  # every row prefers it, so that sorting would change nothing
+    if len(layout.ranks_per_node) == 1:  # with one node, sorting changes nothing
         return positions[begin : begin + share]
     order = np.argsort(preferred_nodes(rows, layout.ranks_per_node), kind="stable")
     return positions[order[begin : begin + share]]
 
 
 def preferred_nodes(rows: IntArray, ranks_per_node: Sequence[int]) -> IntArray:
-    """The node that should hold each row: rows go round the nodes, as often as a node has ranks.
+    """Return the node that should hold each row: rows go round the nodes, in proportion to their ranks.
 
     Equal nodes take row % num_nodes. Consecutive rows fill every node's share exactly.
     """
     turns = math.gcd(*ranks_per_node)
     counts = np.array(ranks_per_node, np.int64) // turns
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)[rows % counts.sum()]
+
+
+#: Up to this size, 4 billion tokens of two bytes, every node can hold the dataset, so its order is one shuffle.
+WHOLE_SET_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class OrderSettings:
+    """Settings of the order of a dataset's training split."""
+
+    seed: int
+    """Seed of the sample order."""
+    shuffle: bool = True
+    """False keeps the dataset's order in every epoch."""
+    num_canonical_nodes: int | None = None
+    """Rows, each held by one node. Part of the order: do not change it when the number of nodes changes."""
+    block_size: int | None = None
+    """Samples of a row that are shuffled together."""
+    saved_order: Mapping[str, object] | None = None
+    """Identity of the order that a run began with, for the settings left None."""
+    cache_limit_bytes: int | None = None
+    """Limit of a remote dataset's local cache, or None."""
+
+
+def build_order(location: SetLocation, settings: OrderSettings) -> SampleOrder:
+    """Return the sample order of the training split, from the manifest alone. Raises DataError for a malformed saved
+    order."""
+    sizes = [shard.num_samples for shard in location.manifest.splits["train"].shards]
+    saved = settings.saved_order or {}
+    num_rows = settings.num_canonical_nodes or _saved_number(saved, "num_canonical_nodes", MOST_CANONICAL_NODES)
+    block_size = settings.block_size or _saved_number(saved, "block_size", 1 << 62)
+    if not saved and _is_read_in_blocks(location, settings):
+        num_rows = num_rows or DEFAULT_CANONICAL_NODES
+        block_size = block_size or DEFAULT_BLOCK_SIZE
+    return SampleOrder(
+        sizes, seed=settings.seed, shuffle=settings.shuffle, num_canonical_nodes=num_rows, block_size=block_size
+    )
+
+
+def _is_read_in_blocks(location: SetLocation, settings: OrderSettings) -> bool:
+    """Return whether a new run should need few shards at a time: if the dataset is too large for a node. A shuffled
+    dataset loses no randomness; any other is read so only if it is remote."""
+    num_bytes = sum(shard.bytes for shard in location.manifest.splits["train"].shards)
+    limit_bytes = min(WHOLE_SET_BYTES, settings.cache_limit_bytes or WHOLE_SET_BYTES)
+    return num_bytes > limit_bytes and (location.manifest.is_shuffled or location.remote is not None)
+
+
+def _saved_number(saved: Mapping[str, object], name: str, most: int) -> int | None:
+    value = saved.get(name)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most):
+        return value
+    raise DataError(f"The saved order of samples has {name} {value!r}; it must be in 1..{most:,}, or none.")

@@ -1,7 +1,7 @@
-"""The fastest encoder that gives exactly a tokenizer's tokens: gigatoken where it does, else the tokenizer itself.
+"""Choose the fastest encoder with exactly a tokenizer's tokens: gigatoken if it agrees, else the tokenizer's library.
 
-gigatoken is asked for nothing but byte-level BPE, and only after it gave the tokenizer's own tokens for texts that are
-hard to split and for the first documents of the input.
+gigatoken is used for byte-level BPE only, and only if it gives the tokenizer's tokens for a set of difficult texts and
+for the first documents of the input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer, without_panics
 from llmscale.data.tokenizers.tiktoken_tokenizer import RANKS_NAME, TiktokenTokenizer
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, cut_text
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from gigatoken.gigatoken_rs import BPETokenizer
 
 EncoderName = Literal["auto", "gigatoken", "reference"]
-#: Characters of a long document that the tokenizer itself gets at once, where it allows a cut.
+#: Characters of a long document that the tokenizer's library gets at once, if the document may be cut.
 _PIECE_CHARACTERS = 1 << 18
-#: Characters of the input's first documents that are compared.
+#: Characters of the first documents for the comparison.
 _CHECKED_CHARACTERS = 1 << 19
-#: gigatoken remembers every word that it has seen, up to 2.6 bytes for a character of random ones; it forgets when it
-#: is loaded anew, which takes 0.2 s.
+#: gigatoken caches every word, up to 2.6 bytes per character of random text; reloading it after this many characters
+#: empties the cache and takes 0.2 s.
 _RENEWED_CHARACTERS = 1 << 30
-#: What tells apart patterns that split text in almost the same way.
+#: Texts that distinguish patterns which split text almost alike.
 _HARD_TEXTS = (
     "",
     " ",
@@ -51,22 +51,22 @@ _HARD_TEXTS = (
 )
 
 
-#: Everything but letters, signs and ideographs that are their own normal form whatever stands beside them, in every
-#: version of Unicode: gigatoken and `tokenizers` know different ones.
+#: All characters except those that are in NFC beside any neighbour in every version of Unicode; gigatoken and
+#: `tokenizers` have different versions.
 _NFC_MAY_CHANGE = re.compile("[^\x00-\u02ff\u0400-\u0482\u2010-\u2027\u2030-\u205e\u20a0-\u20bf\u4e00-\u9fff]")
 
 
 class Encoder(Protocol):
-    """Texts to token ids. Several threads may use one."""
+    """Encodes texts to token ids; thread-safe."""
 
     name: str
 
     def encode(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Token ids of each text. Raises DataError."""
+        """Return the token ids of each text. Raises DataError."""
 
 
 class ReferenceEncoder:
-    """The tokenizer itself, as everything else of llmscale uses it."""
+    """The tokenizer's library, as the rest of llmscale uses it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -82,14 +82,14 @@ class ReferenceEncoder:
 
 
 class GigatokenEncoder:
-    """gigatoken, with the tokenizer's own word on texts that NFC may change or that become tokens that no text may."""
+    """gigatoken; texts that NFC may change, or that give a forbidden token, are encoded by the tokenizer."""
 
     name = "gigatoken"
 
     def __init__(
         self, tokenizer: TiktokenTokenizer | HuggingFaceTokenizer, native: BPETokenizer, *, is_nfc: bool
     ) -> None:
-        """`is_nfc`: whether the tokenizer normalises text, which `native` does not."""
+        """`is_nfc`: whether the tokenizer normalises text to NFC, which `native` does not."""
         self._tokenizer = tokenizer
         self._native = native
         self._is_nfc = is_nfc
@@ -101,7 +101,7 @@ class GigatokenEncoder:
         if self._num_characters > _RENEWED_CHARACTERS:
             self._num_characters = 0
             self._native, _ = _load(self._tokenizer)
-        # Of an awkward array only its two numpy arrays are used; not parallel, as its own threads know no limit.
+        # Only the two NumPy arrays of the Awkward array are used. parallel=False, as its threads have no limit.
         layout = self._native.encode_batch(list(texts), parallel=False).layout
         tokens, ends = layout.content.data, layout.offsets.data
         arrays = [tokens[begin:end] for begin, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True)]
@@ -114,10 +114,9 @@ class GigatokenEncoder:
 
 
 def choose_encoder(tokenizer: Tokenizer, wanted: EncoderName, first_texts: Sequence[str]) -> tuple[Encoder, str]:
-    """An encoder, and why it is not the fastest one, if it is not. `first_texts` are of the input, for the comparison,
-    which goes as far into them as it must.
+    """Return an encoder and, if it is not gigatoken, the reason. `first_texts` are the input's first documents.
 
-    Raises DataError when gigatoken is `wanted` and cannot be had.
+    Raises DataError when gigatoken is `wanted` and not usable.
     """
     reference = ReferenceEncoder(tokenizer)
     if wanted == "reference":
@@ -151,18 +150,18 @@ def _first_characters(texts: Sequence[str]) -> Iterator[str]:
 
 
 class _Unfit(Exception):
-    """gigatoken is not for this tokenizer."""
+    """gigatoken cannot replace this tokenizer."""
 
 
 def _load(tokenizer: TiktokenTokenizer | HuggingFaceTokenizer) -> tuple[BPETokenizer, bool]:
-    """gigatoken's tokenizer, and whether text must be put into NFC for it. Raises ImportError, _Unfit."""
+    """Return gigatoken's tokenizer and whether the tokenizer uses NFC. Raises ImportError, _Unfit."""
     from gigatoken import gigatoken_rs
 
     record = {} if isinstance(tokenizer, TiktokenTokenizer) else tokenizer.plain_record()
     normalizer = record.get("normalizer")
     is_nfc = normalizer == {"type": "NFC"}
     if normalizer is not None and not is_nfc:
-        raise _Unfit("the tokenizer changes text before it splits it, and not by NFC")
+        raise _Unfit("the tokenizer normalises text in another way than NFC")
     try:
         if isinstance(tokenizer, TiktokenTokenizer):
             special = {END_OF_TEXT: tokenizer.eot_token} if tokenizer.parse_special else {}
@@ -173,14 +172,14 @@ def _load(tokenizer: TiktokenTokenizer | HuggingFaceTokenizer) -> tuple[BPEToken
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
     except BaseException as error:  # Rust's panics are BaseException
-        raise _Unfit(f"it does not take this tokenizer ({' '.join(str(error).split())[:200]})") from None
+        raise _Unfit(f"it does not accept this tokenizer ({' '.join(str(error).split())[:200]})") from None
     if not isinstance(native, gigatoken_rs.BPETokenizer):
         raise _Unfit("it encodes byte-level BPE only")
     return native, is_nfc
 
 
 def _find_difference(encoder: Encoder, reference: Encoder, texts: Sequence[str]) -> str:
-    """What the two make different of one of the texts; empty for nothing."""
+    """Return the first difference between two encoders on the texts, or an empty string."""
     try:
         found = encoder.encode(texts)
     except (KeyboardInterrupt, SystemExit, MemoryError, DataError):
@@ -190,5 +189,5 @@ def _find_difference(encoder: Encoder, reference: Encoder, texts: Sequence[str])
     for text, ours, theirs in zip(texts, found, reference.encode(texts), strict=True):
         if not np.array_equal(ours, theirs):
             place = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
-            return f"token {place} of the text {text[:60]!r} is another one"
+            return f"token {place} of the text {text[:60]!r} differs"
     return ""

@@ -1,4 +1,4 @@
-"""Write a folder of prepared data: atomically, resumably, with rejected records in a file beside it."""
+"""Write an output folder atomically and resumably, with rejected records in a file beside it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from llmscale.data.prepare.sources.source import Rejected
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, PrepareRequest, load_manifest
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import DataError, write_failure
-from llmscale.files.whole import write_durably
+from llmscale.files.atomic_write import write_durably
 
 
 @contextmanager
 def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
-    """Yields a hidden sibling of `out` to write into; when the block ends well it becomes `out`.
+    """Yield a hidden sibling of `out` to write into, which becomes `out` when the block succeeds.
 
-    With `replace`, an existing `out` is put aside first and deleted afterwards. Siblings that dead processes
-    left are removed. Raises DataError when `out` cannot be written or has appeared meanwhile.
+    With `replace`, an existing `out` is renamed first and deleted afterwards. Siblings of dead processes are removed.
+    Raises DataError when `out` is not writable or has appeared meanwhile.
     """
     made = [folder for folder in out.parents if not os.path.lexists(folder)]
     try:
@@ -53,14 +53,14 @@ def new_folder(out: Path, *, replace: bool) -> Iterator[Path]:
 
 
 def _remove_empty(folders: list[Path]) -> None:
-    """What was made for an `out` that did not come; the innermost first."""
+    """Remove folders, innermost first, that were made for an `out` that failed."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def recover(out: Path) -> None:
-    """Clear up after killed processes: drop half-written siblings, bring back an `out` put aside."""
+    """Clean up after killed processes: remove half-written siblings, restore a renamed `out`."""
     if not out.parent.is_dir():
         return
     for kind in ("partial", "replaced"):
@@ -74,12 +74,12 @@ def recover(out: Path) -> None:
 
 
 def find_writer(out: Path) -> Path | None:
-    """What another process writes just now to become `out`."""
+    """Return the folder in which another live process is writing `out`, or None."""
     return next((partial for partial in _siblings(out, "partial") if _is_held(partial)), None)
 
 
 def _siblings(out: Path, kind: str) -> list[Path]:
-    """Of any host, whose name may have changed or be another container's."""
+    """Return siblings of all hosts: host names change, and containers have others."""
     return sorted(out.parent.glob(f".{glob.escape(out.name)}.{kind}-*-[0-9]*"))
 
 
@@ -88,7 +88,7 @@ def _sibling(out: Path, kind: str) -> Path:
 
 
 def put_in_place(partial: Path, out: Path, *, replace: bool) -> None:
-    """Rename a finished folder of the same disk to `out`. Raises OSError; then an existing `out` is as it was."""
+    """Rename a finished folder on the same disk to `out`. Raises OSError; then an existing `out` is unchanged."""
     aside = _sibling(out, "replaced")
     with _held(out) if replace and out.exists() else nullcontext():
         if replace and out.exists():
@@ -105,10 +105,10 @@ def put_in_place(partial: Path, out: Path, *, replace: bool) -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Shows that a process works on the folder, whatever it is renamed to, until the block or the process ends."""
+    """Lock the folder, whatever it is renamed to, until the block or the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks on folders: the name says who it is
+        with suppress(OSError):  # no locks on folders on this file system: the name identifies the process
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
@@ -116,7 +116,7 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _is_held(folder: Path) -> bool:
-    """Whether a process works on the folder; also where that cannot be told."""
+    """Return whether a live process holds the folder, or may hold it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -134,7 +134,7 @@ def _is_held(folder: Path) -> bool:
 
 
 def _is_alive(pid: str) -> bool:
-    """Whether another process has this id; our own id can only be a dead process's from before."""
+    """Return whether another live process has this id; our own id was reused from a dead process."""
     if not pid.isdecimal() or int(pid) == os.getpid():
         return False
     try:
@@ -147,7 +147,7 @@ def _is_alive(pid: str) -> bool:
 
 
 def sync_tree(folder: Path) -> None:
-    """Make all files below durable."""
+    """Flush all files below to disk."""
     for path in [*folder.rglob("*"), folder]:
         _sync(path)
 
@@ -160,21 +160,21 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-#: Raised when what is in the folder means something else.
+#: Incremented when the meaning of the folder's files changes.
 _VERSION = 3
 _REQUEST_NAME, _STATE_NAME, _LOCK_NAME = "request.json", "state.npz", "lock"
 
 
 def work_folder_of(out: Path, purpose: str = "prepare") -> Path:
-    """The folder in which `out` is prepared, or whatever the purpose is."""
+    """Return the folder in which `out` is made."""
     return out.parent / f".{out.name}.partial-{purpose}"
 
 
 class WorkFolder:
-    """A folder that this process holds."""
+    """A work folder that this process has locked."""
 
     def __init__(self, path: Path, request: Mapping[str, object]) -> None:
-        """Raises OSError. What another request or another version left there is removed."""
+        """Open the folder; work of another request or version is removed. Raises OSError."""
         self.path = path
         self.replaced_other = False
         if not _is_for(path, request):
@@ -182,16 +182,16 @@ class WorkFolder:
             self.clear()
             write_durably(path / _REQUEST_NAME, json.dumps({"version": _VERSION, **request}))
         elif not self.has_state() or not self.set_folder.is_dir():
-            # A set that is not here is in its place: the process was killed before it could remove the rest.
+            # Without the dataset folder, the last process was killed after moving it into place.
             self.begin_anew()
 
     @property
     def set_folder(self) -> Path:
-        """What becomes the set, there from the beginning until it is moved into its place."""
+        """Folder that becomes the dataset; it exists until it is moved into place."""
         return self.path / "set"
 
     def clear(self, keep: str = "") -> None:
-        """Remove all but one, and begin with an empty set."""
+        """Remove everything except `keep` and the lock, and start with an empty dataset folder."""
         for path in self.path.iterdir():
             if path.name in (_LOCK_NAME, keep):
                 continue
@@ -202,20 +202,20 @@ class WorkFolder:
         self.set_folder.mkdir()
 
     def begin_anew(self) -> None:
-        """Forget what is done of the same request."""
+        """Discard all work on the same request."""
         self.clear(keep=_REQUEST_NAME)
 
     def has_state(self) -> bool:
         return (self.path / _STATE_NAME).exists()
 
     def save_state(self, facts: Mapping[str, object], arrays: Mapping[str, NDArray[np.generic]]) -> None:
-        """All of it or nothing. Raises OSError."""
+        """Save the state atomically. Raises OSError."""
         buffer = io.BytesIO()
         np.savez(buffer, facts=np.frombuffer(json.dumps(facts).encode(), np.uint8), **arrays)
         write_durably(self.path / _STATE_NAME, buffer.getvalue())
 
     def load_state(self) -> tuple[dict[str, object], dict[str, NDArray[np.generic]]] | None:
-        """What was saved last; None when nothing was. Raises OSError, ValueError."""
+        """Return the state saved last, or None. Raises OSError, ValueError."""
         if not self.has_state():
             return None
         with np.load(self.path / _STATE_NAME, allow_pickle=False) as stored:
@@ -225,10 +225,10 @@ class WorkFolder:
 
 @contextmanager
 def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "prepare") -> Iterator[WorkFolder]:
-    """The folder in which `out` is prepared, for this process alone. It stays when the block fails after a state was
-    saved; otherwise it is removed with the folders that were made for it.
+    """Open the work folder of `out` for this process alone. If the block fails after a state was saved, the folder
+    stays; otherwise it is removed, with parent folders made for it.
 
-    Raises DataError when `out` cannot be written or another process prepares it.
+    Raises DataError when `out` is not writable or another process is writing it.
     """
     path = work_folder_of(out, purpose)
     made = [folder for folder in out.parents if not os.path.lexists(folder)]
@@ -253,12 +253,12 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
 
 
 def is_begun(out: Path, request: Mapping[str, object], purpose: str) -> bool:
-    """Whether an earlier command has left work on the same request."""
+    """Return whether an earlier command left work on the same request."""
     return _is_for(work_folder_of(out, purpose), request)
 
 
 def remove_finished(out: Path, purpose: str = "prepare") -> None:
-    """Remove what a process left that was killed just after `out` was in place."""
+    """Remove the work folder of a process that was killed after `out` was in place."""
     path = work_folder_of(out, purpose)
     with suppress(OSError), open(path / _LOCK_NAME, "ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,11 +270,11 @@ def _take(lock: int, out: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise DataError(
-            f"Another process writes {out} just now (on {socket.gethostname()} or a host that shares its disk). Wait "
-            "for it, or choose another --out."
+            f"Another process is writing {out} (on {socket.gethostname()} or a host that shares its disk). Wait for "
+            "it, or choose another --out."
         ) from None
     except OSError:
-        pass  # a file system without locks: nobody can tell
+        pass  # no locks on this file system
 
 
 def _is_for(path: Path, request: Mapping[str, object]) -> bool:
@@ -289,37 +289,33 @@ def _load_request(path: Path) -> dict[str, object] | None:
     return record if isinstance(record, dict) else None
 
 
-#: What sets are that were prepared before these were settings.
-_BEFORE: PrepareRequest = {"tokens before a document": "", "--parse-special-tokens": False}
-
-
 class Destination(ABC):
-    """The place of one set."""
+    """The place of a dataset."""
 
     beside: Path
-    """A local path; what lies beside it is ours."""
+    """Local path; files beside it are the command's."""
     is_remote: bool = False
 
     @abstractmethod
     def find(self, request: PrepareRequest) -> Manifest | None:
-        """The set, if it is there and answers the request; None when there is none. Raises DataError when anything else
-        is there."""
+        """Return the dataset if it exists and matches the request, None if nothing exists. Raises DataError for
+        anything else."""
 
     @abstractmethod
     def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
-        """Before any text is read, once nothing was found. Raises DataError."""
+        """Start a dataset before any text is read. Raises DataError."""
 
     @abstractmethod
     def keep_shard(self, path: Path) -> None:
-        """A shard that is whole. Raises DataError."""
+        """Take a finished shard. Raises DataError."""
 
     @abstractmethod
     def finish(self, work: WorkFolder) -> None:
-        """The set in the work folder is whole. Raises DataError, OSError."""
+        """Publish the finished dataset in the work folder. Raises DataError, OSError."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything, in the middle too."""
+        """Release all resources, also after a failure."""
 
 
 class LocalFolder(Destination):
@@ -336,7 +332,7 @@ class LocalFolder(Destination):
             return None
         if not (out / MANIFEST_NAME).is_file():
             raise DataError(
-                f"{out} exists and is not a prepared set, so it will not be replaced. Choose another --out."
+                f"{out} exists and is not a prepared dataset, so it will not be replaced. Choose another --out."
             )
         if self._overwrite:
             return None
@@ -347,13 +343,13 @@ class LocalFolder(Destination):
         return manifest
 
     def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
-        """Nothing shows until all of it does."""
+        """Do nothing: the folder appears at the end."""
 
     def keep_shard(self, path: Path) -> None:
-        """It lies where it should."""
+        """Do nothing: the shard is in the folder."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
     def finish(self, work: WorkFolder) -> None:
         sync_tree(work.set_folder)
@@ -361,18 +357,17 @@ class LocalFolder(Destination):
 
 
 def check_same(manifest: Manifest, request: PrepareRequest, where: str, remedy: str) -> None:
-    """Whether a set answers the request. Raises DataError when it does not."""
-    # A set of an older version lacks settings that did not exist: what they were then, else what is asked now.
-    different = describe_differences({**request, **_BEFORE, **manifest.request}, request)
+    """Raise DataError unless a dataset matches the request."""
+    different = describe_differences(manifest.request, request)
     if different:
         raise DataError(
-            f"{where} already holds a set of {manifest.source} prepared differently: {different}. {remedy}, or choose "
-            "another --out."
+            f"{where} already holds a dataset of {manifest.source} prepared differently: {different}. {remedy}, or "
+            "choose another --out."
         )
 
 
 def describe_differences(there: PrepareRequest, request: PrepareRequest) -> str:
-    """By flag; where equal contents lie does not matter."""
+    """Return the differences by flag; the location of equal contents does not count."""
     names = ("--input", "--tokenizer")
     return "; ".join(
         f"{key} {there.get(key)!r} there, {value!r} now"
@@ -381,32 +376,32 @@ def describe_differences(there: PrepareRequest, request: PrepareRequest) -> str:
     )
 
 
-#: Of each record, how much is kept.
+#: Bytes kept of each record.
 _KEPT_BYTES = 1 << 20
 
 
 def rejected_path(out: Path) -> Path:
-    """The file of records that are no documents, beside the set."""
+    """Return the path of the file of rejected records, beside the dataset."""
     return out.parent / f"{out.name}.rejected.jsonl"
 
 
-class Quarantine:
-    """A file of JSON lines: where a record stood, why it is none, and its bytes (not UTF-8 as \\x..)."""
+class RejectedRecords:
+    """A JSON lines file of rejected records: position, reason and bytes (invalid UTF-8 as \\x..)."""
 
     def __init__(self, path: Path, most: int) -> None:
         self.path = path
         self.num_records = self.size_bytes = 0
         self._most = most
 
-    def go_on(self, size_bytes: int, num_records: int) -> None:
-        """Keep what an interrupted run has put there; what is behind is cut off, and an empty file removed.
+    def resume(self, size_bytes: int, num_records: int) -> None:
+        """Keep an interrupted run's records, truncate the file after them, and remove an empty file.
 
-        Raises DataError when it was allowed more than this one.
+        Raises DataError when they exceed this run's limit.
         """
         if num_records > self._most:
             raise DataError(
-                f"{self.path} holds {num_records:,} records that were set aside before the interruption, more than "
-                f"--max-rejected {self._most}. To go on, give --max-rejected {num_records} or more."
+                f"{self.path} holds {num_records:,} records that were rejected before the interruption, more than "
+                f"--max-rejected {self._most}. To resume, give --max-rejected {num_records} or more."
             )
         self.size_bytes, self.num_records = size_bytes, num_records
         if size_bytes:
@@ -415,7 +410,7 @@ class Quarantine:
             self.path.unlink(missing_ok=True)
 
     def add(self, rejected: Sequence[Rejected]) -> None:
-        """Raises DataError beyond the limit, OSError."""
+        """Append records. Raises DataError beyond the limit, OSError."""
         if not rejected:
             return
         allowed = rejected[: self._most - self.num_records]
@@ -432,11 +427,11 @@ class Quarantine:
 
 
 class TooManyRejected(DataError):
-    """More records are none than may be."""
+    """More records were rejected than allowed."""
 
     def __init__(self, first: Rejected, most: int) -> None:
-        remedy = f"To set such records aside and go on, give --max-rejected {max(100, 10 * most)}"
-        count = f" {most:,} were set aside before it, as many as may be." if most else ""
+        remedy = f"To skip such records, give --max-rejected {max(100, 10 * most)}"
+        count = f" {most:,} were rejected before it, the limit." if most else ""
         super().__init__(f"{first.describe()}{count} {remedy}.")
 
 

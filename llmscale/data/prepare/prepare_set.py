@@ -1,4 +1,4 @@
-"""Text to a prepared set: tokenise, split, pack, shuffle, shard, and put it in place in one move."""
+"""Run `llmscale data prepare`: tokenise, split, pack, shuffle and shard text, then publish the dataset in one move."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from llmscale.data.prepare.encoder import EncoderName
 from llmscale.data.prepare.output_folder import (
     Destination,
     LocalFolder,
-    Quarantine,
+    RejectedRecords,
     WorkFolder,
     open_work_folder,
     rejected_path,
     remove_finished,
 )
-from llmscale.data.prepare.shard_files import ShardFiles
 from llmscale.data.prepare.sources.source import Source
-from llmscale.data.prepare.split_writer import SplitWriter
-from llmscale.data.prepare.tokenise import Distributor, Mark, ResumeState, load_resume_state, tokenise
+from llmscale.data.prepare.split_writer import ShardFiles, SplitWriter
+from llmscale.data.prepare.tokenise import ReadPosition, ResumeState, SplitRouter, load_resume_state, tokenise
 from llmscale.data.shards.manifest import (
     HASH_ALGORITHM,
     MANIFEST_NAME,
@@ -40,22 +39,22 @@ from llmscale.terminal.progress import show_progress
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How to prepare. Raises DataError for values that cannot work."""
+    """Settings of a dataset. Raises DataError for invalid values."""
 
     seq_len: int = 1024
-    """T: positions a model sees; windows hold T + 1 tokens."""
+    """T: positions that a model sees; windows hold T + 1 tokens."""
     val_fraction: float = 0.01
-    """Share of documents that go to the val split."""
+    """Share of documents for the val split."""
     seed: int = 0
-    """Decides which documents those are, and how the train split's windows are shuffled."""
+    """Seed of the choice of those documents and of the shuffle of the train windows."""
     shuffle: bool = True
-    """Shuffle the windows of train as they are written, so that every shard is a random part of the text."""
+    """Shuffle the train windows, so that every shard is a random part of the text."""
     shard_bytes: int = 64 << 20
-    """Largest shard, uncompressed: Streaming's default."""
+    """Largest uncompressed shard; the default is Streaming's."""
     compression: Compression = ""
-    """Of the shard files."""
+    """Compression of the shard files."""
     parse_special: bool = False
-    """Whether the tokenizer was loaded to take special tokens written out in a text for those tokens."""
+    """True if the tokenizer parses special tokens in text."""
 
     def __post_init__(self) -> None:
         if self.seq_len < 1:
@@ -75,17 +74,17 @@ class PrepareOptions:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare` returns."""
+    """Result of `prepare`."""
 
     manifest: Manifest
     reused: bool
-    """The set was there already and nothing was done."""
+    """True if the dataset already existed and nothing was done."""
     note: str = ""
-    """How the validation split was made, where it is not whole documents."""
+    """How validation was split off, if not by documents."""
     num_rejected: int = 0
-    """Records that are no documents, set aside in `rejected_path`."""
+    """Rejected records, which are in `rejected_path`."""
     num_cut: int = 0
-    """Texts of which several documents were made, because they are too long for one."""
+    """Texts that were cut into several documents because they are too long."""
 
 
 def prepare(
@@ -99,12 +98,11 @@ def prepare(
     encoder: EncoderName = "auto",
     max_rejected: int = 0,
 ) -> Prepared:
-    """Write the set to `out`, a folder (`overwrite`: in place of what is there) or another destination, or find that it
-    is there already. The result does not depend on `num_workers`, on the `encoder`, or on how often the work was
-    interrupted.
+    """Write a dataset to `out`, a folder or another destination, unless it already exists. `overwrite` replaces another
+    dataset in a folder. The result does not depend on `num_workers`, `encoder` or interruptions.
 
-    Up to `max_rejected` records that are no documents are set aside. Raises DataError when `out` holds something else,
-    when the source cannot be read or holds too little text, and when the disk is full; then `out` is as it was before.
+    Up to `max_rejected` malformed records are skipped. Raises DataError when `out` holds something else, the source is
+    unreadable or too short, or the disk is full; then `out` is unchanged.
     """
     destination = LocalFolder(out, overwrite=overwrite) if isinstance(out, Path) else out
     request = _request(source, tokenizer, options)
@@ -124,14 +122,14 @@ def prepare(
                 request,
                 num_workers or os.cpu_count() or 1,
                 encoder,
-                Quarantine(rejected_path(destination.beside), max_rejected),
+                RejectedRecords(rejected_path(destination.beside), max_rejected),
             )
             destination.finish(work)
     return prepared
 
 
 def _request(source: Source, tokenizer: Tokenizer, options: PrepareOptions) -> PrepareRequest:
-    """What makes one set equal to another, by the flag that sets it."""
+    """Return everything that decides the contents of a dataset, by flag."""
     return {
         "--input": source.name,
         "contents of --input": source.fingerprint()[:16],
@@ -157,42 +155,40 @@ def _write_set(
     request: PrepareRequest,
     num_workers: int,
     encoder: EncoderName,
-    quarantine: Quarantine,
+    rejected: RejectedRecords,
 ) -> Prepared:
     dtype: TokenDtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
     state = load_resume_state(work)
-    quarantine.go_on(*(state.quarantine if state else (0, 0)))
+    rejected.resume(*(state.rejected if state else (0, 0)))
     writers = {
         split: _open_writer(split, work, destination, tokenizer, options, dtype, state) for split in ("train", "val")
     }
-    mark, note = (state.mark, state.note) if state else (Mark(), "")
+    mark, note = (state.mark, state.note) if state else (ReadPosition(), "")
     with show_progress(f"Tokenising {source.name}") as progress:
         if work.replaced_other:
-            progress.say(f"What an interrupted prepare with other settings or input left in {work.path} is gone.")
+            progress.say(f"Discarded unfinished work in {work.path}: it was started with different settings or input.")
         if state is not None:
-            progress.say(f"Going on behind {state.num_documents:,} documents of an interrupted run.")
+            progress.say(f"Resuming after {state.num_documents:,} documents of an interrupted run.")
         if state is None or not state.is_read:
-            distributor = Distributor(
+            router = SplitRouter(
                 writers,
                 work,
-                quarantine,
+                rejected,
                 val_fraction=options.val_fraction,
                 window=options.seq_len + 1,
                 seed=options.seed,
                 state=state,
-                # A shard that has left this disk must not be needed again.
+                # An uploaded shard is removed here, so it must never be written again.
                 is_always_kept=destination.is_remote,
             )
-            with closing(distributor):
-                tokenise(
-                    source, tokenizer, distributor, progress, dtype=dtype, encoder=encoder, num_workers=num_workers
-                )
-                distributor.finish()
-            mark, note = distributor.mark, distributor.note
+            with closing(router):
+                tokenise(source, tokenizer, router, progress, dtype=dtype, encoder=encoder, num_workers=num_workers)
+                router.finish()
+            mark, note = router.mark, router.note
     try:
         _check_sizes(writers, source, options)
     except DataError:
-        work.begin_anew()  # the same command could only find the same
+        work.begin_anew()  # resuming would fail in the same way
         raise
     splits = _finish(writers, work.set_folder)
     manifest = _write_manifest(work.set_folder, tokenizer, options, dtype, source.name, request, mark, splits)
@@ -206,10 +202,10 @@ def _write_manifest(
     dtype: TokenDtype,
     source: str,
     request: PrepareRequest,
-    mark: Mark,
+    mark: ReadPosition,
     splits: dict[str, SplitManifest],
 ) -> Manifest:
-    """And the tokenizer's files. `mark` is behind the last record."""
+    """Write the tokenizer's files and the manifest. `mark` is the position after the last record."""
     manifest = Manifest(
         tokenizer=tokenizer.spec,
         tokenizer_files=_save_tokenizer(tokenizer, folder),
@@ -254,14 +250,14 @@ def _open_writer(
         seq_len=options.seq_len,
         vocab_size=tokenizer.vocab_size,
         dtype=dtype,
-        # Validation takes samples at even distances: of a text in order, they are from all of it.
+        # Validation takes evenly spaced samples, which cover a text that is in order.
         shuffle_seed=options.seed if options.shuffle and split == "train" else None,
         state=state.splits[split] if state else None,
     )
 
 
 def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitManifest]:
-    """Close every split; a val split without documents is taken away again."""
+    """Write the shards of every split; a val split without documents is removed."""
     total_bytes = sum(writer.num_window_bytes for writer in writers.values())
     with show_progress("Writing shards", total_bytes) as progress:
         splits = {split: writer.finish(progress.add) for split, writer in writers.items()}
@@ -272,7 +268,7 @@ def _finish(writers: dict[str, SplitWriter], folder: Path) -> dict[str, SplitMan
 
 
 def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
-    """Copy the tokenizer into the set; its path relative to the set, empty when it needs no files."""
+    """Copy the tokenizer into the dataset and return its relative path, empty if it needs no files."""
     shutil.rmtree(folder / TOKENIZER_FOLDER, ignore_errors=True)
     (folder / TOKENIZER_FOLDER).mkdir()
     saved = tokenizer.save(folder / TOKENIZER_FOLDER)
@@ -282,14 +278,14 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path) -> str:
 
 
 def _check_sizes(writers: dict[str, SplitWriter], source: Source, options: PrepareOptions) -> None:
-    """Before a shard is written. Raises DataError."""
+    """Check before shards are written that every split holds a window. Raises DataError."""
     made = {split: writer for split, writer in writers.items() if writer.num_documents or split == "train"}
     for split, writer in made.items():
         if writer.num_windows:
             continue
         remedy = "lower --seq-len or give more text"
         if split == "val":
-            remedy = "raise --val-fraction, lower --seq-len, or do without with --val-fraction 0"
+            remedy = "raise --val-fraction, lower --seq-len, or use none with --val-fraction 0"
         elif "val" in made:
             remedy += f" (val took {made['val'].num_documents} documents: --val-fraction 0 leaves them in train)"
         raise DataError(

@@ -1,12 +1,12 @@
-"""A set in an object store: prepared in a local folder, uploaded shard by shard, the manifest last.
+"""Write a dataset to an object store: prepared in a local folder, uploaded shard by shard, the manifest last.
 
-`unfinished.json` stands there from the beginning, and says what is prepared; a set has its manifest and nothing else is
-one. Shards go up while others are written, and leave this disk as soon as they are there: a few are here at a time.
+`unfinished.json` is written first and holds the request; only a manifest makes a dataset. Shards are uploaded while
+others are written and then removed from this disk, which holds a few at a time.
 
-A set that replaces another one (`overwrite`) goes into a folder beside its files, `set-0123456789ab`. When all of it is
-there, one object is written in one move, `manifest.json`, which names that folder; then the other files are removed. So
-whoever opens the set finds the old one or the new one, whatever kills this process. Whether anybody still writes such a
-folder cannot be known: one that was given up stays until the next `overwrite` ends, and whoever finds the set is told.
+With `overwrite`, the new dataset goes into a folder beside the old files, `set-0123456789ab`. When it is complete, one
+write of `manifest.json` names that folder; then the other files are removed. So readers find the old dataset or the new
+one, whenever this process is killed. An abandoned folder cannot be told from one in progress: it stays until the next
+`overwrite` ends, and a notice names it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from llmscale.untrusted.terminal import print_visible
 
 DEFAULT_WORK_DIR = Path("~/.cache/llmscale/prepare")
 _JOURNAL_NAME = "uploaded.txt"
-#: What a new data set of the Hub has.
+#: Files that a new data set on the Hub has.
 _HUB_NAMES = (".gitattributes", "README.md")
-#: Uploads at a time, and shards that are whole and on this disk, those included.
+#: Concurrent uploads, and most finished shards on this disk, those included.
 _THREADS, _MOST_WAITING = 2, 4
-#: Parts in which boto3 sends what is longer; S3's ETag is of their hashes.
+#: Size of parts in which longer files are uploaded; S3's ETag depends on it.
 _PART_BYTES = 8 << 20
-_REMEDY = "What is done stays on this disk and in the store: when it can be reached, the same command goes on."
+_REMEDY = "Finished work stays on this disk and in the store: once it can be reached, the same command continues."
 
 
-#: What `prepare` writes, wherever the set lies below the URL.
+#: Names that `prepare` writes below a URL.
 _OURS = re.compile(
     rf"(?:{GENERATION}/)?(?:{re.escape(MANIFEST_NAME)}|{re.escape(UNFINISHED_NAME)}|{TOKENIZER_FOLDER}/[^/]+|"
     rf"(?:train|val)/(?:{re.escape(INDEX_NAME)}|{SHARD_NAME.pattern}(?:\.zstd)?))"
@@ -63,19 +63,19 @@ _OURS = re.compile(
 
 
 class RemoteSet(Destination):
-    """A URL that a set is uploaded to."""
+    """A URL to which a dataset is uploaded."""
 
     is_remote = True
 
     def __init__(self, url: str, *, work_dir: Path = DEFAULT_WORK_DIR, overwrite: bool = False) -> None:
-        """`work_dir` is where it is prepared; it takes the windows, and a few shards. `overwrite`: another set that is
-        there is replaced. Raises DataError: a URL that is none, credentials missing, no such bucket."""
+        """`work_dir` holds the windows and a few shards. `overwrite` replaces another dataset. Raises DataError:
+        invalid URL, missing credentials, no such bucket."""
         self.url = self._place = check_out_url(url)
         digest = hashlib.sha256(self.url.encode()).hexdigest()[:12]
         self.beside = work_dir.expanduser() / f"{self.url.rpartition('/')[2]}-{digest}"
         self._overwrite = overwrite
         self._store = Store(self.url, remedy=_REMEDY)
-        remedy = f"It must be there, and be open to the credentials, {scheme_of(self.url).credentials}."
+        remedy = f"The bucket must exist and accept your credentials: {scheme_of(self.url).credentials}."
         self._uploader = faults.with_retries(
             lambda: open_uploader(self.url), f"Cannot write to {self.url}", url=self.url, remedy=remedy
         )
@@ -94,21 +94,21 @@ class RemoteSet(Destination):
             different = self._find_differences(request)
             if different and not self._overwrite:
                 raise DataError(
-                    f"--out {self.url} holds a set that is not finished and prepared differently: {different}. Give "
-                    "the same settings, replace it with --overwrite, or choose another --out."
+                    f"--out {self.url} holds an unfinished dataset prepared differently: {different}. Give the same "
+                    "settings, replace it with --overwrite, or choose another --out."
                 )
             self._is_begun = not different
             if different:
                 self._go_beside(request, b"")
         elif names:
             raise DataError(
-                f"--out {self.url} holds {len(names):,} names, such as {names[0][:80]}, and is no prepared set. Choose "
-                "another one, or empty it."
+                f"--out {self.url} holds {len(names):,} names, such as {names[0][:80]}, and is not a prepared dataset. "
+                "Choose another --out, or empty it."
             )
         return None
 
     def _find_whole(self, request: PrepareRequest) -> Manifest | None:
-        """The set that is there, if it answers the request and is not to be replaced. Raises DataError."""
+        """Return the finished dataset if it matches the request and is not to be replaced. Raises DataError."""
         contents = self._read_small(f"{self.url}/{MANIFEST_NAME}")
         try:
             generation = parse_generation(contents, f"{self.url}/{MANIFEST_NAME}")
@@ -134,31 +134,31 @@ class RemoteSet(Destination):
         for name in self._store.names_in(self.url):
             if re.fullmatch(GENERATION, name) and self._place != f"{self.url}/{name}":
                 print_visible(
-                    f"{self.url}/{name} is of a --overwrite that has not ended. If none is under way, give that "
-                    "command again, which goes on, or remove what lies there.",
+                    f"{self.url}/{name} belongs to an unfinished --overwrite. If none is running, give that command "
+                    "again to continue, or remove that folder.",
                     file=sys.stderr,
                     flush=True,
                 )
 
     def _go_beside(self, request: PrepareRequest, replaced: bytes) -> None:
-        """Into a folder whose name says what is prepared in place of which manifest: the same command finds it again,
-        and no other one takes it."""
+        """Write into a folder named after the request and the replaced manifest, so that only the same command
+        continues there."""
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode() + replaced).hexdigest()[:12]
         self._place = f"{self.url}/set-{digest}"
         self._is_begun = UNFINISHED_NAME in self._store.names_in(self._place)
 
     def begin(self, work: WorkFolder, request: PrepareRequest) -> None:
-        """Upload the marker, which shows that writing is allowed."""
+        """Upload the marker, which also tests the permission to write."""
         self._folder, self._journal = work.set_folder, work.path / _JOURNAL_NAME
         if not self._is_begun and self._journal.exists():
-            work.begin_anew()  # what was uploaded is gone, here and there
+            work.begin_anew()  # the uploaded shards are neither here nor in the store
         if self._journal.exists():
             *lines, _ = self._journal.read_text().split("\n")
             self._uploaded = set(lines)
         self._upload_text(json.dumps(request), f"{self._place}/{UNFINISHED_NAME}", work.path)
 
     def keep_shard(self, path: Path) -> None:
-        """Upload a shard beside the work that goes on, and remove it here. Waits while there are too many."""
+        """Upload a shard in the background and remove it here. Waits while too many are queued."""
         self._under_way.append(self._pool.submit(self._move, path.relative_to(self._folder).as_posix()))
         while len(self._under_way) >= _MOST_WAITING:
             self._under_way.popleft().result()
@@ -167,7 +167,7 @@ class RemoteSet(Destination):
         while self._under_way:
             self._under_way.popleft().result()
         names = [path.relative_to(self._folder).as_posix() for path in self._folder.rglob("*") if path.is_file()]
-        # Whoever sees an index sees its shards, whoever sees the manifest sees everything.
+        # The index follows its shards, and the manifest follows everything.
         last = (INDEX_NAME, MANIFEST_NAME)
         order = sorted(names, key=lambda name: (last.index(Path(name).name) if Path(name).name in last else -1, name))
         self._check_all_there()
@@ -183,7 +183,7 @@ class RemoteSet(Destination):
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _clear_up(self) -> None:
-        """Remove what the set that is there has replaced, and the marker last, so that a killed run goes on here."""
+        """Remove the replaced files, then the marker, so that a killed run resumes here."""
         if self._place != self.url:
             for one in self._store.find(self.url):
                 name = one.url.removeprefix(f"{self.url}/")
@@ -192,16 +192,16 @@ class RemoteSet(Destination):
         self._store.remove(f"{self._place}/{UNFINISHED_NAME}")
 
     def _check_all_there(self) -> None:
-        """Raises DataError when somebody has removed shards meanwhile."""
+        """Raise DataError when uploaded shards have been removed."""
         there = {one.url.removeprefix(f"{self._place}/") for one in self._store.find(self._place)}
         if missing := self._uploaded - there:
             raise DataError(
-                f"{self._place}/{min(missing)} was uploaded and is no longer there. Remove everything there, and the "
-                "same command begins anew."
+                f"{self._place}/{min(missing)} was uploaded and is missing now. Remove everything there; the same "
+                "command then starts over."
             )
 
     def _move(self, name: str) -> None:
-        """Upload a shard, note that, and remove it."""
+        """Upload a shard, record it in the journal, and remove it here."""
         path = self._folder / name
         if name not in self._uploaded:
             self._upload(path, f"{self._place}/{name}")
@@ -219,7 +219,7 @@ class RemoteSet(Destination):
             self._upload(path, url)
 
     def _upload(self, path: Path, url: str) -> None:
-        """Upload a file and look at what came there. Raises DataError."""
+        """Upload a file and verify it. Raises DataError."""
 
         def upload() -> None:
             self._uploader.upload(path, url)
@@ -235,12 +235,12 @@ class RemoteSet(Destination):
         )
 
     def _check(self, path: Path, url: str) -> None:
-        """Raises DamagedInTransit, DataError."""
+        """Compare the uploaded object with the file. Raises DamagedInTransit, DataError."""
         stored, size_bytes = self._store.describe(url, stop=self._stop), path.stat().st_size
         if stored.size_bytes != size_bytes:
             raise faults.DamagedInTransit(f"{stored.size_bytes:,} bytes came there instead of {size_bytes:,}")
-        # An ETag that is none of ours is another store's, or of an encrypted object: the bytes themselves say.
-        if url.startswith("s3:") and stored.stamp != etag_of(path) and not self._is_equal(path, url):
+        # Other stores and encrypted objects have other ETags: then compare the bytes.
+        if url.startswith("s3:") and stored.etag != etag_of(path) and not self._is_equal(path, url):
             raise faults.DamagedInTransit("other bytes came there")
 
     def _is_equal(self, path: Path, url: str) -> bool:
@@ -253,14 +253,14 @@ class RemoteSet(Destination):
         return True
 
     def _read_small(self, url: str) -> bytes:
-        """Raises DataError for what is too long to be a manifest."""
+        """Read a small object. Raises DataError if it is too long for a manifest."""
         size_bytes = self._store.describe(url).size_bytes
         if size_bytes > MAX_BYTES:
-            raise DataError(f"{url} has {size_bytes:,} bytes, and is none of llmscale's files.")
+            raise DataError(f"{url} has {size_bytes:,} bytes, so llmscale did not write it.")
         return self._store.read(url, 0, size_bytes)
 
     def _find_differences(self, request: PrepareRequest) -> str:
-        """Of what is being prepared there; empty when it is the same. Raises DataError."""
+        """Return how the unfinished dataset's request differs, or an empty string. Raises DataError."""
         try:
             there = json.loads(self._read_small(f"{self.url}/{UNFINISHED_NAME}"))
         except ValueError:
@@ -269,7 +269,7 @@ class RemoteSet(Destination):
 
 
 def etag_of(path: Path) -> str:
-    """What S3 says of a file that boto3 has sent: its MD5; of several parts the MD5 of theirs, and how many."""
+    """Return the ETag that S3 gives a file: its MD5, or for several parts the MD5 of theirs and their number."""
     parts = []
     with path.open("rb") as file:
         while part := file.read(_PART_BYTES):

@@ -1,24 +1,357 @@
-"""Pack one split's documents into windows of T + 1 tokens, shuffle them and write them as MDS shards."""
+"""Pack one split's documents into windows of T + 1 tokens, shuffle the windows, and write MDS shards.
+
+The shuffle is exact, in two passes with bounded memory: windows are written in the order of random keys, a function of
+the seed and the window's number, so a window's place can be computed again. Windows that do not fit into memory go to
+one temporary file as sorted runs. As keys are uniform, a slice of the key range is about equally long in every run;
+slice after slice is read from all runs and sorted. It needs as much disk as the windows, and reads and writes them once
+more. A run can be written at any time without changing the result.
+
+Shards are byte for byte what Streaming's MDSWriter writes, without a Python step per window. All samples have one size,
+so each shard's windows are known beforehand: shards are made in parallel, and an interrupted run's are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from llmscale.data.prepare.shard_files import Entry, ShardFiles
-from llmscale.data.prepare.window_shuffle import Run, WindowShuffle
+from llmscale.data.order.permutation import UInt64Array, fold64, key64
 from llmscale.data.shards.manifest import HASH_ALGORITHM, ShardInfo, SplitManifest, TokenDtype
+from llmscale.data.shards.streaming_import import streaming_module
+from llmscale.data.shards.verify_shards import INDEX_NAME
+from llmscale.files.atomic_write import write_durably
+
+Windows = NDArray[np.unsignedinteger]
+#: An entry of Streaming's index.json.
+Entry = dict[str, object]
+_JOURNAL_NAME = "shards.jsonl"
+#: Shards in memory during compression and writing.
+_MOST_UNDER_WAY = 2
+
+
+class ShardFiles:
+    """The shards of one split, written in order."""
+
+    def __init__(
+        self,
+        folder: Path,
+        journal: Path,
+        *,
+        seq_len: int,
+        dtype: TokenDtype,
+        shard_bytes: int,
+        compression: str,
+        keep: Callable[[Path], None] = lambda _: None,
+    ) -> None:
+        """`journal` is a file beside the dataset that lists finished shards. `keep` gets each of them, also those of an
+        interrupted run: a remote dataset's are uploaded and removed."""
+        self._folder = folder
+        self._journal = journal
+        self._compression = compression
+        self._keep = keep
+        self._config: Entry = {
+            "version": 2,
+            "format": "mds",
+            "compression": compression or None,
+            "hashes": [HASH_ALGORITHM],
+            "size_limit": shard_bytes,
+            "column_names": ["tokens"],
+            "column_encodings": [f"ndarray:{dtype}:{seq_len + 1}"],
+            "column_sizes": [(seq_len + 1) * np.dtype(dtype).itemsize],
+        }
+        self._config_data = json.dumps(self._config, sort_keys=True).encode()
+        window_bytes = (seq_len + 1) * np.dtype(dtype).itemsize
+        # A shard begins with its number of samples, their offsets and one more, and the configuration.
+        self.windows_per_shard = (shard_bytes - 8 - len(self._config_data)) // (window_bytes + 4)
+
+    def write(self, windows_from: Callable[[int], Iterable[Windows]], done: Callable[[int], None]) -> list[Entry]:
+        """Write all missing shards, then the index, and return its entries. `windows_from(k)` yields all windows from
+        the k-th on in pieces [n, T + 1]; `done` gets the bytes of each shard. Raises OSError."""
+        self._folder.mkdir(exist_ok=True)
+        for leftover in self._folder.glob(".*.partial"):
+            leftover.unlink()
+        entries = self._load_whole()
+        for entry in entries:
+            self._keep(self._folder / _stored_name(entry))
+            done(_raw_bytes(entry))
+        first = len(entries) * self.windows_per_shard
+        with ThreadPoolExecutor(_MOST_UNDER_WAY) as pool, open(self._journal, "ab", buffering=0) as journal:
+            under_way: collections.deque[Future[Entry]] = collections.deque()
+
+            def finish_first() -> None:
+                entry = under_way.popleft().result()
+                journal.write(json.dumps(entry).encode() + b"\n")
+                os.fsync(journal.fileno())
+                entries.append(entry)
+                self._keep(self._folder / _stored_name(entry))
+                done(_raw_bytes(entry))
+
+            for number, windows in enumerate(self._grouped(windows_from(first)), start=len(entries)):
+                under_way.append(pool.submit(self._write_shard, number, windows))
+                if len(under_way) == _MOST_UNDER_WAY:
+                    finish_first()
+            while under_way:
+                finish_first()
+        write_durably(self._folder / INDEX_NAME, json.dumps({"version": 2, "shards": entries}, sort_keys=True))
+        return entries
+
+    def _load_whole(self) -> list[Entry]:
+        """Return the entries of shards that an interrupted run has written."""
+        entries: list[Entry] = []
+        with suppress(FileNotFoundError):
+            for line in self._journal.read_bytes().splitlines(keepends=True):
+                if not line.endswith(b"\n"):
+                    break  # torn
+                entries.append(json.loads(line))
+        # Rewrite the journal without a torn line.
+        with open(self._journal, "wb", buffering=0) as journal:
+            journal.writelines(json.dumps(entry).encode() + b"\n" for entry in entries)
+        return entries
+
+    def _grouped(self, pieces: Iterable[Windows]) -> Iterator[list[Windows]]:
+        """Yield the windows of each shard."""
+        waiting: list[Windows] = []
+        missing = self.windows_per_shard
+        for piece in pieces:
+            while len(piece):
+                part, piece = piece[:missing], piece[missing:]
+                waiting.append(part)
+                missing -= len(part)
+                if not missing:
+                    yield waiting
+                    waiting, missing = [], self.windows_per_shard
+        if waiting:
+            yield waiting
+
+    def _write_shard(self, number: int, parts: list[Windows]) -> Entry:
+        num_samples = sum(map(len, parts))
+        window_bytes = parts[0].shape[1] * parts[0].itemsize
+        first = 4 + 4 * (num_samples + 1) + len(self._config_data)
+        offsets = (first + window_bytes * np.arange(num_samples + 1, dtype=np.int64)).astype("<u4")
+        head = np.uint32(num_samples).tobytes() + offsets.tobytes() + self._config_data
+        contents: list[bytes | memoryview] = [head, *(np.ascontiguousarray(part).data.cast("B") for part in parts)]
+        name = f"shard.{number:05}.mds"
+        raw, zip_info = _describe_contents(contents, name), None
+        if self._compression:
+            contents = [streaming_module("compression").compress(self._compression, b"".join(contents))]
+            zip_info = _describe_contents(contents, f"{name}.{self._compression}")
+        entry: Entry = {"samples": num_samples, "raw_data": raw, "zip_data": zip_info, **self._config}
+        write_durably(self._folder / _stored_name(entry), *contents)
+        return entry
+
+
+def _describe_contents(contents: Sequence[bytes | memoryview], name: str) -> Entry:
+    digest = xxhash.xxh3_64()
+    for part in contents:
+        digest.update(part)
+    return {"basename": name, "bytes": sum(map(len, contents)), "hashes": {HASH_ALGORITHM: digest.hexdigest()}}
+
+
+def _raw_bytes(entry: Entry) -> int:
+    raw = entry["raw_data"]
+    assert isinstance(raw, dict)
+    return int(raw["bytes"])
+
+
+def _stored_name(entry: Entry) -> str:
+    stored = entry["zip_data"] or entry["raw_data"]
+    assert isinstance(stored, dict)
+    return str(stored["basename"])
+
+
+#: Bytes of windows in memory that make a run; sorting and writing it takes as much again.
+BUFFER_BYTES = 128 << 20
+#: Separates the keys from the sample order's at equal seeds.
+_DOMAIN = 0x5713_0A7E_55AF_F1ED
+
+#: Windows copied at once.
+_PIECE_WINDOWS = 1 << 12
+_KEY_BYTES = 8
+
+
+def window_keys(first: int, count: int, seed: int) -> UInt64Array:
+    """Return the keys of windows first .. first + count - 1, which are written in ascending order of keys."""
+    return fold64(key64(seed, _DOMAIN), np.arange(first, first + count, dtype=np.uint64))
+
+
+@dataclass(frozen=True)
+class Run:
+    """Windows that are sorted and written together."""
+
+    begin: int
+    """Number of the first window."""
+    buffer: Windows
+    """[at least num_windows, T + 1]."""
+    num_windows: int
+
+
+class WindowShuffle:
+    """Takes windows in the order of the text and returns them shuffled, or in the same order without a seed.
+
+    Two buffers of BUFFER_BYTES alternate, because touching new memory costs more than the copy into it.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        *,
+        window_length: int,
+        dtype: TokenDtype,
+        seed: int | None,
+        run_begins: list[int] | None = None,
+    ) -> None:
+        """`scratch` is a file that is written only if memory does not suffice or `write_run` is called. `run_begins`
+        describes its contents after an interruption."""
+        self._scratch = scratch
+        self._seed = seed
+        self._window_length, self._dtype = window_length, np.dtype(dtype)
+        self._window_bytes = window_length * self._dtype.itemsize
+        self._buffer = self._new_buffer(0)
+        self._num_waiting = 0
+        self._spare: Windows | None = None
+        #: First window of each run, and of the windows in memory.
+        self.run_begins = run_begins or [0]
+        self.num_windows = self.run_begins[-1]
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of windows in memory."""
+        return self._num_waiting * self._window_bytes
+
+    def add(self, windows: Windows) -> None:
+        """Add windows [n, T + 1], which are copied."""
+        end = self._num_waiting + len(windows)
+        if end > len(self._buffer):
+            grown = self._new_buffer(2 * end)
+            grown[: self._num_waiting] = self._buffer[: self._num_waiting]
+            self._buffer = grown
+        self._buffer[self._num_waiting : end] = windows
+        self._num_waiting = end
+        self.num_windows += len(windows)
+
+    def take_run(self) -> Run:
+        """Return the windows in memory, which count as written from now on."""
+        run = Run(self.run_begins[-1], self._buffer, self._num_waiting)
+        if run.num_windows:
+            self.run_begins.append(self.num_windows)
+            spare, self._spare = self._spare, None
+            self._buffer = self._new_buffer(0) if spare is None else spare
+            self._num_waiting = 0
+        return run
+
+    def write_run(self, run: Run) -> None:
+        """Sort a run and write it durably; may run concurrently with `add`. Raises OSError."""
+        if not run.num_windows:
+            return
+        keys, order = self._sort(run)
+        with open(self._scratch, "r+b" if run.begin else "wb") as file:
+            # An interrupted write may have left half a run.
+            file.seek(self._place(run.begin))
+            file.truncate()
+            file.write(keys.data)
+            for windows in self._in_order(run.buffer, order):
+                file.write(windows.data)
+            file.flush()
+            os.fsync(file.fileno())
+        self._spare = run.buffer
+
+    def drain(self, first: int = 0) -> Iterator[Windows]:
+        """Yield all windows in their new order, from place `first` on, in pieces [n, T + 1]. Raises OSError."""
+        if len(self.run_begins) > 1:
+            self.write_run(self.take_run())
+            yield from self._merge_runs(first)
+            return
+        run = self.take_run()
+        yield from self._in_order(run.buffer, self._sort(run)[1][first:])
+
+    def _new_buffer(self, num_windows: int) -> Windows:
+        """Return a buffer for at least `num_windows`; untouched parts take no memory."""
+        usual = BUFFER_BYTES * 9 // 8 // self._window_bytes + 1
+        return np.empty((max(usual, num_windows), self._window_length), self._dtype)
+
+    def _place(self, begin: int) -> int:
+        """Return the file offset of the run that begins with a window: its keys, then its windows."""
+        return begin * (_KEY_BYTES + self._window_bytes)
+
+    def _sort(self, run: Run) -> tuple[UInt64Array, NDArray[np.int64]]:
+        """Return the sorted keys and the buffer rows in that order, [n] each."""
+        keys = self._keys(run.begin, run.num_windows)
+        order = np.argsort(keys, kind="stable")
+        return keys[order], order
+
+    def _in_order(self, buffer: Windows, order: NDArray[np.int64]) -> Iterator[Windows]:
+        """Yield copies of the rows in pieces [n, T + 1]."""
+        for start in range(0, len(order), _PIECE_WINDOWS):
+            yield buffer[order[start : start + _PIECE_WINDOWS]]
+
+    def _keys(self, first: int, count: int) -> UInt64Array:
+        if self._seed is None:
+            return np.arange(first, first + count, dtype=np.uint64)
+        return window_keys(first, count, self._seed)
+
+    def _merge_runs(self, first: int) -> Iterator[Windows]:
+        """Yield the windows slice by slice of the key range: each slice, about half of BUFFER_BYTES, is read from all
+        runs and sorted. Slices before place `first` are not read."""
+        num_slices = -(-2 * self._place(self.num_windows) // BUFFER_BYTES)
+        highest = self.num_windows if self._seed is None else 1 << 64
+        limits = np.array([number * highest // num_slices for number in range(1, num_slices)], np.uint64)
+        runs = list(pairwise(self.run_begins))
+        places = np.stack([self._slice_run(begin, end, limits) for begin, end in runs])
+        counts = np.diff(places)
+        self._buffer, self._spare = self._buffer[:0].copy(), None
+        gathered = np.empty((int(counts.sum(axis=0).max()), self._window_length), self._dtype)
+        keys = np.empty(len(gathered), np.uint64)
+        with open(self._scratch, "rb") as file:
+            for number in range(num_slices):
+                total = int(counts[:, number].sum())
+                if first >= total:
+                    first -= total
+                    continue
+                done = 0
+                for (begin, end), (place, stop) in zip(runs, places[:, number : number + 2].tolist(), strict=True):
+                    rows = slice(done, done + stop - place)
+                    keys_place = self._place(begin)
+                    windows_place = keys_place + (end - begin) * _KEY_BYTES
+                    _read_into(file, keys_place + place * _KEY_BYTES, keys[rows])
+                    _read_into(file, windows_place + place * self._window_bytes, gathered[rows])
+                    done += stop - place
+                yield from self._in_order(gathered, np.argsort(keys[:total], kind="stable")[first:])
+                first = 0
+
+    def _slice_run(self, begin: int, end: int, limits: UInt64Array) -> NDArray[np.int64]:
+        """Return the offset of each slice among a run's windows, and the end of the last, [slices + 1]."""
+        slices = np.searchsorted(limits, self._keys(begin, end - begin), side="right")
+        return np.concatenate([[0], np.cumsum(np.bincount(slices, minlength=len(limits) + 1))])
+
+
+def _read_into(file: BinaryIO, place: int, into: NDArray[np.generic]) -> None:
+    """Read bytes at an offset into an array. Raises OSError, also for a truncated file."""
+    if not into.nbytes:
+        return
+    file.seek(place)
+    if file.readinto(into.data.cast("B")) != into.nbytes:  # type: ignore[attr-defined]
+        raise OSError(errno.EIO, "windows are missing in the temporary file", file.name)
+
 
 Tokens = NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True)
 class TokenisedDocument:
-    """A document's tokens with what stands around it, end-of-text last, and what decides where it goes."""
+    """A document's tokens, with begin-of-text and end-of-text, and its text hash."""
 
     tokens: Tokens
     num_text_bytes: int
@@ -29,7 +362,8 @@ class TokenisedDocument:
         return len(self.tokens)
 
     def cut_at(self, num_tokens: int) -> tuple[TokenisedDocument, TokenisedDocument]:
-        """The first tokens, and the others, each with end-of-text behind it; bytes of text in proportion."""
+        """Return the first `num_tokens` tokens and the rest as two documents, each with end-of-text, and bytes in
+        proportion."""
         num_bytes = round(self.num_text_bytes * num_tokens / (len(self.tokens) - 1))
         first = np.append(self.tokens[:num_tokens], self.tokens[-1:])
         return (
@@ -38,31 +372,30 @@ class TokenisedDocument:
         )
 
 
-#: Tokens that are gathered before windows are cut off.
+#: Tokens that are collected before windows are cut.
 _BUFFER_TOKENS = 1 << 18
 
 
 @dataclass
 class SplitState:
-    """What a split holds besides the windows that are on disk: enough to go on from there."""
+    """Content of a split besides the windows on disk, to resume from."""
 
     rest: Tokens
-    """Tokens behind the last full window, the token that it shares with the next one first."""
+    """Tokens after the last full window, beginning with the token that two windows share."""
     counts: NDArray[np.int64]
-    """How often each token occurred, [vocab_size]."""
+    """Occurrences of each token, [vocab_size]."""
     num_documents: int
     num_text_bytes: int
     run_begins: list[int]
-    """Of the windows on disk; see WindowShuffle."""
+    """First window of each run on disk; see WindowShuffle."""
 
 
 class SplitWriter:
-    """Documents go in one after the other, each followed by end-of-text.
+    """Writes one split, document after document, each followed by end-of-text.
 
-    Window w is tokens [w T, w T + T] of the resulting stream: T + 1 tokens, of which the last is the next
-    window's first, so that with inputs window[:-1] and targets window[1:] every token is an input once and a
-    target once. Sample k is the k-th window by the keys that `shuffle_seed` gives (window_shuffle.py), or window k
-    when that is None.
+    Window w is tokens [w T, w T + T] of the stream: T + 1 tokens, the last of which is the next window's first. With
+    inputs window[:-1] and targets window[1:], every token is an input once and a target once. Sample k is the k-th
+    window by the keys of `shuffle_seed`, or window k if that is None.
     """
 
     def __init__(
@@ -76,7 +409,7 @@ class SplitWriter:
         shuffle_seed: int | None,
         state: SplitState | None,
     ) -> None:
-        """`scratch` is for windows that do not fit into memory. `state` is what an interrupted run has left."""
+        """`scratch` is a file for windows that do not fit into memory. `state` is from an interrupted run."""
         self._files = files
         self._seq_len = seq_len
         state = state or SplitState(np.zeros(0, dtype), np.zeros(vocab_size, np.int64), 0, 0, [0])
@@ -94,17 +427,17 @@ class SplitWriter:
 
     @property
     def waiting_bytes(self) -> int:
-        """Of windows in memory."""
+        """Bytes of windows in memory."""
         return self._shuffle.waiting_bytes
 
     @property
     def num_windows(self) -> int:
-        """That all documents until now fill."""
+        """Windows that the documents so far fill."""
         return self._shuffle.num_windows + max(0, self._num_waiting - 1) // self._seq_len
 
     @property
     def num_window_bytes(self) -> int:
-        """Of these windows."""
+        """Bytes of these windows."""
         return self.num_windows * (self._seq_len + 1) * self._waiting[0].itemsize
 
     @property
@@ -112,7 +445,7 @@ class SplitWriter:
         return int(self._counts.sum()) + self._num_waiting - self._num_counted
 
     def add_documents(self, tokens: Tokens, num_documents: int, num_text_bytes: int) -> None:
-        """Append documents' tokens, of the split's dtype, each with the end-of-text token that ends it."""
+        """Append documents' tokens in the split's dtype, each document with its end-of-text token."""
         self._waiting.append(tokens)
         self._num_waiting += len(tokens)
         self._num_documents += num_documents
@@ -121,7 +454,7 @@ class SplitWriter:
             self._cut_windows()
 
     def take_run(self) -> tuple[Run, SplitState]:
-        """The windows in memory, for `write_run`, and what the split will be once they are written."""
+        """Return the windows in memory, for `write_run`, and the split's state once they are written."""
         self._cut_windows()
         run = self._shuffle.take_run()
         [rest] = self._waiting
@@ -129,13 +462,13 @@ class SplitWriter:
         return run, SplitState(rest, self._counts.copy(), self._num_documents, self._num_text_bytes, begins)
 
     def write_run(self, run: Run) -> None:
-        """Raises OSError. May run beside `add_documents`."""
+        """Write a run; may run concurrently with `add_documents`. Raises OSError."""
         self._shuffle.write_run(run)
 
     def finish(self, done: Callable[[int], None]) -> SplitManifest:
-        """Write what is left, the shards and the index, and tell `done` the bytes of each shard.
+        """Write the shards and the index, and pass the bytes of each shard to `done`.
 
-        What does not fill a window is counted as the tail. Raises OSError.
+        Tokens after the last full window are the tail. Raises OSError.
         """
         self._cut_windows()
         num_samples = self._shuffle.num_windows
@@ -155,7 +488,7 @@ class SplitWriter:
         )
 
     def _cut_windows(self) -> None:
-        """Count what is waiting and pass on every full window; the rest, a shared token included, stays."""
+        """Count the waiting tokens and cut full windows; the rest stays, with the shared token."""
         tokens = np.concatenate(self._waiting)
         self._counts += np.bincount(tokens[self._num_counted :], minlength=len(self._counts))
         num_windows = max(0, (len(tokens) - 1) // self._seq_len)
@@ -173,6 +506,6 @@ def _describe(entry: Entry) -> ShardInfo:
 
 
 def unigram_entropy_nats(counts: NDArray[np.int64]) -> float:
-    """- sum p ln p over token frequencies p: the cross-entropy, in nats, of a model that knows only these."""
+    """Return - sum p ln p over token frequencies p: the cross-entropy, in nats, of a model that knows only these."""
     frequencies = counts[counts > 0] / max(int(counts.sum()), 1)
     return float(-(frequencies * np.log(frequencies)).sum())

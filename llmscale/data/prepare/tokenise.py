@@ -17,13 +17,13 @@ from typing import TypedDict, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.prepare import window_shuffle
+from llmscale.data.prepare import split_writer
 from llmscale.data.prepare.encoder import Encoder, EncoderName, choose_encoder
-from llmscale.data.prepare.output_folder import Quarantine, WorkFolder
+from llmscale.data.prepare.output_folder import RejectedRecords, WorkFolder
 from llmscale.data.prepare.sources.source import Place, Rejected, Source, TokenRules
 from llmscale.data.prepare.split_writer import SplitState, SplitWriter, TokenisedDocument, Tokens
 from llmscale.data.prepare.train_val_split import (
-    Held,
+    HeldBackDocument,
     SplitAssigner,
     ValidationKeeper,
     hash_text,
@@ -31,8 +31,7 @@ from llmscale.data.prepare.train_val_split import (
     split_scores,
 )
 from llmscale.data.shards.manifest import TokenDtype
-from llmscale.data.tokenizers.byte_letters import letters_of_bytes
-from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer
+from llmscale.data.tokenizers.tokenizer import TokenArray, Tokenizer, letters_of_bytes
 from llmscale.terminal.progress import Progress
 
 
@@ -48,19 +47,19 @@ class _Facts(TypedDict):
 
 @dataclass(frozen=True)
 class ResumeState:
-    """What was done by a moment at which the documents until then were in their splits."""
+    """State of the work at a moment when all documents read so far are in their splits."""
 
-    mark: Mark
-    """Place in the source."""
-    quarantine: tuple[int, int]
-    """Bytes and records of the file of rejected records."""
+    mark: ReadPosition
+    """Position in the source."""
+    rejected: tuple[int, int]
+    """Bytes and records in the file of rejected records."""
     splits: dict[str, SplitState]
-    held: Held[TokenisedDocument] | None
-    """None where the score alone decides about a document."""
+    held: HeldBackDocument[TokenisedDocument] | None
+    """Document held back for validation; None once scores alone decide."""
     note: str = ""
-    """How the validation split was made."""
+    """How validation was split off."""
     is_read: bool = False
-    """Whether every document is in the splits, so that shards are all that may be missing."""
+    """True if all documents are in the splits and only shards are missing."""
 
     @property
     def num_documents(self) -> int:
@@ -73,7 +72,7 @@ def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
     document = held.document if held is not None else None
     facts: _Facts = {
         "mark": asdict(state.mark),
-        "quarantine": list(state.quarantine),
+        "quarantine": list(state.rejected),
         "note": state.note,
         "is_read": state.is_read,
         "splits": {
@@ -89,7 +88,7 @@ def save_resume_state(work: WorkFolder, state: ResumeState) -> None:
 
 
 def load_resume_state(work: WorkFolder) -> ResumeState | None:
-    """None when nothing was saved. Raises OSError."""
+    """Return the saved state, or None. Raises OSError."""
     saved = work.load_state()
     if saved is None:
         return None
@@ -104,8 +103,8 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
     place = tuple(cast(list[int], mark.pop("place")))
     [size_bytes, num_rejected] = facts["quarantine"]
     return ResumeState(
-        mark=Mark(place=place, **cast(dict[str, int], mark)),  # type: ignore[arg-type]  # is_end is a bool
-        quarantine=(size_bytes, num_rejected),
+        mark=ReadPosition(place=place, **cast(dict[str, int], mark)),  # type: ignore[arg-type]  # is_end is a bool
+        rejected=(size_bytes, num_rejected),
         splits={
             name: SplitState(
                 cast(NDArray[np.unsignedinteger], arrays[f"{name}_rest"]),
@@ -114,21 +113,21 @@ def load_resume_state(work: WorkFolder) -> ResumeState | None:
             )
             for name, numbers in facts["splits"].items()
         },
-        held=None if facts["held"] is None else Held(document, *facts["held"]),
+        held=None if facts["held"] is None else HeldBackDocument(document, *facts["held"]),
         note=facts["note"],
         is_read=facts["is_read"],
     )
 
 
-#: Characters that a worker encodes at once.
+#: Characters per batch.
 BATCH_CHARACTERS = 1 << 20
-#: Of a batch of records that hold next to nothing.
+#: Most records per batch, for nearly empty ones.
 _MOST_RECORDS = 1 << 14
 
 
 @dataclass(frozen=True)
-class Mark:
-    """How far a source was read, and what was found until then."""
+class ReadPosition:
+    """Reader position after a record, with counts of empty, rejected, cut and skipped records."""
 
     place: Place = ()
     read_bytes: int = 0
@@ -141,23 +140,23 @@ class Mark:
 
 @dataclass
 class Batch:
-    """Neighbouring documents."""
+    """Consecutive documents."""
 
     documents: list[str | TokenArray] = field(default_factory=list)
     rejected: list[Rejected] = field(default_factory=list)
-    mark: Mark = Mark()
-    """Behind the last of them."""
+    mark: ReadPosition = ReadPosition()
+    """Position after the last of them."""
     size: int = 0
-    """Characters, tokens, and bytes of what was rejected."""
+    """Characters, tokens, and bytes of rejected records."""
 
     @property
     def weight(self) -> int:
-        """For how many usual batches it counts: one that is a document of many MB, for many."""
+        """Number of usual batches that this one counts for: a document of many MB counts for many."""
         return max(1, self.size // BATCH_CHARACTERS)
 
 
-def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Generator[Batch]:
-    """The documents of a source behind `mark`, those without text left out and counted; without `rules` only text."""
+def gather(source: Source, rules: TokenRules | None, mark: ReadPosition) -> Generator[Batch]:
+    """Yield the documents of a source after `mark` in batches; empty ones are counted. Tokens need `rules`."""
     if mark.is_end:
         return
     batch, size, num_empty, num_rejected = Batch(), 0, mark.num_empty, mark.num_rejected
@@ -177,33 +176,35 @@ def gather(source: Source, rules: TokenRules | None, mark: Mark) -> Generator[Ba
         else:
             num_empty += 1
         if size >= BATCH_CHARACTERS or num_records == _MOST_RECORDS:
-            batch.mark = Mark(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped)
+            batch.mark = ReadPosition(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped)
             batch.size = size
             yield batch
             batch, size, num_records = Batch(), 0, 0
-    batch.mark = Mark(place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped, is_end=True)
+    batch.mark = ReadPosition(
+        place, source.read_bytes, num_empty, num_rejected, source.num_cut, source.skipped, is_end=True
+    )
     batch.size = size
     yield batch
 
 
 @dataclass(frozen=True)
 class TokenisedBatch:
-    """A batch when it is tokens: its documents one behind the other, each with what stands around it."""
+    """A tokenised batch: concatenated documents, each with begin-of-text and end-of-text."""
 
     tokens: Tokens
-    """[tokens of all documents]."""
+    """Tokens of all documents, [n]."""
     begins: Sequence[int]
-    """Where each document begins in `tokens`, and where the last one ends."""
+    """Offset of each document in `tokens`, and the end of the last."""
     num_text_bytes: Sequence[int]
-    """Of each document."""
+    """UTF-8 bytes of each document."""
     text_hashes: Sequence[bytes]
-    """Of each document; equal for copies."""
+    """Hash of each document, equal for copies."""
     rejected: list[Rejected]
-    mark: Mark
-    """Where its source was behind it."""
+    mark: ReadPosition
+    """Position after the batch."""
 
     def tokens_of(self, first: int, end: int) -> Tokens:
-        """Of documents first .. end - 1. A small part is a copy, which does not keep the rest in memory."""
+        """Return the tokens of documents first .. end - 1. A small part is copied, so that the rest can be freed."""
         part = self.tokens[self.begins[first] : self.begins[end]]
         return part if 2 * len(part) > len(self.tokens) else part.copy()
 
@@ -213,7 +214,7 @@ class TokenisedBatch:
 
 
 class BatchTokeniser:
-    """What several threads do at once."""
+    """Tokenises batches; thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, encoder: Encoder, dtype: TokenDtype) -> None:
         self._tokenizer = tokenizer
@@ -238,7 +239,7 @@ class BatchTokeniser:
         return TokenisedBatch(tokens, begins, num_text_bytes, hashes, batch.rejected, batch.mark)
 
     def _join(self, parts: Sequence[TokenArray]) -> tuple[Tokens, list[int]]:
-        """The documents one behind the other, and where each begins."""
+        """Concatenate documents with begin-of-text and end-of-text, and return their offsets."""
         num_before = len(self._before)
         begins = [0, *itertools.accumulate(num_before + len(part) + 1 for part in parts)]
         whole: Tokens = np.empty(begins[-1], self._dtype)
@@ -252,12 +253,12 @@ class BatchTokeniser:
 
     @functools.cached_property
     def _token_bytes(self) -> NDArray[np.int64]:
-        """Bytes of text that each token stands for, [vocab_size]; of a tokenizer that is not byte-level about that."""
+        """UTF-8 bytes of each token, [vocab_size]; approximate unless the tokenizer is byte-level."""
         return bytes_of_tokens(self._tokenizer)
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """UTF-8 bytes of each token, [vocab_size]: letters of one that is byte-level."""
+    """Return the UTF-8 bytes of each token, [vocab_size]; a byte-level token has one per character."""
     letters = set(letters_of_bytes().values())
     lengths = np.zeros(tokenizer.vocab_size, np.int64)
     for token, text in tokenizer.tokens().items():
@@ -267,18 +268,17 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
-#: Batches under way per worker: enough to keep it busy while the others read and write.
+#: Batches in flight per worker, enough to keep it busy while others read and write.
 READ_AHEAD = 3
 
 
-def work_in_order(
+def ordered_parallel_map(
     batches: Iterable[_T], work: Callable[[_T], _R], num_workers: int, *, weigh: Callable[[_T], int] = lambda _: 1
 ) -> Generator[_R, None, None]:
-    """work(batch) for every batch, in the order given: the same for any number of workers.
+    """Yield work(batch) for every batch in order, computed by `num_workers` threads.
 
-    `weigh` says for how many usual ones a batch counts in memory: while a very large one is under way, few others are.
-    `batches` is consumed by a thread of its own, which closes a generator when nothing more is wanted. What it or
-    `work` raises is raised here, in its place.
+    `weigh` returns how many usual batches one counts for in memory. A thread consumes `batches`, and closes a generator
+    at the end. Exceptions of both are raised here, in order.
     """
     num_places = (num_workers + 1) * READ_AHEAD
     places = threading.Semaphore(num_places)
@@ -301,7 +301,7 @@ def work_in_order(
             failed.set_exception(error)
             results.put((failed, 0))
         finally:
-            # Whoever waits for a result may hold it: it would keep its files open.
+            # A waiting result may reference it, which would keep its files open.
             if isinstance(batches, Generator):
                 batches.close()
 
@@ -320,18 +320,18 @@ def work_in_order(
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-#: What an interrupted run loses at most, where documents need not wait for a validation split.
+#: Most work that an interruption loses, once no document is held back for validation.
 CHECKPOINT_INTERVAL_S = 30.0
 
 
-class Distributor:
-    """Sends documents to the writers of their splits, and keeps what is done."""
+class SplitRouter:
+    """Routes documents to the writers of their splits, and saves state to resume from."""
 
     def __init__(
         self,
         writers: Mapping[str, SplitWriter],
         work: WorkFolder,
-        quarantine: Quarantine,
+        rejected: RejectedRecords,
         *,
         val_fraction: float,
         window: int,
@@ -339,17 +339,17 @@ class Distributor:
         state: ResumeState | None,
         is_always_kept: bool = False,
     ) -> None:
-        """`window` is the tokens of one. `state` is what an interrupted run has left. `is_always_kept`: what is done
-        in the end is written down even if it did not take long."""
+        """`window` is a window's number of tokens. `state` is from an interrupted run. With `is_always_kept` the final
+        state is saved even after a short run."""
         self._writers = writers
         self._work = work
-        self._quarantine = quarantine
+        self._rejected = rejected
         self._seed = seed
         self._assigner = SplitAssigner[TokenisedDocument](val_fraction)
         self._keeper = ValidationKeeper[TokenisedDocument](val_fraction, window)
-        self.mark = Mark()
+        self.mark = ReadPosition()
         if state is not None:
-            self._assigner.go_on(state.held)
+            self._assigner.resume(state.held)
             self._keeper.is_settled = True
             self.mark = state.mark
         self._has_runs = is_always_kept or state is not None
@@ -359,11 +359,11 @@ class Distributor:
 
     @property
     def note(self) -> str:
-        """How the validation split was made, where it is not whole documents."""
+        """How validation was split off, if not by documents."""
         return self._keeper.note
 
     def add(self, batch: TokenisedBatch) -> None:
-        """Raises OSError, DataError for too many rejected records."""
+        """Route a batch. Raises OSError, DataError for too many rejected records."""
         scores = split_scores(batch.text_hashes, self._seed)
         number = 0
         while number < len(scores) and not self._is_settled:
@@ -372,11 +372,11 @@ class Distributor:
             number += 1
         self._pass_on_at_once(batch, scores, number)
         self.mark = batch.mark
-        self._quarantine.add(batch.rejected)
+        self._rejected.add(batch.rejected)
         self._keep_now_and_then()
 
     def _pass_on_at_once(self, batch: TokenisedBatch, scores: NDArray[np.float64], first: int) -> None:
-        """The documents from `first` on, neighbours that go to one split together."""
+        """Write the documents from `first` on, neighbours of one split together."""
         if first == len(scores):
             return
         is_val = self._assigner.is_val(scores)
@@ -388,11 +388,11 @@ class Distributor:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether a document's score alone says where it goes."""
+        """True once a document's score alone decides its split."""
         return self._assigner.is_settled and self._keeper.is_settled
 
     def finish(self) -> None:
-        """No document is left. Raises OSError."""
+        """Release held documents after the last batch. Raises OSError."""
         for split, assigned in self._assigner.finish():
             self._pass_on(split, assigned)
         for split, document in self._keeper.finish():
@@ -402,7 +402,7 @@ class Distributor:
             self._wait()
 
     def close(self) -> None:
-        """Let go of the thread that writes."""
+        """Stop the writer thread."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
     def _pass_on(self, split: str, document: TokenisedDocument) -> None:
@@ -412,19 +412,19 @@ class Distributor:
     def _keep_now_and_then(self) -> None:
         if self._under_way is not None and self._under_way[0].done():
             self._wait()
-        is_full = sum(w.waiting_bytes for w in self._writers.values()) >= window_shuffle.BUFFER_BYTES
+        is_full = sum(w.waiting_bytes for w in self._writers.values()) >= split_writer.BUFFER_BYTES
         is_time = time.monotonic() - self._kept_s >= CHECKPOINT_INTERVAL_S and self._under_way is None
         if self._keeper.is_settled and (is_full or is_time):
             self._keep(is_read=False)
 
     def _keep(self, *, is_read: bool) -> None:
-        """Begin to write the windows in memory, and with them the state of this moment."""
+        """Start writing the windows in memory, after which the current state is saved."""
         self._wait()
         self._has_runs, self._kept_s = True, time.monotonic()
         taken = {name: writer.take_run() for name, writer in self._writers.items()}
         state = ResumeState(
             self.mark,
-            (self._quarantine.size_bytes, self._quarantine.num_records),
+            (self._rejected.size_bytes, self._rejected.num_records),
             {name: split for name, (_, split) in taken.items()},
             None if self._assigner.is_settled or is_read else self._assigner.held(),
             self.note,
@@ -438,7 +438,7 @@ class Distributor:
         self._under_way = self._pool.submit(write), state
 
     def _wait(self) -> None:
-        """For what is being written; then that is what a killed run goes on from."""
+        """Wait for the write in progress, then save its state."""
         if self._under_way is not None:
             (done, state), self._under_way = self._under_way, None
             done.result()
@@ -448,25 +448,25 @@ class Distributor:
 def tokenise(
     source: Source,
     tokenizer: Tokenizer,
-    distributor: Distributor,
+    router: SplitRouter,
     progress: Progress,
     *,
     dtype: TokenDtype,
     encoder: EncoderName,
     num_workers: int,
 ) -> None:
-    """Every document of a source that is not in its split yet. Raises DataError, OSError."""
+    """Tokenise and route all documents of a source that are not in their splits yet. Raises DataError, OSError."""
     rules = TokenRules(tokenizer.vocab_size, tokenizer.eot_token, tokenizer.bos_tokens)
-    batches = gather(source, rules, distributor.mark)
+    batches = gather(source, rules, router.mark)
     first = next(batches, None)
     if first is None:
         return
     num_text_bytes = num_tokens = 0
     work = BatchTokeniser(tokenizer, _choose(tokenizer, encoder, first, progress), dtype)
     all_batches = _chain(first, batches)
-    with closing(work_in_order(all_batches, work, num_workers, weigh=lambda batch: batch.weight)) as tokenised:
+    with closing(ordered_parallel_map(all_batches, work, num_workers, weigh=lambda batch: batch.weight)) as tokenised:
         for batch in tokenised:
-            distributor.add(batch)
+            router.add(batch)
             num_text_bytes += sum(batch.num_text_bytes)
             num_tokens += len(batch.tokens)
             progress.show(
@@ -475,7 +475,7 @@ def tokenise(
 
 
 def _chain(first: Batch, rest: Generator[Batch]) -> Generator[Batch]:
-    """Closes what it takes the rest from, wherever it is closed itself."""
+    """Yield `first`, then the rest, which is closed together with this generator."""
     with closing(rest):
         yield first
         yield from rest

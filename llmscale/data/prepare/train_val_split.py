@@ -1,6 +1,6 @@
-"""Which split a document goes to: a function of its text and the seed, so copies stay together.
+"""Choose a document's split by its text and the seed, so that copies stay together.
 
-A text of one document, or of few and short ones, would have nothing to validate on: there its end is cut off.
+If documents are too few or too short for validation, the end of the text is split off instead.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from llmscale.data.order.permutation import fold64, key64
 from llmscale.data.tokenizers.tokenizer import TokenArray
 
 _T = TypeVar("_T")
-#: Tokens that are kept in memory while no window of validation has been found: 256 MiB.
+#: Most tokens in memory (256 MiB) while documents wait for a window of validation.
 MOST_WAITING_TOKENS = 1 << 26
-#: What a document counts for besides its tokens, as Python keeps 330 bytes of each: 2 million of next to nothing wait.
+#: Tokens that a document counts for besides its own, as Python takes 330 bytes for each: at most 2 million wait.
 _TOKENS_PER_DOCUMENT = 1 << 5
-#: Keeps the hashes of tokens apart from those of texts.
+#: Separates hashes of tokens from those of texts.
 _TOKENS_SEED = 0x70C5
-#: Keeps the scores apart from the order's keys, should both have one seed.
+#: Separates the scores from the sample order's keys at equal seeds.
 _DOMAIN = 0x5B11_7C0D_E5A1_D09E
 
 
 def hash_text(text: str) -> bytes:
-    """Of a document's text, 128 bits."""
+    """Return a 128-bit hash of a document's text."""
     return xxhash.xxh3_128_digest(text)
 
 
 def hash_tokens(tokens: TokenArray) -> bytes:
-    """Of a document that is known by its tokens alone, 128 bits."""
+    """Return a 128-bit hash of a document given as tokens."""
     return xxhash.xxh3_128_digest(tokens.astype("<u4").data, seed=_TOKENS_SEED)
 
 
 def split_scores(text_hashes: Sequence[bytes], seed: int) -> NDArray[np.float64]:
-    """Of each document, uniform in [0, 1); below val_fraction means val."""
+    """Return each document's score, uniform in [0, 1); below val_fraction means val."""
     first_words = np.frombuffer(b"".join(text_hashes), "<u8")[::2]
-    # The 53 bits that a float has room for: never 1.
+    # 53 bits, the precision of a float, so that a score is never 1.
     return (fold64(key64(seed, _DOMAIN), first_words) >> np.uint64(11)) / 2.0**53
 
 
 @dataclass(frozen=True)
-class Held(Generic[_T]):
-    """A document that goes to val if no other does."""
+class HeldBackDocument(Generic[_T]):
+    """A document that goes to val if no other does, with its copies."""
 
     document: _T | None
     num_copies: int
     score: float
     has_others: bool
-    """Whether there are documents besides."""
+    """True if other documents exist."""
 
 
 class SplitAssigner(Generic[_T]):
-    """Sends documents to train or val by score; of two or more different documents at least one goes to val.
+    """Assigns documents to train or val by score; among two or more different documents, at least one goes to val.
 
-    While no document has scored below `val_fraction`, the one with the lowest score so far is held back, with the
-    number of its copies: it goes to val if none does until the end. So one document is kept in memory, not the corpus.
+    Until a document scores below `val_fraction`, the one with the lowest score is held back, with the number of its
+    copies. It goes to val if no other does.
     """
 
     def __init__(self, val_fraction: float) -> None:
@@ -71,15 +71,17 @@ class SplitAssigner(Generic[_T]):
 
     @property
     def is_settled(self) -> bool:
-        """Whether the score alone decides from now on."""
+        """True once scores alone decide."""
         return self._has_val
 
-    def held(self) -> Held[_T]:
-        """What is held back, for an assigner that goes on from here."""
-        return Held(self._held[0] if self._held else None, len(self._held), self._held_score, self._has_others)
+    def held(self) -> HeldBackDocument[_T]:
+        """Return the held-back document, for `resume`."""
+        return HeldBackDocument(
+            self._held[0] if self._held else None, len(self._held), self._held_score, self._has_others
+        )
 
-    def go_on(self, held: Held[_T] | None) -> None:
-        """Be what an assigner was that held this; None for one that was settled."""
+    def resume(self, held: HeldBackDocument[_T] | None) -> None:
+        """Restore the state of an assigner that held this back; None for a settled one."""
         if held is None:
             self._has_val = True
         else:
@@ -87,11 +89,11 @@ class SplitAssigner(Generic[_T]):
             self._held_score, self._has_others = held.score, held.has_others
 
     def is_val(self, scores: NDArray[np.float64]) -> NDArray[np.bool_]:
-        """Which documents go to val, once the score alone decides."""
+        """Return which documents go to val, once settled."""
         return scores < self._val_fraction
 
     def assign(self, score: float, document: _T) -> Iterator[tuple[str, _T]]:
-        """The documents whose split is now known."""
+        """Yield the documents whose split is now known."""
         if self._has_val or score < self._val_fraction:
             yield from self._release("train")
             self._has_val = True
@@ -106,7 +108,7 @@ class SplitAssigner(Generic[_T]):
             yield "train", document
 
     def finish(self) -> Iterator[tuple[str, _T]]:
-        """What was held back, if anything; a corpus of one document is all train."""
+        """Yield the held-back documents; a corpus of one document is all train."""
         yield from self._release("val" if self._has_others else "train")
 
     def _release(self, split: str) -> Iterator[tuple[str, _T]]:
@@ -121,25 +123,25 @@ class Text(Protocol):
 
     @property
     def text_hash(self) -> bytes:
-        """Equal for copies."""
+        """Hash, equal for copies."""
 
     @property
     def num_tokens(self) -> int:
-        """With the end-of-text token that follows."""
+        """Number of tokens, end-of-text included."""
 
     def cut_at(self: _D, num_tokens: int) -> tuple[_D, _D]:
-        """The first tokens, and the others."""
+        """Return the first `num_tokens` tokens and the rest as two documents."""
 
 
 _D = TypeVar("_D", bound=Text)
 
 
 class ValidationKeeper(Generic[_D]):
-    """Sees to it that both splits hold a window and val is not most of the text, wherever there is text enough.
+    """Ensures that both splits hold a window and val is not most of the text, if there is enough text.
 
-    Documents wait until that is so. When it never is, the last `val_fraction` of the text, at least one window, is for
-    val, and the document in which it begins is cut; where all documents are copies of one, each is cut at the same
-    place. A text that has no two windows is left as it is.
+    Documents wait until that holds. If it never does, val gets the last `val_fraction` of the text, at least one
+    window, and the document at the border is cut. If all documents are copies of one, each is cut at the same place. A
+    text of less than two windows is left alone.
     """
 
     def __init__(self, val_fraction: float, window: int) -> None:
@@ -148,24 +150,24 @@ class ValidationKeeper(Generic[_D]):
         self._waiting: list[tuple[str, _D]] = []
         self._num_tokens = {"train": 0, "val": 0}
         self.is_settled = val_fraction == 0
-        """Whether documents pass without waiting from now on."""
+        """True once documents pass without waiting."""
         self.note = ""
-        """What was done, when anything was."""
+        """Description of the cut, if one was made."""
 
     def add(self, split: str, document: _D) -> Sequence[tuple[str, _D]]:
-        """What need not wait any longer, in the order in which it came."""
+        """Return the documents that need not wait any longer, in order."""
         if self.is_settled:
             return [(split, document)]
         self._waiting.append((split, document))
         self._num_tokens[split] += document.num_tokens
-        # One document is in memory anyway, its copies with it.
+        # One document and its copies are in memory anyway.
         size = sum(self._num_tokens.values()) + _TOKENS_PER_DOCUMENT * len(self._waiting)
         is_too_much = size > MOST_WAITING_TOKENS and document.text_hash != self._waiting[0][1].text_hash
         self.is_settled = is_too_much or self._is_balanced(**self._num_tokens)
         return self._take() if self.is_settled else []
 
     def finish(self) -> Sequence[tuple[str, _D]]:
-        """What still waits, cut if need be."""
+        """Return the waiting documents, cut if needed."""
         waiting = self._take()
         num_tokens = sum(self._num_tokens.values())
         return (self._cut([document for _, document in waiting], num_tokens) if waiting else None) or waiting
@@ -178,9 +180,9 @@ class ValidationKeeper(Generic[_D]):
         return min(train, val) >= self._window and val <= max(0.5, 2 * self._val_fraction) * (train + val)
 
     def _cut(self, documents: list[_D], num_tokens: int) -> list[tuple[str, _D]] | None:
-        """The end of the text for val; None when it is too short."""
+        """Assign the end of the text to val; return None when the text is too short."""
         wanted = max(round(num_tokens * self._val_fraction), self._window)
-        # A document that is cut ends twice, each time with an end-of-text token.
+        # Both parts of a cut document end with an end-of-text token.
         if num_tokens + 1 - wanted < self._window:
             return None
         if all(document.text_hash == documents[0].text_hash for document in documents):

@@ -1,4 +1,4 @@
-"""Read plain and compressed files: truncation is an error, and so is a file that unfolds to no end."""
+"""Read plain and compressed files; truncation is an error, and so is unpacking to far more than the file's size."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import BinaryIO, cast
 
 from llmscale.errors import DataError
 
-#: Suffixes that are taken off before the kind of a file is looked at, and what they promise. Contents decide.
+#: Compression suffixes and the format that each promises. The contents decide.
 COMPRESSED_SUFFIXES = {
     **{".gz": "gzip", ".tgz": "gzip", ".zst": "zstd", ".zstd": "zstd", ".tzst": "zstd", ".bz2": "bzip2"},
     **{".tbz2": "bzip2", ".tbz": "bzip2", ".xz": "xz", ".txz": "xz", ".lzma": "xz", ".br": "brotli"},
 }
-#: How compressed files and archives begin, and text does not.
+#: First bytes of compressed files and archives, with which no text begins.
 _MAGIC = re.compile(
     rb"(?P<gzip>\x1f\x8b\x08)|(?P<zstd>\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18)"
     rb"|(?P<bzip2>BZh[1-9](?:1AY&SY|\x17rE8P\x90))|(?P<xz>\xfd7zXZ\0|]\0\0..(?:\xff{8}|.{5}\0{3}))"
@@ -31,24 +31,24 @@ _MAGIC = re.compile(
     rb"|(?P<seven_zip>7z\xbc\xaf\x27\x1c)",
     re.DOTALL,
 )
-#: Of an xz file, which may ask for 4 GiB; `xz -9` asks for 65 MiB.
+#: Memory limit of xz, which can ask for 4 GiB; `xz -9` asks for 65 MiB.
 _MOST_XZ_BYTES = 256 << 20
-#: What a file may unfold to, times its own size. Text shrinks to a third to a tenth, repetitive logs to a hundredth;
-#: the formats allow a thousandth (gzip) and far less (zstd), for a disk full of zeros from a megabyte.
+#: Largest ratio of unpacked to packed bytes. Text shrinks 3 to 10 times, repetitive logs 100 times; gzip allows 1,000
+#: times and zstd far more, so that a megabyte could fill a disk.
 MAX_RATIO = 256
-#: Below this nobody asks.
+#: Any file may unpack to this.
 _ALWAYS_BYTES = 64 << 20
 _CHUNK_BYTES = 1 << 20
-#: zstd answers a piece with all that it unfolds to, at most 128 KiB for every 4 bytes.
+#: zstd returns all that a piece unpacks to, at most 128 KiB for every 4 bytes.
 _ZSTD_PIECE_BYTES = 1 << 10
 
 
 class DamagedError(Exception):
-    """A compressed file is damaged, ends early, or unfolds to more than it may."""
+    """A compressed file is damaged, ends early, or unpacks to more than its limit."""
 
 
 def most_unpacked_bytes(size_bytes: int) -> int:
-    """What a compressed file of so many bytes may unfold to."""
+    """Return the limit of unpacked bytes for a compressed file of `size_bytes`."""
     return max(_ALWAYS_BYTES, MAX_RATIO * size_bytes)
 
 
@@ -56,8 +56,8 @@ def most_unpacked_bytes(size_bytes: int) -> int:
 def unpacked(raw: BinaryIO, name: str, size_bytes: int) -> Iterator[BinaryIO]:
     """Yield the contents of an open file of `size_bytes`, uncompressed as they are read, whatever its suffix.
 
-    Raises DataError, also for what is read within the block: unreadable, damaged, cut short, compressed in another way
-    or twice, unfolding to more than MAX_RATIO times its size.
+    Raises DataError, also within the block: unreadable, damaged, truncated, an unknown compression or two of them, or
+    unpacking to more than MAX_RATIO times its size.
     """
     try:
         kind = _compression_of(raw, name)
@@ -80,7 +80,7 @@ def unpacked(raw: BinaryIO, name: str, size_bytes: int) -> Iterator[BinaryIO]:
 
 
 def unfolds(name: str, size_bytes: int) -> DataError:
-    """Return the error for a file of `size_bytes` that holds more than it may."""
+    """Return the error for a file of `size_bytes` that unpacks to more than its limit."""
     return DataError(
         f"{name} unpacks to more than {MAX_RATIO} times its size: it has {size_bytes:,} bytes, and the limit is "
         f"{most_unpacked_bytes(size_bytes):,}. Unpack it yourself if it is meant to."
@@ -88,12 +88,12 @@ def unfolds(name: str, size_bytes: int) -> DataError:
 
 
 def head_of(file: BinaryIO) -> bytes:
-    """Return the beginning of a file that was opened just now, as much as its buffer holds. Raises OSError."""
+    """Return the beginning of a newly opened file, as much as its buffer holds. Raises OSError."""
     return cast(io.BufferedReader, file).peek(1)
 
 
 def _compression_of(raw: BinaryIO, name: str) -> str:
-    """Return the compression that the contents have, empty for none. Raises DamagedError for a false suffix."""
+    """Return the compression of the contents, empty for none. Raises DamagedError for a false suffix."""
     head, promised = head_of(raw), COMPRESSED_SUFFIXES.get(PurePath(name).suffix.lower(), "")
     if found := _MAGIC.match(head):
         return str(found.lastgroup)
@@ -110,27 +110,27 @@ def _open_packed(raw: BinaryIO, kind: str, name: str) -> BinaryIO:
             return open_zstd(raw)
         case "bzip2":
             return cast(BinaryIO, bz2.BZ2File(raw))
-        case "xz":  # LZMAFile has no limit of memory
+        case "xz":  # LZMAFile has no memory limit
             decompress = partial(lzma.LZMADecompressor, memlimit=_MOST_XZ_BYTES)
             return cast(BinaryIO, _compression.DecompressReader(raw, decompress, lzma.LZMAError))
         case _:
             kind = kind.replace("seven_zip", "7z")
             raise DataError(
-                f"{name} is packed with {kind}, which is not read. Unpack it, or use gzip, zstd, bzip2 or xz."
+                f"{name} is packed with {kind}, which is not supported. Unpack it, or use gzip, zstd, bzip2 or xz."
             )
 
 
 def open_zstd(raw: BinaryIO) -> BinaryIO:
-    """The contents of a zstd file, as they are read. Reading raises DamagedError."""
+    """Return the contents of a zstd file as a stream. Reading raises DamagedError."""
     return io.BufferedReader(_ZstdFile(raw), _CHUNK_BYTES)
 
 
 class _Unfolds(Exception):
-    """A compressed file holds more than its limit."""
+    """A compressed file unpacks to more than its limit."""
 
 
 class _Limited(io.RawIOBase):
-    """What another file holds, up to a number of bytes; reading beyond them raises _Unfolds."""
+    """A stream limited to a number of bytes; reading beyond them raises _Unfolds."""
 
     def __init__(self, file: BinaryIO, limit_bytes: int) -> None:
         self._file = file
@@ -140,7 +140,7 @@ class _Limited(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill the buffer, so that a reader's first peek shows as much of the file as its buffer holds."""
+        """Fill the buffer, so that a first peek shows as much as a buffer holds."""
         size = 0
         while size < len(buffer) and (chunk := self._file.read(len(buffer) - size)):
             buffer[size : size + len(chunk)] = chunk
@@ -152,9 +152,9 @@ class _Limited(io.RawIOBase):
 
 
 class _ZstdFile(io.RawIOBase):
-    """The frames of a zstd file, one after the other.
+    """The concatenated frames of a zstd file.
 
-    `zstandard`'s own stream reader takes the end of a truncated file for the end of the data.
+    `zstandard`'s own stream reader does not report a truncated file.
     """
 
     def __init__(self, raw: BinaryIO) -> None:

@@ -1,6 +1,6 @@
-"""The manifest of a prepared set: what was tokenised, with what, into which shards. No torch, no Streaming.
+"""The manifest of a prepared dataset: source, tokenizer, settings and shards. Imports neither torch nor Streaming.
 
-`manifest.json` is written last, so a folder that has one is complete.
+`manifest.json` is written last, so a folder with one is complete.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeVar, cast, get_args
 
-from llmscale.config.shipped import is_checkout
+from llmscale.config.bundled_files import is_checkout
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.paths import find_link, read_regular
 
 TokenDtype = Literal["uint16", "uint32"]
 Compression = Literal["", "zstd"]
-#: Fast enough to check a shard when it is first read: 65 MB in 9 to 14 ms from the page cache. Streaming's name of the
-#: algorithm.
+#: Streaming's name of the algorithm, which takes 9 to 14 ms for 65 MB from the page cache.
 HASH_ALGORITHM = "xxh3_64"
-#: Where a prepared set keeps its tokenizer.
+#: Folder of a dataset's tokenizer.
 TOKENIZER_FOLDER = "tokenizer"
 TOKENIZER_CONFIG_NAME = "tokenizer_config.json"
 ORIGIN_NAME = "origin.json"
-#: Files beside a model's tokenizer.json that a set keeps where the model has them, for the export; origin.json lists
-#: them.
+#: Files beside a model's tokenizer.json that a dataset keeps, if they exist, for exports; origin.json lists them.
 TOKENIZER_EXTRAS = (
     TOKENIZER_CONFIG_NAME,
     "special_tokens_map.json",
@@ -40,31 +38,30 @@ TOKENIZER_EXTRAS = (
     "merges.txt",
     "tokenizer.model",
 )
-#: What `tokenizer_files` may say, and with it every file that a set's tokenizer needs; a tokenizer without files is
-#: `bytes`.
+#: Legal values of `tokenizer_files`, each with the files that the tokenizer needs; `bytes` needs none.
 TOKENIZER_FILES = {
     "": (),
     f"{TOKENIZER_FOLDER}/ranks.tiktoken": (f"{TOKENIZER_FOLDER}/ranks.tiktoken",),
     f"{TOKENIZER_FOLDER}/{ORIGIN_NAME}": (f"{TOKENIZER_FOLDER}/tokenizer.json", f"{TOKENIZER_FOLDER}/{ORIGIN_NAME}"),
 }
-#: Sixty times the largest vocabulary in use: tables of this many rows are made before a token is read.
+#: Sixty times the largest vocabulary in use; tables of this many rows are allocated.
 MAX_VOCAB_SIZE = 1 << 24
 MAX_SEQ_LEN = 1 << 30
 #: Streaming stores offsets within a shard as uint32.
 MAX_SHARD_BYTES = (1 << 32) - 1
 _SPLIT_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 SHARD_NAME = re.compile(r"shard\.[0-9]{5,9}\.mds")
-#: A hash by that algorithm.
+#: Form of a hash by HASH_ALGORITHM.
 HASH = re.compile(r"[0-9a-f]{16}")
-REMEDY = "Prepare the set again with --overwrite."
-LINK_REMEDY = "A set holds plain files only; copy one made of links with `cp -rL`."
+REMEDY = "Prepare the dataset again with --overwrite."
+LINK_REMEDY = "A dataset holds regular files only; copy one made of links with `cp -rL`."
 
 
 def check_split_names(splits: Iterable[str], where: str) -> None:
     """Names of splits are names of folders. Raises DataError."""
     for name in splits:
         if not _SPLIT_NAME.fullmatch(name) or name == TOKENIZER_FOLDER:
-            raise DataError(f"{where}: {name[:80]!r} is no name of a split. Legal: letters, digits, - and _. {REMEDY}")
+            raise DataError(f"{where}: {name[:80]!r} is not a split name. Legal: letters, digits, - and _. {REMEDY}")
 
 
 def check_range(where: str, name: str, value: int, lowest: int, highest: int) -> None:
@@ -81,7 +78,7 @@ def check_choice(where: str, name: str, value: object, legal: Iterable[object]) 
 
 
 def check_no_links(folder: Path, *names: str) -> None:
-    """Refuse symbolic links among parts of a set, `names` relative to its folder: they lead out of it.
+    """Refuse symbolic links among files of a dataset, `names` relative to its folder, because they lead out of it.
 
     Raises DataError.
     """
@@ -92,96 +89,95 @@ def check_no_links(folder: Path, *names: str) -> None:
 
 
 MANIFEST_NAME = "manifest.json"
-#: The marker of a set in a store that `prepare` has not ended; it holds the request.
+#: Marker of an unfinished dataset in a store; it holds the request.
 UNFINISHED_NAME = "unfinished.json"
-#: Raised whenever older code could misread the folder.
+#: Incremented whenever older code could misread the folder.
 FORMAT_VERSION = 1
-#: Of a manifest that only names the folder beside it that holds the set.
+#: Version and size limit of a manifest that only names the folder with the dataset.
 _POINTER_VERSION, _MAX_POINTER_BYTES = 2, 512
-#: Such a folder.
+#: Form of that folder's name.
 GENERATION = r"set-[0-9a-f]{12}"
 
-#: What the user asked `prepare` for, by flag; the same request over the same source need not be prepared
-#: again.
+#: Everything that decides a dataset's contents, by flag of `prepare`.
 PrepareRequest = dict[str, str | int | float | bool | None]
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard file, as it is when uncompressed."""
+    """One shard file, uncompressed."""
 
     name: str
     """File name within the split's folder."""
     bytes: int
-    """Exact size."""
+    """Exact size of the file."""
     hash: str
-    """Hexadecimal hash of the file, by the manifest's hash_algorithm."""
+    """Hexadecimal hash of the file by hash_algorithm."""
     num_samples: int
     """Windows in the shard."""
 
 
 @dataclass(frozen=True)
 class SplitManifest:
-    """What a split holds. Window w is tokens [w T, w T + T] of the split: T + 1 of them, T = seq_len."""
+    """Contents of a split. Window w is tokens [w T, w T + T] of the split: T + 1 of them, T = seq_len."""
 
     num_documents: int
     """Documents, each followed by one end-of-text token."""
     num_text_bytes: int
     """UTF-8 bytes of the documents' text."""
     num_tokens: int
-    """All tokens, end-of-text included."""
+    """Number of tokens, end-of-text included."""
     num_samples: int
-    """Windows of seq_len + 1 tokens; neighbours share one token, so every token is a target once."""
+    """Windows of seq_len + 1 tokens. Neighbours share one token, so every token is a target once."""
     tail_tokens: int
-    """Tokens behind the last full window, fewer than seq_len: the only ones that are not trained on."""
+    """Tokens after the last full window, fewer than seq_len, which are not trained on."""
     max_token_id: int
-    """Largest token id that occurs."""
+    """Largest token id in the split."""
     unigram_entropy_nats: float
-    """Entropy of the token frequencies, nats: the loss of a model that knows frequencies and nothing else."""
+    """Entropy of the token frequencies in nats: the loss of a model that knows only frequencies."""
     shards: tuple[ShardInfo, ...]
 
     @property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes of text per token: turns a loss in nats per token into bits per byte."""
+        """UTF-8 bytes of text per token, which converts nats per token into bits per byte."""
         return self.num_text_bytes / self.num_tokens
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything that is known of a prepared set."""
+    """Description of a prepared dataset."""
 
     tokenizer: str
-    """The tokenizer as the user named it."""
+    """Tokenizer as the user named it."""
     tokenizer_files: str
-    """Where the set keeps a copy of it, relative to the set; empty for one that needs no files."""
+    """Relative path of the dataset's copy of it; empty for one without files."""
     tokenizer_sha256: str
-    """Identity of the vocabulary and its merges."""
+    """Hash of the vocabulary and its merges."""
     vocab_size: int
-    """Token ids are below this."""
+    """Number of tokens; ids are below it."""
     eot_token: int
-    """The end-of-text token that follows every document."""
+    """End-of-text token, which follows every document."""
     seq_len: int
-    """Positions a model sees: windows hold one token more."""
+    """Positions that a model sees; windows hold one token more."""
     dtype: TokenDtype
-    """How tokens are stored."""
+    """Stored type of tokens."""
     hash_algorithm: str
     """Algorithm of the shard hashes, by Streaming's name."""
     compression: str
     """Compression of the shard files by Streaming's name, or empty."""
     source: str
-    """Where the documents came from, as the user named it."""
+    """Source of the documents as the user named it."""
     request: PrepareRequest
-    """The settings and the state of the source that this set is the answer to."""
+    """Settings and source fingerprint of this dataset."""
     skipped_documents: int
-    """Documents left out because they could not be decoded."""
+    """Documents skipped because they could not be decoded."""
     empty_documents: int
-    """Documents left out because they hold no text."""
+    """Documents skipped because they are empty."""
     splits: dict[str, SplitManifest]
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over every shard's hash and everything else that decides what sample k is."""
+        """sha256 of all that decides what sample k is, shard hashes included."""
         identity = {
             "tokenizer_sha256": self.tokenizer_sha256,
             "vocab_size": self.vocab_size,
@@ -197,17 +193,17 @@ class Manifest:
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether the windows of `train` were shuffled when they were written; sets of older versions were not."""
+        """True if the windows of `train` were shuffled when written."""
         return self.request.get("--no-shuffle") is False
 
     @property
     def column_encoding(self) -> str:
-        """MDS encoding of the one column, `tokens`: of fixed size, so that a short shard cannot pass."""
+        """MDS encoding of the only column, `tokens`, whose fixed size reveals a short shard."""
         return f"ndarray:{self.dtype}:{self.seq_len + 1}"
 
     @property
     def window_bytes(self) -> int:
-        """Of one sample, seq_len + 1 tokens, as it is stored."""
+        """Stored bytes of one sample, seq_len + 1 tokens."""
         return (self.seq_len + 1) * (2 if self.dtype == "uint16" else 4)
 
     def to_json(self) -> str:
@@ -220,7 +216,7 @@ class Manifest:
 
 
 def load_manifest(folder: Path | str) -> Manifest:
-    """Read a set's manifest. Raises DataError when the folder is missing, empty or no complete set."""
+    """Read a dataset's manifest. Raises DataError when the folder is missing, empty or not a complete dataset."""
     folder = Path(folder)
     path = folder / MANIFEST_NAME
     try:
@@ -238,13 +234,13 @@ def load_manifest(folder: Path | str) -> Manifest:
 def parse_manifest(contents: bytes | str, where: str) -> Manifest:
     """Parse a manifest's JSON; `where` names it in errors.
 
-    Whoever wrote the set chose every value, so each is held against what `prepare` writes before it names a file, sizes
-    an array or is shown. Raises DataError when it is damaged, or says what no set can be.
+    The file is untrusted: every value is checked before it names a file, sizes an array or is printed. Raises DataError
+    for a damaged or impossible manifest.
     """
     record = parse_json(contents, Rules(DataError, REMEDY), where)
     version = record.get("format_version")
     if version == _POINTER_VERSION:
-        raise DataError(f"{where} is a store's: the set lies in the folder that it names. Name that folder instead.")
+        raise DataError(f"{where} belongs to a store: it names the folder with the dataset. Name that folder.")
     if version != FORMAT_VERSION:
         shown = str(version)[:20]
         raise DataError(f"{where} has format version {shown}; this llmscale reads version {FORMAT_VERSION}. {REMEDY}")
@@ -259,12 +255,12 @@ def parse_manifest(contents: bytes | str, where: str) -> Manifest:
 
 
 def generation_json(folder: str) -> str:
-    """The manifest of a store's folder in which a set has replaced another one: it lies in `folder`, beside it."""
+    """Return a manifest that points to `folder` beside it, which holds the dataset."""
     return json.dumps({"format_version": _POINTER_VERSION, "generation": folder}) + "\n"
 
 
 def parse_generation(contents: bytes, where: str) -> str:
-    """The folder that such a manifest names; empty for the manifest of a set. Raises DataError."""
+    """Return the folder that a pointing manifest names; empty for a dataset's manifest. Raises DataError."""
     if len(contents) > _MAX_POINTER_BYTES:
         return ""
     record = parse_json(contents, Rules(DataError, REMEDY), where)
@@ -272,7 +268,7 @@ def parse_generation(contents: bytes, where: str) -> str:
         return ""
     folder = record.get("generation")
     if not isinstance(folder, str) or not re.fullmatch(GENERATION, folder):
-        raise DataError(f"{where} names the folder {str(folder)[:80]!r}, which is none that holds a set. {REMEDY}")
+        raise DataError(f"{where} names the folder {str(folder)[:80]!r}, which cannot hold a dataset. {REMEDY}")
     return folder
 
 
@@ -298,7 +294,7 @@ def _check_split(split: SplitManifest, manifest: Manifest, where: str) -> None:
     check_range(where, "num_samples", split.num_samples, 1, split.num_tokens // manifest.seq_len)
     covered = split.num_samples * manifest.seq_len + 1
     check_choice(where, "tail_tokens", split.tail_tokens, (split.num_tokens - covered,))
-    # Of tokens that are all alike and of tokens that are all as frequent, and what sums of floats may be off.
+    # The bounds are one distinct token and equally frequent tokens, with room for rounding.
     if not -1e-6 <= split.unigram_entropy_nats <= math.log(manifest.vocab_size) + 1e-6:
         raise DataError(
             f"{where}: unigram_entropy_nats is {split.unigram_entropy_nats:g}, and must be 0 to the logarithm of the "
@@ -354,23 +350,23 @@ def _explain_missing(folder: Path) -> str:
     partial = sorted(folder.parent.glob(f".{folder.name}.partial-*")) if folder.parent.is_dir() else []
     note = f" (an interrupted prepare left {partial[0].name} beside it: run it again)" if partial else ""
     if ".partial-" in folder.name:
-        return f"{folder} is what an interrupted `llmscale data prepare` left; run the same command again."
+        return f"{folder} is unfinished work of an interrupted `llmscale data prepare`; run the same command again."
     if not folder.exists():
         return f"Data folder {folder} does not exist{note}. {make}"
     if not any(folder.iterdir()):
         return f"Data folder {folder} is empty{note}. {make}"
     if (folder / "index.json").exists() or any(folder.glob("*/index.json")):
         return (
-            f"{folder} holds MDS shards but no {MANIFEST_NAME}: they were not written by `llmscale data prepare`, "
-            "so their tokenizer and windows are unknown. Prepare the set from its text."
+            f"{folder} holds MDS shards but no {MANIFEST_NAME}: they were not written by `llmscale data prepare`, so "
+            "their tokenizer and windows are unknown. Prepare the dataset from its text."
         )
-    return f"{folder} is not a prepared set: it has no {MANIFEST_NAME}. {make}"
+    return f"{folder} is not a prepared dataset: it has no {MANIFEST_NAME}. {make}"
 
 
 def get_split(manifest: Manifest, split: str, where: str) -> SplitManifest:
-    """The manifest of one split. Raises DataError with the splits there are."""
+    """Return the manifest of one split. Raises DataError with the existing splits."""
     if split not in manifest.splits:
-        remedy = " Prepare the set again with --val-fraction above 0." if split == "val" else ""
+        remedy = " Prepare the dataset again with --val-fraction above 0." if split == "val" else ""
         raise DataError(f"{where} has no split '{split}', only {', '.join(sorted(manifest.splits))}.{remedy}")
     return manifest.splits[split]
 
@@ -383,10 +379,10 @@ def check_set_matches(
     seq_len: int,
     tokenizer_sha256: str | None = None,
 ) -> None:
-    """Refuse a set that does not belong to this model, before anything is built.
+    """Refuse a dataset that does not match this model, before anything is built.
 
-    `where` is the data folder as the user wrote it; `tokenizer_sha256` is given when the run already has a
-    tokenizer. Raises DataError with both values.
+    `where` names the data folder in messages; `tokenizer_sha256` is that of a run's own tokenizer. Raises DataError
+    with both values.
     """
     if manifest.seq_len != seq_len:
         raise DataError(
@@ -401,8 +397,8 @@ def check_set_matches(
         )
     if manifest.vocab_size != vocab_size:
         raise DataError(
-            f"{where} was prepared with the tokenizer {manifest.tokenizer} of {manifest.vocab_size} tokens, "
-            f"the model has vocab_size {vocab_size}. Prepare the text with the model's tokenizer, or use another set."
+            f"{where} was prepared with the tokenizer {manifest.tokenizer} of {manifest.vocab_size} tokens, the model "
+            f"has vocab_size {vocab_size}. Prepare the text with the model's tokenizer, or use another dataset."
         )
     if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
         raise DataError(
@@ -414,34 +410,34 @@ def check_set_matches(
 
 @dataclass(frozen=True)
 class TokenizerOrigin:
-    """Where a set's tokenizer comes from."""
+    """Origin of a dataset's tokenizer."""
 
     name: str
-    """The folder as the user named it, or the Hub's NAME@COMMIT."""
+    """Folder as the user named it, or the Hub's NAME@COMMIT."""
     eot_token: int
     bos_tokens: tuple[int, ...]
     eot_origin: str
-    """What says that this is end-of-text, for people."""
+    """Text on what names this end-of-text token."""
     files: tuple[str, ...]
-    """Kept beside tokenizer.json; names of TOKENIZER_EXTRAS."""
+    """Names of TOKENIZER_EXTRAS that are kept beside tokenizer.json."""
     sha256: dict[str, str] = field(default_factory=dict)
-    """Of these files; sets of older versions have none."""
+    """Hashes of these files."""
 
     def check(self, name: str, contents: bytes | None, where: str) -> None:
-        """Whether a file of the set is what was kept; `contents` is None where it is not there. Raises DataError."""
+        """Check a kept file's contents, None for a missing one. Raises DataError."""
         if contents is None:
             raise DataError(f"{where}/{name} is missing. {REMEDY}")
         if self.sha256.get(name, _sha256(contents)) != _sha256(contents):
-            raise DataError(f"{where}/{name} was altered: it is not the file that the set was prepared with. {REMEDY}")
+            raise DataError(f"{where}/{name} was altered: the dataset was prepared with another file. {REMEDY}")
 
     def save(self, folder: Path) -> None:
-        """Raises OSError."""
+        """Write origin.json. Raises OSError."""
         record = json.dumps(dataclasses.asdict(self), indent=1)
         (folder / ORIGIN_NAME).write_text(record + "\n", encoding="utf-8")
 
 
 def hash_files(contents: Mapping[str, bytes]) -> dict[str, str]:
-    """By name."""
+    """Return sha256 hashes by name."""
     return {name: _sha256(data) for name, data in contents.items()}
 
 
@@ -450,7 +446,7 @@ def _sha256(contents: bytes) -> str:
 
 
 def load_origin(path: Path) -> TokenizerOrigin:
-    """Raises DataError for what `prepare` does not write."""
+    """Read origin.json. Raises DataError for anything that `prepare` does not write."""
     try:
         record = load_json(path, Rules(DataError, REMEDY, max_bytes=CONFIG_MAX_BYTES, follow_links=False))
     except (FileNotFoundError, NotADirectoryError):
@@ -460,12 +456,12 @@ def load_origin(path: Path) -> TokenizerOrigin:
         raise DataError(f"{path} was altered: eot_token, bos_tokens or files is wrong. {REMEDY}")
     for token in bos_tokens:
         if type(token) is not int:
-            raise DataError(f"{path}: {str(token)[:40]!r} of bos_tokens is no token. {REMEDY}")
+            raise DataError(f"{path}: {str(token)[:40]!r} of bos_tokens is not a token. {REMEDY}")
     for name in files:
         if name not in TOKENIZER_EXTRAS:
             raise DataError(f"{path} names the file {str(name)[:80]!r}. Legal: {', '.join(TOKENIZER_EXTRAS)}. {REMEDY}")
     hashes = record.get("sha256", {})
     if not isinstance(hashes, dict) or not all(isinstance(value, str) for value in hashes.values()):
-        raise DataError(f"{path} was altered: sha256 is no object of hashes. {REMEDY}")
+        raise DataError(f"{path} was altered: sha256 must be an object of hashes. {REMEDY}")
     name, eot_origin = str(record.get("name")), str(record.get("eot_origin"))
     return TokenizerOrigin(name, eot_token, tuple(bos_tokens), eot_origin, tuple(files), hashes)

@@ -1,12 +1,10 @@
-"""The one place that imports MosaicML Streaming, and only the parts of it that llmscale uses.
+"""Import the parts of MosaicML Streaming that llmscale uses; no other module imports it.
 
-`import streaming` runs `streaming/__init__.py`, which pulls in `streaming.vision` (torchvision: fails to
-import beside a CPU build of torch), `streaming.text` (transformers) and the dataset and loader classes: 1.5
-to 6 s. llmscale needs the shard writer, the shard readers, the transport and the hashes, which live in
-submodules of `streaming.base` that import none of that (0.1 s beside torch). So the two packages are entered
-without running their `__init__`: placeholder modules with the right `__path__` stand in while the submodules
-load, and are taken away again afterwards. A later `import streaming` by anybody else therefore runs the real
-thing and finds these very submodules already loaded.
+`import streaming` runs `streaming/__init__.py`, which pulls in `streaming.vision` (torchvision: fails to import beside
+a CPU build of torch), `streaming.text` (transformers) and the dataset and loader classes: 1.5 to 6 s. llmscale needs
+shard readers, transport and hashes. These are submodules of `streaming.base` that import none of that (0.1 s). So both
+packages are entered without running their `__init__`: placeholder modules with the right `__path__` replace them while
+the submodules load. A later `import streaming` runs the real `__init__` and finds these submodules loaded.
 """
 
 from __future__ import annotations
@@ -21,17 +19,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.errors import DataError
 
 _PACKAGES = ("streaming", "streaming.base")
 
 
 def set_local_world_size() -> None:
-    """Give Streaming the number of ranks on this node under the name that it reads.
+    """Set LOCAL_WORLD_SIZE, which Streaming reads, to this node's number of ranks.
 
-    DeepSpeed's launcher exports LOCAL_SIZE, Streaming reads LOCAL_WORLD_SIZE and takes 1 when it is missing,
-    which makes every rank a local leader.
+    DeepSpeed's launcher exports LOCAL_SIZE instead. Without LOCAL_WORLD_SIZE, Streaming takes 1, and every rank is a
+    local leader.
     """
     if "LOCAL_WORLD_SIZE" not in os.environ and "LOCAL_SIZE" in os.environ:
         os.environ["LOCAL_WORLD_SIZE"] = os.environ["LOCAL_SIZE"]
@@ -39,20 +37,20 @@ def set_local_world_size() -> None:
 
 @functools.cache
 def streaming_module(name: str) -> ModuleType:
-    """The module `streaming.base.<name>`, imported without its packages' `__init__`.
+    """Return the module `streaming.base.<name>`, imported without its packages' `__init__`.
 
     Raises DataError when mosaicml-streaming is not installed.
     """
     set_local_world_size()
     with _bare_packages():
-        # Its modules import each other in a circle, which only closes when it is entered here.
+        # Its modules import each other in a circle, which works only when entered here.
         importlib.import_module("streaming.base.format")
         return importlib.import_module(f"streaming.base.{name}")
 
 
 @contextmanager
 def _bare_packages() -> Iterator[None]:
-    """Within the block `streaming` and `streaming.base` are packages whose `__init__` has not been run."""
+    """Provide `streaming` and `streaming.base` as packages whose `__init__` has not run."""
     placed = []
     try:
         path = None

@@ -1,4 +1,4 @@
-"""Is every shard there, as long as it should be and unaltered? Checked against the manifest, file by file."""
+"""Check that every shard file exists with the size and the hash that the manifest states."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from llmscale.untrusted.paths import RefusedFile, check_regular, open_regular
 
 INDEX_NAME = "index.json"
 _CHUNK_BYTES = 1 << 20
-_REMEDY = "Restore it from a copy, or prepare the set again with --overwrite."
-#: Of one shard's entry in an index, with room to spare: Streaming writes 700 bytes.
+_REMEDY = "Restore it from a copy, or prepare the dataset again with --overwrite."
+#: Limit of one shard's entry in an index; Streaming writes 700 bytes.
 _ENTRY_BYTES = 4096
 
 #: One shard's entry in Streaming's index.json.
@@ -25,7 +25,7 @@ IndexEntry = dict[str, object]
 
 
 def load_index(folder: Path, split: str, manifest: Manifest) -> list[IndexEntry]:
-    """The entries of a split's index.json, each checked against the manifest; see parse_index.
+    """Return the entries of a split's index.json, checked against the manifest; see parse_index.
 
     Raises DataError when the index is missing, damaged or describes other shards or another column.
     """
@@ -39,17 +39,17 @@ def load_index(folder: Path, split: str, manifest: Manifest) -> list[IndexEntry]
 
 
 def parse_index(contents: bytes, split: str, manifest: Manifest, where: str) -> list[IndexEntry]:
-    """The entries of an index.json, written anew: what Streaming is given says what the manifest says.
+    """Return the entries of an index.json, rebuilt from the manifest.
 
-    Of the index itself only the size and the hash of compressed shards are taken. An entry's names, column encodings
-    (one of which, `pkl`, runs code), formats and algorithms are all known beforehand, and an index that says anything
-    else is refused. Raises DataError.
+    Only the size and hash of compressed shards are taken from the index itself. All else is known from the manifest:
+    names, column encodings (one of which, `pkl`, runs code), formats and algorithms. An index that differs is refused.
+    Raises DataError.
     """
     return _check_index(parse_json(contents, _rules(split, manifest), where), split, manifest, where)
 
 
 def _rules(split: str, manifest: Manifest) -> Rules:
-    num_shards = len(get_split(manifest, split, "the set").shards)
+    num_shards = len(get_split(manifest, split, "the dataset").shards)
     return Rules(DataError, _REMEDY, max_bytes=_ENTRY_BYTES * (num_shards + 16), follow_links=False)
 
 
@@ -70,7 +70,7 @@ def _check_index(index: dict[str, object], split: str, manifest: Manifest, where
         if manifest.compression:
             expected["zip_data"] = _parse_zip_data(entry.get("zip_data"), shard, manifest, where)
         for key in expected:
-            # What Streaming keeps besides is the writer's limit on a shard's size.
+            # Streaming also stores the writer's limit on a shard's size.
             if key not in entry or entry[key] != expected[key]:
                 raise DataError(
                     f"{where} does not describe the shards of the manifest beside it: {key} of shard {number} is "
@@ -81,7 +81,7 @@ def _check_index(index: dict[str, object], split: str, manifest: Manifest, where
 
 
 def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
-    """What the index of an uncompressed set says of a shard, and all that is known of a compressed one's beforehand."""
+    """Return a shard's index entry as the manifest implies it; for a compressed one without `zip_data`."""
     return {
         "column_encodings": [manifest.column_encoding],
         "column_names": ["tokens"],
@@ -101,11 +101,11 @@ def _expected_entry(shard: ShardInfo, manifest: Manifest) -> IndexEntry:
 
 
 def _parse_zip_data(found: object, shard: ShardInfo, manifest: Manifest, where: str) -> dict[str, object]:
-    """Size and hash of a shard's compressed file, whose name follows from the shard's."""
+    """Return size and hash of a shard's compressed file, whose name follows from the shard's."""
     name = f"{shard.name}.{manifest.compression}"
     match found:
         case {"basename": str(basename), "bytes": int(num_bytes), "hashes": {manifest.hash_algorithm: str(digest)}}:
-            # zstd adds less than this to what it cannot compress.
+            # zstd adds less than this to incompressible data.
             if basename == name and 0 < num_bytes <= shard.bytes + shard.bytes // 128 + 1024 and HASH.fullmatch(digest):
                 return {"basename": name, "bytes": num_bytes, "hashes": {manifest.hash_algorithm: digest}}
     raise DataError(f"{where} is damaged: {str(found)[:200]!r} does not describe the file {name}. {_REMEDY}")
@@ -113,7 +113,7 @@ def _parse_zip_data(found: object, shard: ShardInfo, manifest: Manifest, where: 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """A file that must be there: the shard itself, or its compressed form."""
+    """The file of a shard as stored: itself or compressed."""
 
     shard: ShardInfo
     path: Path
@@ -122,7 +122,7 @@ class ShardFile:
 
 
 def shard_files(folder: Path, split: str, manifest: Manifest) -> list[ShardFile]:
-    """The files that hold a split's shards, as they were written."""
+    """Return the files of a split's shards as stored."""
     files = []
     shards = get_split(manifest, split, str(folder)).shards
     for shard, entry in zip(shards, load_index(folder, split, manifest), strict=True):
@@ -134,13 +134,14 @@ def shard_files(folder: Path, split: str, manifest: Manifest) -> list[ShardFile]
 
 
 def check_files(folder: Path, split: str, manifest: Manifest) -> None:
-    """One stat per shard: a regular file, no link, of exactly the right size. Raises DataError naming the first."""
+    """Check with one stat per shard that it is a regular file of the right size. Raises DataError naming the first that
+    is not."""
     for file in shard_files(folder, split, manifest):
         check_size(file.path, file.bytes)
 
 
 def check_size(path: Path, expected_bytes: int) -> os.stat_result:
-    """Status of a shard. Raises DataError when it is missing, no file, or of another size."""
+    """Return the status of a shard's file. Raises DataError if it is missing, not a file, or of another size."""
     try:
         status = check_regular(path, follow_links=False)
     except FileNotFoundError:
@@ -156,7 +157,7 @@ def check_size(path: Path, expected_bytes: int) -> os.stat_result:
 
 
 def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:
-    """Read the whole file. Raises DataError when it is unreadable or not what was written."""
+    """Read and hash a file. Raises DataError when it is unreadable or altered."""
     try:
         actual = hash_file(path, algorithm)
     except OSError as error:
@@ -168,7 +169,7 @@ def check_hash(path: Path, algorithm: str, expected_hash: str) -> None:
 
 
 def hash_file(path: Path, algorithm: str, progress: Callable[[int], object] = lambda num_bytes: None) -> str:
-    """Hexadecimal hash of a regular file by one of xxhash's algorithms, read in chunks, whose bytes `progress` gets.
+    """Return the hexadecimal hash of a regular file by an algorithm of xxhash. `progress` gets the bytes of each chunk.
     Raises OSError."""
     import xxhash
 
@@ -182,9 +183,9 @@ def hash_file(path: Path, algorithm: str, progress: Callable[[int], object] = la
 
 
 def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
-    """That the windows lie in a shard one after the other, as many and as long as they should be.
+    """Check that a shard's offsets state consecutive windows of the right number and length.
 
-    Streaming takes a sample's place from the file, and would read up to 4 GiB for one. Raises DataError.
+    Streaming trusts these offsets and would read up to 4 GiB for a sample. Raises DataError.
     """
     try:
         with open_regular(path, follow_links=False) as file:
@@ -199,7 +200,7 @@ def check_offsets(path: Path, shard: ShardInfo, manifest: Manifest) -> None:
 
 
 def find_damage(folder: Path, split: str, manifest: Manifest) -> Iterator[tuple[ShardFile, str]]:
-    """Every file of a split with what is wrong with it, or an empty string; reads all of them."""
+    """Read every file of a split and yield it with its fault, or an empty string."""
     for file in shard_files(folder, split, manifest):
         try:
             check_size(file.path, file.bytes)

@@ -1,7 +1,7 @@
-"""Requests to a store: a limit for each, retries of transient faults, and what the user is told.
+"""Limit each request to a store, retry transient errors with pauses, and word the message for the user.
 
-Each store's client has its own kinds of exceptions and wraps those of others. They are recognised by class name and by
-HTTP status, along the chain of causes.
+Each client has its own exception classes and wraps those of others. They are recognised by class name and HTTP status
+along the chain of causes.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import TypeVar
 
-from llmscale.config.shipped import install_command
+from llmscale.config.bundled_files import install_command
 from llmscale.data.storage.schemes import SCHEMES
 from llmscale.errors import DataError, UnreachableError
 from llmscale.untrusted.terminal import print_visible
 
 _T = TypeVar("_T")
-#: Pauses between tries.
+#: Pauses between attempts.
 RETRY_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
-#: A try ends after this time without a byte; clients take it as their timeout.
+#: An attempt ends after this time without a byte; also the clients' timeout.
 STALL_S = 30.0
-#: Where bytes cannot be seen as they move, a try gets a second more for this many.
+#: Where progress is not visible, an attempt gets one more second per this many bytes.
 _BYTES_PER_S = 128 << 10
-#: A waiting try prints a line after this time, and then at this interval.
+#: A waiting attempt prints a line after this time, then at this interval.
 _LINE_S = 5.0, 10.0
 _TRANSIENT = {
-    # The connection, or the time that it takes.
+    # Connection errors and timeouts.
     *("ConnectionError", "TimeoutError", "Timeout", "TimeoutException", "TransportError", "HTTPClientError"),
     *("ClientConnectionError", "ServerDisconnectedError", "ServiceRequestError", "ServiceResponseError"),
     *("RetriesExceededError", "RetryError"),
-    # Bytes that were lost or changed on their way, in a body or in an answer.
+    # Bytes lost or changed in transit, in a body or an answer.
     *("IncompleteRead", "IncompleteReadError", "ProtocolError", "ResponseStreamingError", "ClientPayloadError"),
     *("PayloadEncodingError", "ChecksumError", "FlexibleChecksumError", "DataCorruption", "DamagedInTransit"),
     *("ChunkedEncodingError", "ContentDecodingError", "DecodeError", "ResponseParserError", "InvalidJSONError"),
 }
-#: A store's answer 400 to bytes that came there damaged or late, by its code or its words; and the Hub's client's
-#: words for a file that came here short, for which it has no class.
+#: Codes or texts of a store's answer 400 to bytes that arrived damaged or late, and the Hub client's text for a short
+#: download, for which it has no class.
 _TRANSIENT_WORDS = re.compile(
     "BadDigest|IncompleteBody|RequestTimeout|XAmzContentSHA256Mismatch|XAmzContentChecksumMismatch|Md5Mismatch|"
     "Crc64Mismatch|doesn't match calculated|Consistency check failed"
@@ -54,7 +54,7 @@ _CREDENTIALS = {
 
 
 class DamagedInTransit(Exception):
-    """A store gave other bytes than it said it has, or has other bytes than it was given."""
+    """A store returned or stored other bytes than it should have."""
 
 
 def with_retries(
@@ -64,27 +64,27 @@ def with_retries(
     url: str,
     remedy: str = "",
     stop: threading.Event | None = None,
-    explain: Callable[[Exception], Exception] | None = None,
+    to_error: Callable[[Exception], Exception] | None = None,
     num_bytes: int = 0,
     progress: Callable[[], int] | None = None,
 ) -> _T:
-    """Return the result of `action`. A transient fault prints one line and is tried again after a pause, unless `stop`
-    is set.
+    """Return the result of `action`, retried after a pause with one printed line per transient error, until `stop` is
+    set.
 
-    Each try is limited: to STALL_S in which `progress` does not change, or to STALL_S and what `num_bytes` may take.
-    `what` begins with "Cannot", and the sentence of a fault with it. Raises DataError: credentials and how to give
-    them, or what is wrong and `remedy`; or what `explain` makes of a fault.
+    Each attempt may take STALL_S without a change of `progress`, or STALL_S plus the time for `num_bytes`. `what`
+    begins with "Cannot" and opens every message. Raises DataError with the cause and either `remedy` or how to give
+    credentials; `to_error` can replace that error.
     """
     stop = stop or threading.Event()
-    explain = explain or partial(fault, what=what, url=url, remedy=remedy)
+    to_error = to_error or partial(explain, what=what, url=url, remedy=remedy)
     limit_s = STALL_S + num_bytes / _BYTES_PER_S
     for number, pause_s in enumerate((*RETRY_PAUSES_S, None), start=1):
         try:
             return _within_limit(action, what, limit_s, stop, progress or (lambda: 0))
         except DataError:
             raise
-        except Exception as error:  # each client raises its own kinds
-            if pause_s is not None and may_pass(error, url) and not stop.is_set():
+        except Exception as error:  # each client raises its own classes
+            if pause_s is not None and is_transient(error, url) and not stop.is_set():
                 print_visible(
                     f"{what}: {summarise(error)[:200]}. Trying again in {pause_s:g} s ({number} of "
                     f"{len(RETRY_PAUSES_S)}).",
@@ -93,18 +93,18 @@ def with_retries(
                 )
                 if not stop.wait(pause_s):
                     continue
-            explained = explain(error)
+            explained = to_error(error)
             if explained is error:
                 raise
             raise explained from error
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _within_limit(
     action: Callable[[], _T], what: str, limit_s: float, stop: threading.Event, progress: Callable[[], int]
 ) -> _T:
-    """Return the result of `action`. It runs in a thread, because some clients have requests without any timeout; a
-    thread that is given up ends with the process. Raises TimeoutError, and whatever the action raises."""
+    """Return the result of `action`, run in a thread because some clients' requests have no timeout; an abandoned
+    thread ends with the process. Raises TimeoutError, and whatever the action raises."""
     answer: Future[_T] = Future()
 
     def run() -> None:
@@ -132,58 +132,58 @@ def _within_limit(
     return answer.result()
 
 
-def fault(error: Exception, what: str, *, url: str, remedy: str = "") -> DataError:
-    """Return what to tell the user: an UnreachableError where nothing was learnt about the data."""
+def explain(error: Exception, what: str, *, url: str, remedy: str = "") -> DataError:
+    """Return the error for the user: UnreachableError when it says nothing about the data itself."""
     scheme = SCHEMES.get(url.partition("://")[0])
     said = f"{what}: {summarise(error)[:300]}."
     if scheme is not None and lacks_credentials(error):
-        return UnreachableError(f"{said} Credentials are missing, or may not do that. Give {scheme.credentials}.")
+        return UnreachableError(f"{said} Credentials are missing or lack permission. Give {scheme.credentials}.")
     if isinstance(error, ImportError):
         needed = f"Install what {url.partition('://')[0]}:// needs: `{install_command('remote')}`."
         return UnreachableError(f"{said} {needed}")
-    kind = UnreachableError if may_pass(error, url) else DataError
+    kind = UnreachableError if is_transient(error, url) else DataError
     return kind(f"{said} {remedy}".rstrip())
 
 
-def may_pass(error: BaseException, url: str = "") -> bool:
-    """Return whether a fault is transient: of the connection, of bytes on their way, or of the store for the moment."""
+def is_transient(error: BaseException, url: str = "") -> bool:
+    """Return whether an error is transient: of the connection, of bytes in transit, or a temporary one of the store."""
     if _names(_chain(error)) & {*_CREDENTIALS, "SSLCertVerificationError", "OfflineModeIsEnabled"}:
         return False
     for cause in _chain(error):
-        # NXDOMAIN, as glibc words it: another word in place of a name, or no network.
+        # glibc's text for NXDOMAIN: a misspelt name, or no network.
         if "Name or service not known" in str(cause):
             return False
-        # Before the status: aiohttp gives a broken connection one.
+        # Checked before the status, because aiohttp gives a broken connection a status.
         if _names([cause]) & _TRANSIENT or _TRANSIENT_WORDS.search(str(cause)):
             return True
         if (status := _status(cause)) is not None:
-            # The Hub refuses a commit while another one is under way.
+            # The Hub refuses a commit while another one is being made.
             is_overtaken = status in (409, 412) and url.startswith("hf://")
             return status in (408, 429) or status >= 500 or is_overtaken
     return False
 
 
 def lacks_credentials(error: BaseException) -> bool:
-    """Return whether the store refuses these credentials, or there are none."""
-    # A client's own PermissionError names no file: one that does is of this machine.
+    """Return whether credentials are missing or refused."""
+    # A PermissionError with a file name is a local one, not the store's.
     names = _names(cause for cause in _chain(error) if getattr(cause, "filename", None) is None)
     statuses = (status for cause in _chain(error) if (status := _status(cause)) is not None)
     return next(statuses, None) in (401, 403) or bool(names & _CREDENTIALS)
 
 
 def summarise(error: BaseException) -> str:
-    """Its first line, behind its kind where that says more."""
+    """Return the class and first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, what caused it or what it came up in, and so on."""
+    """Yield an exception, its cause or context, and so on."""
     for _ in range(10):
         if error is None:
             return
         yield error
-        # boto3 keeps the last of its tries there.
+        # boto3 keeps the error of its last attempt there.
         error = error.__cause__ or getattr(error, "last_exception", None) or error.__context__
 
 

@@ -1,6 +1,6 @@
-"""Google Cloud Storage for fsspec, by the client that Streaming brings: gcsfs wants a newer one.
+"""An fsspec file system for Google Cloud Storage on the client that Streaming requires: gcsfs needs a newer one.
 
-pyarrow's asks for other credentials than Streaming's transport does, and hides what an answer's status was.
+pyarrow's file system reads other credentials than Streaming's transport and hides the HTTP status.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from google.cloud.storage import Blob, Client
 
 _T = TypeVar("_T")
-#: Options of every request. The client's own retries are off: whoever asks tries again, and says so.
+#: Options of every request. The client's own retries are off: faults.with_retries does them.
 LIMITS: dict[str, Any] = {"retry": None, "timeout": STALL_S}
 _Info = dict[str, Any]
 
@@ -27,7 +27,7 @@ class GoogleFiles(AbstractFileSystem):
     cachable = False
 
     def __init__(self, *, for_reading: bool) -> None:
-        """`for_reading`: without credentials, what is public can be read. Raises DefaultCredentialsError."""
+        """With `for_reading`, public objects need no credentials. Raises DefaultCredentialsError."""
         super().__init__()
         self._client = open_client(is_public=for_reading)
 
@@ -42,7 +42,7 @@ class GoogleFiles(AbstractFileSystem):
         raise FileNotFoundError(path)
 
     def ls(self, path: str, detail: bool = True, **_: object) -> list[Any]:
-        """Names right below, folders included. Raises FileNotFoundError: no such bucket."""
+        """Return names one level below, folders included. Raises FileNotFoundError: no such bucket."""
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
         pages = self._client.list_blobs(bucket, prefix=prefix, delimiter="/", **LIMITS)
@@ -52,7 +52,7 @@ class GoogleFiles(AbstractFileSystem):
         return infos if detail else [info["name"] for info in infos]
 
     def find(self, path: str, maxdepth: int | None = None, withdirs: bool = False, **options: Any) -> Any:
-        """Everything below in one listing."""
+        """Return all objects below in one listing."""
         bucket, _, folder = self._strip_protocol(path).partition("/")
         prefix = f"{folder.rstrip('/')}/" if folder else ""
         blobs: list[Any] = self._ask(lambda **limits: list(self._client.list_blobs(bucket, prefix=prefix, **limits)))
@@ -74,8 +74,7 @@ class GoogleFiles(AbstractFileSystem):
         self._ask(self._client.bucket(bucket).blob(name).delete)
 
     def _ask(self, request: Callable[..., _T], *arguments: Any, **options: Any) -> _T:
-        """Return the answer to a request. Raises FileNotFoundError for what is not there, else whatever the client
-        raises."""
+        """Return the answer to a request. Raises FileNotFoundError, and whatever the client raises."""
         from google.cloud.exceptions import NotFound
 
         try:
@@ -89,7 +88,7 @@ def _describe(blob: Blob, bucket: str) -> _Info:
         "name": f"{bucket}/{blob.name}",
         "size": blob.size,
         "type": "file",
-        # Another one for each contents that the object ever had.
+        # The generation changes with every new content of the object.
         "etag": str(blob.generation or blob.etag or ""),
     }
 
@@ -106,5 +105,5 @@ def open_client(*, is_public: bool = False) -> Client:
         if not is_public:
             raise
         return Client.create_anonymous_client()
-    # No project is asked for anything.
+    # Requests name buckets, never a project.
     return Client(project="none", credentials=credentials)

@@ -1,4 +1,4 @@
-"""Objects of a store through fsspec: found in a fixed order, described, and read in parts."""
+"""Objects of a store through fsspec: list in a fixed order, describe, read in parts, upload, remove."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypedDict, TypeVar, cast
 
 from llmscale.data.storage import faults
-from llmscale.data.storage.azure_blobs import find_login
-from llmscale.data.storage.schemes import path_of, scheme_of
+from llmscale.data.storage.schemes import SCHEMES, path_of, scheme_of
+from llmscale.errors import DataError
 
 _T = TypeVar("_T")
 GOOGLE_S3_URL = "https://storage.googleapis.com"
-#: Settings of Amazon's clients. They do not try again by themselves: whoever asks does, and says so.
+#: Settings of Amazon's clients. Their own retries are off: faults.with_retries does them.
 S3_LIMITS = {"connect_timeout": faults.STALL_S, "read_timeout": faults.STALL_S, "retries": {"total_max_attempts": 1}}
 
 
 class FileSystem(Protocol):
-    """What is used here of fsspec's file systems."""
+    """The methods of fsspec's file systems that are used here."""
 
     def info(self, path: str) -> dict[str, Any]: ...
 
@@ -39,22 +39,21 @@ class FileSystem(Protocol):
 
 @dataclass(frozen=True)
 class StoredObject:
-    """An object as a listing describes it."""
+    """An object as listed."""
 
     url: str
     path: str
-    """Bucket and name."""
+    """BUCKET/NAME."""
     size_bytes: int
-    stamp: str
-    """Changes with the contents: the store's ETag, else the time of modification."""
+    etag: str
+    """The store's ETag, else the time of modification; changes with the contents."""
 
 
 class Store:
-    """The store that a URL names. Every method raises DataError, after retries where the fault may pass."""
+    """The store that a URL names. Every method retries transient errors and raises DataError."""
 
     def __init__(self, url: str, *, for_reading: bool = False, remedy: str = "") -> None:
-        """`for_reading`: what is public is read without credentials, if there are none. `remedy` ends what is said of
-        a fault."""
+        """With `for_reading`, public objects need no credentials. `remedy` ends every message."""
         self._remedy = remedy
         self._prefix = url.partition("://")[0]
         scheme_of(url)
@@ -63,7 +62,7 @@ class Store:
         )
 
     def find(self, url: str) -> list[StoredObject]:
-        """The object of that name, those that match a pattern, or all below it, by name."""
+        """Return the object of that name, those that match a pattern, or all below it, sorted by name."""
         path = path_of(url)
 
         def look() -> Iterable[dict[str, Any]]:
@@ -82,7 +81,7 @@ class Store:
         return sorted((self._describe(info) for info in infos if info["type"] == "file"), key=lambda o: o.path)
 
     def names_in(self, url: str) -> list[str]:
-        """Names right below a URL."""
+        """Return the names one level below a URL."""
         path = path_of(url)
 
         def look() -> list[str]:
@@ -97,7 +96,7 @@ class Store:
         return sorted(name for name in inside if name)
 
     def describe(self, url: str, *, stop: threading.Event | None = None) -> StoredObject:
-        """One object, as it is now. `stop` ends the retries."""
+        """Return the current state of one object. `stop` ends the retries."""
 
         def look() -> StoredObject:
             self._files.invalidate_cache()
@@ -106,7 +105,7 @@ class Store:
         return self._retried(look, f"Cannot find {url}", url, stop)
 
     def read(self, url: str, begin: int = 0, end: int | None = None, *, stop: threading.Event | None = None) -> bytes:
-        """Bytes begin .. end - 1 of an object. `stop` ends the retries."""
+        """Return bytes begin .. end - 1 of an object. `stop` ends the retries."""
 
         def fetch() -> bytes:
             data = self._files.cat_file(path_of(url), start=begin, end=end)
@@ -118,7 +117,7 @@ class Store:
         return self._retried(fetch, f"Cannot read {url}{where}", url, stop, (end or begin) - begin)
 
     def remove(self, url: str) -> None:
-        """Remove an object, which a try without an answer may have done already."""
+        """Remove an object; a missing one is fine, as an attempt without an answer may have removed it."""
 
         def remove() -> None:
             with suppress(FileNotFoundError):
@@ -133,13 +132,13 @@ class Store:
 
     def _describe(self, info: dict[str, Any]) -> StoredObject:
         path = str(info["name"]).strip("/")
-        stamps = (info.get(name) for name in ("ETag", "etag", "blob_id", "LastModified", "last_modified", "mtime"))
-        stamp = next((str(stamp) for stamp in stamps if stamp), "")
-        return StoredObject(f"{self._prefix}://{path}", path, int(info["size"] or 0), stamp.strip('"'))
+        etags = (info.get(name) for name in ("ETag", "etag", "blob_id", "LastModified", "last_modified", "mtime"))
+        etag = next((str(etag) for etag in etags if etag), "")
+        return StoredObject(f"{self._prefix}://{path}", path, int(info["size"] or 0), etag.strip('"'))
 
 
 def _open_filesystem(url: str, *, for_reading: bool) -> FileSystem:
-    """Credentials come from the variables that Streaming's transport reads. Raises what the client raises."""
+    """Open a file system with the credentials that Streaming's transport reads. Raises whatever the client raises."""
     kind = scheme_of(url).kind
     if kind == "s3":
         return _open_s3(os.environ.get("S3_ENDPOINT_URL"), for_reading=for_reading)
@@ -153,7 +152,7 @@ def _open_filesystem(url: str, *, for_reading: bool) -> FileSystem:
     if kind == "azure":
         from adlfs import AzureBlobFileSystem
 
-        return cast(FileSystem, AzureBlobFileSystem(**find_login(url), anon=False, skip_instance_cache=True))
+        return cast(FileSystem, AzureBlobFileSystem(**find_azure_login(url), anon=False, skip_instance_cache=True))
     from huggingface_hub import HfFileSystem
 
     return cast(FileSystem, HfFileSystem(token=os.environ.get("HF_TOKEN"), skip_instance_cache=True))
@@ -177,3 +176,22 @@ def _open_s3(
     )
     made.retries = 1
     return cast(FileSystem, made)
+
+
+class AzureLogin(TypedDict, total=False):
+    """Azure credentials, by adlfs's names."""
+
+    connection_string: str
+    account_name: str
+    account_key: str | None
+
+
+def find_azure_login(url: str) -> AzureLogin:
+    """Return the Azure credentials in the environment. Raises DataError without any."""
+    if connection := os.environ.get("AZURE_STORAGE_CONNECTION_STRING"):
+        return {"connection_string": connection}
+    account = os.environ.get("AZURE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT_NAME")
+    if not account:
+        raise DataError(f"Cannot open {url}: AZURE_ACCOUNT_NAME is not set. Give {SCHEMES['az'].credentials}.")
+    key = os.environ.get("AZURE_ACCOUNT_ACCESS_KEY") or os.environ.get("AZURE_STORAGE_ACCOUNT_KEY")
+    return {"account_name": account, "account_key": key}

@@ -1,6 +1,6 @@
-"""URLs of object stores: which there are, and how credentials are given.
+"""Check URLs of object stores, and say how each store takes its credentials.
 
-No library of a store is imported here.
+Imports no store's library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 
 from llmscale.config.user_paths import check_text
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 
 _SEPARATOR = "://"
 _FORGOTTEN = re.compile(r"(s3|gs|az|azure):(?!//)")
@@ -21,9 +22,9 @@ class Scheme:
 
     example: str
     kind: str
-    """Two schemes of one store have the same."""
+    """Name of the store; two schemes of one store share it."""
     credentials: str
-    """How they are given, as the end of a sentence that begins with "Give"."""
+    """Sources of credentials, as the end of a sentence that begins with "Give"."""
 
 
 _AZURE = Scheme(
@@ -56,23 +57,21 @@ def is_url(text: str) -> bool:
 
 
 def scheme_of(url: str) -> Scheme:
-    """Raises DataError for a store that is not known."""
+    """Return the scheme of a URL. Raises DataError for an unknown one."""
     name = url.partition(_SEPARATOR)[0]
     if name not in SCHEMES:
         legal = ", ".join(dict.fromkeys(scheme.example for scheme in SCHEMES.values()))
-        raise DataError(
-            f"{url} begins with {name}://, which is not known.{did_you_mean(name, SCHEMES)} Legal: {legal}."
-        )
+        raise DataError(f"{url} begins with {name}://, which is unknown.{did_you_mean(name, SCHEMES)} Legal: {legal}.")
     return SCHEMES[name]
 
 
 def path_of(url: str) -> str:
-    """Bucket and name, as fsspec takes it."""
+    """Return BUCKET/NAME, as fsspec takes it."""
     return url.partition(_SEPARATOR)[2].strip("/")
 
 
 def check_out_url(url: str) -> str:
-    """A place that a set can be written to, without the slash at its end. Raises DataError."""
+    """Return the URL of an `--out` without a trailing slash. Raises DataError when no dataset can be written there."""
     try:
         check_text(url)
     except ValueError as error:
@@ -82,17 +81,17 @@ def check_out_url(url: str) -> str:
     is_hub = scheme.kind == "hf"
     if is_hub and (len(parts) != 3 or parts[0] != "datasets" or not all(parts)):
         raise DataError(
-            f"--out {url}: Streaming writes a set to the root of a data set of the Hub. Legal: {scheme.example}."
+            f"--out {url}: a prepared dataset takes the root of a data set on the Hub. Legal: {scheme.example}."
         )
     if len(parts) < 2 or any(part in ("", ".", "..") for part in parts) or set("?#*[]") & set(url):
         raise DataError(
-            f"--out {url} is no place for a set. Legal: {scheme.example}, without ? # * [ ] and empty names."
+            f"--out {url} cannot hold a dataset. Legal: {scheme.example}, without ? # * [ ] and empty names."
         )
     return f"{url.partition(_SEPARATOR)[0]}{_SEPARATOR}{'/'.join(parts)}"
 
 
 def check_not_forgotten(text: str, flag: str) -> None:
-    """Refuse s3:bucket and s3:/bucket, which would be a folder of that name. Raises DataError."""
+    """Refuse s3:bucket and s3:/bucket, which would name a local folder. Raises DataError."""
     found = _FORGOTTEN.match(text)
     if found:
         raise DataError(f"{flag} {text} is neither a path nor a URL. Legal: {SCHEMES[found[1]].example}.")

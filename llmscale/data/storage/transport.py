@@ -1,6 +1,7 @@
-"""Whole files to and from a store: downloads by Streaming's transport where that works, else by the store's own client.
+"""Copy files to and from a store: download by Streaming's transport (Azure by its client), upload by each client.
 
-Uploads go through the stores' own clients, whose timeouts and retries can be set.
+fsspec's file systems are not used here: the clients of Azure and the Hub in them have retries that cannot be limited,
+and each commits to the Hub on its own.
 """
 
 from __future__ import annotations
@@ -11,35 +12,40 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.data.storage import faults
-from llmscale.data.storage.azure_blobs import AzureBlobs
-from llmscale.data.storage.objects import GOOGLE_S3_URL, S3_LIMITS
+from llmscale.data.storage.faults import STALL_S
+from llmscale.data.storage.objects import GOOGLE_S3_URL, S3_LIMITS, find_azure_login
 from llmscale.data.storage.schemes import SCHEMES, path_of
+
+if TYPE_CHECKING:
+    from azure.core.credentials import TokenCredential
 
 
 class Uploader(Protocol):
-    """Brings files to one bucket or data set; for any number of threads."""
+    """Uploads files to one bucket or data set; thread-safe."""
 
     def upload(self, path: Path, url: str) -> None:
-        """Raises whatever the client raises."""
+        """Upload a file. Raises whatever the client raises."""
 
 
 class Downloader(Protocol):
-    """Brings files here; holds a connection."""
+    """Downloads files; holds a connection."""
 
     def download(self, remote: str, local: str, timeout: float) -> None:
-        """Raises whatever the client raises."""
+        """Download a file. Raises whatever the client raises."""
 
 
 def open_uploader(url: str) -> Uploader:
-    """Return an uploader below a URL of a known scheme, after a look whether the bucket is there. Raises whatever the
-    client raises."""
+    """Return an uploader for a URL of a known scheme, after a check that the bucket exists. Raises whatever the client
+    raises."""
     kind, bucket = _kind_of(url), path_of(url).partition("/")[0]
     if kind == "azure":
-        return AzureBlobs.of_container(bucket)
+        blobs = _AzureBlobs(url)
+        blobs.check_container(bucket)
+        return blobs
     if kind == "hf":
         return _HubUploads(url)
     key, secret = os.environ.get("GCS_KEY"), os.environ.get("GCS_SECRET")
@@ -52,10 +58,11 @@ def open_uploader(url: str) -> Uploader:
 
 
 def open_downloader(url: str) -> Downloader:
-    """For files at a URL, of Streaming's other schemes too, or a local path. Raises whatever the client raises."""
+    """Return a downloader for a URL, of Streaming's other schemes too, or a local path. Raises whatever the client
+    raises."""
     kind = _kind_of(url)
     if kind == "azure":
-        return AzureBlobs.of_environment(url)
+        return _AzureBlobs(url)
     if kind == "hf":
         _quieten_hub()
     found: Downloader = streaming_module("storage.download").CloudDownloader.get(url)
@@ -67,25 +74,25 @@ def download(
     remote: str,
     path: Path,
     what: str,
-    explain: Callable[[Exception], Exception] | None = None,
+    to_error: Callable[[Exception], Exception] | None = None,
 ) -> None:
-    """Bring one file to a local path, in one move. Its bytes on this disk show that the store still sends. Errors and
-    `explain` are those of `faults.with_retries`; OSError comes from the folder."""
+    """Download one file to a local path atomically; its bytes on this disk show progress. Errors and `to_error` are
+    those of `faults.with_retries`; OSError comes from the folder."""
     with tempfile.TemporaryDirectory(
         prefix=f".download-{path.name}-", dir=path.parent, ignore_cleanup_errors=True
     ) as folder:
 
         def bring() -> None:
-            # A try that was given up may still write: each has a folder of its own.
+            # An abandoned attempt may still write, so each has its own folder.
             target = Path(tempfile.mkdtemp(dir=folder), path.name)
             opened().download(remote, str(target), faults.STALL_S)
             target.replace(path)
 
-        faults.with_retries(bring, what, url=remote, explain=explain, progress=lambda: _count_bytes(Path(folder)))
+        faults.with_retries(bring, what, url=remote, to_error=to_error, progress=lambda: _count_bytes(Path(folder)))
 
 
 def _count_bytes(folder: Path) -> int:
-    """Return the bytes of all files below a folder; -1 where one goes meanwhile."""
+    """Return the bytes of all files below a folder, or -1 if one is removed meanwhile."""
     with suppress(OSError):
         return sum(path.stat().st_size for path in folder.rglob("*"))
     return -1
@@ -105,7 +112,7 @@ class _S3Uploads:
         from botocore.config import Config
 
         self._client = boto3.session.Session().client("s3", config=Config(**S3_LIMITS), **login)
-        # A process waits at its end for threads of a pool, also for those that a store keeps waiting.
+        # No threads: a process would wait at its end for a pool's threads, even if a store stalls them.
         self._transfer = TransferConfig(use_threads=False)
         self._client.head_bucket(Bucket=bucket)
 
@@ -128,8 +135,46 @@ class _GoogleUploads:
         self._bucket.blob(path_of(url).partition("/")[2]).upload_from_filename(str(path), **self._limits)
 
 
+class _AzureBlobs:
+    """Files to and from an account's containers; another endpoint's by a connection string. Thread-safe."""
+
+    def __init__(self, url: str) -> None:
+        """Raises DataError when no account is named."""
+        from azure.storage.blob import BlobServiceClient
+
+        login = find_azure_login(url)
+        # No retries by the client: faults.with_retries does them.
+        limits: dict[str, Any] = {"retry_total": 0, "connection_timeout": STALL_S, "read_timeout": STALL_S}
+        if "connection_string" in login:
+            self._service = BlobServiceClient.from_connection_string(login["connection_string"], **limits)
+            return
+        account_url = f"https://{login['account_name']}.blob.core.windows.net"
+        self._service = BlobServiceClient(account_url, credential=login["account_key"] or _ask_identity(), **limits)
+
+    def check_container(self, name: str) -> None:
+        """Raises FileNotFoundError, and whatever the client raises."""
+        if not self._service.get_container_client(name).exists():
+            raise FileNotFoundError(f"the container {name} does not exist")
+
+    def upload(self, path: Path, url: str) -> None:
+        container, _, name = path_of(url).partition("/")
+        with path.open("rb") as file:
+            self._service.get_blob_client(container, name).upload_blob(file, overwrite=True)
+
+    def download(self, remote: str, local: str, timeout: float) -> None:
+        container, _, name = path_of(remote).partition("/")
+        with Path(local).open("wb") as file:
+            self._service.get_blob_client(container, name).download_blob(timeout=int(timeout)).readinto(file)
+
+
+def _ask_identity() -> TokenCredential:
+    from azure.identity import AzureCliCredential, ChainedTokenCredential, DefaultAzureCredential
+
+    return ChainedTokenCredential(AzureCliCredential(), DefaultAzureCredential())
+
+
 class _HubUploads:
-    """To a data set of the Hub, each file a commit; it takes one at a time."""
+    """Uploads to a data set on the Hub: a commit per file, one at a time."""
 
     def __init__(self, url: str) -> None:
         from huggingface_hub import HfApi
@@ -145,15 +190,14 @@ class _HubUploads:
 
         name = path_of(url).split("/", 3)[3]
         added = CommitOperationAdd(path_in_repo=name, path_or_fileobj=path)
-        # What is long goes up beside others, before the commit that names it.
+        # Large files are uploaded concurrently, before the commit that names them.
         self._api.preupload_lfs_files(self._name, [added], repo_type="dataset")
         with self._is_committing:
             self._api.create_commit(self._name, [added], repo_type="dataset", commit_message=f"Add {name}")
 
 
 def _quieten_hub() -> None:
-    """Turn off the Hub client's bars and its warnings of each retry, unless the environment asks for them: waits and
-    retries are announced here."""
+    """Turn off the Hub client's progress bars and warnings of retries, unless the environment asks for them."""
     from huggingface_hub import constants
     from huggingface_hub.utils import disable_progress_bars, logging
 

@@ -1,4 +1,4 @@
-"""Load a published model's tokenizer, or any tokenizer.json, and find its special tokens. No transformers."""
+"""Load a published model's tokenizer or any tokenizer.json, and find its special tokens, without transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from llmscale.data.shards.manifest import (
     load_origin,
 )
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, MAX_BYTES, Rules, load_json, parse_json
 from llmscale.untrusted.hub import read_hub_files
 from llmscale.untrusted.paths import read_regular
@@ -36,17 +37,17 @@ from llmscale.untrusted.paths import read_regular
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
 
-#: How the markers of chats and of code filling are written (DeepSeek's with full-width bars), and nothing that people
-#: write.
+#: Form of the markers of chats and code filling (DeepSeek's with full-width bars).
 _MARKER = re.compile(r"<[|\uff5c].*[|\uff5c]>", re.DOTALL)
 _BRACKETED = re.compile(r"<.*>|\[.*\]", re.DOTALL)
 
 
 def with_special_markers(record: dict[str, object], template: str) -> dict[str, object]:
-    """The same tokenizer with every marker called special, which makes it text; `record` itself where all are.
+    """Return a tokenizer.json with every marker marked special, so that it is encoded as text; `record` itself if all
+    are.
 
-    Markers are added tokens of the form <|...|>, and those in brackets that the chat `template` writes: Qwen's
-    <|fim_prefix|> and <tool_call>. Other added tokens (runs of spaces, HTML tags, words) are how the model reads text.
+    Markers are added tokens of the form <|...|>, and those in brackets that occur in the chat `template`: Qwen's
+    <|fim_prefix|> and <tool_call>. Other added tokens (runs of spaces, HTML tags, words) belong to ordinary text.
     """
     entries = _added(record)
     marks = [not entry.get("special") and _is_marker(str(entry.get("content")), template) for entry in entries]
@@ -57,7 +58,7 @@ def with_special_markers(record: dict[str, object], template: str) -> dict[str, 
 
 
 def special_ids(record: dict[str, object]) -> list[int]:
-    """Of the special tokens, without the one for what is unknown: that is what a text becomes."""
+    """Return the ids of the special tokens, without the unknown token, which text can become."""
     model = record.get("model")
     unknown = (model.get("unk_token"), model.get("unk_id")) if isinstance(model, dict) else ()
     ids = [(entry.get("id"), entry.get("content")) for entry in _added(record) if entry.get("special")]
@@ -65,13 +66,13 @@ def special_ids(record: dict[str, object]) -> list[int]:
 
 
 def without_special(record: dict[str, object]) -> dict[str, object]:
-    """The same tokenizer, which looks for no special token in a text and puts none around it."""
+    """Return a tokenizer.json without special tokens and without a template."""
     plain = [entry for entry in _added(record) if not entry.get("special")]
     return {**record, "added_tokens": plain, "post_processor": None}
 
 
 def are_all_special(record: dict[str, object]) -> bool:
-    """Whether no added token is looked for in a text."""
+    """Return whether all added tokens are special, so that none is parsed in text."""
     return all(entry.get("special") for entry in _added(record))
 
 
@@ -85,15 +86,15 @@ def _is_marker(text: str, template: str) -> bool:
 
 
 JSON_NAME = "tokenizer.json"
-#: GPT-2's older form, with its merges in another file; OPT has no other on the Hub.
+#: GPT-2's older format, with merges in another file; OPT has only this one on the Hub.
 VOCAB_NAME = "vocab.json"
 ADDED_NAME = "added_tokens.json"
-#: Of these a folder needs one.
+#: Alternative vocabulary files; a folder needs one.
 VOCABULARY_NAMES = (JSON_NAME, VOCAB_NAME)
 
 
 def load_vocabulary(folder: Path) -> tuple[str, dict[int, str]]:
-    """The name of the file that states a folder's vocabulary, and its tokens by id; an empty name when there is none.
+    """Return the name of a folder's vocabulary file, empty if missing, and its tokens by id.
 
     Raises DataError when the file is damaged.
     """
@@ -110,7 +111,7 @@ def load_vocabulary(folder: Path) -> tuple[str, dict[int, str]]:
 
 
 def tokens_by_id(record: dict[str, object], where: str) -> dict[int, str]:
-    """Tokens by id of a tokenizer.json that was read: its model's, and those added to them. Raises DataError."""
+    """Return the tokens by id in a tokenizer.json, the model's and added ones. Raises DataError."""
     model = record.get("model")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     added = record.get("added_tokens") or []
@@ -124,13 +125,13 @@ def tokens_by_id(record: dict[str, object], where: str) -> dict[int, str]:
         if not isinstance(content, str) or not content or tokens.setdefault(token, content) != content:
             raise DataError(
                 f"{where}: the id {token} is {tokens.get(token, '')[:40]!r}, and added_tokens say "
-                f"{str(content)[:40]!r}. A token needs an id of its own, and a text."
+                f"{str(content)[:40]!r}. A token needs its own id, and a text."
             )
     return tokens
 
 
 def _pieces(vocab: list[object], where: str) -> Iterator[tuple[object, object]]:
-    """A Unigram model lists pieces with their scores, in the order of ids."""
+    """Yield the pieces and ids of a Unigram model, which lists pieces with scores in the order of ids."""
     for place, entry in enumerate(vocab):
         if not isinstance(entry, list) or len(entry) != 2:
             raise DataError(f"{where}: entry {place} of model.vocab is {str(entry)[:40]!r}, not a piece and its score.")
@@ -158,34 +159,34 @@ def _checked_id(number: object, where: str) -> int:
 
 CONFIG_NAME = "tokenizer_config.json"
 TEMPLATE_NAME = "chat_template.jinja"
-#: Read for what they say of end-of-text, and not kept.
+#: Read for their end-of-text entries, and not kept.
 _MODEL_NAMES = ("config.json", "generation_config.json")
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What was read, so that nothing depends on the folder afterwards."""
+    """Contents of a model's tokenizer files, read once."""
 
     name: str
-    """The folder as the user named it, or the Hub's NAME@COMMIT."""
+    """Folder as the user named it, or the Hub's NAME@COMMIT."""
     tokenizer_json: bytes
     others: dict[str, bytes]
-    """By file name; those that there are."""
+    """Contents of the other files, by name."""
 
     def extras(self) -> dict[str, bytes]:
-        """The others that belong to the tokenizer and go where it goes."""
+        """Return the other files that are kept with the tokenizer."""
         return {name: self.others[name] for name in TOKENIZER_EXTRAS if name in self.others}
 
     def record(self, name: str) -> dict[str, object]:
-        """The JSON object in one of the others; empty when there is no such file. Raises DataError."""
+        """Return the JSON object in another file; empty if missing. Raises DataError."""
         if name not in self.others:
             return {}
-        # Some models on the Hub have Infinity as a limit, most tokenizers 10^30.
+        # Some models on the Hub use Infinity for a limit, most tokenizers 10^30.
         rules = Rules(DataError, max_bytes=CONFIG_MAX_BYTES, not_finite=True, large_numbers=True)
         return parse_json(self.others[name], rules, f"{self.name}/{name}")
 
     def chat_template(self) -> str:
-        """All that is known of how the model's chats are written, templates one after the other; never run."""
+        """Return the concatenated chat templates as text; they are never run."""
         inside = self.record(CONFIG_NAME).get("chat_template")
         return self.others.get(TEMPLATE_NAME, b"").decode(errors="replace") + (
             json.dumps(inside, ensure_ascii=False) if inside else ""
@@ -193,7 +194,7 @@ class ModelFiles:
 
 
 def read_folder(folder: Path) -> ModelFiles:
-    """Raises DataError when there is no tokenizer.json, or a file cannot be read."""
+    """Read a folder's files. Raises DataError without a tokenizer.json, or for an unreadable file."""
     if not (folder / JSON_NAME).is_file():
         slow = [name for name in ("tokenizer.model", "vocab.json", "vocab.txt") if (folder / name).exists()]
         raise DataError(
@@ -206,7 +207,7 @@ def read_folder(folder: Path) -> ModelFiles:
 
 
 def read_hub(name: str) -> ModelFiles:
-    """Raises DataError when the model cannot be had, or has no tokenizer.json."""
+    """Read a model's files from the Hub. Raises DataError when it is unavailable or has no tokenizer.json."""
     found = read_hub_files(name, JSON_NAME, (*TOKENIZER_EXTRAS, *_MODEL_NAMES), MAX_BYTES, DataError)
     return ModelFiles(found.name, found.contents.pop(JSON_NAME), found.contents)
 
@@ -223,33 +224,32 @@ _MAP_NAME = "special_tokens_map.json"
 
 @dataclass(frozen=True)
 class EndOfText:
-    """The token that ends a document."""
+    """Token that ends a document."""
 
     token: int
     origin: str
-    """What says so, for people."""
+    """Text on what names these tokens."""
 
 
 def find_end_of_text(files: ModelFiles, tokens: dict[int, str], asked: str = "") -> EndOfText:
-    """The end-of-text token among `tokens` (by id): `asked`, else what the model's files agree on.
+    """Return the end-of-text token among `tokens` (by id): `asked`, else the one on which the model's files agree.
 
-    tokenizer_config.json (else special_tokens_map.json) names it by text, config.json and generation_config.json by
-    one or several ids; where none of them does, it is `<|endoftext|>`. Of several different ones, those that the chat
-    template writes end a turn, not a text: an instructed Llama 3 has <|eot_id|> and <|end_of_text|>. Raises DataError
-    when not exactly one is left.
+    tokenizer_config.json (else special_tokens_map.json) names it by text, config.json and generation_config.json by one
+    or several ids. If none does, it is `<|endoftext|>`. Among several, those in the chat template end a turn, not a
+    text: an instruction-tuned Llama 3 has <|eot_id|> and <|end_of_text|>. Raises DataError unless exactly one remains.
     """
     ids = {text: token for token, text in tokens.items()}
     if asked:
         if asked not in ids:
             hint = did_you_mean(asked, _marked(ids))
-            raise DataError(f"--eot-token '{asked[:80]}' is no token of {files.name}.{hint} {_examples(ids)}")
+            raise DataError(f"--eot-token '{asked[:80]}' is not a token of {files.name}.{hint} {_examples(ids)}")
         return EndOfText(ids[asked], "--eot-token")
     named_by: dict[int, str] = {}
     for token, origin in _named(files, ids):
         if token not in tokens:
             raise DataError(
-                f"{files.name}: {origin} names the token {token}, and {JSON_NAME} has no such token. Name the "
-                "end-of-text token with --eot-token."
+                f"{files.name}: {origin} names the token {token}, which {JSON_NAME} lacks. Name the end-of-text token "
+                "with --eot-token."
             )
         named_by[token] = f"{named_by[token]} and {origin}" if token in named_by else origin
     if not named_by and END_OF_TEXT in ids:
@@ -257,7 +257,7 @@ def find_end_of_text(files: ModelFiles, tokens: dict[int, str], asked: str = "")
     if not named_by:
         raise DataError(
             f"{files.name} has no end-of-text token: no file names an eos_token, and '{END_OF_TEXT}' is not in its "
-            f"vocabulary. Name one that is with --eot-token. {_examples(ids)}"
+            f"vocabulary. Name one with --eot-token. {_examples(ids)}"
         )
     left = named_by
     if len(named_by) > 1:
@@ -280,7 +280,7 @@ def _examples(ids: dict[str, int]) -> str:
 
 
 def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
-    """Ids that the files call end-of-text, each with what says so. Raises DataError."""
+    """Return the ids that files name as end-of-text, each with its origin. Raises DataError."""
     found: list[tuple[int, str]] = []
     for name in (CONFIG_NAME, _MAP_NAME):
         text = token_text(files, name, "eos_token")
@@ -288,8 +288,8 @@ def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
             continue
         if text not in ids:
             raise DataError(
-                f"{files.name}/{JSON_NAME} has no end-of-text token: '{text[:80]}' is not in its vocabulary, and "
-                f"eos_token of {name} says so. Name one that is with --eot-token."
+                f"{files.name}/{JSON_NAME} has no end-of-text token: '{text[:80]}' is not in its vocabulary, but "
+                f"eos_token of {name} names it. Name one with --eot-token."
             )
         found.append((ids[text], f"eos_token of {name}"))
         break
@@ -305,7 +305,7 @@ def _named(files: ModelFiles, ids: dict[str, int]) -> list[tuple[int, str]]:
 
 
 def token_text(files: ModelFiles, name: str, key: str) -> str:
-    """The text of a special token that a file names, as a string or an object with its content; empty for none."""
+    """Return the text of a special token that a file names, as a string or an object with `content`; empty for none."""
     named = files.record(name).get(key)
     text = named.get("content") if isinstance(named, dict) else named
     return text if isinstance(text, str) else ""
@@ -314,10 +314,10 @@ def token_text(files: ModelFiles, name: str, key: str) -> str:
 def find_beginning(
     files: ModelFiles, template: tuple[int, ...], tokens: dict[int, str], eot_token: int
 ) -> tuple[int, ...]:
-    """The tokens that the model saw before every document: its begin-of-text token, or none.
+    """Return the tokens that the model saw before every document: its begin-of-text token, or none.
 
-    `template` is what tokenizer.json puts before a text; add_bos_token of tokenizer_config.json overrules it, as in
-    transformers and llama.cpp. End-of-text is not put a second time: what ended the last document begins the next.
+    `template` are the tokens that tokenizer.json adds before a text; add_bos_token of tokenizer_config.json overrides
+    it, as in transformers and llama.cpp. End-of-text is not repeated: the one that ends a document begins the next.
     Raises DataError.
     """
     add = files.record(CONFIG_NAME).get("add_bos_token")
@@ -329,42 +329,42 @@ def find_beginning(
     beginning = () if add is False or template == (eot_token,) else template
     unknown = [token for token in beginning if token not in tokens]
     if unknown:
-        raise DataError(f"{files.name}/{JSON_NAME}: its template puts the token {unknown[0]} first, which it lacks.")
+        raise DataError(f"{files.name}/{JSON_NAME}: its template begins with the token {unknown[0]}, which it lacks.")
     return beginning
 
 
-#: A WordPiece model takes time by the square of a word, a Unigram model by its longest token; that takes 340 bytes for
-#: each character, too. Finding added tokens takes time by the squares of their lengths.
+#: Limits on time and memory. WordPiece takes quadratic time in a word's length, Unigram time in its longest token's and
+#: 340 bytes per character of all tokens. Finding added tokens takes quadratic time in their lengths.
 _MOST_TOKEN_CHARACTERS, _MOST_WORD_CHARACTERS, _MOST_TRIE_CHARACTERS = 1 << 15, 1000, 4 << 20
 _MOST_ADDED_SQUARES = 1 << 27
-#: Published rules make at most 36 characters of one (ALBERT's); nine hostile ones can fill any memory.
+#: Published rules make at most 36 characters of one (ALBERT's); nine hostile rules can fill any memory.
 _MOST_RULES, _MOST_GROWTH = 64, 64
-#: Runs of every visible letter of ASCII, and of blanks.
+#: Text with runs of every printable ASCII character and of whitespace.
 _PROBE = "".join(f"{chr(code) * 40} " for code in range(32, 127)) + "\n" * 40 + "0a" * 40
-#: Where rules hold rules.
+#: Keys under which rules contain rules.
 _INNER = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 @dataclass(frozen=True)
 class Ends:
-    """What stands around every document."""
+    """Tokens before and after every document."""
 
     eot_token: int
     bos_tokens: tuple[int, ...]
     origin: str
-    """What says so, for people."""
+    """Text on what names these tokens."""
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """A tokenizer.json with what the files beside it say of documents.
+    """A tokenizer.json, with document ends from the files beside it.
 
-    Special tokens and markers in a text are ordinary text, unless `parse_special`.
+    Special tokens and markers in a text are encoded as text, unless `parse_special`.
     """
 
     def __init__(
         self, files: ModelFiles, *, ends: Ends | None = None, asked_eot: str = "", parse_special: bool = False
     ) -> None:
-        """`ends` as they were once decided; else the files say, but for end-of-text where `asked_eot` names it.
+        """`ends` are stored document ends; else the files decide, with end-of-text `asked_eot` if given.
 
         Raises DataError.
         """
@@ -376,7 +376,7 @@ class HuggingFaceTokenizer(Tokenizer):
         plain = record if parse_special else with_special_markers(record, files.chat_template())
         self._fast = _build(files.tokenizer_json if plain is record else json.dumps(plain).encode(), where)
         self._fast.encode_special_tokens = not parse_special
-        # A pattern that takes exponential time on a run of letters fails here, before anything is written.
+        # A pattern with exponential time on a run of letters fails here, before anything is written.
         with _told(f"{where} cannot encode a text"), without_panics(), suppress(Exception):
             self._fast.encode(_PROBE, add_special_tokens=False)
         self.files, self.spec, self._parse_special = files, files.name, parse_special
@@ -386,30 +386,30 @@ class HuggingFaceTokenizer(Tokenizer):
         self.eot_token, self.bos_tokens = self.ends.eot_token, self.ends.bos_tokens
         for token in (self.eot_token, *self.bos_tokens):
             if token not in tokens:
-                raise DataError(f"{where} has no token {token}, with which documents end or begin.")
+                raise DataError(f"{where} lacks the token {token}, with which documents end or begin.")
         self.sha256 = hashlib.sha256(files.tokenizer_json + f"\nend-of-text {self.eot_token}".encode()).hexdigest()
         self.newline_is_a_border = not parse_special and _is_gpt2_like(plain)
         pad = token_text(files, CONFIG_NAME, "pad_token")
         self.pad_token = next((token for token, text in tokens.items() if pad and text == pad), None)
-        #: By token id, whether a text may not become it.
+        #: True for token ids that text must not become, [vocab_size].
         self._never = np.zeros(self.vocab_size, bool)
         if not parse_special:
             self._never[[self.eot_token, *self.bos_tokens, *special_ids(plain)]] = True
         self._plain = plain
 
     def plain_record(self) -> dict[str, object]:
-        """tokenizer.json for another program, which shall make the same of a text: without the special tokens, which
-        are text, unless they are to be parsed."""
+        """Return a tokenizer.json with which another program encodes text as this one does: without special tokens,
+        unless they are parsed."""
         if self._parse_special:
             return self._plain
         return without_special(self._plain)
 
     def never_from_text(self) -> NDArray[np.bool_]:
-        """By token id, whether a text may not become it, [vocab_size]."""
+        """Return a mask of the token ids that text must not become, [vocab_size]."""
         return self._never
 
     def describe_ends(self) -> str:
-        """What stands around documents, and what says so, in a sentence."""
+        """Return a sentence on the tokens around documents and their origin."""
         tokens = self.tokens()
         begin = "".join(f" begin with {tokens[token]!r} ({token}) and" for token in self.bos_tokens)
         return f"Documents{begin} end with {tokens[self.eot_token]!r} ({self.eot_token}, {self.ends.origin})."
@@ -424,7 +424,7 @@ class HuggingFaceTokenizer(Tokenizer):
         ]
 
     def _encode_cut(self, text: str) -> list[int]:
-        """Encode text of whose characters the model itself makes a special token, by cutting them."""
+        """Encode text whose characters the model would turn into a special token, by cutting it within."""
         with _told(f"{self.spec}/{JSON_NAME} cannot encode the text"):
             encoding = self._fast.encode(text, add_special_tokens=False)
         cuts = {0, len(text)}
@@ -433,11 +433,11 @@ class HuggingFaceTokenizer(Tokenizer):
                 cuts.add((begin + end) // 2)
             elif token == self.eot_token:
                 raise DataError(
-                    f"{self.spec}/{JSON_NAME}: text holds {text[begin:end]!r}, which is the end-of-text token. Choose "
-                    "one that no text holds with --eot-token."
+                    f"{self.spec}/{JSON_NAME}: the text contains {text[begin:end]!r}, which is the end-of-text token. "
+                    "Choose one that no text contains with --eot-token."
                 )
         places = sorted(cuts)
-        if len(places) == 2:  # a special token of one character, such as "!" for padding: text needs it
+        if len(places) == 2:  # a special token of one character, such as "!" for padding, is needed for text
             return list(encoding.ids)
         return [token for begin, end in pairwise(places) for token in self._encode_cut(text[begin:end])]
 
@@ -462,20 +462,20 @@ class HuggingFaceTokenizer(Tokenizer):
         eot = find_end_of_text(self.files, tokens, asked_eot)
         with _told(f"{self.spec}/{JSON_NAME} cannot encode a text"), without_panics():
             encoding = self._fast.encode("a", add_special_tokens=True)
-        # The mask is 0 where the text's own tokens are; the template's are before them.
+        # The mask is 0 at the text's own tokens; the template's are before them.
         mask = encoding.special_tokens_mask
         template = tuple(encoding.ids[: mask.index(0) if 0 in mask else 0])
         return Ends(eot.token, find_beginning(self.files, template, tokens, eot.token), eot.origin)
 
 
 def load_huggingface(path: Path, *, eot_token: str = "", parse_special: bool = False) -> HuggingFaceTokenizer:
-    """From a tokenizer.json or its folder; `eot_token` names the end-of-text token. Raises DataError."""
+    """Load a tokenizer.json or its folder; `eot_token` names the end-of-text token. Raises DataError."""
     folder = path if path.is_dir() else path.parent
     return HuggingFaceTokenizer(read_folder(folder), asked_eot=eot_token, parse_special=parse_special)
 
 
 def load_saved(path: Path) -> HuggingFaceTokenizer:
-    """What `save` wrote; `path` is that of its origin.json. Raises DataError."""
+    """Load what `save` wrote, given the path of origin.json. Raises DataError."""
     origin = load_origin(path)
     check_no_links(path.parent, JSON_NAME, *origin.files)
     files = read_folder(path.parent)
@@ -498,8 +498,7 @@ def _build(contents: bytes, where: str) -> FastTokenizer:
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """Tells a fault of `tokenizers` in one line: it raises bare Exception, and where its own code breaks something that
-    is no Exception."""
+    """Turn errors of `tokenizers` into one-line DataErrors: it raises plain Exception, and BaseException for panics."""
     try:
         yield
     except (DataError, KeyboardInterrupt, SystemExit, MemoryError):
@@ -510,7 +509,7 @@ def _told(what: str) -> Iterator[None]:
 
 @contextmanager
 def without_panics() -> Iterator[None]:
-    """Keep Rust from writing to stderr where and why it panics: the exception says it in a sentence."""
+    """Suppress the report that Rust writes to stderr when it panics; the exception has the message."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -526,19 +525,19 @@ def _check_runs_nothing(files: ModelFiles) -> None:
     named = files.record(CONFIG_NAME).get("auto_map")
     if named:
         raise DataError(
-            f"{files.name}/{CONFIG_NAME} has an auto_map: this tokenizer is code of its own ({str(named)[:80]}), which "
-            f"is never run. If {JSON_NAME} is all of it, take auto_map out of a copy of the folder."
+            f"{files.name}/{CONFIG_NAME} has an auto_map: this tokenizer needs its own code ({str(named)[:80]}), which "
+            f"llmscale never runs. If {JSON_NAME} is complete, remove auto_map in a copy of the folder."
         )
 
 
 def _check_model(record: dict[str, object], tokens: dict[int, str], where: str) -> None:
-    """Raise DataError for what no data set can bear, and for what takes memory or time without bounds."""
+    """Raise DataError for dropout, and for sizes that take unbounded memory or time."""
     model = record.get("model")
     model = model if isinstance(model, dict) else {}
     if model.get("dropout"):
         raise DataError(
-            f"{where}: model.dropout is {str(model['dropout'])[:40]}, so a text has other tokens each time. Make it "
-            "null in a copy of the folder."
+            f"{where}: model.dropout is {str(model['dropout'])[:40]}, so a text gets different tokens each time. Set "
+            "it to null in a copy of the folder."
         )
     lengths, is_unigram = list(map(len, tokens.values())), model.get("type") == "Unigram"
     longest = _MOST_WORD_CHARACTERS if is_unigram else _MOST_TOKEN_CHARACTERS
@@ -559,12 +558,12 @@ def _check_model(record: dict[str, object], tokens: dict[int, str], where: str) 
     for what, value, most in bounded:
         if isinstance(value, (int, float)) and value > most:
             raise DataError(
-                f"{where}: {what} is {value:,.0f}. Legal: at most {most:,}; published tokenizers stay far below."
+                f"{where}: {what} is {value:,.0f}. Legal: at most {most:,}; published tokenizers are far below."
             )
 
 
 def _rules(section: object) -> Iterator[dict]:
-    """Yield every rule of a section, in order, those within a Sequence too."""
+    """Yield every rule of a section in order, also those within a Sequence."""
     waiting = [section]
     while waiting:
         rule = waiting.pop()
@@ -574,12 +573,12 @@ def _rules(section: object) -> Iterator[dict]:
 
 
 def _growth(rules: Sequence[dict]) -> float:
-    """Return how many characters all rules can make of one. Raises KeyError and its like for damaged rules."""
+    """Return how many characters the rules can make of one. Raises KeyError and similar for damaged rules."""
     growth, is_plain = 1.0, True
     for rule in rules:
         kind = str(rule.get("type"))
         growth *= max(1.0, _rule_growth(rule, kind, is_plain))
-        # Unicode's forms lengthen a text once, unless another rule makes again what they take apart.
+        # Unicode normalisation lengthens a text once, unless another rule composes characters again.
         is_plain = is_plain and kind.startswith(("NF", "Sequence"))
     return growth
 
@@ -603,17 +602,17 @@ def _rule_growth(rule: dict, kind: str, is_plain: bool) -> float:
 
 
 def _check_same_tokens(built: dict[int, str], stated: dict[int, str], where: str) -> None:
-    """`tokenizers` gives an added token the next free id, whatever the file says."""
+    """Check that ids are those of the file: `tokenizers` gives an added token the next free id instead."""
     for token, text in stated.items():
         if built.get(token) != text:
             raise DataError(
                 f"{where} states {text[:60]!r} as token {token}, and `tokenizers` gives that id to "
-                f"{built.get(token, 'nothing')[:60]!r}: ids must be without gaps, added tokens behind the model's."
+                f"{built.get(token, 'nothing')[:60]!r}: ids must have no gaps, with added tokens after the model's."
             )
 
 
 def _is_gpt2_like(record: dict[str, object]) -> bool:
-    """Whether text is split by GPT-2's pattern and nothing else: a border around a single newline."""
+    """Return whether text is split by GPT-2's pattern only, so that a single newline is a border."""
     splitter = record.get("pre_tokenizer")
     return (
         record.get("normalizer") is None

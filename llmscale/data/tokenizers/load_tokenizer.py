@@ -1,6 +1,6 @@
-"""A tokenizer by its name, or the one that a prepared set keeps.
+"""Load a tokenizer by name, or the one that a prepared dataset keeps.
 
-No library is imported before a tokenizer that needs it is loaded.
+A tokenizer's library is imported only when it is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from llmscale.data.tokenizers.hugging_face import (
 )
 from llmscale.data.tokenizers.tiktoken_tokenizer import load_gpt2, load_ranks_file
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, ByteTokenizer, Tokenizer
-from llmscale.errors import DataError, did_you_mean
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 from llmscale.untrusted.hub import is_hub_name
 
@@ -26,9 +27,9 @@ from llmscale.untrusted.hub import is_hub_name
 def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = False) -> Tokenizer:
     """Load `gpt2`, `bytes`, a FILE.tiktoken, a published model's folder (or its tokenizer.json), or a name on the Hub.
 
-    `eot_token` is the text of a model's end-of-text token, where its files leave that open. With `parse_special`,
-    special tokens that are written out in a text become those tokens. Raises DataError when the tokenizer does not
-    exist, cannot be downloaded or is damaged.
+    `eot_token` is the text of a model's end-of-text token, if its files leave that open. With `parse_special`, special
+    tokens written in a text become those tokens. Raises DataError when the tokenizer does not exist, cannot be
+    downloaded or is damaged.
     """
     name = spec.removeprefix("hf:")
     path = Path(name)
@@ -44,7 +45,7 @@ def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = Fals
             "`llmscale data train-tokenizer` trains one."
         )
     if eot_token not in ("", END_OF_TEXT):
-        raise DataError(f"--eot-token {eot_token} cannot be: with --tokenizer {spec} documents end with {END_OF_TEXT}.")
+        raise DataError(f"--eot-token {eot_token} is wrong: with --tokenizer {spec} documents end with {END_OF_TEXT}.")
     if spec == "bytes":
         return ByteTokenizer(parse_special=parse_special)
     if spec == "gpt2":
@@ -53,12 +54,12 @@ def load_tokenizer(spec: str, *, eot_token: str = "", parse_special: bool = Fals
 
 
 def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> Tokenizer:
-    """The tokenizer of a prepared set, from the copy that it keeps. Raises DataError when they differ."""
+    """Load the tokenizer that a prepared dataset keeps. Raises DataError when it does not match the manifest."""
     manifest = manifest or load_manifest(folder)
     check_no_links(Path(folder), *TOKENIZER_FILES[manifest.tokenizer_files])
     if not manifest.tokenizer_files and manifest.tokenizer != "bytes":
-        # Anything else that it names would be a file of this machine.
-        raise DataError(f"{folder} keeps no copy of its tokenizer. Prepare the set again with --overwrite.")
+        # Any other name would be a file of this machine.
+        raise DataError(f"{folder} keeps no copy of its tokenizer. Prepare the dataset again with --overwrite.")
     path = Path(folder) / manifest.tokenizer_files
     tokenizer: Tokenizer
     if not manifest.tokenizer_files:
@@ -69,30 +70,30 @@ def load_set_tokenizer(folder: Path | str, manifest: Manifest | None = None) -> 
         tokenizer = load_ranks_file(path)
     if tokenizer.sha256 != manifest.tokenizer_sha256:
         raise DataError(
-            f"{path} is not the tokenizer that {folder} was prepared with (sha256 {tokenizer.sha256[:12]}, the "
-            f"manifest says {manifest.tokenizer_sha256[:12]}). Prepare the set again with --overwrite."
+            f"{path} is not the tokenizer with which {folder} was prepared (sha256 {tokenizer.sha256[:12]}, in the "
+            f"manifest {manifest.tokenizer_sha256[:12]}). Prepare the dataset again with --overwrite."
         )
     return tokenizer
 
 
-#: Share of an embedding table that may be padding, where nothing but its size is known. DeepSeek's 102,400 rows for
-#: 100,015 tokens (2.3 %) and phi-2's 51,200 for 50,295 (1.8 %) are the most that families in use have.
+#: Largest share of padding rows in an embedding table of which only the size is known. The most in use are DeepSeek's
+#: 102,400 rows for 100,015 tokens (2.3 %) and phi-2's 51,200 for 50,295 (1.8 %).
 _MOST_PADDING_FRAC = 1 / 16
 
 
 def check_tokenizer_of_weights(set_folder: Path, manifest: Manifest, model_folder: Path) -> str:
-    """Hold a set's vocabulary against a model folder's, token by token; returns one line for the log.
+    """Compare a dataset's vocabulary with a model folder's, token by token, and return a line for the log.
 
-    Equal vocabularies pass however the files write them, and where the model's has more tokens behind the set's, or its
-    table more rows than both. A folder without a vocabulary passes when the sizes allow it, and the line says so. A
-    remote set's tokenizer must have been fetched. Raises DataError naming what differs.
+    Vocabularies may be stored in different files. The model may have more tokens after the dataset's, and more rows
+    than tokens. Without a vocabulary in the folder only the sizes are compared, which the line states. A remote
+    dataset's tokenizer must have been fetched. Raises DataError naming the difference.
     """
     rows = _rows_of_weights(model_folder)
     remedy = f"Prepare the text with `llmscale data prepare --tokenizer {model_folder}`."
     if rows is not None and manifest.vocab_size > rows:
         raise DataError(
-            f"{set_folder} was prepared with a tokenizer of {manifest.vocab_size:,} tokens, and the weights in "
-            f"{model_folder} have rows for {rows:,}. {remedy}"
+            f"{set_folder} was prepared with a tokenizer of {manifest.vocab_size:,} tokens, but the weights in "
+            f"{model_folder} have {rows:,} rows. {remedy}"
         )
     name, theirs = load_vocabulary(model_folder)
     if not name:
@@ -104,11 +105,11 @@ def check_tokenizer_of_weights(set_folder: Path, manifest: Manifest, model_folde
         meant = f"{theirs[first][:60]!r}" if first in theirs else "no token"
         raise DataError(
             f"{set_folder} was prepared with another tokenizer ({manifest.vocab_size:,} tokens) than the weights in "
-            f"{model_folder} ({len(theirs):,}): token {first} is {ours[first][:60]!r} in the set and {meant} in "
+            f"{model_folder} ({len(theirs):,}): token {first} is {ours[first][:60]!r} in the dataset and {meant} in "
             f"{name}, and {len(different):,} differ. {remedy}"
         )
     more = f", which has {len(theirs) - len(ours):,} more" if len(theirs) > len(ours) else ""
-    return f"The set's {len(ours):,} tokens are those of {model_folder / name}{more}."
+    return f"The dataset's {len(ours):,} tokens are those of {model_folder / name}{more}."
 
 
 def _compare_sizes(set_folder: Path, manifest: Manifest, model_folder: Path, rows: int | None, remedy: str) -> str:
@@ -116,22 +117,22 @@ def _compare_sizes(set_folder: Path, manifest: Manifest, model_folder: Path, row
         raise DataError(f"{model_folder} has neither a tokenizer nor a config.json with vocab_size to compare with.")
     if rows - manifest.vocab_size > rows * _MOST_PADDING_FRAC:
         raise DataError(
-            f"{set_folder} was prepared with a tokenizer of {manifest.vocab_size:,} tokens, and the weights in "
-            f"{model_folder} have rows for {rows:,}: more than padding explains. Put the model's tokenizer.json into "
-            f"its folder. {remedy}"
+            f"{set_folder} was prepared with a tokenizer of {manifest.vocab_size:,} tokens, but the weights in "
+            f"{model_folder} have {rows:,} rows, more than padding explains. Put the model's tokenizer.json into its "
+            f"folder. {remedy}"
         )
     return (
-        f"{model_folder} has no tokenizer.json: only sizes were compared, {manifest.vocab_size:,} tokens in the set, "
-        f"{rows:,} rows in the weights."
+        f"{model_folder} has no tokenizer.json: only sizes were compared, {manifest.vocab_size:,} tokens in the "
+        f"dataset, {rows:,} rows in the weights."
     )
 
 
 def _rows_of_weights(model_folder: Path) -> int | None:
-    """vocab_size of config.json; None when there is none."""
+    """Return vocab_size of config.json, or None. Raises DataError."""
     path = model_folder / "config.json"
     if not path.is_file():
         return None
-    # Some models on the Hub have Infinity as a limit.
+    # Some models on the Hub use Infinity for a limit.
     config = load_json(path, Rules(DataError, max_bytes=CONFIG_MAX_BYTES, not_finite=True))
     rows = config.get("vocab_size")
     if rows is None:

@@ -1,23 +1,22 @@
-"""Any of our tokenizers as the files that `transformers.AutoTokenizer` loads."""
+"""Write any tokenizer as files that `transformers.AutoTokenizer` loads."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from llmscale.data.tokenizers.byte_letters import write_bytes
 from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer
 from llmscale.data.tokenizers.tiktoken_tokenizer import TiktokenTokenizer
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, Tokenizer, write_bytes
 
 _LONGEST_MERGED_BYTES = 512
 
 
 def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write tokenizer.json and what belongs to it to `folder`, which exists. Raises OSError.
+    """Write tokenizer.json and its companions to `folder`, which exists. Raises OSError.
 
-    A published model's files are what they were, its chat template included. Ids are the same for all text but the one
-    case that transformers treats in its own way: a special token written out in a text becomes the token.
+    A published model's files are copied unchanged, chat template included. Ids are the same for all text, except that
+    transformers parses special tokens written in a text.
     """
     if isinstance(tokenizer, HuggingFaceTokenizer):
         _save_files(tokenizer, folder)
@@ -28,8 +27,8 @@ def save_for_transformers(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def generation_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """What config.json and generation_config.json say of tokens, by transformers' names. A model that has no
-    begin-of-text saw end-of-text before every document."""
+    """Return the token ids of config.json and generation_config.json. A model without begin-of-text saw end-of-text
+    before every document."""
     ids = {"bos_token_id": tokenizer.bos_tokens[0] if tokenizer.bos_tokens else tokenizer.eot_token}
     ids["eos_token_id"] = tokenizer.eot_token
     return ids if tokenizer.pad_token is None else ids | {"pad_token_id": tokenizer.pad_token}
@@ -47,7 +46,7 @@ def _save_files(tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
 
 
 def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
-    """Byte-level BPE with GPT-2's pattern from token ids by bytes; end-of-text gets the id behind them."""
+    """Byte-level BPE with GPT-2's pattern from token ids by bytes; end-of-text gets the id after them."""
     from tokenizers import Tokenizer as FastTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -55,7 +54,7 @@ def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
     parts = (_last_merge(token, ranks) for token in sorted(ranks, key=ranks.__getitem__))
     merges = [(written[pair[0]], written[pair[1]]) for pair in parts if len(pair) == 2]
     vocab = {written[token]: rank for token, rank in ranks.items()} | {END_OF_TEXT: len(ranks)}
-    # tiktoken too takes a piece that is a token as a whole, whether merges lead there or not.
+    # tiktoken, too, encodes a piece that is a token as that token, whether merges lead to it or not.
     fast = FastTokenizer(models.BPE(vocab, merges, ignore_merges=True))
     fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = decoders.ByteLevel()
@@ -65,23 +64,24 @@ def _save_ranks(ranks: dict[bytes, int], folder: Path) -> None:
 
 
 def _write_config(folder: Path, *, bos: str, eos: str) -> None:
-    """The tokenizer_config.json with which transformers gives the same ids and the same text."""
+    """Write the tokenizer_config.json with which transformers gives the same ids and text."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": bos,
         "eos_token": eos,
         "clean_up_tokenization_spaces": False,
-        # Left out, it gives token_type_ids too, and `model(**tokenizer(text))` adds their embeddings to GPT-2's input.
+        # Without this transformers also returns token_type_ids, and `model(**tokenizer(text))` adds their embeddings to
+        # GPT-2's input.
         "model_input_names": ["input_ids", "attention_mask"],
     }
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts that a token's bytes are merged into by the merges of lower rank: the two of its own merge; one for a
-    single byte; more where no merge leads to the token."""
+    """Return the parts into which merges of lower rank join a token's bytes: the two of its own merge, one for a single
+    byte, more if no merge leads to the token."""
     parts = [token[i : i + 1] for i in range(len(token))]
-    # Finding the merges of a long token takes the square of its length; it is encoded without them too.
+    # This takes quadratic time in the token's length, and a long token is encoded without merges, too.
     while 1 < len(parts) <= _LONGEST_MERGED_BYTES:
         found = [(ranks.get(parts[i] + parts[i + 1], len(ranks)), i) for i in range(len(parts) - 1)]
         rank, place = min(found)

@@ -8,8 +8,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmscale.data.tokenizers.byte_letters import write_bytes
-from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer
+from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, TokenArray, Tokenizer, write_bytes
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES
 from llmscale.untrusted.paths import read_regular
@@ -24,9 +23,9 @@ class TiktokenTokenizer(Tokenizer):
     """BPE ranks 0..n-1 with GPT-2's pattern; end-of-text is id n."""
 
     ranks: dict[bytes, int]
-    """Token id by the bytes that it stands for."""
+    """Token id by the token's bytes."""
     parse_special: bool
-    """Whether end-of-text that is written out in a text is that token."""
+    """True if end-of-text written in a text becomes that token."""
 
     def __init__(self, spec: str, ranks: dict[bytes, int], *, parse_special: bool = False) -> None:
         import tiktoken
@@ -64,12 +63,12 @@ class TiktokenTokenizer(Tokenizer):
 
 
 def load_gpt2(*, parse_special: bool = False) -> TiktokenTokenizer:
-    """GPT-2's 50,257 tokens, downloaded once by tiktoken. Raises DataError when they cannot be had."""
+    """Load GPT-2's 50,257 tokens, which tiktoken downloads once. Raises DataError when they are unavailable."""
     import tiktoken
 
     try:
         encoding = tiktoken.get_encoding("gpt2")
-    except Exception as error:  # whatever the network stack of the day raises
+    except Exception as error:  # the network stack raises many classes
         raise DataError(
             f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}). Pass --tokenizer FILE.tiktoken "
             "(its ranks in tiktoken's format), a tokenizer trained by `llmscale data train-tokenizer`, or bytes."
@@ -78,10 +77,9 @@ def load_gpt2(*, parse_special: bool = False) -> TiktokenTokenizer:
 
 
 def load_ranks_file(path: Path, *, parse_special: bool = False) -> TiktokenTokenizer:
-    """A tiktoken ranks file: a base64 token and its rank a line. Raises DataError naming a wrong line.
+    """Load a tiktoken ranks file: one base64 token and its rank per line. Raises DataError naming a wrong line.
 
-    Not through `tiktoken.load`, which answers from a cache in the temporary folder even when the file has
-    changed.
+    `tiktoken.load` is not used: it reads a cache in the temporary folder even when the file has changed.
     """
     try:
         lines = read_regular(path, MAX_BYTES).splitlines()

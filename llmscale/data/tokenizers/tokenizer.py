@@ -1,11 +1,12 @@
-"""The interface of all tokenizers, and the one that needs no library: bytes.
+"""The interface of all tokenizers, and the byte tokenizer, which needs no library.
 
-Text is ordinary text: `<|endoftext|>` inside a document is encoded as those characters and cannot become the token that
-ends a document, unless that was asked for.
+`<|endoftext|>` inside a document is encoded as characters, not as the token that ends a document, unless special tokens
+are to be parsed.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from abc import ABC, abstractmethod
@@ -15,54 +16,68 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from llmscale.data.tokenizers.byte_letters import letters_of_bytes
+
+@functools.cache
+def letters_of_bytes() -> dict[int, str]:
+    """Return the printable character for each byte in a tokenizer.json: itself, else the next from U+0100 on (Radford
+    et al. 2019, encoder.py, bytes_to_unicode)."""
+    letters = {value: chr(value) for value in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    others = (value for value in range(256) if value not in letters)
+    return letters | {value: chr(256 + place) for place, value in enumerate(others)}
+
+
+def write_bytes(token: bytes) -> str:
+    """Return a token's bytes in the alphabet of letters_of_bytes."""
+    letters = letters_of_bytes()
+    return "".join(letters[value] for value in token)
+
 
 TokenArray = NDArray[np.uint32]
 
 END_OF_TEXT = "<|endoftext|>"
-#: One newline between two characters that are not whitespace. GPT-2's pattern ends a piece before the newline
-#: and after it, so the tokens of both sides are the same whether the text is cut behind it or not.
+#: Position after a single newline between two non-space characters. GPT-2's pattern ends a piece before and after the
+#: newline, so a cut there does not change tokens.
 _BORDER = re.compile(r"(?<=\S\n)(?=\S)")
 
 
 class Tokenizer(ABC):
-    """Text to token ids and back. Ids are in [0, vocab_size); `eot_token` never comes out of `encode`, unless the
-    tokenizer was loaded to take special tokens that are written out in a text for those tokens."""
+    """Text to token ids and back. Ids are in [0, vocab_size). `encode` never returns `eot_token` unless the tokenizer
+    was loaded to parse special tokens in text."""
 
     spec: str
-    """What `load_tokenizer` was given."""
+    """Argument of `load_tokenizer`."""
     vocab_size: int
     eot_token: int
     bos_tokens: tuple[int, ...] = ()
-    """What the model saw before every document."""
+    """Tokens that the model saw before every document."""
     pad_token: int | None = None
-    """The model's own token for padding, where it has one."""
+    """The model's padding token, if it has one."""
     sha256: str
-    """Identity of the vocabulary and its merges: equal for equal tokenizers, wherever they lie."""
+    """Hash of the vocabulary and its merges, independent of the location."""
     newline_is_a_border: bool
-    """Whether no token crosses a single newline between non-spaces, so that text may be cut behind it."""
+    """True if no token crosses a single newline between non-spaces, so that text may be cut after it."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[TokenArray]:
-        """Token ids of each text, uint32 arrays, without what stands around a document."""
+        """Return the token ids of each text, uint32 arrays, without begin-of-text and end-of-text."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of token ids; invalid UTF-8 becomes U+FFFD."""
 
     @abstractmethod
     def tokens(self) -> dict[int, str]:
-        """Every token by id, as a tokenizer.json writes it: byte-level ones in GPT-2's letters."""
+        """Return every token by id as in a tokenizer.json: byte-level ones in GPT-2's alphabet."""
 
     @abstractmethod
     def save(self, folder: Path) -> str:
-        """Copy what is needed to load it again into `folder`, which exists.
+        """Copy the files needed to load it again into `folder`, which exists.
 
-        Returns a path relative to it for `load_tokenizer`, empty when nothing is needed.
+        Returns the relative path for `load_tokenizer`, empty without files.
         """
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of one text."""
+        """Return the token ids of one text."""
         ids: list[int] = self.encode_batch([text])[0].tolist()
         return ids
 
@@ -107,8 +122,8 @@ class ByteTokenizer(Tokenizer):
 
 
 def cut_text(text: str, limit: int) -> Iterator[str]:
-    """Consecutive pieces of `text`, each ended at the first border behind `limit` characters: no token of a GPT-2-like
-    tokenizer crosses one, so they may be encoded in parallel."""
+    """Yield consecutive pieces of `text`, each ending at the first border after `limit` characters. No token of a
+    GPT-2-like tokenizer crosses a border, so pieces can be encoded in parallel."""
     start = 0
     while len(text) - start > limit:
         border = _BORDER.search(text, start + limit)

@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer of GPT-2's kind, for those without GPT-2's vocabulary."""
+"""Train a byte-level BPE tokenizer with GPT-2's pattern."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from llmscale.data.prepare.sources.source import Source
 from llmscale.data.tokenizers.hugging_face import CONFIG_NAME, JSON_NAME, HuggingFaceTokenizer, load_huggingface
 from llmscale.data.tokenizers.tokenizer import END_OF_TEXT, cut_text
 from llmscale.errors import DataError
-from llmscale.terminal.announcer import Announcer
 from llmscale.terminal.progress import Progress, show_progress
+from llmscale.terminal.status_line import StatusLine
 
 #: The 256 byte values and end-of-text.
 SMALLEST_VOCAB = 257
@@ -20,10 +20,10 @@ _PIECE_CHARACTERS = 1 << 16
 
 
 def train_tokenizer(source: Source, out: Path, vocab_size: int) -> HuggingFaceTokenizer:
-    """Learn merges from the source's documents and write tokenizer.json and tokenizer_config.json to `out`.
+    """Learn merges from a source's documents and write tokenizer.json and tokenizer_config.json to `out`.
 
-    Deterministic for a source. The folder appears complete or not at all. Raises DataError when it exists
-    already, or when the text is too small for `vocab_size`.
+    Deterministic. The folder is written atomically. Raises DataError when it exists, or when the text is too small for
+    `vocab_size`.
     """
     if vocab_size < SMALLEST_VOCAB:
         raise DataError(
@@ -48,7 +48,7 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    learning = Announcer()
+    learning = StatusLine()
     with show_progress(f"Training on {source.name}") as progress:
         try:
             fast.train_from_iterator(_texts(source, progress, learning), trainer)
@@ -69,9 +69,8 @@ def _train(source: Source, vocab_size: int, folder: Path) -> None:
     (folder / CONFIG_NAME).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
 
 
-def _texts(source: Source, progress: Progress, learning: Announcer) -> Iterator[str]:
-    """Documents in pieces: the same merges (no token crosses a border), without one huge string at a time. When there
-    are no more, `learning` begins."""
+def _texts(source: Source, progress: Progress, learning: StatusLine) -> Iterator[str]:
+    """Yield documents in pieces, which give the same merges (no token crosses a border); then start `learning`."""
     num_characters = 0
     for text in source.documents():
         yield from cut_text(text, _PIECE_CHARACTERS)

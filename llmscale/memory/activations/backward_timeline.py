@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.schema import Dtype
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.state_memory import BackwardMoment

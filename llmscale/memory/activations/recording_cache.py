@@ -14,8 +14,8 @@ from pathlib import Path
 
 from llmscale import __version__
 from llmscale.errors import ConfigError
+from llmscale.files.atomic_write import write_durably
 from llmscale.files.source_hashes import source_hashes
-from llmscale.files.whole import write_durably
 
 #: Packages of llmscale that decide what a recording holds, beside torch and DeepSpeed.
 _RECORDED_FROM = ("architecture", "model", "engine", "dry_run", "memory/activations")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.category_peak import Tally

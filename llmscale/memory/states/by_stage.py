@@ -7,7 +7,7 @@ allocation comes from. tests/memory/states/test_by_stage.py holds all of it agai
 
 from __future__ import annotations
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.memory.states.bf16 import estimate_bf16_optimizer, uses_bf16_optimizer

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup
 from llmscale.memory.states.muon import orthogonalising_bytes

@@ -1,13 +1,13 @@
 """What Muon's step takes on a GPU beside the states: the Newton-Schulz iteration, and what ZeRO has cut. No torch.
 
-Follows llmscale/engine/muon.py, Muon._orthogonalise, on rank 0.
+Follows llmscale/engine/optimizers.py, Muon._orthogonalise, on rank 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from llmscale.architecture.parameter_list import ParameterTensor
+from llmscale.architecture.layers import ParameterTensor
 from llmscale.config.deepspeed.schema import Dtype
 from llmscale.config.muon import Matrix, Part, matrices_of, plan_rounds
 from llmscale.config.optimizers import OptimizerGroup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.schema import Dtype
 from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown
@@ -27,7 +27,7 @@ def estimate_stage0(tensors: ParameterTensors, setup: ZeroSetup) -> StateMemory:
     group_of = setup.optimizer.group_of
     states = sum(state_tensor_bytes(group_of(tensor.kind), tensor.elements) for tensor in tensors.all)
     accumulates = setup.accumulates
-    # llmscale.engine.gradient_sums: sums in fp32 until the last micro-step, handed over in the parameters' type.
+    # llmscale.engine.deepspeed_patches: sums in fp32 until the last micro-step, handed over in the parameters' type.
     in_fp32 = accumulates and setup.config.grad_accum_dtype == "fp32" and dtype != "fp32"
     tally = Tally()
     if accumulates:

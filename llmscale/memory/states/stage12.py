@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.schema import Dtype
 from llmscale.memory.activations.backward_timeline import follow_backward
 from llmscale.memory.breakdown import Breakdown

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
-from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
 from llmscale.config.deepspeed.schema import OffloadOptimizer, OffloadParam
 from llmscale.config.muon import Part
 from llmscale.config.optimizers import OptimizerGroup

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
-from llmscale.architecture.parameter_list import ParameterTensor
+from llmscale.architecture.layers import ParameterTensor
 from llmscale.memory.category_peak import Tally
 from llmscale.memory.states.stage3_trace import Pass, Stage3Trace
 from llmscale.memory.zero_settings import ZeroSetup, tensor_bytes

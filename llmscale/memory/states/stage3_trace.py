@@ -9,8 +9,7 @@ from functools import cached_property
 from itertools import accumulate, chain
 from typing import Literal, NamedTuple
 
-from llmscale.architecture.layers import Layer
-from llmscale.architecture.parameter_list import ParameterTensor, ParameterTensors
+from llmscale.architecture.layers import Layer, ParameterTensor, ParameterTensors
 
 #: fetch: DeepSpeed's hook before a module's forward or backward; release: its hook after it; gradients: those of a
 #: layer have just been computed; place: the forward pass comes to the embeddings, the next block, the head or its

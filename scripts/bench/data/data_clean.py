@@ -92,8 +92,8 @@ def _edited(text: str, rng: random.Random) -> str:
 
 
 def run_llmscale(task: str, folder: Path, out: Path, workers: int) -> Callable[[], None]:
-    from llmscale.data.clean.clean_set import clean
-    from llmscale.data.clean.pipeline import CleanOptions
+    from llmscale.data.clean.annotate import CleanOptions
+    from llmscale.data.clean.run import clean
     from llmscale.data.prepare.sources.open_source import open_source
 
     def work() -> None:

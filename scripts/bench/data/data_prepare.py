@@ -261,7 +261,7 @@ def hash_tokens(name: str, out: Path, most: int) -> str:
         parts = [np.append(record.content, EOT) for record in records]  # type: ignore[union-attr,arg-type]
         tokens = np.concatenate(parts)[:most].astype(np.uint16)
     else:
-        from llmscale.data.shards.dataset_source import open_set
+        from llmscale.data.shards.cache import open_set
         from llmscale.data.shards.token_shards import TokenShards
 
         shards = TokenShards(open_set(str(out / "set")), "train")

@@ -243,9 +243,8 @@ def start_memmap(
 
 def start_llmscale(folder: Path, workers: int, args: argparse.Namespace) -> Callable[[], Batches]:
     from llmscale.data.loader import Feed, FeedPlan
-    from llmscale.data.order.build_order import OrderSettings, build_order
-    from llmscale.data.order.sample_order import RankLayout
-    from llmscale.data.shards.dataset_source import open_set
+    from llmscale.data.order.sample_order import OrderSettings, RankLayout, build_order
+    from llmscale.data.shards.cache import open_set
     from llmscale.data.shards.token_shards import TokenShards
 
     def batches() -> Batches:

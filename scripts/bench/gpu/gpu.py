@@ -29,15 +29,15 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.config.arguments import parse_run_config
 from llmscale.config.hardware import model_flops_utilisation
-from llmscale.files.whole import write_output
+from llmscale.config.run_config import parse_run_config
+from llmscale.files.atomic_write import write_output
 from llmscale.memory.estimate import CONTEXT_BYTES, RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.planning import compilation, kernels
 from llmscale.planning.kernels import kernel_efficiency
 from llmscale.planning.step_time import OWN_KERNELS, TokenWork, token_work
 from llmscale.training.memory_report import estimate_run
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 from scripts.bench.gpu.cells import Cell, Device, find_device, list_cpu_cells, list_gpu_cells, why_it_does_not_fit
 from scripts.bench.gpu.processes import (
     WARM_STEPS,

@@ -301,7 +301,7 @@ def run_rank_job(args: argparse.Namespace) -> None:
         import deepspeed  # noqa: F401
 
         import llmscale.train
-        import llmscale.training.build_session  # noqa: F401
+        import llmscale.training.open_session  # noqa: F401
 
     orders.answer({"base_bytes": 0 if torch.cuda.is_available() else status_bytes("VmRSS")})
     ranks = args.world_size if is_parallel(RUNGS, number) else 1

@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from llmscale.architecture.families.registry import family_of
+from llmscale.architecture.hf_config import family_of
 from llmscale.architecture.shape import GPTShape
 from llmscale.terminal.human_numbers import parse_bytes
 from scripts.bench.harness import GIB, describe_machine, machine_line, status_bytes

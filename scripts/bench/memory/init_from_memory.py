@@ -18,10 +18,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from llmscale.architecture.families.registry import family_of
-from llmscale.checkpoint.hf_files import find_weights_files, list_safetensors
-from llmscale.checkpoint.hf_match import match_tensors
-from llmscale.checkpoint.hf_tensors import fill_view
+from llmscale.architecture.hf_config import family_of
+from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_safetensors, match_tensors
 from llmscale.config.hf_model import read_published_model
 from llmscale.config.presets import get_preset
 from llmscale.engine.zero_layout import ShardView

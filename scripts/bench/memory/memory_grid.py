@@ -278,8 +278,7 @@ def measure_on_gpu(cell: Cell, config: RunConfig, run: ResolvedRun) -> dict[str,
 
     from llmscale.engine.deepspeed_engine import build_engine
     from llmscale.engine.process_group import join_world, leave_world
-    from llmscale.engine.timing import PhaseTimer
-    from llmscale.engine.train_step import train_step
+    from llmscale.engine.train_step import PhaseTimer, train_step
 
     world = join_world()
     engine = build_engine(config, run)

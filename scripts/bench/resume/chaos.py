@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, step_of
 from llmscale.data.sample_log import load_recorded
 from scripts.bench.harness import (

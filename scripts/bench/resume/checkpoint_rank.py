@@ -17,21 +17,19 @@ import deepspeed  # noqa: F401  # imported once and not in every fork
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.dcp_adapter import engine_fragments
+from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.load import find_damage_together, load_engine
-from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.tensor_files import engine_fragments
 from llmscale.config.optimizers import ADAMW
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, set_learning_rate
-from llmscale.engine.loss_scaling import set_scaler_state
 from llmscale.engine.process_group import is_gpu, join_world, leave_world
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import PhaseTimer, set_scaler_state, train_step
 from llmscale.engine.zero_shards import MASTER, group_scalars, state_views
-from llmscale.training.actions.nonfinite_guard import check_weights
-from llmscale.training.run_inputs import prepare_run
+from llmscale.training.nonfinite import check_weights
+from llmscale.training.prepare_run import prepare_run
 from scripts.bench.harness import REPOSITORY, status_bytes
 from scripts.bench.resume.checkpoint import GLOBAL_BATCH, folder_bytes
 from scripts.bench.resume.resume_matrix import end_on_warning

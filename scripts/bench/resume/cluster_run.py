@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llmscale.checkpoint.history import list_checkpoints
+from llmscale.checkpoint.inventory import list_checkpoints
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage
-from llmscale.cluster.launch.attempts import read_attempts
+from llmscale.cluster.launch.supervisor import read_attempts
 from llmscale.data.sample_log import load_recorded
 from scripts.bench.harness import REPOSITORY, read_losses
 from scripts.playground.hosts import Playground, PlaygroundHost
@@ -167,7 +167,7 @@ class Chaos:
         if self.struck and self.fault.noticed_after_s is None and self.num_ended() > self.ended_before:
             self.fault.noticed_after_s = since_s
         if self.fault.noticed_after_s is not None and self.fault.training_again_after_s is None:
-            begun = self.printed().rpartition("meeting at")[2]
+            begun = self.printed().rpartition("rendezvous ")[2]
             if "start-up:" in begun and len(read_attempts(self.run)) > self.ended_before + 1:
                 self.fault.training_again_after_s = since_s
 

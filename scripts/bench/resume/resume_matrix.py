@@ -26,22 +26,19 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from llmscale.checkpoint.dcp_adapter import engine_fragments
+from llmscale.checkpoint.inventory import find_checkpoint, read_state
 from llmscale.checkpoint.load import load_engine
-from llmscale.checkpoint.locate import find_checkpoint, read_state
 from llmscale.checkpoint.run_state import RunState, parse_run_state
 from llmscale.checkpoint.save import CheckpointSaver, Snapshot, copy_out
+from llmscale.checkpoint.tensor_files import engine_fragments
 from llmscale.config.run_config import RunConfig
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
-from llmscale.engine.loss_scaling import get_scaler_state, set_scaler_state
 from llmscale.engine.process_group import World, is_gpu, join_world, leave_world
-from llmscale.engine.step_seed import seed_step
-from llmscale.engine.timing import PhaseTimer
-from llmscale.engine.train_step import train_step
+from llmscale.engine.train_step import PhaseTimer, get_scaler_state, seed_step, set_scaler_state, train_step
 from llmscale.engine.zero_shards import group_scalars
-from llmscale.training.build_session import open_feed
-from llmscale.training.run_data import build_stream
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.training.open_session import open_feed
+from llmscale.training.prepare_run import PreparedRun, prepare_run
+from llmscale.training.sample_stream import build_stream
 from scripts.bench.harness import (
     REPOSITORY,
     describe_machine,

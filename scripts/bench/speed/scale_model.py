@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from llmscale.config import flag_type, limits
+from llmscale.config import command_line, limits
 from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import Interconnect, get_interconnect
 from llmscale.config.presets import get_preset
@@ -28,7 +28,7 @@ from scripts.bench.harness import describe_machine, gpu_name, output_file, pictu
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 GPUS_PER_NODE = 8
 NETWORKS = ("ib-400g", "ib-100g", "roce-100g", "ethernet-25g")
-sequences = flag_type.whole(1, limits.MAX_BATCH // GPUS[-1])
+sequences = command_line.whole_number(1, limits.MAX_BATCH // GPUS[-1])
 #: Okabe and Ito's.
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7")
 

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from llmscale.architecture.parameter_list import ParameterTensors
-from llmscale.config.arguments import parse_run_config
-from llmscale.training.run_inputs import PreparedRun, prepare_run
+from llmscale.architecture.layers import ParameterTensors
+from llmscale.config.run_config import parse_run_config
+from llmscale.training.prepare_run import PreparedRun, prepare_run
 from scripts.bench.harness import Orders, read_losses
 from scripts.bench.transformers_package import import_transformers
 
@@ -93,7 +93,7 @@ def prepare(arguments: list[str], world_size: int) -> PreparedRun:
 def save_windows(run: PreparedRun, path: Path) -> None:
     """Write all samples of the run in order, for the other loops to read from one memory map, the cheapest feed."""
     from llmscale.data.shards.token_shards import TokenShards
-    from llmscale.training.run_data import build_stream
+    from llmscale.training.sample_stream import build_stream
 
     samples = np.arange(run.resolved.total_steps * run.resolved.plan.global_batch_size, dtype=np.int64)
     ids = build_stream(run, None).order.sample_ids(samples)
@@ -103,16 +103,16 @@ def save_windows(run: PreparedRun, path: Path) -> None:
 def run_train_py(contest: Contest) -> float:
     """Run train.py from its command line. Return the last loss."""
     from llmscale import train
-    from llmscale.training.actions.action import DoneStep
+    from llmscale.training.live_run import StepResult
     from llmscale.training.session import Session
 
-    after = Session.after
+    run_actions = Session.run_actions
 
-    def after_and_pace(session: Session, done: DoneStep) -> None:
-        after(session, done)
+    def run_and_pace(session: Session, done: StepResult) -> None:
+        run_actions(session, done)
         contest.pace.step_done()
 
-    Session.after = after_and_pace  # type: ignore[method-assign]
+    Session.run_actions = run_and_pace  # type: ignore[method-assign]
     contest.pace.watch_engine()
     if train.main(contest.arguments):
         raise SystemExit("train.py failed")
@@ -236,7 +236,7 @@ def _rank_tokens(windows: NDArray[np.uint16], step: int, plan: BatchPlan, world:
 
 
 def _build_optimizer(run: PreparedRun, model: torch.nn.Module, lr: float = 0.0) -> torch.optim.Optimizer:
-    from llmscale.engine.optimizer import build_optimizer
+    from llmscale.engine.optimizers import build_optimizer
 
     config, kinds = run.config, ParameterTensors(run.resolved.shape.architecture).kinds
     betas = (config.beta1, config.beta2)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from llmscale.architecture.families.registry import FAMILIES, family_of, get_family, read_shape
+from llmscale.architecture.hf_config import FAMILIES, family_of, get_family, read_shape
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.errors import ConfigError
 from tests.architecture.families.test_published import PUBLISHED, QWEN3_06B

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from llmscale.architecture.families.registry import FAMILIES, family_of, read_shape
+from llmscale.architecture.hf_config import FAMILIES, family_of, read_shape
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.model.gpt import GPT
 from scripts.bench.transformers_package import import_transformers

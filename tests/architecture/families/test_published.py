@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmscale.architecture.families.registry import family_of, get_family, read_shape
+from llmscale.architecture.hf_config import family_of, get_family, read_shape
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError

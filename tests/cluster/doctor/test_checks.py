@@ -7,22 +7,31 @@ from dataclasses import replace
 
 import pytest
 
-from llmscale.cluster.doctor.host_facts import FileFacts, FolderFacts, ImportFacts, Interface, Route
-from llmscale.cluster.doctor.rows import worst
-from llmscale.cluster.doctor.run import SharedFolder, check_run_config, check_run_folder
+from llmscale.cluster.doctor.facts import CheckRow, FileFacts, FolderFacts, ImportFacts, Interface, Route, worst
+from llmscale.cluster.doctor.run import SharedFolder, check_plan, check_run_config, check_run_folder
+from llmscale.cluster.doctor.software import ClockReading, check_clocks, check_probes, check_reach
 from llmscale.cluster.extension_locks import ExtensionLock
-from tests.cluster.doctor.change_facts import (
+from llmscale.cluster.hostfile import Host
+from llmscale.cluster.remote import Finished
+from llmscale.config.deepspeed.resolve import parse_ds_config
+from llmscale.config.run_config import build_run_config
+from llmscale.planning.disk_usage import checkpoints_at_once
+from tests.cluster.doctor.host_facts import (
+    GIB,
+    LOOPBACK,
     NVME_OPS,
     Pair,
     all_rows,
+    break_host,
+    build_pair,
     change_code,
     change_data,
+    change_gpu,
     change_network,
     change_run,
     change_system,
     not_green,
 )
-from tests.cluster.doctor.healthy_facts import GIB, LOOPBACK, break_host, build_pair
 
 
 @pytest.mark.parametrize("num_gpus", [0, 2])
@@ -81,13 +90,13 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "no way to the peer": (
         change_network(routes={"node-0": Route("10.0.0.1", None), "node-1": Route("127.0.1.1", "127.0.0.1")}),
         "names",
-        "no way to node-0 (10.0.0.1)",
+        "no route to node-0 (10.0.0.1)",
         "ip link, ip route",
     ),
     "no address": (
         lambda pair: break_host(pair, "node-0", "network", first_address=None),
         "interface",
-        "node-0 has no address but loopback's",
+        "node-0 has only loopback addresses",
         "bring one up",
     ),
     "interface down": (
@@ -125,14 +134,14 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "small /dev/shm": (
         change_system(shm_bytes=64 * 2**20, shm_free_bytes=64 * 2**20),
         "/dev/shm",
-        "node-1: 64 MiB in all",
+        "node-1: 64 MiB in total",
         "--shm-size=8g",
     ),
     "full /dev/shm": (
         change_system(shm_free_bytes=10 * 2**20),
         "/dev/shm",
         "10 of 16384 MiB free",
-        "remove what dead processes left",
+        "remove the files of dead processes",
     ),
     "stale lock": (
         change_system(locks=(ExtensionLock("/cache/async_io/lock", 3600.0, False),)),
@@ -159,7 +168,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "ds_config differs": (
         lambda pair: {**pair, "node-1": replace(pair["node-1"], ds=FileFacts("ds.json", (), "e" * 64))},
         "ds_config",
-        "not the same file everywhere",
+        "not the same file on all hosts",
         "Copy one of them",
     ),
     "ds_config on one host only": (
@@ -193,7 +202,7 @@ FAULTS_WITHOUT_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
     "run folder not writable": (
         change_run(folder=FolderFacts("/shared/run", "/shared", False, 2000 * GIB, 0, 0)),
         "run folder",
-        "/shared may not be written to on node-1",
+        "/shared is not writable on node-1",
         "chown",
     ),
     "disk too small": (
@@ -308,3 +317,204 @@ def test_an_unshared_run_folder_is_red() -> None:
     assert [row.status for row in rows] == ["fail"]
     assert "is not there on node-1" in rows[0].found
     assert "NFS" in rows[0].fix
+
+
+FAULTS_WITH_GPUS: dict[str, tuple[Callable[[Pair], Pair], str, str, str]] = {
+    "a card is missing": (
+        lambda pair: break_host(pair, "node-1", "gpus", gpus=pair["node-1"].gpus.gpus[:1]),  # type: ignore[union-attr]
+        "gpus",
+        "node-1: 1 GPUs for 2 slots",
+        "node-1 slots=1",
+    ),
+    "no driver": (
+        lambda pair: break_host(pair, "node-1", "gpus", gpus=(), driver=None),
+        "gpus",
+        "node-1: 0 GPUs for 2 slots",
+        "Install the NVIDIA driver",
+    ),
+    "driver does not answer": (
+        lambda pair: break_host(pair, "node-1", "gpus", gpus=(), problem="Driver/library version mismatch"),
+        "gpus",
+        "Driver/library version mismatch",
+        "reboot after a driver update",
+    ),
+    "card in use": (
+        change_gpu(used_bytes=30 * GIB, processes=(4711,)),
+        "gpus free",
+        "node-1: GPU 1 in use by process 4711, up to 30.0 GiB",
+        "kill 4711",
+    ),
+    "memory errors": (change_gpu(uncorrected_errors=3), "ecc", "GPU 1 had 3 uncorrected", "--gpu-reset -i 1"),
+    "rows to remap": (change_gpu(needs_reset=True), "ecc", "waiting to be remapped", "reboot"),
+    "torch without CUDA": (
+        lambda pair: break_host(break_host(pair, "node-1", "code", torch_cuda=None), "node-0", "code", torch_cuda=None),
+        "torch sees gpus",
+        "built without CUDA",
+        "pip install torch",
+    ),
+    "driver too old": (
+        lambda pair: break_host(pair, "node-1", "imports", cuda_available=False),
+        "torch sees gpus",
+        "torch for CUDA 12.6 finds no GPU with driver 570.1",
+        "Update the driver on node-1",
+    ),
+    "memory cannot be locked": (
+        lambda pair: break_host(pair, "node-1", "network", infiniband_bits_per_s=(400 * 10**9,)),
+        "locked memory",
+        "8 MiB on node-1",
+        "ulimit -l unlimited",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_WITH_GPUS)
+def test_a_fault_of_gpu_hosts_is_red_and_names_its_fix(fault: str) -> None:
+    plant, name, found, fix = FAULTS_WITH_GPUS[fault]
+    rows = [row for row in all_rows(plant(build_pair(2)), slots=2) if row.status == "fail"]
+    assert {row.name for row in rows} == {name}
+    assert found in rows[0].found
+    assert fix in rows[0].fix
+
+
+#: What does not stop a run, but is worth a word.
+
+
+def ssh(stderr: str, code: int = 255) -> Finished:
+    return Finished(code, "", stderr, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "found", "fix"),
+    [
+        (
+            ssh("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed."),
+            "not the one",
+            "-R b",
+        ),
+        (ssh("No ED25519 host key is known\nHost key verification failed."), "not known here", "ssh-keyscan -H b"),
+        (ssh("root@b: Permission denied (publickey)."), "does not accept your key", "ssh-copy-id b"),
+        (ssh("ssh: Could not resolve hostname b: Name or service not known"), "does not resolve", "/etc/hosts"),
+        (ssh("ssh: connect to host b port 22: Connection refused"), "no ssh server", "systemctl start ssh"),
+        (ssh("ssh: connect to host b port 22: No route to host"), "no network path to it", "open port 22"),
+        (ssh("ssh: connect to host b port 22: Connection timed out"), "no network path to it", "open port 22"),
+        (ssh("kex_exchange_identification: Connection closed by remote host"), "closes the connection", "MaxStartups"),
+        (ssh("", 124), "no answer within 1 s", "Log in by hand"),
+        (ssh("bash: date: command not found", 127), "`ssh b date` failed", "Log in by hand"),
+    ],
+)
+def test_a_host_that_ssh_does_not_reach(answer: Finished, found: str, fix: str) -> None:
+    rows = list(check_reach({"a": Finished(0, "1\n", "", 0.1), "b": answer}))
+    assert [row.status for row in rows] == ["ok", "fail"]
+    assert rows[0].found.startswith("1 of 2 hosts")
+    assert rows[1].found.startswith("b: ")
+    assert found in rows[1].found
+    assert fix in rows[1].fix
+
+
+@pytest.mark.parametrize(
+    ("offset_s", "uncertainty_s", "status"),
+    [(0.1, 0.2, "ok"), (4.0, 3.5, "ok"), (-2.0, 0.2, "warn"), (30.0, 0.2, "fail"), (-30.0, 0.2, "fail")],
+)
+def test_clocks(offset_s: float, uncertainty_s: float, status: str) -> None:
+    rows = list(check_clocks({"a": ClockReading(0.0, 0.1), "b": ClockReading(offset_s, uncertainty_s)}))
+    assert worst(rows) == status
+    if status != "ok":
+        assert f"b is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} this machine" in rows[0].found
+        assert "set-ntp" in rows[0].fix
+
+
+@pytest.mark.parametrize(
+    ("problem", "fix"),
+    [
+        ("/env/bin/python: No module named llmscale", "same path on every host"),
+        ("the probe is that of another llmscale (2 facts differ)", "same path on every host"),
+        ("no answer within 90 s", "stuck disk or driver"),
+        ("Segmentation fault", "llmscale.cluster.doctor.diagnose"),
+    ],
+)
+def test_a_probe_that_did_not_run(problem: str, fix: str) -> None:
+    (row,) = check_probes({"b": problem})
+    assert row.status == "fail"
+    assert problem in row.found
+    assert fix in row.fix
+
+
+HOSTS = (Host("node-0", 8), Host("node-1", 8))
+
+
+def memory_row(model: str, zero: dict[str, object], **run: object) -> CheckRow:
+    """Of `model` on two hosts with eight cards of 80 GiB and 512 GiB of host memory."""
+    values = {"model": model, "global_batch_size": 64, "micro_batch_size": 4, "steps": 10, **run}
+    ds = parse_ds_config({"zero_optimization": zero, "bf16": {"enabled": True}}, "ds.json")
+    rows = list(check_plan(HOSTS, build_pair(8), build_run_config(values), ds))
+    (row,) = [row for row in rows if row.name == "memory"]
+    return row
+
+
+def test_a_model_that_fits() -> None:
+    row = memory_row("gpt2-124m", {"stage": 1})
+    assert row.status == "ok"
+    assert "of 80.00 GiB on NVIDIA H100 80GB HBM3" in row.found
+
+
+def test_a_model_that_does_not_fit_and_the_smallest_change_that_does() -> None:
+    row = memory_row("gpt3-13b", {"stage": 0})
+    assert row.status == "fail"
+    assert "of 80.00 GiB on NVIDIA H100 80GB HBM3: parameters" in row.found
+    assert "ZeRO stage 1 instead of 0" in row.fix
+
+
+def test_a_model_that_no_change_makes_fit() -> None:
+    row = memory_row("gpt3-175b", {"stage": 1})
+    assert row.status == "fail"
+    assert "more or larger GPUs" in row.fix
+
+
+def test_offload_that_the_host_cannot_hold() -> None:
+    row = memory_row(
+        "gpt3-175b", {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    )
+    assert row.status == "fail"
+    assert "of host memory" in row.found
+
+
+def test_hosts_without_gpus_have_no_row() -> None:
+    config = build_run_config({"model": "gpt2-124m", "global_batch_size": 64, "steps": 10})
+    ds = parse_ds_config({"zero_optimization": {"stage": 1}}, "ds.json")
+    assert [row.name for row in check_plan(HOSTS, build_pair(), config, ds)] == ["batch", "disk"]
+
+
+def test_hosts_of_different_sizes() -> None:
+    config = build_run_config({"model": "gpt2-124m", "global_batch_size": 60, "steps": 10})
+    ds = parse_ds_config({"zero_optimization": {"stage": 1}}, "ds.json")
+    rows = list(check_plan((Host("node-0", 4), Host("node-1", 8)), build_pair(8), config, ds))
+    assert [(row.name, row.status) for row in rows] == [("batch", "ok"), ("disk", "ok"), ("memory", "ok")]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, 3),
+        ({"keep_last": 4}, 5),
+        ({"save_every": 400}, 3),
+        ({"save_every": 500}, 2),
+        ({"save_every": 0}, 1),
+        ({"save_every": 0, "save_every_minutes": 10.0}, 3),
+        ({"keep_every": 300}, 6),
+        ({"save_every": 250, "keep_every": 250}, 4),
+    ],
+)
+def test_checkpoints_that_lie_on_disk_together(values: dict[str, object], expected: int) -> None:
+    """Of a run of 1,000 steps that saves every 100 and keeps two; the new one comes before the oldest goes."""
+    config = build_run_config({"save_every": 100, **values})
+    assert checkpoints_at_once(config, 1000) == expected
+
+
+def test_space_of_this_runs_own_checkpoints_is_not_counted_twice() -> None:
+    """A run that continues replaces them."""
+    config = build_run_config({"model": "gpt2-124m", "global_batch_size": 64, "steps": 5000})
+    folder = FolderFacts("/shared/run", "/shared", True, 2 * GIB, 3 * GIB, 2)
+    pair = break_host(build_pair(), "node-0", "run", folder=folder)
+    (row,) = [row for row in check_plan(HOSTS, pair, config, None) if row.name == "disk"]
+    assert row.status == "ok"
+    assert row.found.startswith("5.00 GiB free for 3 checkpoints of 1.39 GiB each")

@@ -12,14 +12,24 @@ import pytest
 
 from llmscale.cli.doctor import table_lines
 from llmscale.cli.main import main
-from llmscale.cluster.doctor.ask import Asker
 from llmscale.cluster.doctor.diagnose import Diagnosis, DoctorOptions, diagnose
-from llmscale.cluster.doctor.host_facts import FileFacts, FolderFacts, HostFacts, print_facts
-from llmscale.cluster.doctor.rows import green, grouped, listed, red, split_error, worst, yellow
+from llmscale.cluster.doctor.facts import (
+    FileFacts,
+    FolderFacts,
+    HostFacts,
+    format_by_host,
+    format_hosts,
+    green,
+    print_facts,
+    red,
+    split_error,
+    worst,
+    yellow,
+)
 from llmscale.cluster.extension_locks import ExtensionLock
-from llmscale.cluster.remote import Finished, run_on_hosts
+from llmscale.cluster.remote import Finished, HostRunner, run_on_hosts
 from llmscale.errors import ConfigError
-from tests.cluster.doctor.healthy_facts import break_host, build_pair
+from tests.cluster.doctor.host_facts import break_host, build_pair
 
 HEALTHY_RESULT = {"backend": "gloo", "world_size": 2, "num_bytes": 2**26, "seconds": 0.06, "latency_s": 2e-4}
 
@@ -48,16 +58,16 @@ class Cluster:
             name = argv[argv.index("--") - 1]
             clock = time.time() + self.clock_ahead_s[name]
             return self.ssh.get(name, Finished(0, f"{clock:.9f}\n", "", 0.1))
-        if "llmscale.cluster.doctor.probe" in line:
+        if "llmscale.cluster.doctor.diagnose" in line:
             return Finished(0, print_facts(self.facts[host]), "", 0.5)
-        if "llmscale.cluster.doctor.all_reduce" in line:
+        if "llmscale.cluster.doctor.network" in line:
             return self.all_reduce
         if "exit 1" in line:
             return Finished(0 if self.sees_nonce else 1, "", "", 0.1)
         return Finished(0, "", "", 0.1)
 
-    def asker(self) -> Asker:
-        return Asker(self.run)
+    def runner(self) -> HostRunner:
+        return HostRunner(self.run)
 
 
 @pytest.fixture
@@ -68,7 +78,7 @@ def hostfile(tmp_path: Path) -> Path:
 
 
 def ask(cluster: Cluster, hostfile: Path, **question: object) -> Diagnosis:
-    return diagnose(DoctorOptions(hostfile=hostfile, **question), cluster.asker())  # type: ignore[arg-type]
+    return diagnose(DoctorOptions(hostfile=hostfile, **question), cluster.runner())  # type: ignore[arg-type]
 
 
 def reds(diagnosis: Diagnosis) -> dict[str, str]:
@@ -90,7 +100,7 @@ def test_a_host_that_is_not_there_does_not_hide_the_others(hostfile: Path) -> No
     diagnosis = ask(cluster, hostfile)
     assert set(reds(diagnosis)) == {"reach", "open files"}
     assert list(diagnosis.facts) == ["node-0"]
-    assert not any("all_reduce" in line for _, line in cluster.asked), "one host has nobody to exchange data with"
+    assert not any("doctor.network" in line for _, line in cluster.asked), "one host has nobody to exchange data with"
 
 
 def test_no_host_is_there(hostfile: Path) -> None:
@@ -132,7 +142,7 @@ def test_no_network_test_is_run_when_it_cannot_work(hostfile: Path) -> None:
     diagnosis = ask(cluster, hostfile)
     (row,) = [row for row in diagnosis.rows if row.name == "all-reduce"]
     assert (row.status, row.fix) == ("warn", "First repair: imports.")
-    assert not any("all_reduce" in line for _, line in cluster.asked)
+    assert not any("doctor.network" in line for _, line in cluster.asked)
 
 
 def test_the_network_test_can_be_left_out(hostfile: Path) -> None:
@@ -156,7 +166,7 @@ def test_the_measured_ranks_are_numbered_over_all_hosts(tmp_path: Path) -> None:
     pair = {**build_pair(4), "node-0": build_pair(2)["node-0"]}
     cluster = Cluster(pair)
     ask(cluster, path)
-    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.doctor.all_reduce" in line}
+    commands = {hosts: line for hosts, line in cluster.asked if "llmscale.cluster.doctor.network" in line}
     assert "--backend nccl --master 10.0.0.1" in commands[("node-0",)]
     assert "--first-rank 0 --ranks 2 --world-size 6" in commands[("node-0",)]
     assert "--first-rank 2 --ranks 4 --world-size 6" in commands[("node-1",)]
@@ -212,18 +222,23 @@ def test_variables_go_through_stdin_and_the_folder_is_kept(
     code = "import os; print(os.getcwd(), os.environ['NCCL_DEBUG'])"
     (tmp_path / "show.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    answer = Asker(spy).module(["localhost"], "show", [], 60)["localhost"]
+    answer = HostRunner(spy).module(["localhost"], "show", [], 60)["localhost"]
     assert answer.stdout == f"{tmp_path} it's $HOME; `x`\n", answer.stderr
     assert not any("it's" in word for word in seen)
 
 
 def test_the_command_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    status = main(["doctor", "--no-network-test", "--ds", "ds_configs/zero2.json"])
+    """The real probe, in its own process."""
+    status = main(["doctor", "--no-network-test", "--ds", "ds_configs/zero2.json", "--json"])
     output = capsys.readouterr().out
     assert status == 0, output
-    assert "ds_configs/zero2.json: every key is known" in output
-    assert output.splitlines()[-1].startswith("1 host, ")
-    assert "\033[" not in output, "no colour off a terminal"
+    answer = json.loads(output)
+    assert "ds_configs/zero2.json: every key is known and has an effect" in [row["found"] for row in answer["rows"]]
+    ((host, facts),) = answer["facts"].items()
+    assert facts["late"] == {}
+    assert facts["code"]["python"].startswith("3.")
+    assert (facts["imports"]["problem"], facts["ds"]["problems"], facts["run"]) == (None, [], None)
+    assert host in facts["network"]["routes"]
 
 
 def test_json_and_exit_code(
@@ -236,7 +251,7 @@ def test_json_and_exit_code(
     pair = {
         host: replace(facts, ds=FileFacts("ds.json", (f"{found} {fix}",), None)) for host, facts in build_pair().items()
     }
-    monkeypatch.setattr("llmscale.cluster.doctor.diagnose.Asker", Cluster(pair).asker)
+    monkeypatch.setattr("llmscale.cluster.doctor.diagnose.HostRunner", Cluster(pair).runner)
     assert main(["doctor", "--json", "--hostfile", str(hostfile), "--ds", "ds.json"]) == 1
     answer = json.loads(capsys.readouterr().out)
     assert answer["status"] == "fail"
@@ -244,6 +259,10 @@ def test_json_and_exit_code(
     (row,) = [row for row in answer["rows"] if row["status"] == "fail"]
     assert row == {"name": "ds_config", "status": "fail", "found": found, "fix": fix}
     assert answer["facts"]["node-1"]["network"]["interfaces"][1]["mtu"] == 1500
+    assert main(["doctor", "--hostfile", str(hostfile), "--ds", "ds.json"]) == 1
+    table = capsys.readouterr().out
+    assert table.splitlines()[-1].startswith("2 hosts, 2 ranks: ")
+    assert "\033[" not in table, "no colour off a terminal"
 
 
 @pytest.mark.parametrize(
@@ -277,16 +296,16 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_findings_of_many_hosts_in_few_words() -> None:
-    assert grouped({"a": 1, "b": 1}) == "1"
-    assert grouped({"a": 1, "b": 2, "c": 1}) == "1 on a, c; 2 on b"
-    assert listed(f"n{i}" for i in range(20)) == "n0, n1, n2, n3, n4, n5 and 14 more"
+    assert format_by_host({"a": 1, "b": 1}) == "1"
+    assert format_by_host({"a": 1, "b": 2, "c": 1}) == "1 on a, c; 2 on b"
+    assert format_hosts(f"n{i}" for i in range(20)) == "n0, n1, n2, n3, n4, n5 and 14 more"
 
 
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("x is 3.5 of y. Set it to 4. Or drop it.", ("x is 3.5 of y.", "Set it to 4. Or drop it.")),
-        ("x is wrong", ("x is wrong", "Change what it names.")),
+        ("x is wrong", ("x is wrong", "Correct the value that it names.")),
     ],
 )
 def test_an_error_is_a_finding_and_a_fix(text: str, parts: tuple[str, str]) -> None:

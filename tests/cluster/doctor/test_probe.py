@@ -15,22 +15,15 @@ import pytest
 
 from llmscale.checkpoint.manifest import CheckpointManifest, StoredFile, save_manifest
 from llmscale.cluster.doctor.devices import gather_gpus
-from llmscale.cluster.doctor.host_facts import (
-    GpuFacts,
-    ProbeRequest,
-    parse_facts,
-    parse_request,
-    print_facts,
-    print_request,
-)
+from llmscale.cluster.doctor.diagnose import _gather, gather_facts
+from llmscale.cluster.doctor.facts import GpuFacts, ProbeRequest, parse_facts, parse_request, print_facts, print_request
 from llmscale.cluster.doctor.network import gather_network
-from llmscale.cluster.doctor.probe import _gather, gather_facts
 from llmscale.cluster.doctor.run import describe_folder, gather_ds, gather_run
 from llmscale.cluster.doctor.software import gather_code, hash_sources
 from llmscale.cluster.doctor.system import gather_system
 from llmscale.cluster.extension_locks import find_locks
 from llmscale.errors import ConfigError
-from tests.cluster.doctor.healthy_facts import build_host
+from tests.cluster.doctor.host_facts import build_host
 from tests.conftest import HANG_S
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -54,30 +47,9 @@ def test_what_is_not_ours_is_refused(output: str) -> None:
         parse_facts(output)
 
 
-def test_the_probe_of_this_machine() -> None:
-    """The real program, in its own process."""
-    request = ProbeRequest(peers=("localhost",), ds="ds_configs/zero2.json", timeout_s=120)
-    done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.doctor.probe", print_request(request)],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        timeout=HANG_S,
-    )
-    facts = parse_facts(done.stdout)
-    assert done.returncode == 0
-    assert facts.late == {}
-    assert facts.code is not None and facts.code.python.startswith("3.")
-    assert facts.imports is not None and facts.imports.problem is None
-    assert facts.ds is not None and facts.ds.problems == ()
-    assert facts.run is None
-    assert facts.network is not None and facts.network.routes["localhost"].address == "127.0.0.1"
-
-
 def test_a_request_of_another_llmscale_is_one_line() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "llmscale.cluster.doctor.probe", '{"port": "x"}'],
+        [sys.executable, "-m", "llmscale.cluster.doctor.diagnose", '{"port": "x"}'],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
@@ -100,7 +72,7 @@ def test_what_hangs_or_fails_is_late_and_the_rest_is_there() -> None:
 
 
 def test_every_group_is_gathered_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("llmscale.cluster.doctor.probe.gather_imports", lambda timeout_s: None)
+    monkeypatch.setattr("llmscale.cluster.doctor.diagnose.gather_imports", lambda timeout_s: None)
     facts = gather_facts(ProbeRequest(timeout_s=60))
     assert facts.late == {}
     assert all(getattr(facts, name) is not None for name in ("code", "gpus", "network", "system"))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tests import warm_start
 from tests.cluster.conftest import SHELL
 from tests.cluster.lab import Lab, train_alone
 from tests.conftest import REPOSITORY
@@ -18,7 +18,7 @@ HOSTILE = "a b  'c' \"d\" $(touch /tmp/executed) `touch /tmp/executed` ; touch /
 
 def launch_here(tmp_path: Path, *words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "llmscale.cli.main", "launch", *words]
-    done = subprocess.run(command, cwd=REPOSITORY, env={**SHELL, "HOME": str(tmp_path)}, capture_output=True, text=True)
+    done = warm_start.run(command, cwd=REPOSITORY, env={**SHELL, "HOME": str(tmp_path)}, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -249,7 +249,7 @@ def test_a_taken_port_is_replaced(lab: Lab) -> None:
     launch = lab.launch(lab.train_arguments(*FLAGS), flags=["--master-port", "29511"])
     assert lab.wait(launch) == 0
     squatter.kill()
-    assert "port 29511 is taken on node-0; using" in lab.output.read_text()
+    assert "port 29511 is in use on node-0; using" in lab.output.read_text()
 
 
 def test_two_supervisors_of_one_run_exclude_each_other(lab: Lab) -> None:

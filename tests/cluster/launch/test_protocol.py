@@ -10,8 +10,8 @@ import pytest
 
 from llmscale.cluster.launch.protocol import (
     MARK,
-    MOST_MESSAGE_BYTES,
-    MOST_WAITING_BYTES,
+    MAX_MESSAGE_BYTES,
+    MAX_WAITING_BYTES,
     Channel,
     FindPort,
     Hello,
@@ -109,7 +109,7 @@ def test_a_peer_that_does_not_read_blocks_nobody_and_fills_no_memory(pair: tuple
         ours.flush()
         received += theirs.receive()[0]
     assert received[-1] == Ping()
-    assert len(line) * len(received) < 2 * MOST_WAITING_BYTES
+    assert len(line) * len(received) < 2 * MAX_WAITING_BYTES
 
 
 def test_the_end_of_the_other_side_is_noticed(pair: tuple[Channel, Channel]) -> None:
@@ -127,7 +127,7 @@ def test_a_message_without_an_end_ends_the_conversation_and_fills_no_memory(pair
     ours, theirs = pair
     piece, sent = MARK.encode() + b"x" * 65536, 0
     while not theirs.closed:
-        assert sent < 2 * MOST_MESSAGE_BYTES
+        assert sent < 2 * MAX_MESSAGE_BYTES
         with contextlib.suppress(BlockingIOError):
             sent += os.write(ours.reader.descriptor, piece)
         assert theirs.receive() == ([], [])
@@ -138,7 +138,7 @@ def test_a_message_without_an_end_ends_the_conversation_and_fills_no_memory(pair
 
 def test_a_printed_line_without_an_end_comes_in_pieces() -> None:
     read, write = os.pipe()
-    reader, text = LineReader(read, most_bytes=1000), ""
+    reader, text = LineReader(read, max_bytes=1000), ""
     for _ in range(10):
         os.write(write, b"x" * 10_000)
         lines = reader.read()

@@ -91,7 +91,7 @@ def test_a_log_turns_over_and_says_what_is_cut(tmp_path: Path, monkeypatch: pyte
         time.sleep(1e-5)
     log.close()
     newest, older = (tmp_path / "rank.log").read_text(), (tmp_path / "rank.log.1").read_text()
-    assert newest.startswith("[this log goes on from rank.log.1; ")
+    assert newest.startswith("[this log continues rank.log.1; ")
     assert newest.endswith("line 999\n")
     assert len(newest) + len(older) < 2200
     first = int(newest.splitlines()[1].removeprefix("line "))

@@ -122,9 +122,7 @@ def test_keys_reach_the_ranks_and_nobody_else(make_lab: Callable[..., Lab], spie
     said = f"said-{secrets.token_hex(16)}"
     say_in_the_clear(lab.hosts[0], lab.hosts[1].address, said)
     launch = lab.launch(
-        lab.train_arguments("--steps", "60", "--save-every", "20"),
-        flags=["--env", "MY_OWN_SECRET"],
-        environment=KEYS,
+        lab.train_arguments("--steps", "60", "--save-every", "20"), flags=["--env", "MY_OWN_SECRET"], environment=KEYS
     )
     lab.until_step(5)
     (rank,) = lab.ranks_of(lab.hosts[1])
@@ -162,7 +160,7 @@ def test_keys_reach_what_doctor_asks_and_nobody_else(
     spy.end()
     assert json.loads(done.stdout)["rows"]
     seen, sniffed = spy.seen.read_bytes(), spy.sniffed.read_bytes()
-    assert b"llmscale.cluster.doctor.probe" in seen
+    assert b"llmscale.cluster.doctor.diagnose" in seen
     for name, key in KEYS.items():
         for place in (seen, sniffed, done.stdout.encode(), done.stderr.encode()):
             assert key.encode() not in place, name

@@ -78,8 +78,8 @@ def test_malformed_json_is_located(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ('{"bf16": {}, "bf16": {}}', "the key 'bf16' stands twice"),
-        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' stands twice"),
+        ('{"bf16": {}, "bf16": {}}', "the key 'bf16' occurs twice"),
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "the key 'stage' occurs twice"),
         ("[1, 2]", "must hold a JSON object, not a list"),
         ('{"gradient_clipping": NaN}', "NaN is not a JSON number"),
         ("", "is not JSON"),

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
+import os
 import random
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import zstandard
 
-from llmscale.data.clean.pipeline import CleanOptions, StepName
+from llmscale.data.clean.annotate import CleanOptions, StepName
+from llmscale.data.prepare.sources.clean_folder import load_clean_manifest
 
 _STOP_WORDS = ["the", "be", "to", "of", "and", "that", "have", "with"]
 MakeProse = Callable[[random.Random, int], str]
@@ -57,8 +61,12 @@ def write_jsonl() -> Write:
 
 
 def records_of(path: Path) -> list[dict[str, object]]:
-    contents = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes()), read_across_frames=True).read()
-    return [json.loads(line) for line in contents.decode().split("\n") if line]
+    return [json.loads(line) for line in _unpack(path).decode().split("\n") if line]
+
+
+def _unpack(path: Path) -> bytes:
+    contents = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(path.read_bytes()), read_across_frames=True)
+    return bytes(contents.read())
 
 
 def kept_of(out: Path) -> list[dict[str, object]]:
@@ -66,13 +74,17 @@ def kept_of(out: Path) -> list[dict[str, object]]:
 
 
 def removed_of(out: Path) -> dict[str, list[dict[str, object]]]:
-    """By step; of a cluster's tasks one after the other."""
+    """Return removed records by step; the files of a cluster's parts are joined in order."""
     found: dict[str, list[dict[str, object]]] = {}
     for path in sorted((out / "removed").iterdir()):
-        step = re.fullmatch(r"\d\d-([a-z0-9-]+?)(-\d{5})?\.jsonl\.zst", path.name)
-        assert step is not None
-        found.setdefault(step[1], []).extend(records_of(path))
+        found.setdefault(_step_of(path), []).extend(records_of(path))
     return found
+
+
+def _step_of(path: Path) -> str:
+    step = re.fullmatch(r"\d\d-([a-z0-9-]+?)(-\d{5})?\.jsonl\.zst", path.name)
+    assert step is not None
+    return step[1]
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -97,3 +109,57 @@ def crawl(tmp_path: Path, make_prose: MakeProse, write_jsonl: Write) -> tuple[Pa
     evaluation = write_jsonl(tmp_path / "evaluation.jsonl", items)
     steps = tuple(step for step in ALL if step != "language")  # nobody's language
     return write_jsonl(tmp_path / "crawl.jsonl", texts), CleanOptions(steps=steps, decontaminate=(evaluation,))
+
+
+@dataclass(frozen=True)
+class Crawl:
+    """Text in files of different sizes."""
+
+    folder: Path
+    options: CleanOptions
+    """All steps except `language`."""
+
+    def command(self, out: Path) -> list[str]:
+        return [
+            *("data", "clean", "--input", str(self.folder), "--out", str(out)),
+            *("--decontaminate", str(self.options.decontaminate[0])),
+        ]
+
+    def erase(self) -> None:
+        """Overwrite the text with spaces, so that reading it again would lose it, but keep sizes and times."""
+        for path in self.folder.iterdir():
+            status = path.stat()
+            path.write_bytes(b" " * (status.st_size - 1) + b"\n")
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+@pytest.fixture
+def crawl_files(crawl: tuple[Path, CleanOptions], tmp_path: Path) -> Crawl:
+    path, options = crawl
+    lines = path.read_text().splitlines(keepends=True)
+    folder = tmp_path / "crawl"
+    folder.mkdir()
+    ends = [0, 20, 90, 100, 190, len(lines)]
+    for number, (begin, end) in enumerate(itertools.pairwise(ends)):
+        (folder / f"{number}.jsonl").write_text("".join(lines[begin:end]))
+    return Crawl(folder, options)
+
+
+def check_same(one: Path, other: Path) -> None:
+    """Check that two runs kept and removed the same bytes in the same order, and report the same counts."""
+    assert contents_of(one) == contents_of(other)
+    manifests = [load_clean_manifest(folder) or {} for folder in (one, other)]
+    first, second = (
+        {key: value for key, value in manifest.items() if key not in ("documents", "removed", "cluster", "request")}
+        for manifest in manifests
+    )
+    assert first and first == second
+
+
+def contents_of(out: Path) -> dict[str, bytes]:
+    """Return uncompressed text: all documents under "", and what each step removed under its name."""
+    found = {"": b"".join(map(_unpack, sorted(out.glob("documents-*"))))}
+    for path in sorted((out / "removed").iterdir()):
+        step = _step_of(path)
+        found[step] = found.get(step, b"") + _unpack(path)
+    return {step: contents for step, contents in found.items() if contents}

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from llmscale.cli import data, data_clean
-from llmscale.config.flag_parser import FlagParser
-from llmscale.data.clean.clean_manifest import Cleaned
-from llmscale.data.clean.clean_set import clean
-from llmscale.data.clean.cleaned_set import MANIFEST_NAME, load_clean_manifest
-from llmscale.data.clean.pipeline import STEP_NAMES, CleanOptions, TokenizerName
+from llmscale.config.command_line import FlagParser
+from llmscale.data.clean.annotate import STEP_NAMES, CleanOptions, TokenizerName
+from llmscale.data.clean.job import CleanResult
+from llmscale.data.clean.run import clean
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+from llmscale.data.prepare.sources.clean_folder import MANIFEST_NAME, load_clean_manifest
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.errors import DataError
@@ -29,7 +29,7 @@ from tests.conftest import HANG_S
 from tests.data.clean.conftest import MakeProse, Write, files_of, kept_of, removed_of
 
 
-def _clean(source: Path, out: Path, options: CleanOptions, workers: int = 1, **more: int) -> Cleaned:
+def _clean(source: Path, out: Path, options: CleanOptions, workers: int = 1, **more: int) -> CleanResult:
     return clean(open_source(str(source)), out, options, num_workers=workers, **more)
 
 
@@ -114,7 +114,7 @@ def test_prepare_takes_what_is_left_and_nothing_that_was_removed(
     kept = [r["text"] for r in kept_of(tmp_path / "all" / "out")]
     for spec in ("all/out", "all", "all/**/*.zst", "all/out/*"):
         assert list(open_source(str(tmp_path / spec)).documents()) == kept
-    with pytest.raises(DataError, match="what matches is what `data clean` removed"):
+    with pytest.raises(DataError, match="only files that `data clean` removed match"):
         open_source(str(tmp_path / "all" / "*" / "removed" / "*"))
     assert len(list(open_source(str(tmp_path / "all" / "out" / "removed" / "01*")).documents())) == 20
     made = prepare(
@@ -189,8 +189,8 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from llmscale.data.clean import pipeline
-from llmscale.data.clean.clean_set import clean
-from llmscale.data.clean.pipeline import CleanOptions
+from llmscale.data.clean.run import clean
+from llmscale.data.clean.annotate import CleanOptions
 from llmscale.data.prepare import tokenise
 from llmscale.data.prepare.sources.open_source import open_source
 tokenise.BATCH_CHARACTERS = 10_000
@@ -273,7 +273,7 @@ def test_examples_are_safe_to_show(tmp_path: Path, write_jsonl: Write, capsys: p
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--steps", "exact,neer"), r"no step 'neer'. Did you mean 'near'\? Legal: exact, language"),
+        (("--steps", "exact,neer"), r"unknown step 'neer'. Did you mean 'near'\? Legal: exact, language"),
         (("--steps", "exact,exact"), "names a step twice"),
         (("--steps", ","), "names no step"),
         (("--steps", "language"), "needs --languages"),
@@ -295,7 +295,7 @@ def test_bad_flags_write_nothing(words: tuple[str, ...], message: str, tmp_path:
 
 def test_out_within_input(tmp_path: Path, write_jsonl: Write) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["one"])
-    with pytest.raises(DataError, match="lie within each other"):
+    with pytest.raises(DataError, match="are inside one another"):
         _call("--input", tmp_path, "--out", tmp_path / "out")
 
 

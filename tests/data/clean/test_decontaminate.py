@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.data.clean.decontaminate import Decontaminated, Decontaminator, find_overlaps, read_evaluation_text
-from llmscale.data.clean.text import Text, plain_words
+from llmscale.data.clean.filters import Text, plain_words
 from llmscale.errors import DataError
 from tests.data.clean.conftest import MakeProse
 

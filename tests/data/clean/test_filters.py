@@ -6,13 +6,18 @@ import random
 
 import pytest
 
-from llmscale.data.clean.filters import c4
-from llmscale.data.clean.filters.c4 import C4Filter
-from llmscale.data.clean.filters.fineweb import filter_fineweb
-from llmscale.data.clean.filters.gopher import filter_quality, filter_repetition
-from llmscale.data.clean.findings import Changed, Removed
-from llmscale.data.clean.language import LanguageFilter, check_languages
-from llmscale.data.clean.text import Text
+from llmscale.data.clean import filters as c4
+from llmscale.data.clean.filters import (
+    C4Filter,
+    Changed,
+    LanguageFilter,
+    Removed,
+    Text,
+    check_languages,
+    filter_fineweb,
+    filter_quality,
+    filter_repetition,
+)
 from llmscale.errors import DataError
 from tests.data.clean.conftest import MakeProse
 

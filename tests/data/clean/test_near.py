@@ -7,12 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from llmscale.data.clean import exact, near
-from llmscale.data.clean.findings import Removed
-from llmscale.data.clean.near import NearIndex, index_bytes_per_document
-from llmscale.data.clean.sketches import NearSettings, sketch
-from llmscale.data.clean.sorted_index import SortedIndex
-from llmscale.data.clean.text import Text
+from llmscale.data.clean import duplicates
+from llmscale.data.clean.duplicates import NearIndex, NearSettings, SortedIndex, index_bytes_per_document, sketch
+from llmscale.data.clean.filters import Removed, Text
 from llmscale.errors import DataError
 from tests.data.clean.conftest import MakeProse
 
@@ -63,8 +60,8 @@ def test_batches_and_sorted_runs_change_nothing(make_prose: MakeProse, monkeypat
     rng.shuffle(texts)
     whole = _decide(texts, 300)
     assert sum(decision is not None for decision in whole) > 100
-    monkeypatch.setattr(near, "_MOST_RECENT", 8)
-    monkeypatch.setattr(near, "_BLOCK_DOCUMENTS", 16)
+    monkeypatch.setattr(duplicates, "_MOST_RECENT_NEAR", 8)
+    monkeypatch.setattr(duplicates, "_BLOCK_DOCUMENTS", 16)
     assert _decide(texts, 7) == whole == _decide(texts, 1)
 
 
@@ -86,8 +83,8 @@ def test_settings_that_cannot_work() -> None:
 
 
 def test_index_takes_the_bytes_that_are_stated(make_prose: MakeProse, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near, "_MOST_RECENT", 1)
-    monkeypatch.setattr(near, "_BLOCK_DOCUMENTS", 50)
+    monkeypatch.setattr(duplicates, "_MOST_RECENT_NEAR", 1)
+    monkeypatch.setattr(duplicates, "_BLOCK_DOCUMENTS", 50)
     rng = random.Random(3)
     index = NearIndex(SETTINGS)
     for number in range(101):
@@ -97,7 +94,7 @@ def test_index_takes_the_bytes_that_are_stated(make_prose: MakeProse, monkeypatc
     runs = [run for band in index._bands for run in band._runs]
     size = sum(keys.nbytes + numbers.nbytes for keys, numbers in runs)
     size += sum(block.nbytes for block in index._blocks) + len(index._numbers) * index._numbers.itemsize
-    assert size == 100 * index_bytes_per_document(SETTINGS)
+    assert size == 100 * index_bytes_per_document(["near"], SETTINGS)
 
 
 @pytest.mark.parametrize("dtype", [np.uint32, np.uint64])
@@ -116,12 +113,12 @@ def test_sorted_index_is_a_map_to_many(dtype: type[np.unsignedinteger]) -> None:
 
 
 def test_exact_duplicates_are_found_across_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "_MOST_RECENT", 3)
+    monkeypatch.setattr(duplicates, "_MOST_RECENT_EXACT", 3)
     rng = random.Random(4)
     texts = [f"text {rng.randrange(40)}" for _ in range(200)]
-    index, kept = exact.ExactIndex(), {}
+    index, kept = duplicates.ExactIndex(), {}
     for begin in range(0, 200, 9):
-        keys = [exact.find_exact_key(Text(text)).key for text in texts[begin : begin + 9]]
+        keys = [duplicates.find_exact_key(Text(text)).key for text in texts[begin : begin + 9]]
         index.begin_batch(keys)
         for number, key in enumerate(keys, start=begin):
             first = kept.setdefault(texts[number], number)
@@ -129,5 +126,7 @@ def test_exact_duplicates_are_found_across_batches(monkeypatch: pytest.MonkeyPat
             assert (decision is None) == (first == number)
             assert decision is None or decision.why["duplicate_of"] == first
     assert (
-        exact.find_exact_key(Text("a  b\n")) == exact.find_exact_key(Text(" a b")) != exact.find_exact_key(Text("ab"))
+        duplicates.find_exact_key(Text("a  b\n"))
+        == duplicates.find_exact_key(Text(" a b"))
+        != duplicates.find_exact_key(Text("ab"))
     )

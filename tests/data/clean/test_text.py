@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmscale.data.clean.text import Text, hash_ngrams, number_words, plain_words, word_spans
+from llmscale.data.clean.filters import Text, hash_ngrams, number_words, plain_words, word_spans
 
 #: Letters, signs that are letters, signs that are punctuation (U+30A0, U+30FB, U+309B, U+3099) or unassigned, others.
 MIXED = st.text("aB\u00e9 \n.-'\u6f22\u30ab\u3042\u30a0\u30fb\u309b\u3099\u3040\u30fc\U0003134e!_1")

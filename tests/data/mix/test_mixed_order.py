@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.mix.mixed_order import MixedOrder, PlacedStage, place_stages
-from llmscale.data.mix.training_sets import MixRecipe, MixStage
+from llmscale.data.mixture import MixedOrder, MixRecipe, MixStage, PlacedStage, place_stages
 from llmscale.data.order.sample_order import SampleOrder
 
 SIZES = (50, 700, 23)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmscale.data.mix.mixed_order import build_pattern
+from llmscale.data.mixture import build_pattern
 
 
 @settings(max_examples=200, deadline=None)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llmscale.data.mix.training_sets import MAX_PERIOD, MixRecipe, is_mix, read_recipe, whole_shares
+from llmscale.data.mixture import MAX_PERIOD, MixRecipe, is_mix, read_recipe, whole_shares
 from llmscale.errors import ConfigError
 
 SETS = "sets: {web: a, code: b, math: s3://bucket/c}\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.mix.training_sets import (
+from llmscale.data.mixture import (
     RECORDED_SETS,
     MixedShards,
     keep_sets,
@@ -97,7 +97,7 @@ def test_no_address_is_asked_that_only_a_checkpoint_names(
         asked.append(url)
         raise DataError(f"no answer from {url}")
 
-    monkeypatch.setattr("llmscale.data.shards.dataset_source.open_downloader", refuse)
+    monkeypatch.setattr("llmscale.data.shards.cache.open_downloader", refuse)
     mix.write_text(f"sets:\n  theirs: {address}\n  b: b\nweights: {{theirs: 1, b: 1}}\n")
     for data in (address, str(mix)):
         for given in (None, "elsewhere", "s3://mine/set"):

@@ -39,7 +39,7 @@ def test_nodes_keep_to_their_rows(nodes: tuple[int, ...]) -> None:
 
 def test_a_world_that_does_not_divide_the_batch_is_refused() -> None:
     positions = np.arange(8)
-    with pytest.raises(ConfigError, match="8 samples cannot be dealt to 3 ranks"):
+    with pytest.raises(ConfigError, match="8 samples cannot be split equally over 3 ranks"):
         shard_batch(positions, positions, RankLayout(0, (3,)))
 
 

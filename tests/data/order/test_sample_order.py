@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmscale.data.order.sample_order import SampleOrder, rows_that_do_not_show
-from llmscale.data.prepare.window_shuffle import window_keys
+from llmscale.data.prepare.split_writer import window_keys
 from llmscale.data.shards.streaming_import import streaming_module
 from llmscale.errors import ConfigError
 

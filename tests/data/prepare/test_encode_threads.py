@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llmscale.data.prepare.tokenise import READ_AHEAD, work_in_order
+from llmscale.data.prepare.tokenise import READ_AHEAD, ordered_parallel_map
 from tests.conftest import HANG_S
 
 
@@ -23,7 +23,7 @@ def test_large_batches_do_not_pile_up(weight: int, most: int) -> None:
             yield number
 
     done = []
-    for result in work_in_order(batches(), str, 1, weigh=lambda _: weight):
+    for result in ordered_parallel_map(batches(), str, 1, weigh=lambda _: weight):
         time.sleep(0.005)
         assert len(read) <= len(done) + most + 1
         done.append(result)
@@ -35,12 +35,12 @@ def test_what_reading_and_working_raise_is_raised_in_its_place() -> None:
         yield 1
         raise OSError("gone")
 
-    results = work_in_order(batches(), lambda number: 10 // number, 2, weigh=lambda _: 50)
+    results = ordered_parallel_map(batches(), lambda number: 10 // number, 2, weigh=lambda _: 50)
     assert next(results) == 10
     with pytest.raises(OSError, match="gone"):
         next(results)
     with pytest.raises(ZeroDivisionError):
-        next(work_in_order([0], lambda number: 10 // number, 2))
+        next(ordered_parallel_map([0], lambda number: 10 // number, 2))
 
 
 def test_what_is_read_from_is_closed_when_nothing_more_is_wanted() -> None:
@@ -53,7 +53,7 @@ def test_what_is_read_from_is_closed_when_nothing_more_is_wanted() -> None:
             is_closed.set()
 
     held = batches()
-    results = work_in_order(held, str, 1)
+    results = ordered_parallel_map(held, str, 1)
     assert next(results) == "0"
     results.close()
     assert is_closed.wait(HANG_S)

@@ -181,5 +181,5 @@ def test_what_gigatoken_does_not_take_is_a_sentence_and_no_panic(capfd: pytest.C
     ranks = {bytes([value]): value for value in range(256)} | {b"abc": 256}
     chosen, why = choose_encoder(TiktokenTokenizer("ranks", ranks), "auto", ["abc"])
     assert isinstance(chosen, ReferenceEncoder)
-    assert "not gigatoken: it does not take this tokenizer" in why
+    assert "not gigatoken: it does not accept this tokenizer" in why
     assert capfd.readouterr().err == ""

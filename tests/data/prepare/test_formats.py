@@ -184,7 +184,7 @@ _SPARSE = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsiz
 )
 def test_hostile_tars_end_at_once(contents: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(contents)
-    with pytest.raises(DataError, match="damaged, cut short or no tar"):
+    with pytest.raises(DataError, match="damaged, truncated or not a tar"):
         _read(tmp_path / "a.tar")
 
 
@@ -204,7 +204,7 @@ def test_members_of_a_tar_by_their_contents(tmp_path: Path) -> None:
 def test_a_text_field_that_nothing_has(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text("text")
     for spec in (str(tmp_path / name), "python-stdlib"):
-        with pytest.raises(DataError, match="--text-field 'body' chooses a field of"):
+        with pytest.raises(DataError, match="--text-field 'body' selects a field of"):
             opening.open_source(spec, text_field="body")
     (tmp_path / "b.txt").write_text('{"body": "x"}\n' * 2)
     assert _read(tmp_path / "b.txt", text_field="body") == ["x", "x"]

@@ -28,7 +28,7 @@ from tests.conftest import HANG_S
 PREPARE = """
 import sys, time
 from pathlib import Path
-from llmscale.data.prepare import shard_files, split_writer, tokenise, window_shuffle
+from llmscale.data.prepare import split_writer, tokenise
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
@@ -36,18 +36,18 @@ source, out, workers, compression, shuffle = sys.argv[1:]
 tokenise.CHECKPOINT_INTERVAL_S = 0.02
 tokenise.BATCH_CHARACTERS = 50_000
 split_writer._BUFFER_TOKENS = 10_000
-window_shuffle.BUFFER_BYTES = 200_000
+split_writer.BUFFER_BYTES = 200_000
 gather = tokenise.gather
 def slowly(*args):
     for batch in gather(*args):
         time.sleep(0.01)
         yield batch
 tokenise.gather = slowly
-write_shard = shard_files.ShardFiles._write_shard
+write_shard = split_writer.ShardFiles._write_shard
 def write_slowly(self, number, parts):
     time.sleep(0.02)
     return write_shard(self, number, parts)
-shard_files.ShardFiles._write_shard = write_slowly
+split_writer.ShardFiles._write_shard = write_slowly
 options = PrepareOptions(
     seq_len=64, val_fraction=0.02, shard_bytes=262_144, compression=compression, shuffle=shuffle == "shuffle"
 )
@@ -109,7 +109,7 @@ def test_it_goes_on_and_ends_as_if_nothing_had_happened(
         process.wait()
     done = warm_start.run(command(out, 3), check=True, capture_output=True, text=True)
     said += done.stderr
-    assert "Going on behind" in said
+    assert "Resuming after" in said
     assert _files(whole) == _files(out)
     assert rejected_path(whole).read_bytes() == rejected_path(out).read_bytes()
     assert len(rejected_path(out).read_text().splitlines()) == 15
@@ -125,7 +125,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
     _wait_for_state(process, out)
     process.send_signal(signal.SIGSTOP)
     options = PrepareOptions(seq_len=64, val_fraction=0.02, shard_bytes=262_144)
-    with pytest.raises(DataError, match="Another process writes"):
+    with pytest.raises(DataError, match="Another process is writing"):
         prepare(open_source(str(corpus)), out, load_tokenizer("bytes"), options, max_rejected=99)
     process.send_signal(signal.SIGKILL)
     process.wait()
@@ -134,7 +134,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_whole_and_other_input_begins
         load_manifest(out)
     (corpus / "b.jsonl").unlink()
     done = warm_start.run(command, check=True, capture_output=True, text=True)
-    assert "with other settings or input left" in done.stderr
+    assert "with different settings or input" in done.stderr
     assert load_manifest(out).splits["train"].num_documents < 1501
     assert sorted(path.name for path in out.parent.iterdir()) == ["set", "set.rejected.jsonl"]
 

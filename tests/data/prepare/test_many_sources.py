@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from llmscale.data.prepare.output_folder import rejected_path
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.sources import hugging_face
+from llmscale.data.prepare.sources import open_source as opening
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Rejected
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
@@ -97,7 +97,7 @@ def test_rejected_records_are_counted_and_kept(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(DataError, match=r"line 11: the field 'text' holds int.*--max-rejected 100"):
         prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL)
     assert not rejected_path(tmp_path / "set").exists()
-    with pytest.raises(DataError, match=r"line 14: not UTF-8 .*3 were set aside before it"):
+    with pytest.raises(DataError, match=r"line 14: not UTF-8 .*3 were rejected before it"):
         prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL, max_rejected=3)
     prepared = prepare(open_source(str(path)), tmp_path / "set", load_tokenizer("bytes"), SMALL, max_rejected=5)
     assert prepared.num_rejected == prepared.manifest.skipped_documents == 5
@@ -177,24 +177,24 @@ def test_a_connection_that_breaks_is_opened_again_where_it_was(
 ) -> None:
     opened: list[int] = []
 
-    def open_from(self: hugging_face.HuggingFaceSource, done: int):  # type: ignore[no-untyped-def]
+    def open_from(self: opening.HuggingFaceSource, done: int):  # type: ignore[no-untyped-def]
         opened.append(done)
         for number in range(done, 6):
             if number in (2, 4) and opened.count(done) == 1 and done != number:
                 raise ConnectionError("reset by peer\nTraceback ...")
             yield {"text": f"record {number}"}
 
-    monkeypatch.setattr(hugging_face.HuggingFaceSource, "_open", open_from)
-    monkeypatch.setattr(hugging_face, "RETRY_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(opening.HuggingFaceSource, "_open", open_from)
+    monkeypatch.setattr(opening, "RETRY_PAUSES_S", (0.0, 0.0))
     assert list(open_source("hf:some/set").documents()) == [f"record {number}" for number in range(6)]
     assert opened == [0, 2, 4]
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2 and "record 2: reset by peer. Trying again in 0 s (1 of 2)." in said[0]
 
-    def never(self: hugging_face.HuggingFaceSource, done: int):  # type: ignore[no-untyped-def]
+    def never(self: opening.HuggingFaceSource, done: int):  # type: ignore[no-untyped-def]
         raise TimeoutError("no answer")
 
-    monkeypatch.setattr(hugging_face.HuggingFaceSource, "_open", never)
+    monkeypatch.setattr(opening.HuggingFaceSource, "_open", never)
     with pytest.raises(DataError, match="Cannot read hf:some/set, split train: no answer"):
         list(open_source("hf:some/set").documents())
     assert len(capsys.readouterr().err.splitlines()) == 2

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.prepare import split_writer, tokenise, window_shuffle
+from llmscale.data.prepare import split_writer, tokenise
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.prepare.split_writer import unigram_entropy_nats
-from llmscale.data.prepare.window_shuffle import Run, WindowShuffle, window_keys
-from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.prepare.split_writer import Run, WindowShuffle, unigram_entropy_nats, window_keys
+from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.manifest import Manifest, load_manifest
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer, load_tokenizer
@@ -208,7 +207,7 @@ def test_what_does_not_fit_into_memory_changes_nothing(
     _prepare(tmp_path / "in.jsonl", tmp_path / "in_memory")
     monkeypatch.setattr(tokenise, "BATCH_CHARACTERS", 2000)
     monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 1000)
-    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 3000)
+    monkeypatch.setattr(split_writer, "BUFFER_BYTES", 3000)
     _prepare(tmp_path / "in.jsonl", tmp_path / "spilled")
     assert _files(tmp_path / "in_memory") == _files(tmp_path / "spilled")
 
@@ -223,23 +222,10 @@ def test_a_disk_that_fills_during_the_shuffle_leaves_nothing(
     write_documents(tmp_path / "in.jsonl", 60)
     monkeypatch.setattr(WindowShuffle, "write_run", fail)
     monkeypatch.setattr(split_writer, "_BUFFER_TOKENS", 10)
-    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 10)
+    monkeypatch.setattr(split_writer, "BUFFER_BYTES", 10)
     with pytest.raises(DataError, match=r"Cannot write .*set: No space left on device"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "set")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-
-
-def test_a_set_of_an_older_version_is_reused(write_documents: WriteDocuments, tmp_path: Path) -> None:
-    """It was written in the order of the text and does not say so; a run may depend on it."""
-    write_documents(tmp_path / "in.jsonl", 60)
-    _prepare(tmp_path / "in.jsonl", tmp_path / "set", dataclasses.replace(SMALL, shuffle=False))
-    path = tmp_path / "set" / "manifest.json"
-    record = json.loads(path.read_text())
-    del record["request"]["--no-shuffle"]
-    path.write_text(json.dumps(record))
-    again = _prepare(tmp_path / "in.jsonl", tmp_path / "set")
-    assert again.reused
-    assert not again.manifest.is_shuffled
 
 
 def test_a_set_in_another_order_is_refused(write_documents: WriteDocuments, tmp_path: Path) -> None:
@@ -285,7 +271,7 @@ def test_somebody_elses_folder_is_never_replaced(write_documents: WriteDocuments
     write_documents(tmp_path / "in.jsonl", 60)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("dear to me")
-    with pytest.raises(DataError, match="not a prepared set, so it will not be replaced"):
+    with pytest.raises(DataError, match="not a prepared dataset, so it will not be replaced"):
         _prepare(tmp_path / "in.jsonl", tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "dear to me"
 
@@ -358,5 +344,5 @@ def test_the_set_keeps_its_tokenizer(write_documents: WriteDocuments, tmp_path: 
     assert tokenizer.encode("ein") == [256, ord("n")]
     stored = tmp_path / "moved" / "tokenizer" / "ranks.tiktoken"
     stored.write_text("".join(stored.read_text().splitlines(keepends=True)[:-1]))
-    with pytest.raises(DataError, match=r"is not the tokenizer that .* was prepared with"):
+    with pytest.raises(DataError, match=r"is not the tokenizer with which .* was prepared"):
         load_set_tokenizer(tmp_path / "moved")

@@ -16,8 +16,8 @@ import pytest
 import zstandard
 from pyarrow import parquet
 
-from llmscale.data.clean.cleaned_set import FORMAT, FORMAT_VERSION
 from llmscale.data.prepare.sources import remote_files
+from llmscale.data.prepare.sources.clean_folder import FORMAT, FORMAT_VERSION
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.remote_files import RemoteFile
 from llmscale.data.prepare.sources.source import Document
@@ -87,7 +87,7 @@ def test_patterns_and_folders_choose_as_on_a_disk_and_in_order(object_store: Obj
     assert dict(open_source("s3://bucket/in").passed_over) == {".exe": 1, ".bin": 1}
     assert found("s3://bucket/in/**/*.txt", out="s3://bucket/in/b/") == ["in/a.txt"]
     for spec in ("s3://bucket/nothing/", "s3://bucket/in/*.jsonl", "s3://none/x"):
-        with pytest.raises(DataError, match="nothing is there"):
+        with pytest.raises(DataError, match="nothing has that name"):
             open_source(spec)
 
 

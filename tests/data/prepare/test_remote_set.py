@@ -19,10 +19,10 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.data.prepare import remote_set
 from llmscale.data.prepare.prepare_set import Prepared, PrepareOptions, prepare
-from llmscale.data.prepare.remote_set import UNFINISHED_NAME, RemoteSet, etag_of
+from llmscale.data.prepare.remote_set import RemoteSet, etag_of
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.shards.dataset_source import open_set
-from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.shards.cache import open_set
+from llmscale.data.shards.manifest import MANIFEST_NAME, UNFINISHED_NAME
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.storage import faults
 from llmscale.data.storage.objects import Store
@@ -98,7 +98,7 @@ def test_what_is_there_is_refused_or_found_before_any_text_is_read(
     corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     object_store.put("sets/a/precious.txt", b"x")
-    with pytest.raises(DataError, match="is no prepared set"):
+    with pytest.raises(DataError, match="is not a prepared dataset"):
         _prepare(corpus, tmp_path / "work")
     object_store.client.delete_object(Bucket=BUCKET, Key="sets/a/precious.txt")
     # A neighbour whose name begins alike is none of ours.
@@ -115,7 +115,7 @@ def test_what_is_there_is_refused_or_found_before_any_text_is_read(
 def test_without_credentials_or_bucket_nothing_is_begun(
     corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(DataError, match="It must be there"):
+    with pytest.raises(DataError, match="The bucket must exist"):
         RemoteSet("s3://no-such-bucket/set", work_dir=tmp_path / "work")
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -154,11 +154,11 @@ def test_a_store_that_stays_away_leaves_the_work_for_the_next_run(
     corpus: Path, object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     object_store.fails = lambda method, path: method == "PUT" and "shard.00004" in path
-    with pytest.raises(DataError, match=rf"Cannot upload {URL}/train/shard.00004.mds: .*same command goes on"):
+    with pytest.raises(DataError, match=rf"Cannot upload {URL}/train/shard.00004.mds: .*same command continues"):
         _prepare(corpus, tmp_path / "work")
     assert MANIFEST_NAME not in object_store.files("sets/a/")
     object_store.fails = lambda method, path: False
-    with pytest.raises(DataError, match="not finished and prepared differently"):
+    with pytest.raises(DataError, match="unfinished dataset prepared differently"):
         _prepare(corpus, tmp_path / "work", PrepareOptions(seq_len=8, val_fraction=0.1, shard_bytes=4096))
     object_store.requests.clear()
     monkeypatch.setattr("llmscale.data.prepare.prepare_set.tokenise", None)
@@ -186,7 +186,7 @@ def test_what_somebody_removed_meanwhile_is_noticed(
         if name.startswith(what):
             object_store.client.delete_object(Bucket=BUCKET, Key=f"sets/a/{name}")
     if what:
-        with pytest.raises(DataError, match="is no longer there"):
+        with pytest.raises(DataError, match="is missing now"):
             _prepare(corpus, tmp_path / "work")
         assert MANIFEST_NAME not in object_store.files("sets/a/")
     else:
@@ -288,7 +288,7 @@ def test_an_unfinished_set_is_replaced_too(corpus: Path, object_store: ObjectSto
     with pytest.raises(DataError):
         _prepare(corpus, tmp_path / "work", OLD)
     object_store.fails = lambda method, path: False
-    with pytest.raises(DataError, match="not finished and prepared differently"):
+    with pytest.raises(DataError, match="unfinished dataset prepared differently"):
         _prepare(corpus, tmp_path / "work", NEW)
     _prepare(corpus, tmp_path / "work", NEW, overwrite=True)
     names = {name.partition("/")[0] for name in object_store.files("sets/a/")}
@@ -344,7 +344,7 @@ def test_a_replacement_that_was_given_up_is_named(
     (left,) = {name.partition("/")[0] for name in object_store.files("sets/a/") if name.startswith("set-")}
     capsys.readouterr()
     assert _prepare(corpus, tmp_path / "work", OLD).reused
-    assert f"{URL}/{left} is of a --overwrite" in capsys.readouterr().err
+    assert f"{URL}/{left} belongs to an unfinished --overwrite" in capsys.readouterr().err
 
 
 def test_the_end_waits_for_no_pause(object_store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +372,7 @@ def test_the_end_waits_for_no_pause(object_store: ObjectStore, tmp_path: Path, m
 @pytest.mark.parametrize("folder", ["../other", "train", 7, None])
 def test_a_manifest_names_no_other_folder(folder: object, object_store: ObjectStore, tmp_path: Path) -> None:
     object_store.put(f"sets/a/{MANIFEST_NAME}", json.dumps({"format_version": 2, "generation": folder}).encode())
-    with pytest.raises(DataError, match="which is none that holds a set"):
+    with pytest.raises(DataError, match="which cannot hold a dataset"):
         open_set(URL, tmp_path / "cache")
 
 
@@ -398,7 +398,7 @@ def test_ranks_train_on_it(
 KILLED = """
 import sys, time
 from pathlib import Path
-from llmscale.data.prepare import shard_files, tokenise
+from llmscale.data.prepare import tokenise
 from llmscale.data.prepare.prepare_set import (PrepareOptions, prepare)
 from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source

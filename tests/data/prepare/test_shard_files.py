@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmscale.data.prepare.shard_files import ShardFiles
+from llmscale.data.prepare.split_writer import ShardFiles
 from llmscale.data.shards.streaming_import import streaming_module
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
-from llmscale.data.prepare.sources import remote_files, token_files
+from llmscale.data.prepare.sources import remote_files, tokens
 from llmscale.data.prepare.sources.open_source import open_source
 from llmscale.data.prepare.sources.source import Document, Source, TokenRules
 from llmscale.data.shards.streaming_import import streaming_module
@@ -76,7 +76,7 @@ def _read(source: Source, start: tuple[int, ...] = ()) -> list[Document]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_come_back_from_any_place_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_files, "_PIECE_TOKENS", 600)
+    monkeypatch.setattr(tokens, "_PIECE_TOKENS", 600)
     source = open_source(str(KINDS[kind](tmp_path)))
     found = _read(source)
     assert [np.asarray(document.content).tolist() for document in found] == DOCUMENTS
@@ -142,14 +142,14 @@ def test_tokens_of_another_tokenizer_and_damage_are_one_line(tmp_path: Path) -> 
         _read(open_source(str(tmp_path / "a.bin")))
     path = _write_llm_c(tmp_path)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"cut short: .* and its header says"):
+    with pytest.raises(DataError, match=r"truncated: .* but its header states"):
         _read(open_source(str(path)))
     _write_llm_c(tmp_path, version=3)
-    with pytest.raises(DataError, match="of version 3, which is not known"):
+    with pytest.raises(DataError, match="of the unknown version 3"):
         _read(open_source(str(path)))
-    with pytest.raises(DataError, match="holds tokens, and text is needed"):
+    with pytest.raises(DataError, match="holds tokens, but text is needed"):
         list(open_source(str(path)).documents())
-    with pytest.raises(DataError, match="has no header of llm"):
+    with pytest.raises(DataError, match="has no llm"):
         list(open_source(str(_write_nanogpt(tmp_path))).records((), TokenRules(100_000, 256, ())))
 
 
@@ -206,12 +206,12 @@ def test_shards_of_tokens_behind_those_of_text_are_refused(tmp_path: Path) -> No
     ("change", "said"),
     [
         ({"column_encodings": ["str", "pkl"]}, "the column tokens is 'pkl'"),
-        ({"raw_data": {"basename": "../secret", "bytes": 9}}, "no name of a file beside it"),
+        ({"raw_data": {"basename": "../secret", "bytes": 9}}, "does not name a file beside it"),
         ({"raw_data": {"basename": "shard.00000.mds", "bytes": 1 << 40}}, "Legal: up to 1 GiB"),
         ({"samples": 10**9}, "Legal: up to 1 GiB"),
-        ({"samples": 900}, "does not lie in it|is no array"),
-        ({"zip_data": {"basename": "shard.00000.mds.br"}}, "not by zstd"),
-        ({"column_sizes": [None, -5]}, "a column's size is none"),
+        ({"samples": 900}, "is outside of it|is not an array"),
+        ({"zip_data": {"basename": "shard.00000.mds.br"}}, "not compressed by zstd"),
+        ({"column_sizes": [None, -5]}, "a column's size is invalid"),
         ({"format": "csv"}, "does not describe an MDS shard"),
     ],
 )
@@ -234,9 +234,9 @@ def test_nor_may_one_in_a_store(object_store: ObjectStore, tmp_path: Path) -> No
     object_store.put("secret", b"123456789")
     for number, (change, said) in enumerate(
         [
-            ({"raw_data": {"basename": "../secret", "bytes": 9}}, "no name of a file beside it"),
-            ({"raw_data": {"basename": "shard.00000.mds", "bytes": 77}}, "another size than its index says"),
-            ({"samples": 900}, "does not lie in it|is no array"),
+            ({"raw_data": {"basename": "../secret", "bytes": 9}}, "does not name a file beside it"),
+            ({"raw_data": {"basename": "shard.00000.mds", "bytes": 77}}, "another size than its index states"),
+            ({"samples": 900}, "is outside of it|is not an array"),
         ]
     ):
         (tmp_path / str(number)).mkdir()
@@ -250,15 +250,15 @@ def test_a_store_lacks_a_shard_or_says_too_much(
 ) -> None:
     url = _put(_write_mds(tmp_path, "bytes", np.int64), object_store)
     object_store.client.delete_object(Bucket="bucket", Key="mds/shard.00001.mds")
-    with pytest.raises(DataError, match=r"there is no shard\.00001\.mds beside it"):
+    with pytest.raises(DataError, match=r"shard\.00001\.mds is missing beside it"):
         open_source(url)
     monkeypatch.setattr(remote_files, "MAX_BYTES", 100)
-    with pytest.raises(DataError, match="and may have 100"):
+    with pytest.raises(DataError, match="the limit is 100"):
         open_source(url)
 
 
 def test_a_prepared_set_in_a_store_is_no_input(object_store: ObjectStore, tmp_path: Path) -> None:
     url = _put(_write_mds(tmp_path, "bytes", np.int64), object_store)
     object_store.put("manifest.json", b"{}")
-    with pytest.raises(DataError, match="give the text that it was made from"):
+    with pytest.raises(DataError, match="give its original text"):
         open_source(url)

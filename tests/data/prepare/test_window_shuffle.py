@@ -7,8 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from llmscale.data.prepare import window_shuffle
-from llmscale.data.prepare.window_shuffle import WindowShuffle, window_keys
+from llmscale.data.prepare import split_writer
+from llmscale.data.prepare.split_writer import WindowShuffle, window_keys
 
 
 def _shuffled(
@@ -16,7 +16,7 @@ def _shuffled(
 ) -> np.ndarray:
     length, dtype = windows.shape[1], windows.dtype.name
     shuffle = WindowShuffle(folder / "scratch", window_length=length, dtype=dtype, seed=seed)
-    with mock.patch.object(window_shuffle, "BUFFER_BYTES", buffer_bytes):
+    with mock.patch.object(split_writer, "BUFFER_BYTES", buffer_bytes):
         for piece in np.split(windows, np.cumsum(pieces)[:-1]):
             shuffle.add(piece)
             if shuffle.waiting_bytes >= buffer_bytes:
@@ -45,7 +45,7 @@ def test_few_windows(tmp_path: Path, count: int) -> None:
 
 def test_what_is_held_stays_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slice of the merge is about half a buffer: the keys are uniform."""
-    monkeypatch.setattr(window_shuffle, "BUFFER_BYTES", 64_000)
+    monkeypatch.setattr(split_writer, "BUFFER_BYTES", 64_000)
     shuffle = WindowShuffle(tmp_path / "scratch", window_length=1, dtype="uint32", seed=1)
     for start in range(0, 60_000, 500):
         shuffle.add(np.arange(start, start + 500, dtype=np.uint32).reshape(500, 1))
@@ -82,7 +82,7 @@ def test_it_goes_on_where_a_process_was_killed(tmp_path: Path, seed: int | None)
     for first in (0, 1, 137, 499, 500):
         again = begin(list(kept))
         again.add(windows[250:])
-        with mock.patch.object(window_shuffle, "BUFFER_BYTES", 1000):
+        with mock.patch.object(split_writer, "BUFFER_BYTES", 1000):
             found = np.concatenate([windows[:0], *again.drain(first)])
         order = np.arange(500) if seed is None else np.argsort(window_keys(0, 500, seed), kind="stable")
         assert np.array_equal(found, windows[order][first:])

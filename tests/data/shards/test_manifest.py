@@ -33,7 +33,7 @@ def test_missing_folders_say_what_makes_them(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"is empty.*llmscale data prepare"):
         load_manifest(tmp_path / "data")
     (tmp_path / "data" / "x").write_text("")
-    with pytest.raises(DataError, match=r"is not a prepared set: it has no manifest\.json"):
+    with pytest.raises(DataError, match=r"is not a prepared dataset: it has no manifest\.json"):
         load_manifest(tmp_path / "data")
     with pytest.raises(DataError, match="is a file; --data takes the folder"):
         load_manifest(tmp_path / "data" / "x")

@@ -15,7 +15,7 @@ import pytest
 from llmscale.cli.main import main
 from llmscale.data.shards import token_shards
 from llmscale.data.shards import verify_shards as preflight
-from llmscale.data.shards.dataset_source import SetLocation, fetch_tokenizer, open_set
+from llmscale.data.shards.cache import SetLocation, fetch_tokenizer, open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.shards.verify_shards import find_damage
 from llmscale.data.tokenizers.load_tokenizer import load_set_tokenizer
@@ -73,7 +73,7 @@ def test_damage_is_seen_when_the_set_is_opened(copied: Path, damage: Callable[[P
     with pytest.raises(DataError, match=text) as caught:
         TokenShards(open_set(str(copied)), "train")
     assert str(shard) in str(caught.value)
-    assert "prepare the set again with --overwrite" in str(caught.value)
+    assert "prepare the dataset again with --overwrite" in str(caught.value)
 
 
 @pytest.mark.parametrize(

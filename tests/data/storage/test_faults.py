@@ -95,13 +95,13 @@ def _wrapped(cause: Exception) -> Exception:
     ids=repr,
 )
 def test_what_may_pass(error: Exception, passes: bool) -> None:
-    assert faults.may_pass(error) == passes
+    assert faults.is_transient(error) == passes
 
 
 def test_a_commit_of_the_hub_may_have_been_overtaken() -> None:
     for status in (409, 412):
-        assert faults.may_pass(_answered(status), "hf://datasets/a/b")
-        assert not faults.may_pass(_answered(status), URL)
+        assert faults.is_transient(_answered(status), "hf://datasets/a/b")
+        assert not faults.is_transient(_answered(status), URL)
 
 
 def test_a_file_of_this_machine_needs_no_credentials() -> None:
@@ -164,7 +164,7 @@ def test_the_last_fault_names_the_reason_and_the_remedy(monkeypatch: pytest.Monk
 )
 def test_missing_credentials_say_which(url: str, variable: str) -> None:
     for error in (NoCredentialsError(), _answered(403)):
-        assert variable in str(faults.fault(error, "Cannot", url=url))
+        assert variable in str(faults.explain(error, "Cannot", url=url))
 
 
 def _hang() -> None:

@@ -18,7 +18,7 @@ from llmscale.cli.main import main
 from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
 from llmscale.data.prepare.remote_set import RemoteSet
 from llmscale.data.prepare.sources.open_source import open_source
-from llmscale.data.shards.dataset_source import open_set
+from llmscale.data.shards.cache import open_set
 from llmscale.data.shards.token_shards import TokenShards
 from llmscale.data.storage import faults, transport
 from llmscale.data.storage.transport import open_uploader
@@ -166,7 +166,7 @@ def test_text_there_is_read_as_on_a_disk(corpus: Path, store: Store) -> None:
         assert list(open_source(f"{store.url}/{name}").documents()) == texts
     for name in ("in", "in/**/*.*"):
         assert list(open_source(f"{store.url}/{name}").documents()) == [*texts, "deep"]
-    with pytest.raises(DataError, match="nothing is there"):
+    with pytest.raises(DataError, match="nothing has that name"):
         open_source(f"{store.url}/none/*.txt")
 
 

@@ -63,7 +63,7 @@ def _change(path: Path, change: Callable[[dict], object]) -> None:  # type: igno
 
 
 def test_the_same_vocabulary_in_another_form(data_set: Path, model: Path) -> None:
-    assert _check(data_set, model) == f"The set's 300 tokens are those of {model}/tokenizer.json."
+    assert _check(data_set, model) == f"The dataset's 300 tokens are those of {model}/tokenizer.json."
     _change(model / "tokenizer.json", lambda record: record.update(normalizer={"type": "NFC"}, truncation=None))
     assert "300 tokens are those" in _check(data_set, model)
     added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -95,7 +95,9 @@ def test_our_own_vocabularies_and_their_exports(tokenizer: str, corpus: Path, tm
     assert "are those of" in _check(data_set, tmp_path)
     other = ranks | {b"the": 256, b"th": 257}
     save_for_transformers(TiktokenTokenizer("made", other), tmp_path)
-    with pytest.raises(DataError, match=r"another tokenizer .*: token \d+ is '.+' in the set and '.+' in tokenizer"):
+    with pytest.raises(
+        DataError, match=r"another tokenizer .*: token \d+ is '.+' in the dataset and '.+' in tokenizer"
+    ):
         _check(data_set, tmp_path)
 
 
@@ -105,7 +107,9 @@ def test_what_differs_is_named(data_set: Path, model: Path) -> None:
         vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
 
     _change(model / "tokenizer.json", swap)
-    with pytest.raises(DataError, match=r"token 65 is 'a' in the set and 'b' in tokenizer\.json, and 2 differ\. Prep"):
+    with pytest.raises(
+        DataError, match=r"token 65 is 'a' in the dataset and 'b' in tokenizer\.json, and 2 differ\. Prep"
+    ):
         _check(data_set, model)
 
 
@@ -116,18 +120,20 @@ def test_tokens_that_the_model_lacks(data_set: Path, model: Path) -> None:
         del vocab[max(vocab, key=vocab.__getitem__)]
 
     _change(model / "tokenizer.json", shorten)
-    with pytest.raises(DataError, match=r"token 299 is '.*' in the set and no token in tokenizer\.json, and 1 differ"):
+    with pytest.raises(
+        DataError, match=r"token 299 is '.*' in the dataset and no token in tokenizer\.json, and 1 differ"
+    ):
         _check(data_set, model)
     (model / "config.json").write_text('{"vocab_size": 256}')
-    with pytest.raises(DataError, match=r"a tokenizer of 300 tokens, and the weights in .* have rows for 256\. Prep"):
+    with pytest.raises(DataError, match=r"a tokenizer of 300 tokens, but the weights in .* have 256 rows\. Prep"):
         _check(data_set, model)
 
 
 def test_a_folder_without_a_tokenizer(data_set: Path, model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    assert "only sizes were compared, 300 tokens in the set, 320 rows" in _check(data_set, model)
+    assert "only sizes were compared, 300 tokens in the dataset, 320 rows" in _check(data_set, model)
     (model / "config.json").write_text('{"vocab_size": 50257}')
-    with pytest.raises(DataError, match=r"300 tokens, .*rows for 50,257: more than padding explains"):
+    with pytest.raises(DataError, match=r"300 tokens, .* 50,257 rows, more than padding explains"):
         _check(data_set, model)
     (model / "config.json").unlink()
     with pytest.raises(DataError, match=r"neither a tokenizer nor a config\.json"):

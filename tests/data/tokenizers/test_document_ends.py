@@ -52,7 +52,7 @@ def test_what_the_files_agree_on(files: Files, token: int, said: str, make_model
             r"eos_token_id of generation_config\.json\); '<\|endoftext\|>' \(.*\)\. Choose one with --eot-token\.",
         ),
         ({"config": {"eos_token": "<eos>"}}, r"no end-of-text token: '<eos>' is not in its vocabulary.*--eot-token"),
-        ({"hf_config": {"eos_token_id": 99_999}}, r"config\.json names the token 99999, and .* has no such token"),
+        ({"hf_config": {"eos_token_id": 99_999}}, r"config\.json names the token 99999, which .* lacks"),
         ({"hf_config": {"eos_token_id": "2"}}, r"config\.json: eos_token_id is '2', not a token's number"),
         (
             {"config": {"eos_token": "<s>", "add_bos_token": "yes"}},
@@ -70,7 +70,7 @@ def test_what_is_not_decidable_is_asked_for(files: Files, text: str, make_model:
 
 
 def test_an_unknown_choice_names_the_nearest(make_model: MakeModel) -> None:
-    with pytest.raises(DataError, match=r"--eot-token '<\|im_ends\|>' is no token.*Did you mean '<\|im_end\|>'\?"):
+    with pytest.raises(DataError, match=r"--eot-token '<\|im_ends\|>' is not a token.*Did you mean '<\|im_end\|>'\?"):
         load_huggingface(make_model(), eot_token="<|im_ends|>")
 
 

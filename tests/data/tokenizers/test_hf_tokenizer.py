@@ -76,7 +76,7 @@ def test_tokens_that_a_unigram_model_would_make_of_text_are_cut(tmp_path: Path) 
 
 def test_an_end_of_text_that_text_needs_is_refused(make_model: MakeModel) -> None:
     tokenizer = load_huggingface(make_model(config={"eos_token": "!"}))
-    with pytest.raises(DataError, match=r"text holds '!', which is the end-of-text token.*--eot-token"):
+    with pytest.raises(DataError, match=r"text contains '!', which is the end-of-text token.*--eot-token"):
         tokenizer.encode("hi!")
 
 
@@ -111,12 +111,15 @@ def _added(record: dict[str, list[object]], **entry: object) -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda record: _added(record, id=9_000, content="<x>"), r"states '<x>' as token 9000, .* without gaps"),
+        (lambda record: _added(record, id=9_000, content="<x>"), r"states '<x>' as token 9000, .* no gaps"),
         (lambda record: _added(record, id=1 << 40, content="<x>"), r"has the token id 1099511627776"),
         (lambda record: _added(record, id=-1, content="<x>"), r"has the token id -1"),
-        (lambda record: _added(record, id=607, content=""), r"A token needs an id of its own, and a text"),
+        (lambda record: _added(record, id=607, content=""), r"A token needs its own id, and a text"),
         (lambda record: _added(record, id=607, content=7), r"added_tokens say '7'"),
-        (lambda record: record["model"].update(dropout=0.1), r"model\.dropout is 0\.1, so a text has other tokens"),
+        (
+            lambda record: record["model"].update(dropout=0.1),
+            r"model\.dropout is 0\.1, so a text gets different tokens",
+        ),
         (lambda record: record["model"].update(type="Own"), r"is not a tokenizer that `tokenizers` can read"),
         (lambda record: record["model"].update(merges=[["a", "zz"]]), r"is not a tokenizer that `tokenizers` can read"),
         (lambda record: record["model"].update(merges=7), r"is not a tokenizer that `tokenizers` can read"),
@@ -136,7 +139,7 @@ def test_damaged_tokenizers(change: Callable[[dict[str, object]], object], text:
 def test_code_of_its_own_is_never_run(make_model: MakeModel) -> None:
     folder = make_model(config={"eos_token": "<s>", "auto_map": {"AutoTokenizer": ["tok.Tok", None]}})
     (folder / "tok.py").write_text("raise SystemExit")
-    with pytest.raises(DataError, match=r"has an auto_map: this tokenizer is code of its own .*tok\.Tok.*never run"):
+    with pytest.raises(DataError, match=r"has an auto_map: this tokenizer needs its own code .*tok\.Tok.*never run"):
         load_huggingface(folder)
 
 

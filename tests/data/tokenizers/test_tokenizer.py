@@ -185,8 +185,11 @@ def test_a_changed_ranks_file_is_read_anew(ranks_file: Path, tmp_path: Path) -> 
         ("gpt3", "Did you mean 'gpt2'"),
         ("no/such.tiktoken", "Cannot read the tokenizer"),
         ("/no/such", "train-tokenizer"),
-        ("no/such", r"no/such is no file or folder here, not in the Hugging Face cache, and .*HF_HUB_OFFLINE is set"),
-        ("hf:such", r"such is no file or folder here"),
+        (
+            "no/such",
+            r"no/such is not a file or folder here, is not in the Hugging Face cache, and .*HF_HUB_OFFLINE is set",
+        ),
+        ("hf:such", r"such is not a file or folder here"),
         ("hf:../such", "neither gpt2, bytes"),
     ],
 )

@@ -65,7 +65,7 @@ def cell(stage: int, precision: str, ranks: int, accumulation: int, sums: str | 
 
 
 #: One of each kind, so that whatever DeepSpeed changes turns one of them red.
-CELLS = [
+KINDS = [
     cell(0, "bf16", 2, 2),
     cell(0, "autocast", 1, 2),
     cell(1, "bf16", 64, 2, "bf16", reduce_bucket_size=SMALL),
@@ -107,7 +107,10 @@ CELLS = [
     {**cell(3, "fp16", 2, 1, optimizer="muon", reduce_bucket_size=SMALL), "capability": (7, 0)},
 ]
 
-#: More of the same kinds.
+#: Cells of the default suite. `-m slow` runs them all.
+CELLS = KINDS[::4]
+
+#: More cells of these kinds.
 MORE_CELLS = [
     cell(0, "fp32", 8, 1),
     cell(0, "bf16", 2, 2, "bf16"),
@@ -127,8 +130,8 @@ MORE_CELLS = [
 
 
 def all_cells() -> list[dict]:
-    """MORE_CELLS, and stages x precisions x accumulation x type of the sums x bucket sizes x ranks."""
-    found = [*MORE_CELLS]
+    """KINDS, MORE_CELLS, and stages x precisions x accumulation x type of the sums x bucket sizes x ranks."""
+    found = [*KINDS, *MORE_CELLS]
     for stage, precision in product(range(4), ("fp32", "bf16", "fp16", "autocast")):
         model = "fp32" if precision == "autocast" else precision
         if (stage, precision) == (0, "fp16"):  # refused by the configuration

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from llmscale.architecture.parameter_list import ParameterTensors
+from llmscale.architecture.layers import ParameterTensors
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import parse_ds_config

@@ -1,32 +1,132 @@
-"""What `--input` names: files, folders, globs, Hugging Face sets, Python's standard library; one or several of them."""
+"""Open `--input`: files, folders, patterns, stores, Hugging Face data sets, Python's standard library, or several of
+these."""
 
 from __future__ import annotations
 
 import glob as globbing
+import hashlib
+import json
+import logging
 import os
+import sys
 import sysconfig
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 
-from llmscale.data.clean.cleaned_set import load_clean_manifest, without_removed
+from llmscale.config.bundled_files import install_command
 from llmscale.data.prepare.output_folder import rejected_path
-from llmscale.data.prepare.sources.file_source import FileSource
+from llmscale.data.prepare.sources.clean_folder import load_clean_manifest, without_removed
+from llmscale.data.prepare.sources.file_source import STDIN, ConcatSource, FileSource, StandardInput
 from llmscale.data.prepare.sources.formats import TEXT, format_of
-from llmscale.data.prepare.sources.hugging_face import HF_PREFIX, HuggingFaceSource
-from llmscale.data.prepare.sources.input_files import LocalFile, describe_left_out, matches, walk
-from llmscale.data.prepare.sources.mds import INDEX_NAME, LocalMdsFolder, MdsSource
 from llmscale.data.prepare.sources.remote_files import has_pattern, open_remote
-from llmscale.data.prepare.sources.several import SeveralSources
-from llmscale.data.prepare.sources.source import ReadOptions, Source
-from llmscale.data.prepare.sources.stdin import STDIN, StandardInput
+from llmscale.data.prepare.sources.source import (
+    Document,
+    LocalFile,
+    Place,
+    ReadOptions,
+    Record,
+    Rejected,
+    Source,
+    TokenRules,
+    describe_left_out,
+    lacks_field,
+    matches,
+    missing_field,
+    walk,
+)
+from llmscale.data.prepare.sources.tokens import INDEX_NAME, LocalMdsFolder, MdsSource
 from llmscale.data.shards.manifest import MANIFEST_NAME
+from llmscale.data.storage.faults import is_transient
 from llmscale.data.storage.schemes import check_not_forgotten, is_url
-from llmscale.errors import DataError, did_you_mean
-from llmscale.untrusted.hub import forgotten_prefix
+from llmscale.errors import DataError
+from llmscale.suggestions import did_you_mean
+from llmscale.untrusted.hub import check_data_set, forgotten_prefix, is_offline
 from llmscale.untrusted.paths import check_regular
+from llmscale.untrusted.terminal import print_visible
+
+HF_PREFIX = "hf:"
+#: Pauses between attempts without a record; any record restarts the sequence.
+RETRY_PAUSES_S = (1.0, 4.0, 16.0, 60.0)
+
+
+def check_data_sets(specs: Iterable[str]) -> None:
+    """Ask the Hub about each `hf:` input before anything is written. Raises DataError."""
+    for spec in specs:
+        name = spec.removeprefix(HF_PREFIX).partition(":")[0]
+        if spec.startswith(HF_PREFIX) and not os.path.isdir(name):
+            check_data_set(name, f"--input {spec}", DataError)
+
+
+class HuggingFaceSource(Source):
+    """One split of a data set on the Hub or in a local folder, streamed. Places are (number of records read,)."""
+
+    def __init__(self, name: str, split: str, options: ReadOptions) -> None:
+        self.name = name
+        self._split = split
+        self.passed_over = Counter()
+        self._options = options
+
+    def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+        (done,) = start or (0,)
+        num_failures = 0
+        while True:
+            try:
+                for record in self._open(done):
+                    yield self._document(record, done)
+                    done, num_failures = done + 1, 0
+                return
+            except DataError:
+                raise
+            except ImportError:
+                raise DataError(f"hf: needs the `datasets` library: `{install_command('data')}`.") from None
+            except Exception as error:  # the client raises many classes: network, missing names, scripts, ...
+                summary = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                where = f"Cannot read {self.name}, split {self._split}"
+                if is_offline() or not is_transient(error) or num_failures == len(RETRY_PAUSES_S):
+                    raise DataError(f"{where}: {summary}") from error
+                pause_s = RETRY_PAUSES_S[num_failures]
+                num_failures += 1
+                print_visible(
+                    f"{where}, record {done}: {summary[:200]}. Trying again in {pause_s:g} s "
+                    f"({num_failures} of {len(RETRY_PAUSES_S)}).",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                time.sleep(pause_s)
+
+    def _open(self, done: int) -> Iterator[dict[str, object]]:
+        from datasets import load_dataset
+
+        # Its own retries print a page each.
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+        dataset, _, config = self.name.removeprefix(HF_PREFIX).partition(":")
+        # Older versions of `datasets` could run a script of the data set.
+        records = load_dataset(dataset, config or None, split=self._split, streaming=True, trust_remote_code=False)
+        return iter(records.skip(done) if done else records)
+
+    def _document(self, record: dict[str, object], number: int) -> Record:
+        field, where = self._options.text_field, f"{self.name}, record {number}"
+        text = record.get(field)
+        if isinstance(text, str):
+            return Document(text, (number + 1,))
+        if field not in record and number == 0:
+            raise missing_field(where, field, list(record))
+        reason = (
+            f"the field '{field}' holds {type(text).__name__}, not text"
+            if field in record
+            else lacks_field(field, list(record))
+        )
+        return Rejected(where, reason, str(record)[:10_000].encode(errors="replace"), (number + 1,))
+
+    def fingerprint(self) -> str:
+        """Hash the names only; a changed copy on the Hub is not noticed."""
+        return hashlib.sha256(json.dumps([self.name, self._split, self._options.text_field]).encode()).hexdigest()
+
 
 STDLIB = "python-stdlib"
-#: Parts of the standard library's folder that are not its own text.
+#: Subfolders of the standard library's folder that do not belong to it.
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__"}
 _LEGAL = (
     "a file, a folder, a pattern such as 'crawl/*.jsonl.zst', s3:// or another store's URL, - for stdin, "
@@ -42,26 +142,25 @@ def open_source(
     skip_undecodable: bool = False,
     out: Path | str | None = None,
 ) -> Source:
-    """The source that one or several `--input` name, in the order given: each a file, a folder (recursive), a pattern,
-    any of these in a store (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]` or `python-stdlib`.
+    """Open the inputs in the order given: each a file, a folder (recursive), a pattern, any of these in a store
+    (`s3://`), MDS shards, `-`, `hf:NAME[:CONFIG]` or `python-stdlib`.
 
-    `glob` chooses among folders' files by name or relative path; without it, those with a known suffix are taken.
-    What is written to `out`, a folder or a URL, and beside it matches no pattern, so that the same command finds the
-    same files when it is given again. Raises DataError when there is nothing to read, and for a `text_field` that no
-    record of the input can have.
+    `glob` selects a folder's files by name or relative path; by default those with a known suffix. Patterns skip files
+    in and beside `out`, so that the same command finds the same files again. Raises DataError when there is nothing to
+    read, and for a `text_field` when no record has fields.
     """
     if glob is not None and not any(os.path.isdir(spec) or (is_url(spec) and not has_pattern(spec)) for spec in specs):
         raise DataError(
-            f"--glob '{glob}' chooses among the files of a folder, and --input {', '.join(specs)} is none. Drop it."
+            f"--glob '{glob}' selects files of a folder, but --input {', '.join(specs)} is not a folder. Drop it."
         )
     options = ReadOptions(text_field or "text", skip_undecodable)
     sources = [_open_one(spec, options, hf_split, glob, out) for spec in specs]
     if text_field is not None and not any(source.has_fields() for source in sources):
         raise DataError(
-            f"--text-field '{text_field}' chooses a field of JSON, Parquet, MDS or hf: records, and --input "
+            f"--text-field '{text_field}' selects a field of JSON, Parquet, MDS or hf: records, but --input "
             f"{', '.join(specs)} has none. Drop it."
         )
-    return sources[0] if len(sources) == 1 else SeveralSources(sources)
+    return sources[0] if len(sources) == 1 else ConcatSource(sources)
 
 
 def _open_one(spec: str, options: ReadOptions, hf_split: str, glob: str | None, out: Path | str | None) -> Source:
@@ -127,13 +226,13 @@ def _is_cleaned(folder: PurePath) -> bool:
 
 
 def _is_foreign_mds(folder: Path) -> bool:
-    """Whether it holds MDS shards that `llmscale data prepare` did not write."""
+    """Return whether a folder holds MDS shards that `llmscale data prepare` did not write."""
     is_prepared = any((place / MANIFEST_NAME).exists() for place in (folder, folder.parent))
     return not is_prepared and next(folder.glob("*.mds*"), None) is not None
 
 
 def _open_pattern(spec: str, options: ReadOptions, out: Path | None) -> Source:
-    """The files that match, sorted; `**` goes into folders."""
+    """Open the matching files, sorted; `**` descends into folders."""
     files = [Path(name) for name in sorted(globbing.glob(spec, recursive=True)) if os.path.isfile(name)]
     if out is not None:
         files = [file for file in files if not _is_written_to(out, file)]
@@ -141,47 +240,47 @@ def _open_pattern(spec: str, options: ReadOptions, out: Path | None) -> Source:
         raise DataError(f"--input {spec}: no file matches. Legal: {_LEGAL}.")
     files = without_removed(files, _before_pattern(Path(spec)), _is_cleaned)
     if not files:
-        raise DataError(f"--input {spec}: what matches is what `data clean` removed, or says of it. Name its folder.")
+        raise DataError(f"--input {spec}: only files that `data clean` removed match. Name its folder.")
     _refuse_shards(files, spec)
     root = Path(os.path.commonpath([file.parent for file in files]))
     return FileSource(spec, [LocalFile(file, root) for file in files], options)
 
 
 def _is_written_to(out: Path, file: Path) -> bool:
-    """Whether it is what a command writes that writes `out`."""
+    """Return whether a file belongs to what a command writes to `out`."""
     ours, place = Path(os.path.realpath(out)), Path(os.path.realpath(file))
     return ours in place.parents or place == rejected_path(ours)
 
 
 def _before_pattern(path: Path) -> Path:
-    """What stands before the first part with a pattern."""
+    """Return the folder above the first part with a pattern."""
     return next(folder for folder in path.parents if not globbing.has_magic(str(folder)))
 
 
 def check_apart(specs: Sequence[str], out: Path | str) -> None:
-    """Refuse an `--out`, a folder or a URL, that lies in an `--input` or around it: the next run would read what this
-    one wrote, and `--overwrite` would delete the text. Raises DataError."""
+    """Refuse an `--out` inside or around an `--input`: the next run would read this one's output, and `--overwrite`
+    would delete the text. Raises DataError."""
     for spec in specs:
         if is_url(spec) and isinstance(out, str):
             ours, theirs = f"{out.rstrip('/')}/", f"{spec.rstrip('/')}/"
             if ours.startswith(theirs) or theirs.startswith(ours):
                 raise DataError(
-                    f"--out {out} and --input {spec} lie within each other. Choose an --out beside the text."
+                    f"--out {out} and --input {spec} are inside one another. Choose an --out beside the text."
                 )
         if is_url(spec) or isinstance(out, str) or spec.startswith(HF_PREFIX) or spec == STDIN:
             continue
-        # os.path, because Path.resolve raises where links form a loop.
+        # os.path.realpath, because Path.resolve raises on a loop of links.
         source = Path(os.path.realpath(sysconfig.get_path("stdlib") if spec == STDLIB else spec))
         place = Path(os.path.realpath(out))
         if source == place or source in place.parents or place in source.parents:
             raise DataError(
-                f"--out {out} and --input {spec} lie within each other ({place} and {source}). Choose an --out beside "
+                f"--out {out} and --input {spec} are inside one another ({place} and {source}). Choose an --out beside "
                 "the text."
             )
 
 
 def _check_file(path: Path, spec: str) -> None:
-    """Raises DataError for what is no file of text."""
+    """Raise DataError unless the path is a readable text file."""
     try:
         check_regular(path, follow_links=True)
     except (FileNotFoundError, NotADirectoryError):
@@ -193,11 +292,11 @@ def _check_file(path: Path, spec: str) -> None:
 
 
 def _refuse_shards(files: list[Path], spec: str) -> None:
-    """A prepared set is tokens; its index and manifest, which are JSON, would pass for text. Raises DataError."""
+    """Refuse MDS shards, whose JSON index and manifest would be read as text. Raises DataError."""
     folders = {path.parent for path in files if path.suffix == ".json" or ".mds" in path.suffixes}
     for folder in sorted(folders):
         if next(folder.glob("*.mds*"), None) is not None or next(folder.glob("*/*.mds*"), None) is not None:
             raise DataError(
-                f"--input {spec}: {folder} holds MDS shards, not text. Of a prepared set give the text that it was "
-                "made from, of another program's shards the folder of their index.json, or choose files with --glob."
+                f"--input {spec}: {folder} holds MDS shards, not text. For a prepared dataset give its original text, "
+                "for another program's shards the folder of their index.json, or select files with --glob."
             )

@@ -1,4 +1,4 @@
-"""Files of an object store as input: listed once, in the order of their names, and read as they are needed."""
+"""Read files of an object store as input: listed once in name order, read in parts as needed."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from concurrent.futures import Future
 from pathlib import PurePath, PurePosixPath
 from typing import BinaryIO
 
-from llmscale.data.clean.cleaned_set import MANIFEST_NAME as CLEAN_MANIFEST_NAME
-from llmscale.data.clean.cleaned_set import parse_clean_manifest, without_removed
+from llmscale.data.prepare.sources.clean_folder import MANIFEST_NAME as CLEAN_MANIFEST_NAME
+from llmscale.data.prepare.sources.clean_folder import parse_clean_manifest, without_removed
 from llmscale.data.prepare.sources.file_source import FileSource
 from llmscale.data.prepare.sources.formats import format_of
-from llmscale.data.prepare.sources.input_files import InputFile, matches, opened
-from llmscale.data.prepare.sources.mds import INDEX_NAME, MdsFolder, MdsSource
-from llmscale.data.prepare.sources.source import ReadOptions, Source
+from llmscale.data.prepare.sources.source import InputFile, ReadOptions, Source, matches, opened
+from llmscale.data.prepare.sources.tokens import INDEX_NAME, MdsFolder, MdsSource
 from llmscale.data.shards.manifest import MANIFEST_NAME
 from llmscale.data.storage.objects import Store, StoredObject
 from llmscale.data.storage.schemes import path_of
 from llmscale.errors import DataError
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 
-#: What is asked for at once; while one part is read the next one is under way.
+#: Bytes per request; while one part is read, the next one is being fetched.
 _PART_BYTES = 8 << 20
 _BUFFER_BYTES = 1 << 20
 
@@ -33,12 +32,12 @@ class RemoteFile(InputFile):
     """An object of a store."""
 
     def __init__(self, store: Store, found: StoredObject, root: str) -> None:
-        """`root` is the folder, in the store, that was named."""
+        """`root` is the folder in the store that the user named."""
         self._store = store
         self._found = found
         self.name = found.url
         self.relative = found.path.removeprefix(root).lstrip("/")
-        self.size_bytes, self.stamp = found.size_bytes, found.stamp
+        self.size_bytes, self.version = found.size_bytes, found.etag
 
     def open(self) -> BinaryIO:
         _check_same(self._found, self._store.describe(self.name))
@@ -46,12 +45,12 @@ class RemoteFile(InputFile):
 
 
 def _check_same(found: StoredObject, now: StoredObject) -> None:
-    if (now.size_bytes, now.stamp) != (found.size_bytes, found.stamp):
-        raise DataError(f"{found.url} has changed since this command began. Run it again, which begins anew.")
+    if (now.size_bytes, now.etag) != (found.size_bytes, found.etag):
+        raise DataError(f"{found.url} has changed since this command began. Run it again; it will start over.")
 
 
 class _Parts(io.RawIOBase):
-    """An object, read part after part, the next one ahead."""
+    """An object, read in parts with one part read ahead."""
 
     def __init__(self, store: Store, found: StoredObject) -> None:
         self._store, self._found = store, found
@@ -98,7 +97,7 @@ class _Parts(io.RawIOBase):
 
     def _ask_ahead(self, begin: int) -> Future[bytes]:
         if self._thread is None:
-            # Not of a pool, whose threads a process waits for at its end, here in the pauses between tries.
+            # A daemon thread: a process would wait at its end for a pool's thread, during pauses between attempts.
             self._thread = threading.Thread(target=self._answer, name="fetch", daemon=True)
             self._thread.start()
         part: Future[bytes] = Future()
@@ -112,12 +111,12 @@ class _Parts(io.RawIOBase):
                 part.set_result(self._ask(begin))
             except BaseException as error:
                 part.set_exception(error)
-            del wanted, part  # before the next one comes
+            del wanted, part  # free it before the next part
 
     def _ask(self, begin: int) -> bytes:
         url, end = self._found.url, min(begin + _PART_BYTES, self._size_bytes)
         part = self._store.read(url, begin, end, stop=self._stop)
-        # Behind it: what was as it is at the listing and now is one object's, not a mixture of two.
+        # Checked after the read: an object that is unchanged since the listing is not a mixture of two versions.
         _check_same(self._found, self._store.describe(url, stop=self._stop))
         return part
 
@@ -129,7 +128,7 @@ class _Parts(io.RawIOBase):
 
 
 class RemoteMdsFolder(MdsFolder):
-    """Of a store, as a listing described it."""
+    """A folder in a store, as listed."""
 
     def __init__(self, store: Store, url: str, found: Sequence[StoredObject]) -> None:
         self.name = url
@@ -138,7 +137,7 @@ class RemoteMdsFolder(MdsFolder):
     def read_index(self) -> dict[str, object]:
         index = self._files[INDEX_NAME]
         if index.size_bytes > MAX_BYTES:
-            raise DataError(f"{index.name} has {index.size_bytes:,} bytes, and may have {MAX_BYTES:,}.")
+            raise DataError(f"{index.name} has {index.size_bytes:,} bytes; the limit is {MAX_BYTES:,}.")
         with opened(index) as file:
             return parse_json(file.read(), Rules(DataError), index.name)
 
@@ -147,14 +146,14 @@ class RemoteMdsFolder(MdsFolder):
 
 
 def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | None = None) -> Source:
-    """An object, those that match a pattern and do not lie below `out`, the samples of MDS shards, or all of known
-    kinds below a name. Raises DataError."""
+    """Open an object, those that match a pattern and are not below `out`, MDS shards, or all files of known formats
+    below a name. Raises DataError."""
     store = Store(spec, for_reading=True)
     found = store.find(spec)
     if out is not None and has_pattern(spec):
         found = [one for one in found if not one.url.startswith(f"{out.rstrip('/')}/")]
     if not found:
-        raise DataError(f"--input {spec}: nothing is there under that name. Patterns: * within a name, ** across /.")
+        raise DataError(f"--input {spec}: nothing has that name. Patterns: * within a name, ** across /.")
     root, passed_over = _root(spec), Counter[str]()
     beside = [one for one in found if PurePosixPath(one.path).parent == PurePosixPath(root)]
     if not has_pattern(spec) and _is_foreign_mds(beside, store, spec):
@@ -163,7 +162,7 @@ def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | No
     if [one.path for one in found] == [path_of(spec)]:
         root = root.rpartition("/")[0]
         if glob is not None:
-            raise DataError(f"--glob '{glob}' chooses among what lies below a name, and {spec} is one object. Drop it.")
+            raise DataError(f"--glob '{glob}' selects objects below a name, but {spec} is one object. Drop it.")
     else:
         found = _without_removed([one for one in found if not _is_hidden(_below(one, root))], store, root)
         if not has_pattern(spec):
@@ -178,7 +177,7 @@ def open_remote(spec: str, options: ReadOptions, glob: str | None, out: str | No
 
 
 def _is_foreign_mds(beside: Sequence[StoredObject], store: Store, spec: str) -> bool:
-    """Whether the objects of a folder are MDS shards and an index that `llmscale data prepare` did not write."""
+    """Return whether a folder holds MDS shards and an index that `llmscale data prepare` did not write."""
     names = {PurePosixPath(one.path).name for one in beside}
     if INDEX_NAME not in names or MANIFEST_NAME in names or not any(_is_shard(one) for one in beside):
         return False
@@ -187,7 +186,7 @@ def _is_foreign_mds(beside: Sequence[StoredObject], store: Store, spec: str) -> 
 
 
 def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple[list[StoredObject], Counter[str]]:
-    """Of everything below a name, what is read without being named, and how many of each kind are not."""
+    """Select the objects below a name that are read, by pattern or format, and count the others by suffix."""
     chosen, passed_over = [], Counter[str]()
     for one in found:
         relative = _below(one, root)
@@ -200,7 +199,7 @@ def _choose(found: Sequence[StoredObject], root: str, glob: str | None) -> tuple
 
 
 def _without_removed(found: Sequence[StoredObject], store: Store, root: str) -> list[StoredObject]:
-    """What `data clean` removed must not come back from a store either."""
+    """Return the objects without those that `data clean` removed."""
 
     def is_cleaned(folder: PurePath) -> bool:
         there = store.find(f"{scheme}://{folder}/{CLEAN_MANIFEST_NAME}")
@@ -222,28 +221,28 @@ def _is_hidden(path: PurePosixPath) -> bool:
 
 
 def has_pattern(spec: str) -> bool:
-    """Whether it stands for names that match."""
+    """Return whether a name is a pattern."""
     return any(letter in spec for letter in "*?[")
 
 
 def _root(spec: str) -> str:
-    """What stands before the first part with a pattern, or before the name."""
+    """Return the path above the first part with a pattern, or all of it."""
     parts = path_of(spec).split("/")
     fixed = next((k for k, part in enumerate(parts) if has_pattern(part)), None)
     return "/".join(parts[:fixed]) if fixed is not None else "/".join(parts)
 
 
 def _refuse_shards(chosen: Sequence[StoredObject], found: Sequence[StoredObject], spec: str) -> None:
-    """Shards that were chosen, and the JSON of a set of them, which would pass for text. Raises DataError."""
+    """Refuse MDS shards and the JSON files beside them, which would be read as text. Raises DataError."""
     folders = {PurePosixPath(one.path).parent for one in found if _is_shard(one)}
     folders |= {folder.parent for folder in folders}
     for one in chosen:
         path = PurePosixPath(one.path)
         if _is_shard(one) or (path.suffix == ".json" and path.parent in folders):
             raise DataError(
-                f"--input {spec}: {one.url} is an MDS shard, or of a set of them, not text. Of a prepared set give the "
-                "text that it was made from; of another program's the folder of their index.json. --glob chooses among "
-                "other files."
+                f"--input {spec}: {one.url} is an MDS shard or belongs to one, not text. For a prepared dataset give "
+                "its original text, for another program's shards the folder of their index.json, or select files with "
+                "--glob."
             )
 
 

@@ -1,0 +1,438 @@
+"""What a checkpoint's tensor may look like on disk: as `torch.save` writes it, and not as an archive that unfolds.
+
+`torch.load(weights_only=True)` runs no code that a file brings along. But it unpacks compressed archives of any ratio,
+and calls a few constructors with any size; so what it is given is looked at first, without unpacking anything.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickletools
+import struct
+import zipfile
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+
+from llmscale.checkpoint.manifest import check_stored_name
+from llmscale.engine.zero_layout import ShardView
+from llmscale.engine.zero_shards import MASTER, state_views
+from llmscale.errors import CheckpointError
+from llmscale.untrusted.documents import Rules, load_json
+from llmscale.untrusted.paths import check_regular, open_regular
+
+#: Of what a training state consists of, by torch's names.
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+#: Names in DTYPES, by the name under which the pickle in an archive refers to the kind of numbers.
+_STORAGES = {
+    "torch FloatStorage": "float32",
+    "torch BFloat16Storage": "bfloat16",
+    "torch HalfStorage": "float16",
+    "torch DoubleStorage": "float64",
+    "torch LongStorage": "int64",
+    "torch IntStorage": "int32",
+    "torch ShortStorage": "int16",
+    "torch CharStorage": "int8",
+    "torch ByteStorage": "uint8",
+    "torch BoolStorage": "bool",
+}
+#: What else it refers to.
+_REBUILD = {"torch._utils _rebuild_tensor_v2", "collections OrderedDict"}
+_INTEGERS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"}
+#: torch writes 200 to 500 bytes.
+_MAX_PICKLE_BYTES = 4096
+#: What precedes the name in a ZIP archive's header of a member, and where in it the lengths of what follows stand.
+_ZIP_HEADER = struct.Struct("<26xHH")
+
+
+class _Part(io.RawIOBase):
+    """Some bytes of a file, as a file. (DCP's own view of a part seeks beyond its end when asked for its end.)"""
+
+    def __init__(self, file: IO[bytes], offset: int, num_bytes: int) -> None:
+        self._file, self._offset, self._num_bytes = file, offset, num_bytes
+        self._position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
+        if base + offset < 0:
+            raise ValueError("negative position")
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        self._file.seek(self._offset + self._position)
+        contents = self._file.read(min(len(buffer), max(0, self._num_bytes - self._position)))
+        buffer[: len(contents)] = contents
+        self._position += len(contents)
+        return len(contents)
+
+
+def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> None:
+    """Refuse what is no plain archive of one tensor in `num_bytes` of a file from `offset` on.
+
+    Nothing in it may be compressed, so that it holds no more than its `num_bytes`. Its pickle may name nothing but what
+    rebuilds a tensor, and no number beyond the elements that are there: torch takes it at its word, and reads behind
+    the end. Raises CheckpointError.
+    """
+    try:
+        with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
+            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise CheckpointError(f"{where} holds a compressed tensor, which no save writes.")
+            if sum(member.file_size for member in archive.infolist()) > num_bytes:
+                raise CheckpointError(f"{where} holds a tensor of more bytes than it has.")
+            if members["data.pkl"].file_size > _MAX_PICKLE_BYTES:
+                raise CheckpointError(f"{where} holds more than one tensor.")
+            _check_pickle(archive.read(members["data.pkl"]), members["data/0"].file_size, where)
+    except KeyError as error:
+        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: no {error}.") from None
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: {error}.") from None
+
+
+def find_elements(file: IO[bytes], offset: int, num_bytes: int, dtype: str, elements: int, where: str) -> int:
+    """Where in `file` the numbers of a stored tensor begin: `elements` of DTYPES[dtype], one after the other.
+
+    The archive takes `num_bytes` from `offset` on. So a part of a tensor can be read without the rest, and nothing is
+    unpickled. Raises CheckpointError for anything but a flat tensor of that kind and size as torch.save writes it.
+    """
+    check_archive(file, offset, num_bytes, where)
+    try:
+        with zipfile.ZipFile(_Part(file, offset, num_bytes)) as archive:
+            members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+            said = _plain_pickle(archive.read(members["data.pkl"]))
+            order = archive.read(members["byteorder"]) if "byteorder" in members else b"little"
+        header = offset + members["data/0"].header_offset
+        file.seek(header)
+        name_bytes, extra_bytes = _ZIP_HEADER.unpack(file.read(_ZIP_HEADER.size))
+    except (zipfile.BadZipFile, OSError, EOFError, ValueError, RuntimeError, struct.error) as error:
+        raise CheckpointError(f"{where} holds no tensor as torch.save writes it: {error}.") from None
+    storage = next(name for name, kind in _STORAGES.items() if kind == dtype)
+    if said != _flat_pickle(storage, elements) or order != b"little":
+        raise CheckpointError(f"{where} does not hold a flat tensor of {elements:,} {dtype} numbers, as is said of it.")
+    begin = header + _ZIP_HEADER.size + name_bytes + extra_bytes
+    stored_bytes = elements * DTYPES[dtype].itemsize
+    if members["data/0"].file_size != stored_bytes or begin + stored_bytes > offset + num_bytes:
+        raise CheckpointError(f"{where} has other bytes than the {elements:,} {dtype} numbers that it describes.")
+    return begin
+
+
+def _plain_pickle(contents: bytes) -> list[object]:
+    """What a pickle says, opcode by opcode: the argument, or the name of one without; what only numbers the parts is
+    left out."""
+    return [
+        opcode.name if argument is None else argument
+        for opcode, argument, _ in pickletools.genops(contents)
+        if opcode.name not in ("BINPUT", "LONG_BINPUT")
+    ]
+
+
+def _flat_pickle(storage: str, elements: int) -> list[object]:
+    """The same of a tensor [elements] over a storage of as many, from its first element on."""
+    return [
+        *(2, "torch._utils _rebuild_tensor_v2", "MARK"),
+        *("MARK", "storage", storage, "0", "cpu", elements, "TUPLE", "BINPERSID"),
+        *(0, elements, "TUPLE1", 1, "TUPLE1", "NEWFALSE"),
+        *("collections OrderedDict", "EMPTY_TUPLE", "REDUCE", "TUPLE", "REDUCE", "STOP"),
+    ]
+
+
+def _check_pickle(contents: bytes, data_bytes: int, where: str) -> None:
+    """`contents` describes one tensor over `data_bytes` of numbers."""
+    storages, largest = [], 0
+    for opcode, argument, _ in pickletools.genops(contents):
+        if opcode.name == "GLOBAL" and argument in _STORAGES:
+            storages.append(argument)
+        elif opcode.name in ("STACK_GLOBAL", "INST") or (opcode.name == "GLOBAL" and argument not in _REBUILD):
+            raise CheckpointError(f"{where} holds a tensor that refers to {str(argument)[:80]!r}.")
+        elif opcode.name in _INTEGERS:
+            largest = max(largest, abs(int(argument or 0)))
+    if len(storages) != 1 or largest * DTYPES[_STORAGES[storages[0]]].itemsize > data_bytes:
+        raise CheckpointError(f"{where} holds a tensor that claims more elements than are there.")
+
+
+INDEX_NAME = "tensors.json"
+#: 50 bytes a chunk: ZeRO-3's 1,000 parameters and three states on 1,000 ranks make 150 MB.
+_MAX_INDEX_BYTES = 1 << 30
+
+
+class JsonIndexWriter(FileSystemWriter):
+    """Writes tensors as DCP does (`__RANK_0.distcp`, one torch.save a chunk) and the index as `tensors.json`.
+
+    The index maps a tensor's name to its dtype, its flattened size and its chunks
+    [start, elements, file, byte offset, bytes].
+    """
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {result.index: result.storage_data for written in results for result in written}
+        index = {
+            fqn: {
+                "dtype": str(entry.properties.dtype).removeprefix("torch."),
+                "size": entry.size.numel(),
+                "chunks": [
+                    [chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length]
+                    for chunk in entry.chunks
+                    for place in [places[MetadataIndex(fqn, chunk.offsets)]]
+                ],
+            }
+            for fqn, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        path = Path(self.path) / INDEX_NAME
+        with path.open("w") as file:
+            json.dump(index, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class JsonIndexReader(FileSystemReader):
+    """Reads what JsonIndexWriter wrote. Tensors are loaded with `weights_only`: nothing in a checkpoint is executed.
+
+    Nor does a tensor take more memory than its bytes in the file: see tensor_archive.py.
+    """
+
+    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
+        check_archive(file, sinfo.offset, sinfo.length, f"{self.path}/{sinfo.relative_path}")
+        return super()._slice_file(file, sinfo)
+
+    def read_metadata(self, *_: object, **__: object) -> Metadata:
+        index = load_index(Path(self.path))
+        places: dict[MetadataIndex, _StorageInfo] = {}
+        entries: dict[str, TensorStorageMetadata] = {}
+        for fqn, entry in index.items():
+            chunks = []
+            for start, elements, file, offset, length in entry["chunks"]:
+                chunks.append(ChunkStorageMetadata(offsets=torch.Size([start]), sizes=torch.Size([elements])))
+                places[MetadataIndex(fqn, torch.Size([start]))] = _StorageInfo(file, offset, length)
+            entries[fqn] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=DTYPES[entry["dtype"]]),
+                size=torch.Size([entry["size"]]),
+                chunks=chunks,
+            )
+        # DCP's own type for this field is Any: whatever the storage layer wants to keep.
+        return Metadata(state_dict_metadata=dict(entries), storage_data=places)
+
+
+def load_index(folder: Path) -> dict[str, dict]:
+    """The checkpoint's tensors by name, each covered by its chunks exactly once.
+
+    Sizes decide what is allocated, so they are held against the files: no element without its bytes there, and no byte
+    that is counted twice. Raises CheckpointError when the index is missing, malformed, or says anything else.
+    """
+    path = folder / INDEX_NAME
+    try:
+        index = load_json(path, Rules(CheckpointError, max_bytes=_MAX_INDEX_BYTES, follow_links=False))
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(f"{path} cannot be read: it is missing.") from None
+    extents: dict[str, list[tuple[int, int]]] = {}
+    for name, entry in index.items():
+        for file, offset, length in _chunk_places(entry, f"{path}, tensor {name[:200]!r},"):
+            extents.setdefault(file, []).append((offset, length))
+    for file, places in extents.items():
+        _check_extents(folder / file, sorted(places))
+    return cast(dict[str, dict], index)
+
+
+def _chunk_places(entry: object, where: str) -> list[tuple[str, int, int]]:
+    """File, offset and length in bytes of a tensor's chunks. Raises CheckpointError when they do not make it up."""
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "size", "chunks"} or str(entry["dtype"]) not in DTYPES:
+        raise CheckpointError(f"{where} has no size, no chunks or no dtype of {', '.join(DTYPES)}.")
+    itemsize = DTYPES[str(entry["dtype"])].itemsize
+    found = []
+    for chunk in entry["chunks"] if isinstance(entry["chunks"], list) else [entry["chunks"]]:
+        match chunk:
+            case [int(start), int(elements), str(file), int(offset), int(length)]:
+                check_stored_name(file, where)
+                if elements > 0 and offset >= 0 and length >= elements * itemsize:
+                    found.append((start, elements, file, offset, length))
+                    continue
+        raise CheckpointError(f"{where} has the chunk {str(chunk)[:100]}, which none can be.")
+    end = 0
+    for start, elements, *_ in sorted(found):
+        if start != end:
+            raise CheckpointError(f"{where} has a chunk at element {start} where one at {end} should follow.")
+        end += elements
+    if end != entry["size"]:
+        raise CheckpointError(f"{where} has {end} elements in its chunks instead of {str(entry['size'])[:40]}.")
+    return [(file, offset, length) for _, _, file, offset, length in found]
+
+
+def _check_extents(file: Path, places: list[tuple[int, int]]) -> None:
+    """That the chunks lie within the file and not within each other."""
+    try:
+        num_bytes = check_regular(file, follow_links=False).st_size
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from None
+    ends = [0, *(offset + length for offset, length in places)]
+    if ends[-1] > num_bytes or any(offset < end for (offset, _), end in zip(places, ends, strict=False)):
+        raise CheckpointError(f"{file.parent / INDEX_NAME} places tensors beyond the end of {file.name} or twice.")
+
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+
+@dataclass(frozen=True)
+class Fragment(ShardView):
+    """A ShardView that DCP can ask for its chunks.
+
+    Every stage and world size cuts the same flat tensor in other places; when loading, DCP reads what overlaps. `local`
+    is a live view when loading and a copy on the host when saving.
+    """
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if not self.local.numel():
+            return []
+        return [ChunkStorageMetadata(offsets=torch.Size([self.start]), sizes=torch.Size([self.local.numel()]))]
+
+    def __create_write_items__(self, fqn: str, _object: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.local),
+                    size=torch.Size([self.total]),
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+
+def engine_fragments(engine: DeepSpeedEngine) -> dict[str, Fragment]:
+    """Everything this rank owns, by '<state>/<name>'; see zero_shards.state_views."""
+    return {key: Fragment(view.local, view.start, view.total) for key, view in state_views(engine).items()}
+
+
+class FragmentSavePlanner(DefaultSavePlanner):
+    """Writes fragments; what several ranks hold alike is written by one of them."""
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+class FragmentLoadPlanner(DefaultLoadPlanner):
+    """Fills fragments in place. Raises CheckpointError for a tensor that is not stored, or has another size."""
+
+    def set_up_planner(
+        self,
+        state_dict: Mapping[str, Fragment],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        # The base class would flatten nested dicts of tensors here; fragments are already flat.
+        self.state_dict = self.original_state_dict = dict(state_dict)
+        self.metadata, self.is_coordinator, self.mappings = metadata, is_coordinator, {}
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        stored = self.metadata.state_dict_metadata
+        items = []
+        for fqn, fragment in self.state_dict.items():
+            entry = stored.get(fqn)
+            if not isinstance(entry, TensorStorageMetadata):
+                raise CheckpointError(f"the checkpoint has no '{fqn}': it belongs to another model or optimizer.")
+            if entry.size != torch.Size([fragment.total]):
+                raise CheckpointError(
+                    f"'{fqn}' has {entry.size.numel()} elements in the checkpoint and {fragment.total} in the model. "
+                    "The model's shape or vocabulary differs from the checkpoint's."
+                )
+            items += create_read_items_for_chunk_list(fqn, entry, fragment.__create_chunk_list__())
+        return LoadPlan(items)
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].local
+
+
+#: Where a parameter's weights are: trained, or frozen. Buffers follow from the model's shape.
+_WEIGHTS = (f"{MASTER}/", "frozen/")
+
+
+class StoredWeights:
+    """The master weights and frozen parameters of a checkpoint, each as one flat tensor by the parameter's name."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the index only. Raises CheckpointError when it is damaged, or a weight is no floating-point number."""
+        self._folder = folder
+        self._entries: dict[str, dict] = {}
+        for key, entry in load_index(folder).items():
+            if not key.startswith(_WEIGHTS):
+                continue
+            if not DTYPES[entry["dtype"]].is_floating_point:
+                raise CheckpointError(f"{folder / INDEX_NAME}: the weights '{key[:200]}' are {entry['dtype']}.")
+            self._entries[key.partition("/")[2]] = {**entry, "chunks": sorted(entry["chunks"])}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Elements by parameter."""
+        return {name: entry["size"] for name, entry in self._entries.items()}
+
+    def read(self, name: str, start: int, elements: int) -> Tensor:
+        """`elements` weights of a parameter from its element `start` on, flat, in fp32.
+
+        Takes their memory, twice where they are stored in another precision. Raises CheckpointError when a file is
+        damaged or gone, as of a run that goes on and lets its checkpoint expire.
+        """
+        entry = self._entries[name]
+        weights = torch.empty(elements, dtype=DTYPES[entry["dtype"]])
+        for chunk, first, count, place in _overlaps(entry["chunks"], start, elements):
+            self._read_into(weights[place : place + count], entry["dtype"], chunk, first, name)
+        return weights.float()
+
+    def _read_into(self, part: Tensor, dtype: str, chunk: list, first: int, name: str) -> None:
+        """Fill `part` with a chunk's elements from its own element `first` on."""
+        _, in_chunk, file_name, offset, num_bytes = chunk
+        path = self._folder / file_name
+        try:
+            with open_regular(path, follow_links=False) as file:
+                begin = find_elements(file, offset, num_bytes, dtype, in_chunk, f"{path}, '{name[:200]}',")
+                file.seek(begin + first * part.itemsize)
+                if file.readinto(part.view(torch.uint8).numpy().data) != part.nbytes:
+                    raise CheckpointError(f"{path} ends within '{name[:200]}'.")
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be read: {error.strerror or error}. A run that goes on deletes what --keep-last and "
+                "--keep-every do not keep; name a newer checkpoint."
+            ) from None
+
+
+def _overlaps(chunks: list[list], start: int, elements: int) -> Iterator[tuple[list, int, int, int]]:
+    """For a range of a flat tensor, the chunks that hold it in order: (chunk, its first element that is wanted, how
+    many of them, their place in the range)."""
+    end = start + elements
+    index = bisect_right(chunks, start, key=lambda chunk: chunk[0]) - 1
+    while start < end:
+        begins, in_chunk = chunks[index][:2]
+        count = min(end, begins + in_chunk) - start
+        yield chunks[index], start - begins, count, elements - (end - start)
+        start, index = start + count, index + 1

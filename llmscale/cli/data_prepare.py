@@ -1,0 +1,252 @@
+"""`llmscale data prepare` and `train-tokenizer`, and the flags for reading text, which `clean` has too."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from llmscale.config import limits
+from llmscale.config.command_line import FlagParser, Need, flag, local_path, nonblank, number, path_or_url, whole_number
+from llmscale.config.user_paths import check_output_folder
+from llmscale.terminal.human_numbers import count_nouns
+from llmscale.terminal.table import output_width, wrap_line
+from llmscale.untrusted.terminal import print_visible
+
+if TYPE_CHECKING:  # imported when a command runs: --help must not load torch
+    from collections import Counter
+    from collections.abc import Iterator
+
+    from llmscale.data.prepare.output_folder import Destination
+    from llmscale.data.prepare.prepare_set import Prepared
+    from llmscale.data.prepare.sources.source import Source
+    from llmscale.data.shards.manifest import Manifest
+
+TOKENIZER_METAVAR = "gpt2|bytes|FILE.tiktoken|FOLDER|NAME"
+
+
+def add_input_flags(parser: FlagParser) -> None:
+    """Add --input and the flags for reading it."""
+    parser.needs = [
+        Need("hf_split", "an --input hf:NAME", lambda args: any(spec.startswith("hf:") for spec in args.input))
+    ]
+    parser.add_argument(
+        "--input",
+        type=path_or_url,
+        required=True,
+        action="append",
+        metavar="PATH|PATTERN|URL|-|hf:NAME[:CONFIG]|python-stdlib",
+        help="text (one document a file), .jsonl, .parquet or a .tar of them, also .gz/.zst/.bz2/.xz; a folder, or a "
+        "pattern such as 'crawl/*.jsonl.zst' or 's3://bucket/crawl/*.jsonl.zst' (gs, az, "
+        "hf://datasets/); tokens: .bin of nanoGPT or llm.c, or a folder of MDS shards; stdin; a Hugging "
+        "Face dataset; or the sources and docs of this Python's standard library. May be repeated; inputs are read in "
+        "this order",
+    )
+    flag(parser, "--text-field NAME", "field of JSON, Parquet, MDS and hf; default: text", nonblank)
+    flag(parser, "--hf-split NAME", "split of a hf: dataset", nonblank, "train")
+    flag(parser, "--glob PATTERN", "files to read from a folder, for example '*.py'", nonblank)
+    flag(parser, "--skip-undecodable", "skip and count text files that are not UTF-8")
+
+
+def add_max_rejected(parser: FlagParser) -> None:
+    """Add --max-rejected."""
+    text = "malformed records (not JSON, not UTF-8, without text, too long) to set aside in OUT.rejected.jsonl; 0: fail"
+    flag(parser, "--max-rejected N", f"{text} at the first one", whole_number(0, 10**12), 0)
+
+
+def add_prepare(commands: argparse._SubParsersAction[FlagParser]) -> None:
+    """Add `prepare` to `llmscale data`."""
+    parser = commands.add_parser("prepare", help="tokenise text into MDS shards with a manifest")
+    add_input_flags(parser)
+    text = "folder of the dataset, or s3://BUCKET/PATH (gs, az, hf://datasets/ORGANISATION/NAME), to which complete "
+    flag(parser, "--out DIR|URL", f"{text}shards are uploaded", path_or_url, required=True)
+    text = "folder in which a dataset for a URL is prepared; needs space for the tokens once while they are shuffled; "
+    flag(parser, "--work-dir DIR", f"{text}default: ~/.cache/llmscale/prepare", local_path)
+    text = "FOLDER holds a model's tokenizer.json, for example to continue its pre-training; NAME is a model on the "
+    text += "Hugging Face Hub, ORGANISATION/NAME[@REVISION]"
+    flag(parser, f"--tokenizer {TOKENIZER_METAVAR}", text, path_or_url, "gpt2")
+    text = "the model's token that ends a document, for example '<|end_of_text|>'; default: as its files specify"
+    flag(parser, "--eot-token TEXT", text, nonblank)
+    flag(parser, "--parse-special-tokens", "encode special tokens that are written in a text as such; default: as text")
+    flag(parser, "--seq-len T", "context length in tokens", whole_number(1, limits.MAX_SEQ_LEN), 1024)
+    flag(parser, "--val-fraction F", "fraction of documents for validation", number(0, 0.5), 0.01)
+    text = "seed of the choice of validation documents and of the shuffle"
+    flag(parser, "--seed N", text, whole_number(0, limits.MAX_SEED), 0)
+    flag(parser, "--no-shuffle", "keep training windows in the order of the text; default: shards are random samples")
+    flag(parser, "--shard-mb MIB", "largest shard in MiB", whole_number(1, 4095), 64)
+    flag(parser, "--compression", "compress the shards; default: not", default="", choices=["zstd"])
+    flag(parser, "--workers N", "tokenising threads; default: one per core", whole_number(1, limits.MAX_WORKERS))
+    text = "encoder: gigatoken, the tokenizer's own library (reference), or gigatoken if its tokens are the same (auto)"
+    flag(parser, "--encoder", text, default="auto", choices=["auto", "gigatoken", "reference"])
+    add_max_rejected(parser)
+    flag(parser, "--overwrite", "replace a dataset that was prepared differently")
+    parser.needs = [
+        *parser.needs,
+        Need("work_dir", "an --out that is a URL", lambda args: "://" in args.out),
+        Need("seed", "with --no-shuffle and --val-fraction 0", lambda args: not args.no_shuffle or args.val_fraction),
+    ]
+    parser.set_defaults(handler=_prepare)
+
+
+def add_train_tokenizer(commands: argparse._SubParsersAction[FlagParser]) -> None:
+    """Add `train-tokenizer` to `llmscale data`."""
+    parser = commands.add_parser("train-tokenizer", help="train a byte-level BPE tokenizer on text")
+    add_input_flags(parser)
+    flag(parser, "--out DIR", "folder of the tokenizer", local_path, required=True)
+    flag(parser, "--vocab-size N", "tokens to learn", whole_number(257, limits.MAX_VOCAB), 32768)
+    parser.set_defaults(handler=_train_tokenizer)
+
+
+def open_source_of(args: argparse.Namespace) -> Source:
+    """Open the inputs. Raises DataError, also if --out is among them."""
+    from llmscale.data.prepare.sources.open_source import check_apart, check_data_sets, open_source
+
+    check_apart(args.input, args.out)
+    source = open_source(
+        *args.input,
+        text_field=args.text_field,
+        hf_split=args.hf_split,
+        glob=args.glob,
+        skip_undecodable=args.skip_undecodable,
+        out=args.out,
+    )
+    check_data_sets(args.input)
+    if source.left_out:
+        print_visible(source.left_out, file=sys.stderr)
+    return source
+
+
+def describe_reading(passed_over: Counter[str], out: Path, num_rejected: int, num_cut: int) -> Iterator[str]:
+    """Yield notes on skipped and divided text; `passed_over` counts skipped files by suffix."""
+    from llmscale.data.prepare.output_folder import rejected_path
+    from llmscale.data.prepare.sources.formats import MAX_TEXT_BYTES
+
+    if num_rejected:
+        yield f"Skipped {count_nouns(num_rejected, 'malformed record')}; see {rejected_path(out)}."
+    if num_cut:
+        yield f"Divided {count_nouns(num_cut, 'text')} of more than {MAX_TEXT_BYTES >> 20} MiB into documents of 1 MiB."
+    if passed_over:
+        kinds = ", ".join(f"{count:,} {suffix}" for suffix, count in passed_over.most_common(6))
+        yield f"Skipped {count_nouns(passed_over.total(), 'file')} of unknown type ({kinds}); --glob chooses files."
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from llmscale.data.prepare.prepare_set import PrepareOptions, prepare
+    from llmscale.data.tokenizers.hugging_face import HuggingFaceTokenizer
+    from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
+
+    options = PrepareOptions(
+        seq_len=args.seq_len,
+        val_fraction=args.val_fraction,
+        seed=args.seed,
+        shuffle=not args.no_shuffle,
+        shard_bytes=args.shard_mb << 20,
+        compression=args.compression,
+        parse_special=args.parse_special_tokens,
+    )
+    args.out = _check_out(args)
+    source = open_source_of(args)
+    destination = _open_destination(args)
+    tokenizer = load_tokenizer(args.tokenizer, eot_token=args.eot_token or "", parse_special=args.parse_special_tokens)
+    start_s = time.monotonic()
+    prepared = prepare(
+        source,
+        destination,
+        tokenizer,
+        options,
+        num_workers=args.workers,
+        encoder=args.encoder,
+        max_rejected=args.max_rejected,
+    )
+    elapsed_s = time.monotonic() - start_s
+    print_manifest(prepared.manifest, str(args.out))
+    if prepared.reused:
+        print_visible("Already prepared: nothing to do.")
+    else:
+        num_tokens = sum(split.num_tokens for split in prepared.manifest.splits.values())
+        print_visible(f"Prepared in {elapsed_s:.1f} s, {num_tokens / elapsed_s:,.0f} tokens/s.")
+        if isinstance(tokenizer, HuggingFaceTokenizer):
+            print_visible(tokenizer.describe_ends(), file=sys.stderr)
+        for line in _choices(prepared, source, destination.beside, args.val_fraction):
+            print_visible(line, file=sys.stderr)
+    return 0
+
+
+def _check_out(args: argparse.Namespace) -> Path | str:
+    """Return --out as a folder or a URL. Raises DataError before anything is opened."""
+    from llmscale.data.storage.schemes import check_not_forgotten, check_out_url, is_url
+
+    if not is_url(args.out):
+        check_not_forgotten(args.out, "--out")
+        check_output_folder("--out", Path(args.out))
+        return Path(args.out)
+    if args.work_dir is not None:
+        check_output_folder("--work-dir", args.work_dir)
+    return check_out_url(args.out)
+
+
+def _open_destination(args: argparse.Namespace) -> Destination:
+    """Open the destination. Raises DataError for missing credentials or an unknown bucket."""
+    from llmscale.data.prepare.output_folder import LocalFolder
+    from llmscale.data.prepare.remote_set import DEFAULT_WORK_DIR, RemoteSet
+
+    if isinstance(args.out, str):
+        return RemoteSet(args.out, work_dir=args.work_dir or DEFAULT_WORK_DIR, overwrite=args.overwrite)
+    return LocalFolder(args.out, overwrite=args.overwrite)
+
+
+def _choices(prepared: Prepared, source: Source, beside: Path, val_fraction: float) -> Iterator[str]:
+    """Yield notes on decisions that the user did not ask for."""
+    yield from describe_reading(source.passed_over, beside, prepared.num_rejected, prepared.num_cut)
+    splits = prepared.manifest.splits
+    num_tokens = sum(split.num_tokens for split in splits.values())
+    if "val" not in splits:
+        window = prepared.manifest.seq_len + 1
+        why = f"the text is too short, {num_tokens:,} tokens: training and validation need a window of {window:,} each"
+        yield f"No validation split: {why if val_fraction else 'as --val-fraction 0 says'}."
+    elif prepared.note:
+        yield prepared.note
+    elif splits["val"].num_tokens > max(2 * val_fraction, val_fraction + 0.02) * num_tokens:
+        yield (
+            f"Validation has {splits['val'].num_tokens / num_tokens:.0%} of the tokens, not {val_fraction:.0%}: "
+            f"{splits['val'].num_documents:,} of {sum(split.num_documents for split in splits.values()):,} documents, "
+            "which stay complete. Another --seed chooses others."
+        )
+
+
+def _train_tokenizer(args: argparse.Namespace) -> int:
+    from llmscale.data.tokenizers.train_tokenizer import train_tokenizer
+
+    check_output_folder("--out", args.out)
+    tokenizer = train_tokenizer(open_source_of(args), args.out, args.vocab_size)
+    print_visible(f"Trained {tokenizer.vocab_size:,} tokens into {args.out} (sha256 {tokenizer.sha256[:12]}).")
+    return 0
+
+
+def print_manifest(manifest: Manifest, folder: str) -> None:
+    """Print a dataset's manifest in a few lines."""
+    print_visible_fitting(
+        f"{folder}: {manifest.source}, tokenizer {manifest.tokenizer} ({manifest.vocab_size:,} tokens), "
+        f"seq_len {manifest.seq_len}, {manifest.dtype}, fingerprint {manifest.fingerprint[:12]}"
+    )
+    for name, split in manifest.splits.items():
+        print_visible_fitting(
+            f"  {name:5} {split.num_documents:,} documents, {split.num_tokens:,} tokens, {split.num_samples:,} "
+            f"samples (+ {split.tail_tokens:,} tail tokens), {len(split.shards)} shards, "
+            f"{split.bytes_per_token:.2f} bytes/token, unigram entropy {split.unigram_entropy_nats:.3f} nats"
+        )
+    if not manifest.is_shuffled:
+        print("  training windows in the order of the text")
+    if manifest.skipped_documents or manifest.empty_documents:
+        print_visible(
+            f"  left out: {count_nouns(manifest.skipped_documents, 'malformed record')}, "
+            f"{count_nouns(manifest.empty_documents, 'empty document')}"
+        )
+
+
+def print_visible_fitting(line: str) -> None:
+    """Print a line with untrusted text, wrapped to the width of stdout."""
+    for part in wrap_line(line, output_width()):
+        print_visible(part)

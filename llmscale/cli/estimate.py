@@ -1,0 +1,147 @@
+"""`llmscale estimate`: which configurations fit these GPUs, by how much, and how fast they would be."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from llmscale.cli.flags import (
+    LIST,
+    MODEL_KEYS,
+    add_machine_flags,
+    add_model_flag,
+    add_optimizer_flags,
+    add_shape_flags,
+)
+from llmscale.config import limits
+from llmscale.config.command_line import FlagContainer, Need, flag, local_path, nonblank, number
+from llmscale.config.interconnect import INTERCONNECTS
+from llmscale.config.run_flags import add_run_flags
+from llmscale.errors import ConfigError
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from llmscale.config.command_line import FlagParser
+
+_SIZES = ("--n-layer", "--n-head", "--n-embd", "--head-dim", "--n-kv-head", "--mlp-width")
+#: Flags, each with the flags that it excludes.
+_EXCLUSIVE = (
+    ("--max-model", ("--ds", "--hf", "--emit", "--plot", "--dry-run", *_SIZES)),
+    ("--hf", ("--model",)),
+    ("--ds", ("--emit",)),
+)
+#: Flags that `--interconnect list` excludes, because they concern one row for one network.
+_OF_ONE_NETWORK = ("--hf", "--max-model", "--emit", "--plot", "--dry-run")
+#: Flags without a meaning for a model of which only the states are known.
+_OF_OWN_MODEL = (
+    *("--ds", "--emit", "--plot", "--dry-run", "--micro-batch-size", "--activation-checkpointing"),
+    *("--loss-chunk-tokens", "--optimizer", "--seq-len"),
+)
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `estimate`."""
+    parser = subparsers.add_parser(
+        "estimate",
+        usage="%(prog)s [FLAGS]",
+        description="Every ZeRO stage, offload and activation checkpointing at the largest micro-batch that fits, from "
+        "closed formulas. Exit status: 0 something fits, 1 nothing fits, 2 wrong flags.",
+    )
+    group = parser.add_argument_group("model")
+    add_model_flag(group)
+    add_shape_flags(group)
+    text = "transformers config.json, its folder, or a name on the Hub; for families that llmscale does not train, "
+    flag(group, "--hf PATH|NAME", f"{text}model states only", nonblank)
+    group = parser.add_argument_group("machines")
+    add_machine_flags(group, num_gpus=1, num_nodes=1, num_nodes_text="nodes")
+    text = "memory of one node, for offload; default: not checked"
+    flag(group, "--host-memory-gib GIB", text, number(0.01, limits.MAX_HOST_GIB))
+    _add_run_flags(parser.add_argument_group("run"))
+    _add_output_flags(parser.add_argument_group("output"))
+    others = [action.dest for action in parser._actions if action.dest not in ("gpu", "help")]
+    parser.needs = [
+        Need(" ".join(others), f"with --gpu {LIST}", lambda args: args.gpu != LIST),
+        Need("force nvme_path", "--emit FILE"),
+        Need("interconnect", "--num-nodes of 2 or more", _compares_nodes),
+    ]
+    parser.set_defaults(handler=_run)
+
+
+def _compares_nodes(args: argparse.Namespace) -> bool:
+    """Return whether --interconnect matters; an unknown name is refused later, with the legal ones."""
+    return args.num_nodes > 1 or args.interconnect not in {network.name for network in INTERCONNECTS}
+
+
+def _add_run_flags(group: FlagContainer) -> None:
+    texts = {
+        "global_batch_size": "sequences per step over all GPUs; default: the preset's",
+        "micro_batch_size": "sequences per GPU and forward pass; default: the largest that fits",
+        "precision": "bf16, fp16, fp32 or autocast; default: the ds_config's, else bf16, or fp16 on a GPU without bf16",
+        "activation_checkpointing": "only none, selective or full; default: all of them",
+    }
+    add_run_flags(group, {"global_batch_size": int, "micro_batch_size": int, "precision": str}, texts=texts)
+    add_optimizer_flags(group)
+    add_run_flags(group, {"activation_checkpointing": str}, texts=texts)
+    text = "explain these ds_configs, side by side; zero2 and the like are llmscale's own"
+    flag(group, "--ds FILE|NAME", text, local_path, nargs="+")
+    flag(group, "--nvme-path DIR", "NVMe folder of every node, for --emit", nonblank, "/local_nvme")
+
+
+def _add_output_flags(group: FlagContainer) -> None:
+    flag(group, "--emit FILE", "write the recommended ds_config", local_path)
+    flag(group, "--force", "let --emit overwrite")
+    flag(group, "--max-model", "find the largest model of its family that fits; default family: GPT-3")
+    flag(group, "--dry-run", "simulate the recommended row, or --ds, with the real DeepSpeed: about a minute")
+    flag(group, "--plot FILE", "draw the rows as stacked bars (needs matplotlib)", local_path)
+    flag(group, "--json", "print JSON")
+
+
+def _run(args: argparse.Namespace) -> int:
+    if args.gpu == LIST:
+        from llmscale.cli.estimate_tables import gpu_lines
+        from llmscale.terminal.table import print_fitting
+
+        print_fitting(gpu_lines())
+        return 0
+    _check_combination(args)
+    from llmscale.cli import estimate_answers as answers
+
+    if args.hf is not None:
+        from llmscale.architecture.hf_config import load_hf_model
+        from llmscale.config.hf_model import PREFIX
+
+        model = load_hf_model(args.hf)
+        if model is not None:
+            _check_states_only(args)
+            return answers.answer_states(args, model)
+        args.model = f"{PREFIX}{args.hf}"
+    if args.max_model:
+        return answers.answer_largest(args)
+    return answers.answer_networks(args) if args.interconnect == LIST else answers.answer_rows(args)
+
+
+def _check_combination(args: argparse.Namespace) -> None:
+    given: list[tuple[str, tuple[str, ...]]] = [(name, others) for name, others in _EXCLUSIVE if _is_given(args, name)]
+    if args.interconnect == LIST:
+        given.append((f"--interconnect {LIST}", _OF_ONE_NETWORK))
+    for name, others in given:
+        for other in others:
+            if _is_given(args, other):
+                raise ConfigError(f"{name} and {other} exclude each other. Drop one of them.")
+    if not (args.model or args.hf or args.max_model):
+        raise ConfigError("which model? Give --model PRESET (such as gpt2-1.5b), or --hf for one of transformers'.")
+
+
+def _is_given(args: argparse.Namespace, name: str) -> bool:
+    return getattr(args, name.removeprefix("--").replace("-", "_")) not in (None, False)
+
+
+def _check_states_only(args: argparse.Namespace) -> None:
+    keys = (f"--{key.replace('_', '-')}" for key in ("vocab_size", *MODEL_KEYS))
+    for name in (*_OF_OWN_MODEL, *keys):
+        if _is_given(args, name):
+            raise ConfigError(
+                f"{name} has no effect with --hf {args.hf}: llmscale does not train this family, and knows only its "
+                f"model states. Drop {name}."
+            )

@@ -1,0 +1,108 @@
+"""`llmscale plan`: what a budget trains, or what a model costs."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from llmscale.cli.flags import (
+    add_machine_flags,
+    add_model_flag,
+    add_optimizer_flags,
+    add_shape_flags,
+    describe_flags,
+)
+from llmscale.config import limits
+from llmscale.config.command_line import FlagContainer, Need, flag, local_path, number, quantity
+from llmscale.config.run_flags import add_run_flags
+from llmscale.report.save_figure import check_plot
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+    from llmscale.config.command_line import FlagParser
+
+
+def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
+    """Add `plan`."""
+    parser = subparsers.add_parser(
+        "plan",
+        usage="%(prog)s [FLAGS]",
+        description="From one goal, or a model and one goal, to a complete plan, by published scaling laws. Numbers "
+        "may have a suffix: 124M, 70B, 1.4T, 300e9. Exit status: 0 planned, 1 the model does not fit the GPUs, 2 "
+        "wrong flags.",
+    )
+    _add_goal_flags(parser.add_argument_group("goal, exactly one; or a model and one other"))
+    add_shape_flags(parser.add_argument_group("model, beside --model"))
+    _add_machine_flags(parser.add_argument_group("machines"))
+    _add_run_flags(parser.add_argument_group("run"))
+    output = parser.add_argument_group("output")
+    flag(output, "--plot FILE", "draw iso-FLOP curves (needs matplotlib)", local_path)
+    flag(output, "--json", "print JSON")
+    parser.needs = [
+        Need(
+            "budget_usd gpu_hours price_per_gpu_hour mfu inference_mfu num_gpus num_nodes interconnect pue "
+            "loss_chunk_tokens",
+            "--gpu NAME",
+            lambda args: args.gpu or args.gpu_memory_gib or args.bf16_tflops,
+        ),
+        Need("budget_usd", "--price-per-gpu-hour"),
+        Need("inference_mfu", "--inference-tokens"),
+        Need("interconnect", "with --num-nodes 1", lambda args: args.num_nodes != 1),
+        Need("pue", "--gpu NAME"),
+    ]
+    parser.set_defaults(handler=_run)
+
+
+def _add_goal_flags(group: FlagContainer) -> None:
+    flag(group, "--budget-usd X", "money; needs --gpu and --price-per-gpu-hour", quantity(1e-3, 1e15))
+    flag(group, "--gpu-hours X", "hours of one GPU; needs --gpu", quantity(1e-6, 1e13))
+    flag(group, "--flops C", "training FLOPs, such as 5.76e23", quantity(1, 1e36))
+    flag(group, "--pf-days X", "training compute in petaflop/s-days of 8.64e19 FLOPs", quantity(1e-18, 1e16))
+    add_model_flag(group)
+    flag(group, "--params N", "parameters, such as 7B", quantity(1, 1e16))
+    flag(group, "--tokens D", "training tokens, such as 300B", quantity(1, limits.MAX_TOKENS))
+    flag(group, "--loss L", "loss in nats per token, on text like MassiveText's", quantity(1e-3, 1e3))
+
+
+def _add_machine_flags(group: FlagContainer) -> None:
+    text = "nodes; default: the fewest that hold the model without offload"
+    add_machine_flags(group, num_gpus=8, num_nodes=None, num_nodes_text=text)
+    flag(group, "--mfu F", "fraction of the peak rate; default: estimated", number(1e-4, 1))
+    flag(group, "--price-per-gpu-hour USD", "price, for the cost", quantity(1e-4, 1e6))
+    flag(group, "--pue X", "power of the data centre over that of its computers; default: 1.2", number(1, 10))
+
+
+def _add_run_flags(group: FlagContainer) -> None:
+    flag(group, "--law", "scaling law that decides", default="besiroglu", choices=["besiroglu", "hoffmann"])
+    texts = {
+        "global_batch_size": "sequences per step; default: the nearest preset's",
+        "keep_last": "newest checkpoints to keep; default: 2",
+        "keep_every": "also keep checkpoints at multiples of this step; default: none",
+    }
+    add_run_flags(group, {"global_batch_size": int}, texts=texts)
+    add_optimizer_flags(group)
+    text = "tokens that the model will serve: gives a smaller model, trained longer"
+    flag(group, "--inference-tokens D", text, quantity(1, 1e24))
+    flag(group, "--inference-mfu F", "MFU when serving; default: as in training", number(1e-4, 1))
+    add_run_flags(group, {"keep_last": int, "keep_every": int}, texts=texts)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from llmscale.cli import plan_output
+    from llmscale.dry_run.on_demand import with_recordings
+    from llmscale.planning.run_plan import make_plan
+
+    if args.plot is not None:
+        check_plot(args.plot)
+    request = plan_output.read_request(args)
+    plan = with_recordings(lambda: make_plan(request), describe_flags(request.given) or "this model")
+    if args.json:
+        print(plan_output.to_json(request, plan))
+    else:
+        for line in plan_output.plan_lines(request, plan, is_pue_given=args.pue is not None):
+            print(line)
+    if args.plot is not None:
+        plan_output.draw(args.plot, request, plan)
+    nothing_fits = plan.placement is not None and plan.placement.row is None
+    return 1 if nothing_fits else 0

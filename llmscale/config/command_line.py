@@ -1,0 +1,309 @@
+"""Command lines whose mistakes are one clear line: the parser, the types of flags, conditions on flags. No torch."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+
+from llmscale.config.user_paths import check_path, check_path_or_url, check_text
+from llmscale.errors import ConfigError
+from llmscale.suggestions import did_you_mean
+from llmscale.terminal.colour import paint
+from llmscale.terminal.human_numbers import parse_bytes, parse_quantity
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
+
+#: Headings of a help text, and the word that every help text begins with.
+_HEADING = re.compile(r"^usage:|^[a-z][^\n]*:$", re.MULTILINE)
+#: Part of a usage that must stay on one line: a flag with its values.
+_USAGE_PART = re.compile(r"\[[^][]*(?:\[[^][]*\][^][]*)*\](?=\s|$)|--?[a-z][\w-]* [A-Z]\S*")
+_USAGE_INDENT = " " * 4
+#: Smallest width of help, as in argparse.
+_LEAST_WIDTH = 11
+#: Digits of a whole number: int() also takes other alphabets, and minutes for a million digits.
+_WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
+_STEPS = re.compile(r"([0-9]{1,12}):([0-9]{1,12})")
+
+FlagContainer = argparse._ActionsContainer
+"""A parser or an argument group."""
+NamespaceT = TypeVar("NamespaceT")
+_T = TypeVar("_T")
+
+
+class Need(NamedTuple):
+    """Settings that have no effect unless another setting allows it."""
+
+    keys: str
+    """The settings, separated by spaces."""
+    other: str
+    """The flag that they need (`--eval-every N`), or `with` and the flag that excludes them (`with --no-shuffle`)."""
+    is_met: Callable[[Any], object] | None = None
+    """Condition on all settings; default: the first flag of `other` is set."""
+
+    def others(self) -> set[str]:
+        """Return the keys of the flags that `other` names."""
+        return {flag.replace("-", "_") for flag in re.findall(r"--([a-z][\w-]*)", self.other)}
+
+    def check(self, given: Collection[str], settings: object, where: str = "") -> None:
+        """Raise ConfigError for the first of the `given` settings that has no effect; `where` begins the message."""
+        for key in self.keys.split():
+            if key in given and not (self.is_met(settings) if self.is_met else getattr(settings, *self.others())):
+                value, flag = getattr(settings, key), f"--{key.replace('_', '-')}"
+                shown = " ".join(map(str, value)) if isinstance(value, list) else "" if value is True else value
+                if self.other.startswith("with "):
+                    raise ConfigError(f"{where}{flag} {shown} has no effect {self.other}. Drop one of them.")
+                shown = f"{shown or 'it'} has no effect: add it, or drop {flag}"
+                raise ConfigError(f"{where}{flag} needs {self.other}. Without that {shown}.")
+
+
+class FittingHelp(argparse.HelpFormatter):
+    """Help whose usage fits the terminal, too: argparse indents it so far that long flags stick out."""
+
+    def _format_usage(
+        self,
+        usage: str | None,
+        actions: Iterable[argparse.Action],
+        groups: Iterable[argparse._MutuallyExclusiveGroup],
+        prefix: str | None,
+    ) -> str:
+        text = super()._format_usage(usage, actions, groups, prefix)
+        # argparse passes an empty prefix when it computes the names of subcommands.
+        width = max(self._width, _LEAST_WIDTH)
+        if prefix == "" or max(map(len, text.splitlines())) <= width:
+            return text
+        import textwrap  # as in argparse: only help needs it
+
+        def keep_together(part: re.Match[str]) -> str:
+            fits = len(_USAGE_INDENT + part.group()) <= width
+            return part.group().replace(" ", "\0") if fits else part.group()
+
+        joined = _USAGE_PART.sub(keep_together, " ".join(text.split()))
+        lines = textwrap.wrap(
+            joined, width, subsequent_indent=_USAGE_INDENT, break_long_words=False, break_on_hyphens=False
+        )
+        return "\n".join(lines).replace("\0", " ") + "\n\n"
+
+
+class FlagParser(argparse.ArgumentParser):
+    """An ArgumentParser that raises ConfigError and knows the closest legal flag or subcommand."""
+
+    needs: Sequence[Need] = ()
+    """Conditions on the flags that are given."""
+    passes_on: str = ""
+    """Program whose flags follow `--`."""
+
+    def __init__(self, **settings: object) -> None:
+        """Take argparse's settings. Flags cannot be abbreviated, since `--se` must not come to mean `--seed`."""
+        settings = {"formatter_class": FittingHelp, **settings}
+        super().__init__(**settings)  # type: ignore[arg-type]  # argparse's own keywords
+        self.allow_abbrev = False
+
+    def parse_known_args(  # type: ignore[override]  # argparse overloads on the namespace
+        self, args: Sequence[str] | None = None, namespace: NamespaceT | None = None
+    ) -> tuple[NamespaceT, list[str]]:
+        """Parse as argparse does, but refuse unknown flags, flags given twice and flags without effect."""
+        words = list(itertools.takewhile(lambda word: word != "--", sys.argv[1:] if args is None else args))
+        if self._subparsers is not None:
+            # The other words belong to the subcommand, whose parser checks them.
+            words = list(itertools.takewhile(lambda word: word.startswith("-"), words))
+        given = self._refuse_repeated(words)
+        # Before argparse reports that a required flag is missing, when it is only misspelt.
+        self._refuse_unknown([word for word in words if word.startswith("--")])
+        known, unknown = super().parse_known_args(args, namespace)
+        self._fill_optional_positional(known, unknown)
+        self._refuse_unknown(unknown)
+        for need in self.needs:
+            need.check(given, known)
+        return known, unknown  # type: ignore[return-value]
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        unknown = [word for word in (word.split("=")[0] for word in words) if word not in self._option_string_actions]
+        if unknown:
+            hint = did_you_mean(unknown[0], self._option_string_actions)
+            if self.passes_on:
+                hint += f" Flags of {self.passes_on} follow a lone --: `{self.prog} ... -- {unknown[0]} ...`."
+            raise ConfigError(f"unknown argument '{unknown[0]}'.{hint} `{self.prog} --help` lists all.")
+
+    def _fill_optional_positional(self, known: object, unknown: list[str]) -> None:
+        """Set an optional positional argument that follows a flag, which argparse leaves among the unknown words."""
+        for action in self._get_positional_actions():
+            is_absent = action.nargs == argparse.OPTIONAL and getattr(known, action.dest) is action.default
+            is_word = bool(unknown) and (" " in unknown[0] or not unknown[0].startswith("-"))
+            if is_absent and (is_word or unknown[:1] == ["--"]):
+                word = unknown.pop(0) if is_word else unknown.pop(1)
+                setattr(known, action.dest, self._get_value(action, word))
+                del unknown[: unknown[:1] == ["--"]]
+
+    def _refuse_repeated(self, words: Sequence[str]) -> Collection[str]:
+        """Return the settings that `words` give. Raises ConfigError for one that is given twice."""
+        given: dict[str, tuple[str, str]] = {}
+        for word, following in zip(words, [*words[1:], ""], strict=False):
+            name, equals, value = word.partition("=")
+            action = self._option_string_actions.get(name)
+            if action is None:
+                continue
+            value = value if equals else following if action.nargs != 0 else ""
+            if action.dest in given and not isinstance(action, argparse._AppendAction):
+                first, before = given[action.dest]
+                if first != name:
+                    raise ConfigError(f"{first} and {name} are the same setting twice. Give it once.")
+                values = f": {before} and {value}" if value else ""
+                every = ", with all its values" if action.nargs in ("+", "*") else ""
+                raise ConfigError(f"{name} is given twice{values}. Give it once{every}.")
+            given[action.dest] = name, value
+        return given
+
+    def _print_message(self, message: str, file: SupportsWrite[str] | None = None) -> None:
+        """Print with bold headings on a terminal. Raises OSError if the help cannot be written; argparse ignores it."""
+        file = file or sys.stderr
+        file.write(_HEADING.sub(lambda match: paint(match.group(), "bold", file), message))
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        if valueless := re.search(r"argument (?:-\w/)?(\S+): ignored explicit argument (.*)", message):
+            message = f"{valueless[1]} takes no value, and {valueless[2]} is given"
+        choice = re.search(r"argument (\S+): invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice:
+            name, given, words = choice.groups()
+            legal = [word.strip(" '\"") for word in words.split(",")]
+            prefix = f"{name.rpartition('/')[2]} " if name.startswith("-") else ""
+            raise ConfigError(f"{prefix}'{given}' is not known.{did_you_mean(given, legal)} Legal: {', '.join(legal)}.")
+        raise ConfigError(f"{message}. `{self.prog} --help` lists all flags.")
+
+
+def flag(
+    parser: FlagContainer,
+    name: str,
+    help: str,
+    kind: Callable[[str], object] | None = None,
+    default: object = None,
+    **settings: Any,
+) -> None:
+    """Add a flag whose `name` includes the metavar, such as `--seq-len T`. The help ends with the default.
+
+    A name without metavar and choices gives a switch. Further `settings` go to `add_argument`.
+    """
+    option, _, metavar = name.partition(" ")
+    if default not in (None, "", []):
+        help += f" (default: {f'{default:g}' if isinstance(default, float) else default})"
+    if metavar:
+        settings["metavar"] = metavar
+    if kind:
+        settings["type"] = kind
+    if not metavar and "choices" not in settings:
+        parser.add_argument(option, action="store_true", help=help, **settings)
+    else:
+        parser.add_argument(option, default=default, help=help, **settings)
+
+
+def whole_number(lowest: int, highest: int) -> Callable[[str], int]:
+    """Return a type for whole numbers from `lowest` to `highest`."""
+
+    def parse(text: str) -> int:
+        plain = text.strip().replace("_", "")
+        if not _WHOLE.fullmatch(plain) or not lowest <= int(plain) <= highest:
+            most = f" and at most {highest:,}" if _exceeds(text, highest) else ""
+            raise argparse.ArgumentTypeError(f"must be a whole number of at least {lowest}{most}, not '{text}'")
+        return int(plain)
+
+    return parse
+
+
+def number(lowest: float, highest: float, *, above: bool = False, below: bool = False) -> Callable[[str], float]:
+    """Return a type for numbers from `lowest` to `highest`; `above` and `below` exclude the bounds."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        is_enough = lowest < value if above else lowest <= value
+        if not is_enough or not (value < highest if below else value <= highest):
+            bound = f"above {lowest:g}" if above else f"of at least {lowest:g}"
+            most = f" and {'below' if below else 'at most'} {highest:g}"
+            most = most if highest <= 1 or _exceeds(text, highest) else ""
+            raise argparse.ArgumentTypeError(f"must be a number {bound}{most}, not '{text}'")
+        return value
+
+    return parse
+
+
+def quantity(lowest: float, highest: float) -> Callable[[str], float]:
+    """Return a type for numbers with or without a suffix, such as 70B."""
+
+    def parse(text: str) -> float:
+        try:
+            value = parse_quantity(text)
+        except ValueError:
+            value = math.nan
+        if math.isnan(value):
+            raise argparse.ArgumentTypeError(f"must be a number above 0 such as 5.76e23, 70B or 1.4T, not '{text}'")
+        if not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"must be from {lowest:g} to {highest:g}, not '{text}'")
+        return value
+
+    return parse
+
+
+def byte_size(text: str) -> int:
+    """Parse a number of bytes with its unit, such as 5GB or 512MiB."""
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a size with its unit such as 5GB (10^9 bytes each) or 512MiB (2^20 bytes each), not '{text}'"
+        ) from None
+
+
+def local_path(text: str) -> Path:
+    """Parse a path on this machine."""
+    return _checked(check_path, text)
+
+
+def nonblank(text: str) -> str:
+    """Parse a text that is not blank."""
+    return _checked(check_text, text)
+
+
+def path_or_url(text: str) -> str:
+    """Parse a path, or text that begins with a scheme (s3://, hf:)."""
+    return _checked(check_path_or_url, text)
+
+
+def parse_step_range(flag: str, text: str, meaning: str, most: int | None = None) -> tuple[int, int]:
+    """Parse steps A to B-1, given as A:B and counted from 1, as (A, B).
+
+    `meaning` tells in an error what happens with the steps. Raises ConfigError, also for more than `most` steps.
+    """
+    matched = _STEPS.fullmatch(text.strip())
+    first, end = (int(matched[1]), int(matched[2])) if matched else (0, 0)
+    if not 1 <= first < end:
+        raise ConfigError(
+            f"{flag} {text[:80]!r} is not a range of steps. Give A:B with 1 <= A < B: of steps A to B-1, as they are "
+            f"printed, {meaning}, such as 1000:1010."
+        )
+    if most is not None and end - first > most:
+        raise ConfigError(f"{flag} {text[:80]}: {end - first:,} steps are too many. Give at most {most}.")
+    return first, end
+
+
+def _exceeds(text: str, highest: float) -> bool:
+    """Return whether `text` is a number above `highest`, so that an error names the upper bound."""
+    try:
+        return float(text) > highest
+    except ValueError:
+        return False
+
+
+def _checked(check: Callable[[str], _T], text: str) -> _T:
+    try:
+        return check(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, not '{text}'") from None

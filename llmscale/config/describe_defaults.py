@@ -1,0 +1,122 @@
+"""Describe the defaults that a run has chosen, for its start-up summary. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from llmscale.architecture.shape import SHAPE_KEYS, GPTShape
+from llmscale.config.batch_plan import DEFAULT_MICRO_BATCH_TOKENS, BatchPlan
+from llmscale.config.hf_model import default_preset, is_published
+from llmscale.config.presets import PRESETS, nominal_parameters
+from llmscale.config.resolve import ResolvedRun
+from llmscale.config.run_config import RunConfig
+from llmscale.config.schedule import Schedule
+from llmscale.errors import ConfigError
+from llmscale.terminal.human_numbers import format_quantity
+
+#: Largest relative difference between a model's size and the size in its preset's name.
+_SAME_SIZE = 0.05
+
+
+def describe_preset(name: str, shape: GPTShape, vocabulary_of: str = "the data set's") -> str | None:
+    """Return `gpt2-124m with ...: 88.1M parameters, not 124M`, or None if the size agrees with the name."""
+    nominal = nominal_parameters(name)
+    if abs(shape.num_parameters / nominal - 1) <= _SAME_SIZE:
+        return None
+    preset = PRESETS[name]
+    parts = [f"{key} {value}" for key, value in shape_changes(name, shape).items()]
+    if (shape.vocab_size, shape.seq_len) != (preset.vocab_size, preset.seq_len) or not parts:
+        parts.append(f"{vocabulary_of} vocabulary of {shape.vocab_size:,} and a context of {shape.seq_len:,}")
+    return (
+        f"{name} with {', '.join(parts)}: {format_quantity(shape.num_parameters)} parameters, not "
+        f"{format_quantity(nominal)}"
+    )
+
+
+def shape_changes(name: str, shape: GPTShape) -> dict[str, object]:
+    """Return the keys of a shape that differ from its preset's and do not follow from the sizes that differ.
+
+    Vocabulary, context and dropout are left out.
+    """
+    preset = PRESETS[name].shape(shape.vocab_size, shape.seq_len)
+    sizes = {key: getattr(shape, key) for key in ("n_layer", "n_head", "n_embd")}
+    changed = {key: value for key, value in sizes.items() if value != getattr(preset, key)}
+    try:
+        resized = preset.changed(changed)
+    except ConfigError:  # sizes that need an explicit head_dim
+        resized = preset
+    others = [key for key in SHAPE_KEYS if key not in (*sizes, "dropout")]
+    return changed | {key: getattr(shape, key) for key in others if getattr(shape, key) != getattr(resized, key)}
+
+
+def describe_gradients(plan: BatchPlan, ds_config: Mapping[str, object]) -> str:
+    """Return the types in which gradients are summed and reduced, from a resolved ds_config."""
+    types = cast("Mapping[str, str]", ds_config["data_types"])
+    words = []
+    if plan.gradient_accumulation_steps > 1:
+        words.append(f"summed over {plan.gradient_accumulation_steps} micro-steps in {types['grad_accum_dtype']}")
+    if plan.ranks.shard_ranks > 1:
+        words.append(f"reduced over {plan.ranks.shard_ranks} ranks in {ds_config['communication_data_type']}")
+    return ", ".join(words) or "one micro-step on one rank, nothing is summed"
+
+
+def describe_batch(config: RunConfig) -> Iterator[str]:
+    """Yield the sources of batch sizes that the user did not give."""
+    if config.global_batch_size is None and config.global_batch_tokens is None:
+        yield f"the global batch is {_default_of(config)}"
+    if config.micro_batch_size is None:
+        yield f"the micro-batch the largest within {DEFAULT_MICRO_BATCH_TOKENS:,} tokens"
+
+
+def describe_optimizer(config: RunConfig, schedule: Schedule, gradient_clipping: float) -> str:
+    """Describe optimizer and schedule, with all defaults."""
+    preset = "" if config.lr is not None else f" ({_default_of(config)})"
+    adam = f", betas {config.beta1:g} and {config.beta2:g}" if config.optimizer != "adafactor" else ""
+    factor = f" ({config.muon_lr_factor:g} times that for matrices)" if config.muon_lr_factor else ""
+    return (
+        f"{config.optimizer}, learning rate {schedule.peak_lr:.2e}{preset}{factor}, {describe_schedule(schedule)}, "
+        f"weight decay {config.weight_decay:g}{adam}, "
+        f"{f'clipping at {gradient_clipping:g}' if gradient_clipping else 'no clipping'}, dropout {config.dropout:g}"
+    )
+
+
+def warn_of_learning_rate(config: RunConfig, schedule: Schedule) -> str | None:
+    """Return a warning for a run that starts from trained weights with the learning rate for new ones, or None."""
+    if config.init_from is None or config.lr is not None:
+        return None
+    return (
+        f"the weights are trained, and the peak learning rate of {schedule.peak_lr:.2e} is {_default_of(config)} for "
+        f"training from scratch. Continue with less, such as --lr {schedule.peak_lr / 10:.1e}, or keep it with --lr "
+        f"{schedule.peak_lr:.1e}"
+    )
+
+
+def describe_schedule(schedule: Schedule) -> str:
+    """Return `117 warm-up steps, cosine to 6.00e-05`."""
+    floor = f" to {schedule.peak_lr * schedule.min_lr_frac:.2e}" if schedule.name != "constant" else ""
+    over = {"constant": "", "wsd": f" in the last {schedule.decay_steps:,} steps"}.get(
+        schedule.name, f" by step {schedule.decay_steps:,}"
+    )
+    return f"{schedule.warmup_steps:,} warm-up steps, {schedule.name}{floor}{over}"
+
+
+def describe_steps(config: RunConfig, resolved: ResolvedRun, num_samples: int) -> str | None:
+    """Return which samples the default of --steps leaves out or repeats, or how --tokens was rounded, or None."""
+    size = resolved.plan.global_batch_size
+    if config.steps is not None:
+        return None
+    if config.tokens is not None:
+        more = resolved.total_tokens - config.tokens
+        return f"--tokens {config.tokens:,} rounded up to whole steps" if more else None
+    left = num_samples - resolved.total_steps * size
+    if left == 0:
+        return "one pass over the data"
+    if left > 0:
+        return f"one pass over the data, of which the last {left:,} samples fill no batch and are not seen"
+    return f"the {num_samples:,} samples are less than one batch: {-left:,} are seen again"
+
+
+def _default_of(config: RunConfig) -> str:
+    """Return the preset that supplies the default values."""
+    return f"{default_preset(config)}'s{', the preset nearest in size' if is_published(config.model) else ''}"

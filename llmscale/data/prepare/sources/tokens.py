@@ -1,0 +1,398 @@
+"""Read tokens that another program made, from MDS shards, nanoGPT's `.bin` or llm.c's files: the documents between
+end-of-text tokens.
+
+nanoGPT's files are uint16 and nothing else. llm.c's begin with 256 int32, of which the first three are a magic number,
+a version and the number of tokens (dev/data/data_common.py, write_datafile): 20240520, version 1, uint16 for GPT-2;
+20240801, version 7, uint32 for Llama 3.
+
+MDS shards, such as llm-foundry's conversion, have a column of tokens or one of text. Streaming's readers are not used:
+an index names column encodings, one of which (`pkl`) runs code, and files anywhere. Only the one column is read. One
+shard is in memory at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import BinaryIO, cast
+
+import numpy as np
+
+from llmscale.data.prepare.sources.source import (
+    Document,
+    InputFile,
+    LocalFile,
+    Place,
+    ReadOptions,
+    Record,
+    Rejected,
+    Source,
+    TokenRules,
+    lacks_field,
+    opened,
+    within_budget,
+)
+from llmscale.data.shards.compressed import DamagedError, most_unpacked_bytes, open_zstd, unfolds
+from llmscale.data.tokenizers.tokenizer import TokenArray
+from llmscale.errors import DataError
+from llmscale.untrusted.documents import Rules, load_json
+from llmscale.untrusted.paths import is_plain_name
+
+#: A longer document is cut into several, so that memory stays bounded without end-of-text tokens.
+MOST_TOKENS = 1 << 22
+
+
+def need_rules(rules: TokenRules | None, name: str) -> TokenRules:
+    """Return the rules. Raises DataError when only text is accepted."""
+    if rules is None:
+        raise DataError(f"{name} holds tokens, but text is needed.")
+    return rules
+
+
+def documents_in(
+    pieces: Iterable[tuple[Place, TokenArray]], offset: int, rules: TokenRules, name: str
+) -> Iterator[Document]:
+    """Yield the documents of consecutive pieces, from token `offset` of the first on. Places are (*piece, offset).
+
+    End-of-text and begin-of-text are removed, and empty documents skipped. Raises DataError for a token that the
+    tokenizer lacks.
+    """
+    waiting: list[TokenArray] = []
+    place: Place = ()
+    for piece, tokens in pieces:
+        _check(tokens, rules, name)
+        begin, offset = offset, 0
+        for end in (np.flatnonzero(tokens[begin:] == rules.eot_token) + begin).tolist():
+            place = (*piece, end + 1)
+            yield from _document([*waiting, tokens[begin:end]], place, rules)
+            waiting, begin = [], end + 1
+        waiting.append(tokens[begin:])
+        place = (*piece, len(tokens))
+        if sum(map(len, waiting)) >= MOST_TOKENS:
+            yield from _document(waiting, place, rules)
+            waiting = []
+    yield from _document(waiting, place, rules)
+
+
+def _document(parts: list[TokenArray], place: Place, rules: TokenRules) -> Iterator[Document]:
+    tokens = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+    begin = len(rules.bos_tokens)
+    if begin and tuple(tokens[:begin].tolist()) == rules.bos_tokens:
+        tokens = tokens[begin:]
+    if len(tokens):
+        yield Document(tokens.astype(np.uint32), place)
+
+
+def _check(tokens: TokenArray, rules: TokenRules, name: str) -> None:
+    if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < rules.vocab_size:
+        wrong = int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())
+        raise DataError(
+            f"{name} holds the token {wrong}, and the tokenizer has {rules.vocab_size:,}. Give the tokenizer that it "
+            "was made with by --tokenizer."
+        )
+
+
+_HEADER_BYTES = 256 * 4
+_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+_PIECE_TOKENS = 1 << 20
+
+
+def read_tokens(
+    file: BinaryIO, name: str, options: ReadOptions, rules: TokenRules | None, start: Place
+) -> Iterator[Record]:
+    """Read a file of nanoGPT or llm.c. Places are (piece, token). Raises DataError: truncated, tokens of another
+    tokenizer."""
+    rules = need_rules(rules, name)
+    piece, offset = start or (0, 0)
+    head = file.read(_HEADER_BYTES)
+    magic, version, count = np.frombuffer(head[:12].ljust(12, b"\0"), "<i4").tolist()
+    dtype = _DTYPES.get((magic, version)) if len(head) == _HEADER_BYTES else None
+    if dtype is None:
+        if magic in (20240520, 20240801):
+            raise DataError(f"{name} is an llm.c file of the unknown version {version}. Known: 1 and 7.")
+        if rules.vocab_size > 1 << 16:
+            raise DataError(
+                f"{name} has no llm.c header, so it is read as nanoGPT's uint16, but the tokenizer has "
+                f"{rules.vocab_size:,} tokens. Give the tokenizer that it was made with."
+            )
+        yield from documents_in(_pieces(file, head, "<u2", name, None, piece), offset, rules, name)
+    else:
+        yield from documents_in(_pieces(file, b"", dtype, name, count, piece), offset, rules, name)
+
+
+def _pieces(
+    file: BinaryIO, head: bytes, dtype: str, name: str, count: int | None, first: int
+) -> Iterator[tuple[Place, TokenArray]]:
+    """Yield pieces from number `first` on; `head` was read before. Raises DataError unless there are `count` tokens."""
+    piece_bytes = _PIECE_TOKENS * np.dtype(dtype).itemsize
+    number = num_tokens = 0
+    while data := head + _read_bytes(file, piece_bytes - len(head)):
+        head = b""
+        if len(data) % np.dtype(dtype).itemsize:
+            raise DataError(f"{name} is truncated or not a token file: it ends within a token.")
+        tokens = np.frombuffer(data, dtype)
+        num_tokens += len(tokens)
+        if number >= first:
+            yield (number,), tokens
+        number += 1
+    if count is not None and num_tokens != count:
+        raise DataError(f"{name} is truncated: {num_tokens:,} tokens, but its header states {count:,}.")
+
+
+def _read_bytes(file: BinaryIO, count: int) -> bytes:
+    """Return `count` bytes, fewer only at the end."""
+    parts = []
+    while count and (part := file.read(count)):
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+INDEX_NAME = "index.json"
+#: Largest shard, as it is read into memory; Streaming's default is 64 MiB.
+_MOST_SHARD_BYTES = 1 << 30
+_TOKENS_NAME = "tokens"
+#: Types by the byte before an array whose column leaves its type open, and by name.
+_ARRAY_DTYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
+_ARRAY_TYPES = {"uint8": "u1", "int8": "i1", "uint16": "<u2", "int16": "<i2", "uint32": "<u4", "int32": "<i4",
+          "uint64": "<u8", "int64": "<i8"}  # fmt: skip
+
+
+class MdsFolder(ABC):
+    """A folder with an index and its shards."""
+
+    name: str
+    """Name for messages."""
+
+    @abstractmethod
+    def read_index(self) -> dict[str, object]:
+        """Raises DataError."""
+
+    @abstractmethod
+    def find(self, name: str) -> InputFile | None:
+        """Return the file of that plain name beside the index, or None."""
+
+
+class LocalMdsFolder(MdsFolder):
+    """A local folder; symbolic links to shards are not followed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.name = str(folder)
+        self._folder = folder
+
+    def read_index(self) -> dict[str, object]:
+        return load_json(self._folder / INDEX_NAME, Rules(DataError))
+
+    def find(self, name: str) -> InputFile | None:
+        path = self._folder / name
+        return LocalFile(path, self._folder, follow_links=False) if os.path.lexists(path) else None
+
+
+@dataclass(frozen=True)
+class _Shard:
+    name: str
+    """Name for messages."""
+    file: InputFile
+    is_compressed: bool
+    bytes: int
+    """Uncompressed size."""
+    samples: int
+    column: int
+    """Index of the column that is read."""
+    column_name: str
+    sizes: tuple[int | None, ...]
+    """Bytes of each column; None where every sample states them."""
+    encoding: str
+
+    @property
+    def is_text(self) -> bool:
+        """True for text, False for tokens."""
+        return self.encoding == "str"
+
+
+class MdsSource(Source):
+    """Samples of shards with Streaming's index.json. Places are (shard, sample, token) or (shard, sample)."""
+
+    def __init__(self, name: str, folder: MdsFolder, options: ReadOptions) -> None:
+        """Read the index. Raises DataError for anything unexpected in it, and for a missing shard."""
+        self.name = name
+        self.passed_over = Counter()
+        self._shards = _load_index(folder, options.text_field)
+        self.total_bytes = sum(shard.bytes for shard in self._shards)
+
+    def has_fields(self) -> bool:
+        return self._shards[0].is_text
+
+    def records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+        size_bytes = sum(shard.file.size_bytes for shard in self._shards)
+        yield from within_budget(self._records(start, rules), self.name, size_bytes)
+
+    def _records(self, start: Place, rules: TokenRules | None) -> Iterator[Record]:
+        shard, sample, offset = (*start, 0)[:3] if start else (0, 0, 0)
+        if not self._shards[0].is_text:
+            rules = need_rules(rules, self.name)
+            yield from documents_in(self._tokens(shard, sample), offset, rules, self.name)
+            return
+        for (number, index), data in self._samples(shard, sample):
+            where, place = f"{self._shards[number].name}, sample {index}", (number, index + 1)
+            try:
+                yield Document(data.decode(), place)
+            except UnicodeDecodeError as error:
+                yield Rejected(where, f"not UTF-8 ({error.reason} at byte {error.start})", data, place)
+
+    def fingerprint(self) -> str:
+        """Hash every shard's name, size and version, and which column is read."""
+        digest = hashlib.sha256()
+        for shard in self._shards:
+            file = [PurePath(shard.name).name, shard.file.size_bytes, shard.file.version]
+            read = [shard.column_name, shard.column, shard.encoding, shard.sizes, shard.samples]
+            digest.update(json.dumps([*file, *read]).encode())
+        return digest.hexdigest()
+
+    def _tokens(self, shard: int, sample: int) -> Iterator[tuple[Place, TokenArray]]:
+        for (number, index), data in self._samples(shard, sample):
+            try:
+                yield (number, index), _decode(data, self._shards[number].encoding)
+            except (ValueError, IndexError):
+                raise DataError(f"{self._shards[number].name}, sample {index} is not an array of tokens.") from None
+
+    def _samples(self, shard: int, sample: int) -> Iterator[tuple[tuple[int, int], bytes]]:
+        """Yield (shard, sample) and the column's bytes, from a sample on. Raises DataError."""
+        self.read_bytes = sum(part.bytes for part in self._shards[:shard])
+        for number in range(shard, len(self._shards)):
+            part = self._shards[number]
+            data = _read_shard(part)
+            try:
+                for index in range(sample, part.samples):
+                    yield (number, index), _column(data, index, part)
+            except (struct.error, ValueError):
+                raise DataError(f"{part.name} is damaged: sample {index} is outside of it.") from None
+            del data  # free it before the next shard is read
+            sample = 0
+            self.read_bytes += part.bytes
+
+
+def _load_index(folder: MdsFolder, text_field: str) -> list[_Shard]:
+    """Return the shards of an index, at least one. Raises DataError for anything unexpected."""
+    entries, where = folder.read_index().get("shards"), f"{folder.name}/{INDEX_NAME}"
+    if not isinstance(entries, list) or not entries:
+        raise DataError(f"{where} lists no shards.")
+    shards = [_parse(entry, folder, text_field, f"{where}, shard {number}") for number, entry in enumerate(entries)]
+    first = shards[0]
+    for number, shard in enumerate(shards):
+        # Tokens could be read as text by mistake.
+        if (shard.column_name, shard.is_text) != (first.column_name, first.is_text):
+            raise DataError(
+                f"{where}: shard 0 has {_describe_column(first)}, shard {number} {_describe_column(shard)}. Give each "
+                "kind its folder and index."
+            )
+    return shards
+
+
+def _describe_column(shard: _Shard) -> str:
+    return f"{'text' if shard.is_text else 'tokens'} in the column {shard.column_name}"
+
+
+def _parse(entry: object, folder: MdsFolder, text_field: str, where: str) -> _Shard:
+    match entry:
+        case {
+            "format": "mds",
+            "column_names": list(names),
+            "column_encodings": list(encodings),
+            "column_sizes": list(sizes),
+            "raw_data": {"basename": str(basename), "bytes": int(num_bytes)},
+            "samples": int(samples),
+        } if len(names) == len(encodings) == len(sizes):
+            zip_data = cast(dict[str, object], entry).get("zip_data")
+        case _:
+            raise DataError(f"{where} does not describe an MDS shard.")
+    wanted = _TOKENS_NAME if _TOKENS_NAME in names else text_field
+    if wanted not in names:
+        raise DataError(f"{where}: {lacks_field(wanted, list(map(str, names)), 'column')}; name one with --text-field.")
+    column = names.index(wanted)
+    encoding = str(encodings[column])
+    _check_encoding(encoding, wanted, where)
+    zip_name = zip_data.get("basename") if isinstance(zip_data, dict) else None
+    for name in (basename, zip_name):
+        if name is not None and not is_plain_name(name):
+            raise DataError(f"{where} names the file {str(name)[:80]!r}, which does not name a file beside it.")
+    if zip_name is not None and not str(zip_name).endswith(".zstd"):
+        raise DataError(f"{where}: {zip_name} is not compressed by zstd. Uncompress it.")
+    if not 0 < num_bytes <= _MOST_SHARD_BYTES or not 0 <= samples <= num_bytes:
+        raise DataError(f"{where} has {num_bytes:,} bytes and {samples:,} samples. Legal: up to 1 GiB.")
+    if not all(size is None or (type(size) is int and 0 <= size <= num_bytes) for size in sizes):
+        raise DataError(f"{where}: a column's size is invalid.")
+    found, is_compressed = folder.find(basename), False
+    if found is None and zip_name is not None:
+        found, is_compressed = folder.find(str(zip_name)), True
+    if found is None:
+        raise DataError(f"{where}: {zip_name or basename} is missing beside it.")
+    if num_bytes > most_unpacked_bytes(found.size_bytes):
+        raise unfolds(found.name, found.size_bytes)
+    return _Shard(f"{folder.name}/{basename}", found, is_compressed, num_bytes, samples, column, wanted,
+                  tuple(cast(list[int | None], sizes)), encoding)  # fmt: skip
+
+
+def _check_encoding(encoding: str, name: str, where: str) -> None:
+    kind, _, rest = encoding.partition(":")
+    dtype = rest.partition(":")[0]
+    if encoding in ("str", "bytes") or (kind == "ndarray" and (not dtype or dtype in _ARRAY_TYPES)):
+        return
+    raise DataError(
+        f"{where}: the column {name} is {encoding[:60]!r}. Legal: bytes (of int64, as llm-foundry writes) or ndarray "
+        "for tokens, str for text."
+    )
+
+
+def _read_shard(shard: _Shard) -> bytes:
+    """Return a shard's uncompressed contents. Raises DataError: unreadable, of another size, damaged."""
+    try:
+        with opened(shard.file) as raw:
+            contents = open_zstd(raw) if shard.is_compressed else raw
+            data = contents.read(shard.bytes + 1)
+    except (OSError, DamagedError) as error:
+        raise DataError(f"{shard.name} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    if len(data) != shard.bytes:
+        raise DataError(f"{shard.name} has another size than its index states.")
+    return data
+
+
+def _column(data: bytes, index: int, shard: _Shard) -> bytes:
+    """Return one column of a sample, which holds uint32 sizes of the columns without a fixed size, then the columns.
+    Raises ValueError."""
+    begin, end = struct.unpack_from("<2I", data, 4 + 4 * index)
+    sample = data[begin:end]
+    open_sizes = sum(size is None for size in shard.sizes)
+    stated = iter(struct.unpack_from(f"<{open_sizes}I", sample))
+    place = 4 * open_sizes
+    for column, size in enumerate(shard.sizes):
+        length = next(stated) if size is None else size
+        if column == shard.column:
+            if place + length > len(sample):
+                raise ValueError
+            return sample[place : place + length]
+        place += length
+    raise ValueError
+
+
+def _decode(data: bytes, encoding: str) -> TokenArray:
+    """Return an array of tokens. Raises ValueError, IndexError."""
+    if encoding == "bytes":
+        return np.frombuffer(data, "<i8")
+    _, dtype, shape = (*encoding.split(":", 2), "", "")[:3]
+    code = _ARRAY_TYPES[dtype] if dtype else _ARRAY_DTYPES.get(data[0], "")
+    place = 0 if dtype else 1
+    if not shape:
+        # One byte: number of dimensions in the high bits, log2 of the bytes of each in the low two.
+        ndim, width = data[place] >> 2, 1 << (data[place] & 3)
+        place += 1 + ndim * width
+    if not code:
+        raise ValueError
+    return np.frombuffer(data, code, offset=place)

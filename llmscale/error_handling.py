@@ -1,0 +1,200 @@
+"""Turn every exception into one line on stderr and an exit status, for `llmscale` and for every rank.
+
+The traceback of an unexpected error goes to a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from llmscale.errors import LlmscaleError, MachineError
+from llmscale.terminal.colour import paint
+from llmscale.terminal.human_numbers import with_singulars
+from llmscale.untrusted.interpreter import protect_children
+from llmscale.untrusted.terminal import make_visible_line
+
+#: Environment variable that also prints the traceback on stderr.
+DEBUG_VARIABLE = "LLMSCALE_DEBUG"
+#: Longer words of a message, such as a value of 5,000 digits, are cut in the middle.
+_LONGEST_WORD = 320
+_SHOWN = 60
+
+
+def run_cli(program: Callable[[], int]) -> int:
+    """Run `program` and return its exit status; report any error as one line on stderr.
+
+    Status 1 is for failures of the machine and unexpected errors, 2 for the user's mistakes, 130 for Ctrl-C.
+    SystemExit passes through.
+    """
+    prepare_streams()
+    protect_children()
+    try:
+        status = program()
+        return status if flush_stdout() else status or 1
+    except MachineError as error:
+        print_error(str(error))
+        return 1
+    except LlmscaleError as error:
+        print_error(str(error))
+        return 2
+    except KeyboardInterrupt:
+        say("interrupted")
+        return 130
+    except BrokenPipeError:
+        _discard_output()
+        return 0
+    except SystemExit:
+        # --help and --version.
+        if flush_stdout():
+            raise
+        return 1
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        report_crash(error)
+        return 1
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr safe to print to.
+
+    Characters that an encoding lacks are printed as escapes (`\\xe9`). If a stream was closed before the start, its
+    descriptor is filled with /dev/null.
+    """
+    # Otherwise the next opened file would become descriptor 1 and receive what is printed.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):
+            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # not every stream has it
+
+
+def flush_stdout() -> bool:
+    """Flush stdout. Return False, and print a line on stderr, if the output cannot be written."""
+    if sys.stdout is None:
+        _say_lost_output(OSError(errno.EBADF, os.strerror(errno.EBADF)))
+        return False
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `llmscale ... | head` closed the pipe: not an error, and Python's own flush at exit must not make it one.
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        _say_lost_output(error)
+        return False
+    return True
+
+
+def _say_lost_output(error: OSError) -> None:
+    print_error(f"the output cannot be written: {error.strerror}.")
+
+
+def print_error(text: str) -> None:
+    """Print an error on stderr as one line, with control characters escaped."""
+    say(f"{paint('error:', 'red', sys.stderr)} {make_visible_line(_shortened(with_singulars(text)))}")
+
+
+def say(text: str) -> None:
+    """Print a line on stderr, if there is one."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def report_crash(error: BaseException, run_folder: Path | None = None) -> None:
+    """Report an unexpected error in one line, and save its traceback.
+
+    The traceback goes to `run_folder`/logs if that exists, else to the folder for temporary files. If several ranks of
+    a host fail in the same way, only the first one reports it.
+    """
+    import traceback  # slow to import, like the modules imported below
+
+    if isinstance(error, OSError) and error.filename is None and error.errno in (errno.ENOSPC, errno.EBADF):
+        # Only failed prints count: a semaphore in a full /dev/shm gives an error without a file name, too.
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if "print(" in (last.line or "") or last.name == "_print_message" or "/rich/" in last.filename:
+            _discard_output()
+            _say_lost_output(error)
+            return
+    rank = os.environ.get("RANK", "")
+    who = f"rank {rank}: " if os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1") else ""
+    what = " ".join(str(error).split())
+    what = f"unexpected {type(error).__name__}{f': {what[:600]}' if what else ''}"
+    text = "".join(traceback.format_exception(error))
+    if os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0"):
+        say(text.rstrip())
+    end = "" if what.endswith((".", "!", "?")) else "."
+    path, is_first = _keep_traceback(text, what, rank, run_folder)
+    if path is None:
+        say(text.rstrip())
+        print_error(f"{who}{what}{end} The traceback above could not be written to a file.")
+    elif is_first:
+        print_error(f"{who}{what}{end} The traceback is in {path}; please report it.")
+
+
+def _keep_traceback(text: str, what: str, rank: str, run_folder: Path | None) -> tuple[Path | None, bool]:
+    """Return the file with the traceback, or None, and whether this is the first rank of this start to write it."""
+    import hashlib
+    import tempfile
+
+    folders = [] if run_folder is None or (run_folder / "logs").is_symlink() else [run_folder / "logs"]
+    # The same name for all ranks of one launcher on this host with the same error.
+    digest = hashlib.blake2b(what.encode(errors="replace"), digest_size=4).hexdigest()
+    start = os.getppid() if rank else os.getpid()
+    for folder in (*folders, Path(tempfile.gettempdir())):
+        path = folder / f"llmscale-{start}-{digest}.traceback.txt"
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        except FileExistsError:
+            if rank and _is_ours(path):
+                return path, False
+            with contextlib.suppress(OSError):
+                descriptor, name = tempfile.mkstemp(prefix="llmscale-", suffix=".traceback.txt", dir=folder)
+                path = Path(name)
+                if _write(descriptor, text):
+                    return path, True
+            continue
+        except OSError:
+            continue
+        if _write(descriptor, text):
+            return path, True
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return None, True
+
+
+def _is_ours(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.lstat().st_uid == os.getuid()
+    return False
+
+
+def _write(descriptor: int, text: str) -> bool:
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError:
+        return False
+    return True
+
+
+def _discard_output() -> None:
+    """Redirect stdout to /dev/null, so that Python's flush at exit cannot fail."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+        sys.stdout.flush()
+
+
+def _shortened(text: str) -> str:
+    def cut(match: re.Match[str]) -> str:
+        word = match.group()
+        return f"{word[:_SHOWN]}...{word[-_SHOWN // 3 :]} ({len(word):,} characters)"
+
+    return re.sub(rf"\S{{{_LONGEST_WORD + 1},}}", cut, text)

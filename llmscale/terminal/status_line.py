@@ -1,0 +1,103 @@
+"""Report on stderr what a program is busy with: one updated line on a terminal, several in a log."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from llmscale.terminal.colour import can_redraw, is_terminal
+
+#: Seconds between two lines of one phase, so that nobody waits longer than 5 s for a sign of life.
+REPEAT_S = 4.0
+#: Delay in seconds for phases that are usually shorter than this and then need no line.
+SOON_S = 1.5
+_STDERR = 2
+
+
+class StatusLine:
+    """Shows one phase after the other. `is_silent` is for all ranks but rank 0; `is_plain` forces separate lines."""
+
+    def __init__(self, *, is_silent: bool = False, is_plain: bool = False) -> None:
+        self._is_silent, self._redraws = is_silent, not is_plain and can_redraw(sys.stderr)
+        self._changed = threading.Condition()
+        self._words, self._after_s = "", 0.0
+        self._thread: threading.Thread | None = None
+
+    def begin(self, words: str, *, after_s: float = 0.0) -> None:
+        """Begin the next phase. It is shown once it has lasted `after_s` seconds."""
+        if self._is_silent:
+            return
+        if not after_s:
+            self._say(f"{words} ...")
+        with self._changed:
+            self._words, self._after_s = words, after_s
+            self._changed.notify()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._repeat, daemon=True)
+            self._thread.start()
+
+    def clear(self) -> None:
+        """Remove the line from the terminal, so that something else can be printed."""
+        if not self._is_silent and self._redraws:
+            _write("\r\x1b[2K")
+
+    def __enter__(self) -> StatusLine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End the last phase. A second call does nothing."""
+        if self._thread is not None:
+            with self._changed:
+                self._words = ""
+                self._changed.notify()
+            self._thread.join()
+            self._thread = None
+            self.clear()
+
+    def _repeat(self) -> None:
+        with self._changed:
+            while words := self._words:
+                began_s, is_shown, wait_s = time.monotonic(), not self._after_s, self._after_s or REPEAT_S
+                while not self._changed.wait(wait_s):
+                    self._say(f"still {words}: {time.monotonic() - began_s:.0f} s" if is_shown else f"{words} ...")
+                    is_shown, wait_s = True, REPEAT_S
+
+    def _say(self, line: str) -> None:
+        if not self._redraws:
+            _write(f"{line}\n")
+            return
+        import textwrap  # slow to import, and not every command needs it
+
+        with suppress(OSError, ValueError):
+            # A line that the terminal wraps could not be cleared.
+            line = textwrap.shorten(line, max(20, os.get_terminal_size(_STDERR).columns) - 1, placeholder=" ...")
+        _write(f"\r\x1b[2K{line}")
+
+
+@contextmanager
+def show_status(words: str, *, after_s: float = 0.0, is_plain: bool = False) -> Iterator[None]:
+    """Show one phase while the block runs."""
+    with StatusLine(is_plain=is_plain) as status:
+        status.begin(words, after_s=after_s)
+        yield
+
+
+@contextmanager
+def show_if_slow(words: str) -> Iterator[None]:
+    """Show one phase while the block runs, on a terminal only, once it has lasted `SOON_S` seconds."""
+    with StatusLine(is_silent=not is_terminal(sys.stderr)) as status:
+        status.begin(words, after_s=SOON_S)
+        yield
+
+
+def _write(text: str) -> None:
+    # Unbuffered: a process forked at this moment would inherit Python's buffer with its lock held.
+    with suppress(OSError):
+        os.write(_STDERR, text.encode())

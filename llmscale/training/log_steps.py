@@ -1,0 +1,166 @@
+"""Records of steps: metrics every --log-every steps, and with --record-samples the samples of each step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmscale.config.hardware import model_flops_utilisation
+from llmscale.data.sample_log import SampleRecorder, begin_session
+from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
+from llmscale.engine.device_memory import peak_memory_bytes
+from llmscale.engine.train_step import loss_scale
+from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
+from llmscale.training.run_folder import clear_failure
+from llmscale.training.step_metrics import StepMetrics, StepTimes
+from llmscale.training.stragglers import ArithmeticProbe, LoggedWindow, RankTimes
+
+
+class LogSteps(StepAction):
+    """Logs every --log-every steps, the first and the last: the one place where the host waits for the device."""
+
+    def __init__(
+        self, run: Run, engine: Engine, io: RunIO, watchers: Sequence[Callable[[int, LoggedWindow], None]] = ()
+    ) -> None:
+        """`watchers` are called with every logged step and the exchanged window."""
+        self._run, self._engine, self._io, self._watchers = run, engine, io, watchers
+        self._sequence_losses: deque[Tensor] = deque(maxlen=run.resolved.plan.gradient_accumulation_steps)
+        if run.stream.mix:
+            engine.deepspeed.module.head.sequence_losses = self._sequence_losses
+        self._probe = ArithmeticProbe(engine.deepspeed, run.resolved.zero_stage)
+        self._interval: StepTimes | None = None
+        """Timings of the previous logging interval. Ranks exchange these: the exchange itself is part of the next."""
+
+    def begin(self, step: int) -> None:
+        if self._io.log:
+            clear_failure(self._run.config.run)
+            self._io.log.begin(step, **self._run.history.as_dict(), **_facts(self._run))
+
+    def due(self, step: int) -> bool:
+        run = self._run
+        return step % run.config.log_every == 0 or step in (run.first_step + 1, run.resolved.total_steps)
+
+    def run(self, result: StepResult) -> None:
+        run, io = self._run, self._io
+        z_squared = self._engine.deepspeed.module.head.mean_z_squared
+        window = self._engine.recent.exchange(result.step, self._times(), [] if z_squared is None else [z_squared])
+        z_loss = run.resolved.loss.z_loss * window.extra[0] if window.extra else None
+        by_set = None
+        if run.stream.mix and result.micro_batches:
+            by_set = per_source_loss(run, result, list(self._sequence_losses))
+        self._interval = self._engine.meter.read()
+        if run.world.world_size > 1:
+            self._probe.arm()
+        if io.log is not None:
+            newest = window.steps[-1]
+            io.log.log_step(self._metrics(result.step, newest.loss, z_loss, by_set, newest.grad_norm, self._interval))
+            if loss_of_folder := io.claim.find_loss():
+                io.report(f"WARNING: {loss_of_folder}")
+        for watch in self._watchers:
+            watch(result.step, window)
+
+    def _times(self) -> RankTimes:
+        last = self._interval
+        return RankTimes(last.step_s, last.data_wait_s, self._probe.read()) if last else RankTimes(0.0, 0.0, 0.0)
+
+    def _metrics(
+        self,
+        step: int,
+        loss: float,
+        z_loss: float | None,
+        by_set: dict[str, float] | None,
+        norm: float | None,
+        interval: StepTimes,
+    ) -> StepMetrics:
+        run, resolved = self._run, self._run.resolved
+        rate = resolved.plan.tokens_per_step / interval.step_s
+        per_device = rate / run.world.world_size
+        is_16bit = resolved.precision != "fp32"
+        return StepMetrics(
+            step=step,
+            tokens_seen=run.tokens_seen(step),
+            loss=loss,
+            z_loss=z_loss,
+            loss_by_set=by_set,
+            lr=resolved.schedule.learning_rate(step - 1),
+            grad_norm=norm,
+            loss_scale=loss_scale(self._engine.deepspeed),
+            skipped_steps=self._engine.skipped_steps,
+            tokens_per_second=rate,
+            tokens_per_second_per_device=per_device,
+            mfu=model_flops_utilisation(per_device, resolved.shape.flops_per_token, run.world.device_name, is_16bit),
+            peak_memory_bytes=peak_memory_bytes(),
+            data_wait_s=interval.data_wait_s,
+            forward_backward_s=interval.forward_backward_s,
+            optimizer_step_s=interval.optimizer_step_s,
+            other_s=interval.other_s,
+            eta_s=(resolved.total_steps - step) * interval.step_s,
+        )
+
+
+def per_source_loss(run: Run, result: StepResult, sequence_losses: Sequence[Tensor]) -> dict[str, float]:
+    """Return the loss in nats per token of each dataset of a mixture that has samples in this step. Collective.
+
+    `sequence_losses`: this rank's loss of each sequence, [micro_batch_size] per micro-step.
+    """
+    names = run.prepared.sets.names
+    ids = np.concatenate([batch.sample_ids.numpy() for batch in result.micro_batches])
+    losses = torch.cat(list(sequence_losses)).double().cpu().numpy()
+    owners = run.stream.set_of(ids)
+    sums = [np.bincount(owners, weights, minlength=len(names)) for weights in (losses, np.ones(len(ids)))]
+    # Over all ranks: [sums, counts], each by dataset.
+    totals = np.sum(gather(run.world.control, [part.tolist() for part in sums]), axis=0)
+    return {name: total / count for name, total, count in zip(names, *totals.tolist(), strict=True) if count}
+
+
+def _facts(run: Run) -> dict[str, object]:
+    """Return the facts about this start that a report needs and the next start may change."""
+    resolved, sets = run.resolved, run.prepared.sets
+    return {
+        "world_size": run.world.world_size,
+        "zero_stage": resolved.zero_stage,
+        "precision": resolved.precision,
+        "micro_batch_size": resolved.plan.micro_batch_size,
+        "device": run.world.device_name,
+        "estimated_bytes": run.estimate.allocated_bytes if run.estimate else None,
+        "tokenizer": sets.manifest.tokenizer,
+        # A mixture has no single ratio: its weights may change from stage to stage.
+        "bytes_per_token": None if sets.recipe else sets.manifest.splits["train"].bytes_per_token,
+    }
+
+
+class RecordSamples(StepAction):
+    """Writes this rank's part of the record of samples. A start without the flag only marks its beginning there."""
+
+    def __init__(self, run: Run, io: RunIO) -> None:
+        self._run, self._io = run, io
+        self._recorder: SampleRecorder | None = None
+
+    def begin(self, step: int) -> None:
+        self.close()
+        world, config, history = self._run.world, self._run.config, self._run.history.as_dict()
+        records = config.record_samples
+        # All ranks share one session number.
+        number = on_main_rank(world.control, lambda: begin_session(config.run, step, history, records=records))
+        place = {"session": number, "rank": world.rank, "world_size": world.world_size, "start_step": step}
+        if records:
+            self._recorder = on_all_ranks(
+                world.control, lambda: SampleRecorder(config.run, **place, check=self._io.claim.check)
+            )
+
+    def due(self, step: int) -> bool:
+        return self._run.config.record_samples
+
+    def run(self, result: StepResult) -> None:
+        assert self._recorder is not None
+        for batch in result.micro_batches:
+            self._recorder.add(batch.sample_ids.numpy())
+        self._recorder.end_step(result.step - 1)
+
+    def close(self) -> None:
+        if self._recorder:
+            self._recorder.close()

@@ -1,0 +1,267 @@
+"""NaN and infinity in losses, gradients or weights: where they begin, and the end of a run that cannot recover."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from llmscale.checkpoint.manifest import checkpoints_folder
+from llmscale.engine.collectives import gather
+from llmscale.engine.compilation import BlockCompiler
+from llmscale.engine.train_step import loss_scale
+from llmscale.errors import TrainingError
+from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+#: Consecutive bad steps that end a run. One bad batch costs one step, which DeepSpeed skips. Ten different batches in a
+#: row are not to blame.
+PATIENCE_STEPS = 10
+#: Parameters that an event lists, and that a line lists.
+_MAX_NAMES, _MAX_LINE_NAMES = 8, 3
+#: Remembered changes of the loss scale.
+_MAX_CHANGES = 24
+#: A scale that is at most this, and has fallen by at least this factor, is about to reach its minimum, usually 1, where
+#: DeepSpeed gives up.
+_LOW_SCALE, _FALL = 16.0, 16.0
+_ADVICE = {
+    "loss": "lower --lr, lengthen the warm-up, or look at the samples",
+    "gradients": "lower --lr, lengthen the warm-up, or look at the samples",
+    "loss scale": "lower --lr, or use --precision bf16, which has no scale",
+}
+
+
+class StopOnNonfinite(StepAction):
+    """Stop a run after `PATIENCE_STEPS` consecutive steps with a NaN or infinite loss or gradient.
+
+    Every step is recorded on the device; the count is read only at logged steps, where the host synchronises anyway.
+    After the first bad step, hooks on every module find the first parameter affected during the next step. They do so
+    again only after a good logged step.
+    """
+
+    def __init__(self, run: Run, engine: Engine, io: RunIO, judges_at: Callable[[int], bool]) -> None:
+        """`judges_at` tells whether a step is logged."""
+        self._run, self._engine, self._io, self._judges_at = run, engine, io, judges_at
+        self._counter = NonfiniteCounter(run.world.device)
+        self._scales = LossScaleHistory()
+        self._is_fp16 = run.resolved.precision == "fp16"
+        self._skipped = engine.skipped_steps
+        self._search: tuple[NonfiniteSearch, str, int] | None = None
+        """The search during the current step, its cause, and the first bad step."""
+        self._is_reported = False
+        self._first_names = ""
+
+    def due(self, step: int) -> bool:
+        return True
+
+    def run(self, result: StepResult) -> None:
+        # fp16 skips many consecutive steps while it searches for its scale; the smallest scale ends such a run.
+        self._counter.add(result.loss, result.was_skipped and not self._is_fp16)
+        if self._search is not None:
+            self._end_search()
+            self._judge(result.step)
+        elif self._judges_at(result.step):
+            self._judge(result.step)
+
+    def close(self) -> None:
+        if self._search is not None:
+            self._search[0].close()
+
+    def _judge(self, step: int) -> None:
+        """Raise TrainingError after too many bad steps, or begin a search. Collective; equal on every rank."""
+        worst = self._counter.max_consecutive()
+        self._scales.add(step, loss_scale(self._engine.deepspeed))
+        if worst >= PATIENCE_STEPS and self._is_reported:
+            what = f"last {worst} steps had a loss or a gradient that is NaN or infinite"
+            raise _diverged(what, step, self._run.config.run, self._first_names)
+        found = self._find_cause(step, worst)
+        if found is None:
+            self._is_reported = False
+        elif not self._is_reported:
+            self._is_reported = True
+            self._search = (NonfiniteSearch(self._engine.deepspeed, self._engine.compiler), *found)
+
+    def _find_cause(self, step: int, worst: int) -> tuple[str, int] | None:
+        """Return what went wrong since the last call and the step where it began, or None."""
+        skipped, self._skipped = self._engine.skipped_steps - self._skipped, self._engine.skipped_steps
+        bad = [known.step for known in self._engine.recent.window.steps if not math.isfinite(known.loss)]
+        if self._judges_at(step) and bad:
+            return "loss", bad[0]
+        if self._scales.has_collapsed:
+            return "loss scale", step
+        if worst or (skipped and not self._is_fp16):
+            return "gradients", max(1, step - max(worst, 1) + 1)
+        return None
+
+    def _end_search(self) -> None:
+        """Report and record the findings of the step that just ended. Collective."""
+        assert self._search is not None
+        search, cause, step = self._search
+        self._search = None
+        by_rank = gather(self._run.world.control, search.end())
+        ranks = [rank for rank, found in enumerate(by_rank) if found.forward or found.backward]
+        found = by_rank[ranks[0]] if ranks else NonfiniteParameters((), ())
+        names = list((found.forward or found.backward)[:_MAX_NAMES])
+        where = "forward" if found.forward else "backward"
+        self._first_names = ", ".join(names[:_MAX_LINE_NAMES])
+        first = f"first in {self._first_names} ({where} pass, rank {ranks[0]})" if names else "gone at the next step"
+        scales = f"; {self._scales.describe()}" if self._is_fp16 else ""
+        what = "the loss scale has collapsed" if cause == "loss scale" else f"{cause} NaN or infinite"
+        self._io.report(f"WARNING: step {step}: {what}, {first}{scales}. Try: {_ADVICE[cause]}")
+        self._io.log_event(
+            "nonfinite",
+            step=step,
+            cause=cause,
+            parameters=names,
+            **{"pass": where if names else None},
+            ranks=ranks,
+            loss_scale=loss_scale(self._engine.deepspeed),
+            loss_scale_history=self._scales.changes,
+            advice=_ADVICE[cause],
+        )
+
+
+class NonfiniteCounter:
+    """Counts consecutive bad steps on the device, without synchronising with it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._consecutive = torch.zeros((), dtype=torch.int64, device=device)
+
+    def add(self, loss: Tensor, skipped: bool) -> None:
+        """Add a step, bad if its loss (a scalar) is NaN or infinite or DeepSpeed skipped it."""
+        bad = ~torch.isfinite(loss) | skipped
+        self._consecutive = torch.where(bad, self._consecutive + 1, 0)
+
+    def max_consecutive(self) -> int:
+        """Return the largest count of any rank. Collective. Synchronises with the device."""
+        worst = self._consecutive.clone()
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        return int(worst)
+
+
+class LossScaleHistory:
+    """Changes of fp16's loss scale, at the steps where it was read."""
+
+    def __init__(self) -> None:
+        self._changes: deque[tuple[int, float]] = deque(maxlen=_MAX_CHANGES)
+
+    def add(self, step: int, scale: float | None) -> None:
+        """Add the scale after `step`; None without fp16."""
+        if scale is not None and (not self._changes or self._changes[-1][1] != scale):
+            self._changes.append((step, scale))
+
+    @property
+    def changes(self) -> list[tuple[int, float]]:
+        """(step, scale), the newest last."""
+        return list(self._changes)
+
+    @property
+    def has_collapsed(self) -> bool:
+        if not self._changes:
+            return False
+        now, highest = self._changes[-1][1], max(scale for _, scale in self._changes)
+        return now <= _LOW_SCALE and now * _FALL <= highest
+
+    def describe(self) -> str:
+        """Return the last few changes in one line."""
+        return "loss scale " + " -> ".join(f"{scale:g} (step {step})" for step, scale in self.changes[-6:])
+
+
+@dataclass(frozen=True)
+class NonfiniteParameters:
+    """Affected parameters of one step on one rank, each in the order of its pass."""
+
+    forward: tuple[str, ...]
+    """Parameters of modules whose output held NaN or infinity."""
+    backward: tuple[str, ...]
+    """Parameters whose gradient held NaN or infinity."""
+
+
+class NonfiniteSearch:
+    """Hooks on a model that find the first NaN or infinity of a forward or backward pass, until `end` or `close`.
+
+    Works at every ZeRO stage, because it reads outputs of modules and gradients of whole parameters, before DeepSpeed
+    reduces and shards them. Nothing is read until the pass is over. Compiled blocks run eagerly meanwhile, because
+    torch.compile reuses their graph without asking for hooks of the modules inside (skip_nnmodule_hook_guards).
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, compiler: BlockCompiler | None) -> None:
+        model: nn.Module = engine.module
+        self._compiler = compiler
+        if compiler is not None:
+            compiler.is_paused = True
+        self._forward: list[tuple[tuple[str, ...], Tensor]] = []
+        self._backward: list[tuple[str, Tensor]] = []
+        self._handles = []
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            names = tuple(self._names[id(own)] for own in module.parameters(recurse=False) if id(own) in self._names)
+            if names:
+                self._handles.append(module.register_forward_hook(self._note_output(names)))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._handles.append(parameter.register_hook(self._note_gradient(name)))
+
+    def end(self) -> NonfiniteParameters:
+        """Remove the hooks and return the findings. Synchronises with the device."""
+        self.close()
+        forward = _names_of_bad([(name, is_good) for names, is_good in self._forward for name in names])
+        found = NonfiniteParameters(forward, _names_of_bad(self._backward))
+        self._forward, self._backward = [], []
+        return found
+
+    def close(self) -> None:
+        """Remove the hooks without reading anything."""
+        for handle in self._handles:
+            handle.remove()
+        if self._compiler is not None:
+            self._compiler.is_paused = False
+
+    def _note_output(self, names: tuple[str, ...]):  # type: ignore[no-untyped-def]  # torch's type of hooks is private
+        def note(_module: nn.Module, _inputs: object, output: object) -> None:
+            if isinstance(output, Tensor) and output.is_floating_point():
+                self._forward.append((names, torch.isfinite(output.detach()).all()))
+
+        return note
+
+    def _note_gradient(self, name: str):  # type: ignore[no-untyped-def]  # as above
+        def note(gradient: Tensor) -> None:
+            self._backward.append((name, torch.isfinite(gradient).all()))
+
+        return note
+
+
+def _names_of_bad(noted: list[tuple[str, Tensor]]) -> tuple[str, ...]:
+    """Return the names whose flag is false, once each."""
+    if not noted:
+        return ()
+    flags = torch.stack([is_good for _, is_good in noted]).tolist()
+    return tuple(dict.fromkeys(name for (name, _), is_good in zip(noted, flags, strict=True) if not is_good))
+
+
+def check_weights(weights: Iterable[Tensor], group: dist.ProcessGroup, step: int, run_folder: Path) -> None:
+    """Raise TrainingError on every rank if a weight of any rank is NaN or infinite. Collective over a host-side group.
+
+    Such weights never recover, and a checkpoint of them would displace a good one.
+    """
+    broken = not all(bool(weight.isfinite().all()) for weight in weights)
+    if any(gather(group, broken)):
+        raise _diverged("weights are NaN or infinite, and are not saved", step, run_folder)
+
+
+def _diverged(what: str, step: int, run_folder: Path, first_names: str = "") -> TrainingError:
+    where = f" It began in {first_names}." if first_names else ""
+    return TrainingError(
+        f"step {step}: the {what}. Lower --lr, lengthen the warm-up or check the data, and go back to an earlier "
+        f"checkpoint (--resume {checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or "
+        f"start from scratch if there is none.{where}"
+    )

@@ -1,0 +1,393 @@
+"""The samples of a run: a pure function of its configuration and of the checkpoint that it resumes. No torch.
+
+`--skip-steps A:B` leaves the batches of steps A up to, not including, B out of the stream, permanently. Several ranges
+apply in their order, each to the step numbers that result from those before it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from llmscale.checkpoint.inventory import find_checkpoint, read_state
+from llmscale.checkpoint.run_state import RunState, parse_run_state
+from llmscale.config.limits import MAX_BATCH
+from llmscale.config.run_config import RunConfig, build_run_config
+from llmscale.data.mixture import (
+    MAX_PERIOD,
+    RECORDED_SETS,
+    MixedOrder,
+    MixedShards,
+    PlacedStage,
+    TrainingSets,
+    open_recorded_sets,
+    place_stages,
+)
+from llmscale.data.order.sample_order import (
+    MOST_POSITIONS,
+    OrderSettings,
+    Ranges,
+    SampleOrder,
+    SkippingOrder,
+    StreamOrder,
+    build_order,
+    join_ranges,
+    stream_positions,
+)
+from llmscale.errors import CheckpointError, ConfigError, DataError
+from llmscale.training.prepare_run import PreparedRun, parse_skip
+
+#: Keys of a run's identity: a mixture's proportions, past and future; batch sizes; and skipped ranges.
+STAGES_KEY = "stages"
+BATCHES_KEY = "batches"
+SKIPPED_KEY = "skipped"
+#: Batch sizes of a run, ascending: steps done, samples seen, and the size from there on.
+Batches = tuple[tuple[int, int, int], ...]
+_MIX_ALGORITHM = "mix-1"
+#: Keys of an order's identity that a run's identity has under other names.
+_ELSEWHERE = ("seed", "set_fingerprint", "num_samples")
+
+
+@dataclass(frozen=True)
+class Skip:
+    """A range of samples that a run leaves out."""
+
+    steps: str
+    """The range as the user gave it, A:B: repeating the flag on a later start skips nothing more."""
+    begin: int
+    """Stream position of the first skipped sample."""
+    end: int
+    """Stream position after the last skipped sample."""
+
+
+@dataclass(frozen=True)
+class SampleStream:
+    """The samples of a run by position."""
+
+    order: StreamOrder
+    """The order of the run: position g is its (g + 1)-th sample."""
+    identity: dict[str, object]
+    """The stream's part of a checkpoint's identity."""
+    mix: MixedOrder | None
+    """The order of a mixture, skipped samples included; None for one dataset."""
+    skips: tuple[Skip, ...]
+    batches: Batches
+
+    def samples_after(self, steps: int) -> int:
+        """Return the samples seen after `steps` steps."""
+        done, seen, size = next(known for known in reversed(self.batches) if known[0] <= steps)
+        return seen + (steps - done) * size
+
+    def samples_by_set(self, num_samples: int) -> np.ndarray:
+        """Return how many of the run's first samples come from each dataset of the mixture, [sets]."""
+        assert self.mix is not None
+        skipped = skipped_ranges(self.skips)
+        end = int(stream_positions(np.array([num_samples]), skipped)[0])
+        counts = self.mix.drawn_before(end)
+        for first, behind in skipped:
+            if first < end:
+                counts = counts - self.mix.drawn_before(behind) + self.mix.drawn_before(first)
+        return counts
+
+    def set_of(self, sample_ids: np.ndarray) -> np.ndarray:
+        """Return the index of each sample's dataset, [n]."""
+        return np.zeros(len(sample_ids), np.int64) if self.mix is None else self.mix.set_of(sample_ids)
+
+
+def build_stream(run: PreparedRun, state: RunState | None) -> SampleStream:
+    """Return the samples of a new run, or of one that resumes a checkpoint.
+
+    Raises CheckpointError, ConfigError, DataError.
+    """
+    size = run.resolved.plan.global_batch_size
+    skips = place_skips(run.config.skip_steps, state, size)
+    stages = _stages(run, state, skipped_ranges(skips)) if run.sets.recipe else ()
+    step, seen = (state.step, state.samples_seen) if state else (0, 0)
+    batches = tuple(known for known in saved_batches(state) if known[0] < step) if state else ()
+    if not batches or batches[-1][-1] != size:
+        batches += ((step, seen, size),)
+    stream = _compose(run.config, run.sets, state.saved_order if state else {}, stages, skips, batches)
+    return replace(stream, identity=stream.identity | {RECORDED_SETS: _describe_sets(run, stream)})
+
+
+def _describe_sets(run: PreparedRun, stream: SampleStream) -> dict[str, dict[str, object]]:
+    """Return each dataset's path, content and samples in the run by its name, which is empty outside a mixture."""
+    total = stream.samples_after(run.resolved.total_steps)
+    counts = [total] if stream.mix is None else stream.samples_by_set(total).tolist()
+    names = run.sets.names if run.sets.recipe else ("",)
+    return {
+        name: {
+            "data": at.name if "://" in at.name else os.path.abspath(at.name),
+            "fingerprint": at.manifest.fingerprint,
+            "samples": samples,
+        }
+        for name, at, samples in zip(names, run.sets.locations, counts, strict=True)
+    }
+
+
+def stream_of_checkpoint(config: RunConfig, sets: TrainingSets, state: RunState) -> SampleStream:
+    """Return the samples that a checkpoint's run saw and would see. Raises CheckpointError, DataError."""
+    stages = saved_stages(state.identity, len(sets.names)) if sets.recipe else ()
+    if sets.recipe and not stages:
+        raise CheckpointError(f"the checkpoint's state is damaged: it lacks the {STAGES_KEY} of {sets.name}.")
+    stream = _compose(config, sets, state.saved_order, stages, saved_skips(state.identity), saved_batches(state))
+    if stream.identity["order"] != state.identity.get("order"):
+        raise CheckpointError("this version of llmscale does not know the checkpoint's order of samples.")
+    return stream
+
+
+def _compose(
+    config: RunConfig,
+    sets: TrainingSets,
+    saved: Mapping[str, object],
+    stages: tuple[PlacedStage, ...],
+    skips: tuple[Skip, ...],
+    batches: Batches,
+) -> SampleStream:
+    orders = [
+        build_order(location, _order_settings(config, _of_set(saved, name) if sets.recipe else saved))
+        for name, location in zip(sets.names, sets.locations, strict=True)
+    ]
+    mix: MixedOrder | None = None
+    identity: dict[str, object] = {"order": _plain_identity(orders[0])}
+    if sets.recipe is not None:
+        mix = MixedOrder(orders, stages)
+        by_set = {name: _plain_identity(order) for name, order in zip(sets.names, orders, strict=True)}
+        identity = {
+            "order": {"algorithm": _MIX_ALGORITHM, "sets": by_set},
+            STAGES_KEY: [[stage.begin, list(stage.shares)] for stage in mix.stages],
+        }
+    identity[BATCHES_KEY] = [list(known) for known in batches]
+    if skips:
+        identity[SKIPPED_KEY] = as_plain_skips(skips)
+    order: StreamOrder = mix or orders[0]
+    return SampleStream(SkippingOrder(order, skipped_ranges(skips)) if skips else order, identity, mix, skips, batches)
+
+
+def run_identity(run: PreparedRun, state: RunState) -> dict[str, object]:
+    """Return the identity that this run records in its checkpoints after resuming from `state`."""
+    return run.identity(build_stream(run, state).identity)
+
+
+def _order_settings(config: RunConfig, saved_order: Mapping[str, object]) -> OrderSettings:
+    return OrderSettings(
+        seed=config.seed,
+        shuffle=config.shuffle,
+        num_canonical_nodes=config.num_canonical_nodes,
+        block_size=config.shuffle_block_size,
+        saved_order=saved_order,
+        cache_limit_bytes=cache_limit_bytes(config),
+    )
+
+
+def cache_limit_bytes(config: RunConfig) -> int | None:
+    """Return --cache-limit-gib in bytes."""
+    limit = config.cache_limit_gib
+    return None if limit is None else int(limit * 2**30)
+
+
+def _stages(run: PreparedRun, state: RunState | None, skipped: Ranges) -> tuple[PlacedStage, ...]:
+    assert run.sets.recipe is not None
+    size = run.resolved.plan.global_batch_size
+    step, seen = (state.step, state.samples_seen) if state else (0, 0)
+    total = seen + max(0, run.resolved.total_steps - step) * size
+    saved = saved_stages(state.identity, len(run.sets.names)) if state else ()
+    return place_stages(run.sets.recipe, total, size, saved=saved, seen=seen, skipped=skipped)
+
+
+def saved_batches(state: RunState) -> Batches:
+    """Return the batch sizes that a checkpoint recorded. Raises CheckpointError."""
+    listed = state.identity.get(BATCHES_KEY)
+    rows = [row if isinstance(row, list) else [] for row in listed] if isinstance(listed, list) else [[]]
+    is_legal = all(len(row) == 3 and all(type(n) is int and 0 <= n <= MOST_POSITIONS for n in row) for row in rows)
+    if not is_legal or not all(0 < row[2] <= MAX_BATCH for row in rows) or not rows or rows[0][:2] != [0, 0]:
+        raise CheckpointError(f"the checkpoint's state is damaged: {BATCHES_KEY} is {str(listed)[:80]!r}.")
+    return tuple((steps, samples, size) for steps, samples, size in rows)
+
+
+def saved_stages(identity: Mapping[str, object], num_sets: int) -> tuple[PlacedStage, ...]:
+    """Return the stages that a checkpoint recorded; none without a mixture, or with one of other datasets.
+
+    Raises CheckpointError.
+    """
+    listed = identity.get(STAGES_KEY, [])
+    found: list[PlacedStage] = []
+    for entry in listed if isinstance(listed, list) else [None]:
+        stage = _parse_stage(entry)
+        if stage is None or (stage.begin <= found[-1].begin if found else stage.begin != 0):
+            raise CheckpointError(f"the checkpoint's state is damaged: {STAGES_KEY} is {str(listed)[:80]!r}.")
+        found.append(stage)
+    # Other datasets are reported where identities are compared.
+    return tuple(found) if all(len(stage.shares) == num_sets for stage in found) else ()
+
+
+def _parse_stage(entry: object) -> PlacedStage | None:
+    """Parse [begin, shares] of a checkpoint; None if it is malformed."""
+    begin, shares = entry if isinstance(entry, list) and len(entry) == 2 else (None, None)
+    if type(begin) is not int or begin > MOST_POSITIONS or not isinstance(shares, list):
+        return None
+    if not all(type(share) is int and 0 <= share <= MAX_PERIOD for share in shares) or not 0 < sum(
+        shares
+    ) <= MAX_PERIOD + len(shares):
+        return None
+    return PlacedStage(begin, tuple(shares))
+
+
+def _of_set(saved: Mapping[str, object], name: str) -> Mapping[str, object]:
+    by_set = saved.get("sets")
+    order = by_set.get(name) if isinstance(by_set, Mapping) else None
+    return order if isinstance(order, Mapping) else {}
+
+
+def _plain_identity(order: SampleOrder) -> dict[str, object]:
+    return {key: value for key, value in order.identity("").items() if key not in _ELSEWHERE}
+
+
+def place_skips(wanted: Sequence[str], state: RunState | None, global_batch_size: int) -> tuple[Skip, ...]:
+    """Return the ranges that the run has skipped, and those that it is to skip.
+
+    Raises ConfigError for steps that are done, CheckpointError for malformed ranges in the checkpoint.
+    """
+    skips = list(saved_skips(state.identity)) if state else []
+    step, seen = (state.step, state.samples_seen) if state else (0, 0)
+    known = {skip.steps for skip in skips}
+    for text in wanted:
+        first, behind = parse_skip(text)
+        name = f"{first}:{behind}"
+        if name in known:
+            continue
+        if first <= step:
+            raise ConfigError(
+                f"--skip-steps {name}: step {first} is done, the checkpoint is at step {step}. Name steps from "
+                f"{step + 1} on, or go back to a checkpoint before step {first} with --resume."
+            )
+        # First and last sample of the steps as they would be without this flag.
+        ends = [seen + (first - 1 - step) * global_batch_size, seen + (behind - 1 - step) * global_batch_size - 1]
+        if max(ends) >= MOST_POSITIONS - sum(end - begin for begin, end in skipped_ranges(skips)):
+            raise ConfigError(
+                f"--skip-steps {name}: with {global_batch_size:,} samples a step that is beyond any run. Name steps "
+                "that the run has."
+            )
+        begin, last = stream_positions(np.array(ends), skipped_ranges(skips)).tolist()
+        skips.append(Skip(name, begin, last + 1))
+        known.add(name)
+    return tuple(skips)
+
+
+def check_skips(wanted: Sequence[str], state: RunState | None, total_steps: int, is_restart: bool) -> None:
+    """Raise ConfigError for a range that skips nothing. A restart repeats the flags of the first start."""
+    known = {} if state is None or is_restart else dict.fromkeys(skip.steps for skip in saved_skips(state.identity))
+    for text in wanted:
+        first, behind = parse_skip(text)
+        name = f"{first}:{behind}"
+        if name in known:
+            raise ConfigError(
+                f"--skip-steps {name}: the run leaves these steps out already, and the flag would do nothing. Drop it; "
+                f"to leave out what those steps are now, name another range, such as {first}:{behind + 1}."
+            )
+        if first > total_steps:
+            raise ConfigError(
+                f"--skip-steps {name}: the run ends at step {total_steps}, and the flag would do nothing. Name steps "
+                "that the run has, or give more --steps."
+            )
+        known[name] = None
+
+
+def skipped_ranges(skips: Sequence[Skip]) -> Ranges:
+    """Return the skipped stream positions as ascending, disjoint ranges."""
+    return join_ranges((skip.begin, skip.end) for skip in skips)
+
+
+def saved_skips(identity: Mapping[str, object]) -> tuple[Skip, ...]:
+    """Return the ranges that a checkpoint's run skipped. Raises CheckpointError."""
+    listed = identity.get(SKIPPED_KEY, [])
+    try:
+        skips = tuple(Skip(**entry) for entry in listed)  # type: ignore[attr-defined]
+        if all(
+            isinstance(skip.steps, str)
+            and type(skip.begin) is type(skip.end) is int
+            and 0 <= skip.begin < skip.end <= MOST_POSITIONS
+            for skip in skips
+        ):
+            return skips
+    except TypeError:
+        pass
+    raise CheckpointError(f"the checkpoint's state is damaged: {SKIPPED_KEY} is {str(listed)[:80]!r}.")
+
+
+def as_plain_skips(skips: Sequence[Skip]) -> list[dict[str, object]]:
+    """Return the inverse of `saved_skips`."""
+    return [asdict(skip) for skip in skips]
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One sequence of a global batch."""
+
+    position: int
+    """Number of samples that the run saw before it."""
+    sample_id: int
+    """Id within its dataset."""
+    set_name: str
+    shard: str
+    """Path of the shard within the dataset's folder."""
+    index: int
+    """Index within the shard."""
+    tokens: NDArray[np.unsignedinteger]
+    """[seq_len + 1]."""
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The global batch of one step."""
+
+    sets: TrainingSets
+    samples: list[StepSample]
+
+
+def find_step_samples(run: Path, step: int, given: str | None = None) -> StepSamples:
+    """Return the samples of a step, counted from 1, of a run folder's current history or of a checkpoint's.
+
+    They need no record: the checkpoint holds the order. `given` is the user's --data, as for `open_recorded_sets`.
+    Raises CheckpointError without a complete checkpoint, ConfigError for a step that it has not done, DataError if the
+    data have changed.
+    """
+    folder = find_checkpoint(run)
+    state = parse_run_state(read_state(folder))
+    if step > state.step:
+        raise ConfigError(f"{folder} covers steps 1 to {state.step:,}, not step {step}. Wait for the next checkpoint.")
+    config = build_run_config(dict(state.config))
+    sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
+    if sets.fingerprint != state.identity.get("data"):
+        raise DataError(f"{config.data} is not what {folder} was trained on. Put the old data back.")
+    stream = stream_of_checkpoint(config, sets, state)
+    begin, end = stream.samples_after(step - 1), stream.samples_after(step)
+    ids = stream.order.sample_ids(np.arange(begin, end))
+    windows = MixedShards(sets.locations, "train", cache_limit_bytes(config)).read(ids)
+    return StepSamples(
+        sets,
+        [
+            StepSample(begin + number, *_locate(sets, int(sample_id)), window)
+            for number, (sample_id, window) in enumerate(zip(ids, windows, strict=True))
+        ],
+    )
+
+
+def _locate(sets: TrainingSets, sample_id: int) -> tuple[int, str, str, int]:
+    """Return the id in its dataset, the dataset, the shard and the index there of an id that counts through all."""
+    for name, location in zip(sets.names, sets.locations, strict=True):
+        first = 0
+        split = location.manifest.splits["train"]
+        if sample_id >= split.num_samples:
+            sample_id -= split.num_samples
+            continue
+        for shard in split.shards:
+            if sample_id < first + shard.num_samples:
+                return sample_id, name, f"train/{shard.name}", sample_id - first
+            first += shard.num_samples
+    raise DataError(f"no dataset has sample {sample_id}.")

@@ -1,0 +1,306 @@
+"""Which checkpoints count: by histories, by names, and by what can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.checkpoint.inventory import (
+    MAX_PINNED,
+    PINNED_NAME,
+    Checkpoint,
+    FoundCheckpoints,
+    choose_expired,
+    find_any_checkpoint,
+    find_checkpoint,
+    find_checkpoints,
+    history_after,
+    list_checkpoints,
+    pin_checkpoint,
+    pinned_checkpoints,
+    record_history,
+    remove_leftovers,
+)
+from llmscale.checkpoint.manifest import (
+    CheckpointManifest,
+    History,
+    StoredFile,
+    checkpoint_name,
+    checkpoints_folder,
+    find_damage,
+    hash_json,
+    load_manifest,
+    save_manifest,
+    step_of,
+)
+from llmscale.errors import CheckpointError
+
+
+def write(run: Path, step: int, history: History | None = None, name: str | None = None) -> Path:
+    """A checkpoint without tensors."""
+    folder = checkpoints_folder(run) / (name or checkpoint_name(step))
+    folder.mkdir(parents=True)
+    save_manifest(folder, CheckpointManifest(step, 0, 1, 0, "fp32", "now", (), history or History()))
+    return folder
+
+
+def steps(run: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(run)]
+
+
+def names(found: FoundCheckpoints) -> tuple[list[str], list[str]]:
+    return [saved.path.name for saved in found.current], [saved.path.name for saved in found.abandoned]
+
+
+def test_a_history_counts_each_line_it_comes_from_up_to_its_branch() -> None:
+    history = History(4, ((1, 20), (3, 30)))
+    assert [
+        history.includes(number, step) for number, step in ((1, 20), (1, 21), (2, 5), (3, 30), (3, 31), (4, 99))
+    ] == [*(True, False, False, True, False, True)]
+
+
+def test_going_back_leaves_the_later_steps_behind_at_once(tmp_path: Path) -> None:
+    folders = {step: write(tmp_path, step) for step in (10, 20, 30, 40)}
+    history = history_after(find_checkpoints(tmp_path), folders[20], tmp_path)
+    assert history == History(2, ((1, 20),))
+    assert steps(tmp_path) == [40, 30, 20, 10], "nothing is left before it is recorded"
+    record_history(tmp_path, history, folders[20])
+    assert steps(tmp_path) == [20, 10]
+    assert [saved.step for saved in find_checkpoints(tmp_path).abandoned] == [40, 30]
+    assert history_after(find_checkpoints(tmp_path), folders[20], tmp_path) == history, (
+        "the next start is no going back"
+    )
+
+
+def test_an_abandoned_checkpoint_that_is_named_makes_its_history_count_again(tmp_path: Path) -> None:
+    folders = {step: write(tmp_path, step) for step in (10, 20, 30, 40)}
+    second = history_after(find_checkpoints(tmp_path), folders[10], tmp_path)
+    record_history(tmp_path, second, folders[10])
+    write(tmp_path, 25, second)
+    third = history_after(find_checkpoints(tmp_path), folders[30], tmp_path)
+    record_history(tmp_path, third, folders[30])
+    assert steps(tmp_path) == [30, 20, 10]
+    assert [saved.step for saved in find_checkpoints(tmp_path).abandoned] == [40, 25]
+
+
+def test_the_newest_of_the_history_goes_on_in_it(tmp_path: Path) -> None:
+    newest = [write(tmp_path, step) for step in (10, 20)][1]
+    assert history_after(find_checkpoints(tmp_path), newest, tmp_path) == History()
+
+
+def test_a_later_one_that_cannot_be_read_is_left_behind_too(tmp_path: Path) -> None:
+    """Its disk may answer again tomorrow."""
+    good, torn = write(tmp_path, 10), write(tmp_path, 20)
+    manifest = (torn / "manifest.json").read_text()
+    (torn / "manifest.json").write_text("{")
+    history = history_after(find_checkpoints(tmp_path), good, tmp_path)
+    assert history == History(2, ((1, 10),))
+    record_history(tmp_path, history, good)
+    assert history_after(find_checkpoints(tmp_path), good, tmp_path) == history
+    (torn / "manifest.json").write_text(manifest)
+    assert steps(tmp_path) == [10]
+
+
+def test_another_runs_checkpoint_begins_a_line_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    other = write(tmp_path / "other", 20)
+    history = history_after(find_checkpoints(tmp_path), other, tmp_path)
+    assert history == History(2)
+    record_history(tmp_path, history, other)
+    assert steps(tmp_path) == []
+    with pytest.raises(CheckpointError, match=r"the history that began from .*step-00000020 has no checkpoints"):
+        find_checkpoint(tmp_path)
+
+
+def test_checkpoints_from_before_there_were_histories(tmp_path: Path) -> None:
+    folder = write(tmp_path, 10)
+    stored = json.loads((folder / "manifest.json").read_text())["manifest"]
+    del stored["history"], stored["branches"]
+    (folder / "manifest.json").write_text(json.dumps({"manifest": stored, "xxh3_128": hash_json(stored)}))
+    assert load_manifest(folder).history == History()
+    assert steps(tmp_path) == [10]
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"\xff\xfe", b"[]", b"{}", b'{"current": {"history": 1}}', b"[" * 5000])
+def test_without_its_record_the_newest_history_that_saved_is_the_current_one(
+    tmp_path: Path, damage: bytes | None
+) -> None:
+    for step in (10, 20, 30):
+        write(tmp_path, step)
+    history = History(2, ((1, 10),))
+    write(tmp_path, 15, history)
+    record_history(tmp_path, history, tmp_path)
+    path = checkpoints_folder(tmp_path) / "history.json"
+    path.unlink() if damage is None else path.write_bytes(damage)
+    found = find_checkpoints(tmp_path)
+    assert names(found)[0] == ["step-00000015", "step-00000010"]
+    assert len(found.notes) == (damage is not None)
+
+
+def test_a_flipped_digit_in_the_record_is_noticed(tmp_path: Path) -> None:
+    record_history(tmp_path, History(2, ((1, 10),)), write(tmp_path, 10))
+    path = checkpoints_folder(tmp_path) / "history.json"
+    path.write_text(path.read_text().replace("10", "60", 1))
+    assert "does not match its hash" in find_checkpoints(tmp_path).notes[0]
+
+
+def test_names_that_are_not_ours_are_passed_over_and_never_touched(tmp_path: Path) -> None:
+    write(tmp_path, 60)
+    folder = checkpoints_folder(tmp_path)
+    for name in ("step-00000060-backup", "step-old", "step-60", "step-0000000070", "step-00000099.old-0"):
+        write(tmp_path, 60, name=name)
+    (folder / "step-00000070").write_text("a file")
+    (folder / "step-00000080").symlink_to(folder / "step-00000060")
+    (folder / "step-00000090").symlink_to(tmp_path / "nowhere")
+    (folder / ".step-00000061.partial").write_text("a file")
+    (folder / ".step-00000062.partial").symlink_to(folder / "step-00000060")
+    (folder / ".step-00000063.partial").mkdir()
+    (folder / ".nfs0001").write_text("")
+    (folder / "notes").mkdir()
+    found = find_checkpoints(tmp_path)
+    assert names(found) == (["step-00000060"], [])
+    assert sorted(path.name for path, _ in found.passed_over) == [
+        *(".step-00000061.partial", ".step-00000062.partial", "step-0000000070", "step-00000060-backup"),
+        *("step-00000070", "step-00000080", "step-00000090", "step-00000099.old-0", "step-60", "step-old"),
+    ]
+    lines: list[str] = []
+    assert find_checkpoint(tmp_path, lines.append) == folder / "step-00000060"
+    assert len(lines) == len(found.passed_over)
+
+
+def test_a_name_must_agree_with_what_is_in_it(tmp_path: Path) -> None:
+    write(tmp_path, 50)
+    renamed = write(tmp_path, 40, name="step-00000060")
+    found = find_checkpoints(tmp_path)
+    assert names(found) == (["step-00000050"], [])
+    assert "says that this is the checkpoint of step 40" in found.damaged[0][1]
+    assert "says that this is the checkpoint of step 40" in str(find_damage(renamed))
+
+
+@pytest.mark.parametrize("change", [{"step": "60"}, {"step": True}, {"step": -60}, {"history": []}, {"branches": [3]}])
+def test_a_manifest_of_another_shape_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
+    folder = write(tmp_path, 60)
+    body = json.loads((folder / "manifest.json").read_text())["manifest"] | change
+    (folder / "manifest.json").write_text(json.dumps({"manifest": body, "xxh3_128": hash_json(body)}))
+    assert find_damage(folder)
+    assert find_checkpoints(tmp_path).damaged
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
+    checkpoints_folder(tmp_path).write_text("")
+    for look in (find_checkpoints, find_any_checkpoint, list_checkpoints):
+        with pytest.raises(CheckpointError, match="cannot be listed: Not a directory"):
+            look(tmp_path)
+
+
+def test_a_path_that_is_gone_names_what_there_is(tmp_path: Path) -> None:
+    write(tmp_path, 50)
+    with pytest.raises(CheckpointError, match=r"does not exist: .* The newest of its run is step-00000050"):
+        find_checkpoint(checkpoints_folder(tmp_path) / "step-00000020")
+
+
+def test_what_took_the_place_of_a_checkpoint_is_counted_once(tmp_path: Path) -> None:
+    write(tmp_path, 60)
+    write(tmp_path, 60, name="step-00000060.old-1")
+    write(tmp_path, 50, History(7), name="step-00000050.old-2")
+    assert names(find_checkpoints(tmp_path)) == (["step-00000050.old-2"], ["step-00000060", "step-00000060.old-1"])
+
+
+def test_a_run_may_keep_its_checkpoints_on_another_disk(tmp_path: Path, save_steps: Callable) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    assert save_steps(3, 4, keep_last=1)[-1].startswith("saved ")
+    (only,) = find_checkpoints(tmp_path / "run").current
+    assert history_after(find_checkpoints(tmp_path / "run"), tmp_path / "disk" / only.path.name, tmp_path / "run") == (
+        History()
+    )
+    assert only.step == 4
+
+
+def test_what_is_kept_outlives_retention(save_steps: Callable, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save_steps(10, keep_last=1, keep_every=0)
+    pin_checkpoint(checkpoints_folder(run) / checkpoint_name(10), "because")
+    save_steps(20, 30, keep_last=1, keep_every=0)
+    assert [step_of(path) for path in list_checkpoints(run)] == [30, 10]
+    assert pinned_checkpoints(run) == {checkpoint_name(10): "because"}
+
+
+def test_the_oldest_goes_first_and_what_is_gone_does_not_count(tmp_path: Path) -> None:
+    folder = checkpoints_folder(tmp_path)
+    for step in range(1, MAX_PINNED + 3):
+        (folder / checkpoint_name(step)).mkdir(parents=True)
+        pin_checkpoint(folder / checkpoint_name(step), f"number {step}")
+    assert list(pinned_checkpoints(tmp_path)) == [checkpoint_name(step) for step in range(3, MAX_PINNED + 3)]
+    (folder / checkpoint_name(3)).rmdir()
+    pin_checkpoint(folder / checkpoint_name(1), "again")
+    assert list(pinned_checkpoints(tmp_path))[-1] == checkpoint_name(1)
+    assert len(pinned_checkpoints(tmp_path)) == MAX_PINNED
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"../x": "y"}', '{"step-00000001": 3}'])
+def test_a_list_that_cannot_be_read_is_an_error(content: str, tmp_path: Path) -> None:
+    checkpoints_folder(tmp_path).mkdir()
+    (checkpoints_folder(tmp_path) / PINNED_NAME).write_text(content)
+    with pytest.raises(CheckpointError):
+        pinned_checkpoints(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "expired"),
+    [(1, 0, [40, 30, 20, 10]), (2, 0, [30, 20, 10]), (1, 20, [30, 10]), (9, 0, []), (1, 50, [40, 30, 20, 10])],
+)
+def test_choose_expired(keep_last: int, keep_every: int, expired: list[int]) -> None:
+    current = [saved(step) for step in (50, 40, 30, 20, 10)]
+    assert [checkpoint.step for checkpoint in choose_expired(current, keep_last, keep_every)] == expired
+
+
+def test_only_whole_checkpoints_count(tmp_path: Path) -> None:
+    """The newest lacks a file: the one before it is what the run would go on from."""
+    torn = saved(50, StoredFile("gone", 1, ""))
+    current = [torn, saved(40), saved(30)]
+    assert choose_expired(current, 1, 0) == current[2:]
+    assert choose_expired([torn, torn], 1, 0) == []
+
+
+def saved(step: int, *files: StoredFile) -> Checkpoint:
+    manifest = CheckpointManifest(step, 0, 1, 0, "fp32", "now", files)
+    return Checkpoint(Path(checkpoint_name(step)), manifest)
+
+
+def test_saves_delete_what_expired(save_steps: Callable, tmp_path: Path) -> None:
+    save_steps(10, 20, 25, 30, keep_last=1, keep_every=10)
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "run")] == [30, 20, 10]
+    assert not list(checkpoints_folder(tmp_path / "run").glob(".*"))
+
+
+def test_removes_what_an_interrupted_save_left(save_steps: Callable, tmp_path: Path) -> None:
+    save_steps(10)
+    folder = checkpoints_folder(tmp_path / "run")
+    for name in (".step-00000020.partial", ".step-00000005.deleted", ".step-00000030.partial-2", "notes"):
+        (folder / name).mkdir()
+        (folder / name / "file").write_text("x")
+    (folder / ".step-00000006.partial").write_text("not ours")
+    (folder / ".step-00000007.partial").symlink_to(folder / "notes")
+    lines = remove_leftovers(tmp_path / "run")
+    assert [line.split()[1] for line in lines] == [
+        *(".step-00000005.deleted,", ".step-00000020.partial,", ".step-00000030.partial-2,")
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        *(".step-00000006.partial", ".step-00000007.partial", "latest", "notes", "step-00000010")
+    ]
+    assert (folder / "notes" / "file").read_text() == "x"
+
+
+def test_what_cannot_be_deleted_is_tried_again(save_steps: Callable, tmp_path: Path) -> None:
+    """A delete that was interrupted left its folder under the name that the next one wants."""
+    save_steps(10)
+    folder = checkpoints_folder(tmp_path / "run")
+    (folder / ".step-00000010.deleted").write_text("not ours")
+    assert save_steps(20, keep_last=1)[-1].startswith("saved ")
+    assert [step_of(path) for path in list_checkpoints(tmp_path / "run")] == [20]
+    assert (folder / ".step-00000010.deleted").read_text() == "not ours"

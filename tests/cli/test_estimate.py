@@ -1,0 +1,542 @@
+"""`llmscale estimate`: what a user reads before renting a GPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from llmscale.cli.main import main
+from llmscale.config.bundled_files import install_command
+from llmscale.config.deepspeed.resolve import read_ds_config
+from llmscale.config.hf_model import with_published_shape
+from llmscale.config.interconnect import INTERCONNECTS
+from llmscale.config.resolve import SetFacts, resolve_shape
+from llmscale.config.run_config import parse_run_config
+from llmscale.training.prepare_run import prepare_run
+
+ROOT = Path(__file__).resolve().parents[2]
+MACHINES = ("--gpu", "a100-40gb", "--num-gpus", "8")
+COMMAND = ("estimate", "--model", "gpt2-1.5b", *MACHINES)
+LLAMA = {
+    **{"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256},
+}
+
+NEOX = {
+    **{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32},
+    **{"intermediate_size": 16384, "vocab_size": 50432},
+}
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """`run(*words)` in this process: status, stdout, stderr."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        status = main(words)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def read_json(run: Callable[..., tuple[int, str, str]]) -> Callable[..., tuple[int, dict]]:
+    """`read_json(*words)` with --json in this process: status and values."""
+
+    def call(*words: str) -> tuple[int, dict]:
+        status, output, _ = run(*words, "--json")
+        return status, json.loads(output)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        COMMAND,
+        (*COMMAND, "--json"),
+        (*COMMAND, "--ds", str(ROOT / "ds_configs/zero3.json")),
+        ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "none"),
+        ("estimate", "--gpu", "list"),
+    ],
+)
+def test_it_answers_without_torch(llmscale: Run, words: tuple[str, ...]) -> None:
+    done = llmscale(*words, torch_free=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_nothing_heavy_is_imported(llmscale: Run, tmp_path: Path) -> None:
+    for name in ("transformers", "deepspeed", "matplotlib"):
+        folder = tmp_path / "blocked" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text(f"raise SystemExit('{name} was imported')\n")
+    done = llmscale(*COMMAND, torch_free=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_has_a_row_for_every_strategy_and_fits_a_wide_terminal(
+    run: Callable[..., tuple[int, str, str]],
+) -> None:
+    status, output, _ = run(*COMMAND)
+    assert status == 0
+    lines = output.splitlines()
+    head = next(line for line in lines if " ZeRO offload" in line)
+    for name in ("param", "grad", "optim", "activ", "logits", "comm", "temp", "reserve", "context", "total", "fits"):
+        assert name in head.split()
+    assert {"host", "NVMe", "tok/s", "MFU", "peak", "batch"} <= set(head.split())
+    rows = [line for line in lines if "GiB" not in line and " x " in line]
+    assert len(rows) == 27
+    assert max(len(line) for line in (head, *rows)) <= 160
+    marked = [line for line in rows if line.startswith("*")]
+    assert len(marked) == 1
+    assert " free" in marked[0]
+    assert len([line for line in lines if line.startswith("* ZeRO stage ")]) == 1
+
+
+def test_the_numbers_of_a_row_add_up(read_json: Callable[..., tuple[int, dict]]) -> None:
+    _, values = read_json(*COMMAND)
+    assert len(values["rows"]) == 27
+    for row in values["rows"]:
+        estimate = row["estimate"]
+        assert sum(estimate["peak"].values()) == estimate["allocated_bytes"]
+        assert estimate["moments"][estimate["peak_moment"]] == estimate["peak"]
+        assert estimate["total_bytes"] == estimate["reserved_bytes"] + estimate["context_bytes"]
+        assert row["spare_bytes"] == values["machines"]["gpu_bytes"] - estimate["total_bytes"]
+        assert row["fits"] == (row["spare_bytes"] >= 0)
+        assert row["host_bytes_per_node"] == 8 * estimate["host_bytes"]
+        batch = row["micro_batch_size"] * row["gradient_accumulation_steps"] * 8
+        assert batch == values["global_batch_size"] == 1024
+    chosen = values["rows"][values["recommended"]["row"]]
+    assert chosen["fits"]
+    rates = [row["throughput"]["tokens_per_second"] for row in values["rows"] if row["fits"]]
+    assert chosen["throughput"]["tokens_per_second"] >= 0.97 * max(rates)
+
+
+def test_rows_that_do_not_fit_say_by_how_much(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--model", "gpt3-6.7b", *MACHINES)
+    status, values = read_json(*words)
+    assert status == 0
+    over = [-row["spare_bytes"] / 2**30 for row in values["rows"] if not row["fits"]]
+    assert 0 < len(over) < len(values["rows"])
+    written = re.findall(r" no, ([\d.,]+) over  ", run(*words)[1])
+    assert written == [f"{gib:,.1f}" for gib in over]
+
+
+def test_nothing_fits_is_status_1_with_the_cheapest_change(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, output, _ = run(
+        *("estimate", "--model", "gpt3-13b", "--gpu", "rtx4090", "--num-gpus", "4", "--host-memory-gib", "16")
+    )
+    assert status == 1
+    assert "Nothing fits. The row that misses least needs " in output
+    assert "The cheapest change: " in output
+    assert " GPUs (--num-nodes " in output
+
+
+def test_a_ds_config_that_does_not_fit_gets_the_smallest_change(run: Callable[..., tuple[int, str, str]]) -> None:
+    zero0 = str(ROOT / "ds_configs/zero0.json")
+    status, output, _ = run("estimate", "--model", "gpt3-2.7b", *MACHINES, "--ds", zero0)
+    assert status == 1
+    assert "The smallest change that fits: ZeRO stage " in output
+    status, output, _ = run(*COMMAND, "--micro-batch-size", "512", "--global-batch-size", "4096")
+    assert status == 1
+    assert "--micro-batch-size " in output
+    assert " instead of 512" in output
+
+
+def test_several_ds_configs_stand_side_by_side_and_are_explained(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    files = [str(ROOT / f"ds_configs/{name}.json") for name in ("zero1", "zero2_offload", "zero3_ckpt")]
+    status, values = read_json(*COMMAND, "--ds", *files)
+    assert status == 0
+    names = ["zero1.json", "zero2_offload.json", "zero3_ckpt.json"]
+    assert [row["ds_config"] for row in values["rows"]] == names
+    assert [row["strategy"]["zero_stage"] for row in values["rows"]] == [1, 2, 3]
+    assert [row["strategy"]["offload_optimizer"] for row in values["rows"]] == ["none", "cpu", "none"]
+    assert [row["strategy"]["activation_checkpointing"] for row in values["rows"]] == ["none", "none", "full"]
+    assert all("end of backward" in row["estimate"]["moments"] for row in values["rows"])
+    output = run(*COMMAND, "--ds", *files)[1]
+    for name in names:
+        assert any(line.startswith(f"{name}: ZeRO stage ") for line in output.splitlines())
+    assert "deepspeed --num_gpus 8 llmscale/train.py --ds " in output
+
+
+def test_the_micro_batch_of_a_ds_config_is_kept(read_json: Callable[..., tuple[int, dict]], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2})
+    )
+    _, values = read_json(*COMMAND, "--ds", str(path))
+    assert [(row["ds_config"], row["micro_batch_size"]) for row in values["rows"]] == [("mine.json", 2)]
+
+
+def test_emit_writes_what_train_py_takes(
+    run: Callable[..., tuple[int, str, str]],
+    read_json: Callable[..., tuple[int, dict]],
+    tmp_path: Path,
+    tiny_set: Path,
+) -> None:
+    path = tmp_path / "chosen.json"
+    words = ("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--num-gpus", "2", "--seq-len", "32")
+    words += ("--vocab-size", "257", "--dropout", "0.1")
+    status, output, _ = run(*words, "--emit", str(path))
+    assert status == 0
+    ds = read_ds_config(path)
+    assert ds.warnings == ()
+    assert ds.precision == "fp16"  # a T4 has no bf16
+    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
+    flags = command.split("llmscale/train.py ")[1].split()
+    prepared = prepare_run(parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")]), 2)
+    _, values = read_json(*words)
+    row, resolved = values["rows"][values["recommended"]["row"]], prepared.resolved
+    assert resolved.plan.micro_batch_size == row["micro_batch_size"]
+    assert resolved.plan.gradient_accumulation_steps == row["gradient_accumulation_steps"]
+    assert resolved.shape.dropout == 0.1
+    assert resolved.zero_stage == row["strategy"]["zero_stage"]
+    assert resolved.checkpointing == row["strategy"]["activation_checkpointing"]
+
+
+def test_emit_does_not_overwrite(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "chosen.json"
+    path.write_text("mine")
+    status, output, error = run(*COMMAND, "--emit", str(path))
+    assert (status, output) == (2, "")
+    assert "exists already" in error
+    assert path.read_text() == "mine"
+    assert run(*COMMAND, "--emit", str(path), "--force")[0] == 0
+    assert json.loads(path.read_text())["zero_optimization"]["stage"] in (0, 1, 2, 3)
+    assert [file.name for file in tmp_path.iterdir()] == ["chosen.json"]
+
+
+def test_selective_checkpointing_is_a_flag_and_full_is_in_the_file(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    for mode, in_file in (("selective", False), ("full", True), ("none", False)):
+        path = tmp_path / f"{mode}.json"
+        _, output, _ = run(*COMMAND, "--activation-checkpointing", mode, "--emit", str(path))
+        assert ("activation_checkpointing" in json.loads(path.read_text())) == in_file
+        assert ("--activation-checkpointing selective" in output) == (mode == "selective")
+
+
+@pytest.mark.parametrize(
+    ("ds", "given", "repeated"),
+    [
+        ("zero2", "full", True),
+        ("zero2", "selective", True),
+        ("zero2_ckpt", "full", False),  # its section says so
+        ("zero2_ckpt", "none", True),
+    ],
+)
+def test_the_command_repeats_what_the_ds_config_does_not_say(
+    run: Callable[..., tuple[int, str, str]], ds: str, given: str, repeated: bool
+) -> None:
+    flags = ("--activation-checkpointing", given, "--precision", "fp32")
+    _, output, _ = run(*COMMAND, "--ds", f"ds_configs/{ds}.json", *flags)
+    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
+    assert (f"--activation-checkpointing {given}" in command) == repeated
+    assert "--precision fp32" in command
+
+
+def test_nothing_is_emitted_when_nothing_fits(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    path = tmp_path / "chosen.json"
+    status, _, _ = run(
+        *("estimate", "--model", "gpt3-13b", "--gpu", "t4", "--host-memory-gib", "16", "--emit", str(path))
+    )
+    assert status == 1
+    assert not path.exists()
+
+
+def test_the_largest_model_of_each_strategy(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full")
+    status, values = read_json(*words)
+    models = values["largest_models"]
+    assert status == 0
+    assert len(models) == 9
+    assert {model["strategy"]["activation_checkpointing"] for model in models} == {"full"}
+    largest = max(model["num_parameters"] for model in models)
+    marked = [line for line in run(*words)[1].splitlines() if line.startswith("*")]
+    assert len(marked) == [model["num_parameters"] for model in models].count(largest)
+    assert all(model["total_bytes"] <= 39.25 * 2**30 for model in models)
+
+
+def test_gpu_list_has_sources(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, output, _ = run("estimate", "--gpu", "list")
+    assert status == 0
+    assert any(line.startswith("h100-80gb ") and "datasheet" in line for line in output.splitlines())
+
+
+def test_a_gpu_that_is_not_in_the_table(read_json: Callable[..., tuple[int, dict]]) -> None:
+    _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu-memory-gib", "48", "--bf16-tflops", "200")
+    assert values["machines"]["gpu_bytes"] == 48 * 2**30
+    assert values["gpu"]["dense_16bit_flops"] == 200e12
+
+
+def test_host_memory_rules_rows_out(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = (*COMMAND, "--ds", str(ROOT / "ds_configs/zero2_offload.json"), "--host-memory-gib")
+    assert read_json(*words, "512")[0] == 0
+    status, values = read_json(*words, "8")
+    (row,) = values["rows"]
+    assert (status, row["fits"], values["recommended"]) == (1, False, None)
+    assert row["spare_bytes"] >= 0
+    assert row["host_bytes_per_node"] > 8 * 2**30
+    assert "no, host " in run(*words, "8")[1]
+
+
+def test_a_transformers_model_is_estimated_as_ours(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    """Of a vocabulary that is no multiple of 128."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"vocab_size": 128_200}))
+    words = (*MACHINES, "--seq-len", "2048", "--global-batch-size", "64", "--activation-checkpointing", "full")
+    by_hf, by_model = (
+        read_json("estimate", *model, *words)
+        for model in (("--hf", str(tmp_path)), ("--model", "llama3-8b", "--vocab-size", "128200", "--norm-eps", "1e-6"))
+    )
+    sizes = {key: value for key, value in by_hf[1]["shape"].items() if key != "rope_theta"}
+    assert sizes == {key: by_model[1]["shape"][key] for key in sizes}
+    assert by_hf[1]["rows"] == by_model[1]["rows"]
+    output = run("estimate", "--hf", str(tmp_path), *words)[1]
+    assert "its table of 128,200 rows is padded to 128,256 here" in output
+
+
+def test_a_transformers_model_that_is_not_ours(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEOX))
+    status, values = read_json("estimate", "--hf", str(tmp_path), *MACHINES)
+    assert status == 0
+    assert (values["model"]["num_parameters"], values["model"]["family"]) == (6_857_302_016, "gpt_neox")
+    assert "activations are not estimated" in values["unknown"]
+    assert len(values["rows"]) == 9
+    on_gpu = [row for row in values["rows"] if row["strategy"]["offload_optimizer"] == "none" and row["fits"]]
+    most_room = max(on_gpu, key=lambda row: row["room_for_activations_bytes"])
+    assert most_room["strategy"]["zero_stage"] == 3
+    output = run("estimate", "--hf", str(tmp_path), *MACHINES)[1]
+    assert "6,857,302,016 parameters (gpt_neox), model states only" in output
+    assert "rows fit; ZeRO stage 3 without offload leaves most room for activations" in output
+    status, _, error = run("estimate", "--hf", str(tmp_path), *MACHINES, "--seq-len", "64")
+    assert status == 2
+    assert "--seq-len has no effect with --hf" in error
+
+
+def test_a_transformers_model_that_is_too_large_is_status_1(
+    run: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(NEOX | {"hidden_size": 2**16, "intermediate_size": 2**18}))
+    status, output, _ = run("estimate", "--hf", str(tmp_path), "--gpu", "t4")
+    assert status == 1
+    assert "Nothing fits, not even without activations" in output
+
+
+def test_the_command_repeats_the_model_that_was_given(run: Callable[..., tuple[int, str, str]]) -> None:
+    given = ("--n-kv-head", "4", "--no-tied", "--qk-norm", "head", "--sliding-window", "512")
+    words = ("estimate", "--model", "gpt-modern-124m", *given, *MACHINES)
+    _, output, _ = run(*words, "--ds", str(ROOT / "ds_configs/zero2.json"))
+    command = next(line for line in output.splitlines() if "llmscale/train.py" in line)
+    for flag in ("--model gpt-modern-124m", "--n-kv-head 4", "--no-tied", "--qk-norm head", "--sliding-window 512"):
+        assert flag in command
+
+
+def test_the_command_builds_the_shape_that_was_estimated(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]], tmp_path: Path
+) -> None:
+    """Also of a published model, on data whose tokenizer has fewer tokens than were asked for."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    given = ("--model", f"hf:{tmp_path}", "--vocab-size", "32000", "--seq-len", "2048", "--document-mask")
+    words = ("estimate", *given, *MACHINES, "--ds", str(ROOT / "ds_configs/zero3_offload.json"))
+    command = next(line for line in run(*words)[1].splitlines() if "llmscale/train.py" in line)
+    config = parse_run_config(command.split("llmscale/train.py ")[1].split())
+    shape = resolve_shape(with_published_shape(config, None), SetFacts(31_000, 2048, 100, 0))
+    assert asdict(shape) == {key: value for key, value in read_json(*words)[1]["shape"].items() if key in asdict(shape)}
+
+
+def test_a_block_of_no_family_without_torch_is_one_clear_error(
+    run: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    for words in (
+        ("estimate", "--model", "gpt2-124m", "--norm", "rmsnorm", *MACHINES),
+        ("plan", "--model", "gpt2-124m", "--norm", "rmsnorm", "--tokens", "1B", *MACHINES),
+        ("estimate", "--max-model", "--model", "gpt2-124m", "--norm", "rmsnorm", *MACHINES),
+    ):
+        status, output, error = run(*words)
+        assert (status, output) == (2, "")
+        assert "--model gpt2-124m --norm rmsnorm" in error
+        assert install_command("train") in error
+
+
+def test_a_gpu_before_ampere_repeats_shared_keys(read_json: Callable[..., tuple[int, dict]]) -> None:
+    words = ("estimate", "--model", "llama3-1b", "--seq-len", "2048", "--micro-batch-size", "2", "--precision", "fp16")
+    words = (*words, "--global-batch-size", "2", "--activation-checkpointing", "none")
+    old, new = (read_json(*words, "--gpu", gpu)[1]["rows"] for gpu in ("v100-32gb", "a100-40gb"))
+    before, after = (
+        max(moment["activations_bytes"] for moment in rows[0]["estimate"]["moments"].values()) for rows in (old, new)
+    )
+    assert before > after > 0
+
+
+def test_the_largest_model_of_a_family_is_scaled_by_its_presets(run: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("estimate", "--max-model", *MACHINES, "--activation-checkpointing", "full")
+    output = run(*words, "--model", "llama3-8b")[1]
+    assert "llama3-3b" in output
+    assert "gpt3" not in output.lower() and "gpt-3" not in output.lower()
+    assert "blocks are gpt-modern-124m's" in run(*words, "--model", "gpt-modern-124m")[1]
+
+
+def test_the_vocabulary_is_the_preset_s_published_one(read_json: Callable[..., tuple[int, dict]]) -> None:
+    for words, size in (((), 49_152), (("--vocab-size", "1000"), 1000)):
+        assert read_json("estimate", "--model", "smollm2-135m", *MACHINES, *words)[1]["shape"]["vocab_size"] == size
+
+
+def test_the_picture(run: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "memory.png"
+    assert run(*COMMAND, "--plot", str(path))[0] == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert path.stat().st_size > 20_000
+    status, _, error = run(*COMMAND, "--plot", str(tmp_path / "memory.nonsense"))
+    assert status == 2
+    assert "'.nonsense' is not legal. Legal: .png" in error
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
+    words = ("estimate", "--model", "tiny-1m", *MACHINES, "--ds", str(ROOT / "ds_configs/zero2.json"), "--dry-run")
+    done = llmscale(*words, "--json", "--seq-len", "64", "--global-batch-size", "64")
+    assert done.returncode == 0, done.stderr
+    values = json.loads(done.stdout)
+    (simulated,) = values["dry_runs"]
+    for phase in ("forward", "backward", "step"):
+        counted, calculated = (sum(simulated["phases"][phase][by].values()) for by in ("dry_run", "closed_form"))
+        assert calculated == pytest.approx(counted, rel=0.03)
+    peak = max(sum(phase["dry_run"].values()) for phase in simulated["phases"].values())
+    assert peak < simulated["least_gpu_bytes"] < 1.5 * peak
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "gpt2-1.5", *MACHINES), "Did you mean 'gpt2-1.5b'?"),
+        (("--model", "gpt2-1.5b", "--gpu", "h100-80"), "Did you mean 'h100-80gb'?"),
+        (("--model", "gpt2-1.5b"), "which GPU?"),
+        (MACHINES, "which model?"),
+        (("--model", "gpt2-1.5b", "--gpu-memory-gib", "24"), "--bf16-tflops"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--gpu-memory-gib", "24"), "--gpu names a GPU of the table"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"), "n_layer = '0': input should be greater than or equal"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--vocab-size", "x"), "vocab_size = 'x': input should be a valid integer"),
+        (
+            ("--model", "gpt2-1.5b", "--gpu", "t4", "--num-gpus", "0"),
+            "argument --num-gpus: must be a whole number of at least 1",
+        ),
+        (
+            ("--model", "gpt2-1.5b", *MACHINES, "--host-memory-gib", "0"),
+            "argument --host-memory-gib: must be a number of at least 0.01",
+        ),
+        (("--model", "gpt2-1.5b", *MACHINES, "--global-batch-size", "12"), "cannot be divided over 8 ranks"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--micro-batch-size", "3"), "Legal micro-batches: 1, 2, 4"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--interconnect", "ib-40g"), "Did you mean 'ib-400g'?"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--precision", "fp8"), "precision = 'fp8'"),
+        (("--model", "gpt2-1.5b", "--gpu", "v100-32gb", "--precision", "bf16"), "Use fp16"),
+        (("--model", "gpt2-1.5b", "--gpu", "t4", "--precision", "autocast"), "Use fp16"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--ds", "zero9.json"), "does not exist"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--emit", "no/such/folder/x.json"), "the folder no/such/folder does not"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--max-model", "--plot", "x.png"), "exclude each other"),
+        (("--hf", "gpt2", "--model", "gpt2-1.5b", *MACHINES), "exclude each other"),
+        (("--hf", "./nothing", *MACHINES), "does not exist"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--num-gpu", "8"), "Did you mean '--num-gpus'?"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    run: Callable[..., tuple[int, str, str]], words: tuple[str, ...], message: str
+) -> None:
+    status, output, error = run("estimate", *words)
+    assert status == 2
+    assert output == ""
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+
+
+def test_bf16_in_a_file_on_a_card_without_it(run: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("estimate", "--model", "gpt2-124m", "--gpu", "t4", "--ds")
+    status, _, error = run(*words, str(ROOT / "ds_configs/zero2.json"))
+    assert status == 2
+    assert "zero2.json: a t4 has no bf16 arithmetic. Use fp16" in error
+    assert run(*words, str(ROOT / "ds_configs/zero2_fp16.json"))[0] == 0
+
+
+def test_without_a_precision_the_gpu_decides(read_json: Callable[..., tuple[int, dict]]) -> None:
+    _, values = read_json("estimate", "--model", "gpt2-124m", "--gpu", "t4")
+    assert {row["precision"] for row in values["rows"]} == {"fp16"}
+    assert {row["strategy"]["zero_stage"] for row in values["rows"]} == {1, 2, 3}
+
+
+def test_which_stage_for_which_network(run: Callable[..., tuple[int, str, str]]) -> None:
+    words = ("--model", "gpt3-13b", "--gpu", "h100-80gb", "--num-gpus", "8", "--num-nodes", "4")
+    status, output, _ = run("estimate", *words, "--interconnect", "list", "--json")
+    assert status == 0
+    rates = json.loads(output)["tokens_per_second"]
+    assert set(rates) == {interconnect.name for interconnect in INTERCONNECTS}
+    for name in ("ib-100g", "ethernet-1g"):
+        status, output, _ = run("estimate", *words, "--interconnect", name, "--json")
+        rows = json.loads(output)["rows"]
+        best = max(row["throughput"]["tokens_per_second"] for row in rows if row["fits"])
+        assert max(rates[name].values()) == pytest.approx(best)
+    # The slower the network, the more it pays to gather within nodes.
+    gains = [rates[name]["3 hpZ"] / rates[name]["3"] for name in ("ib-800g", "ib-100g", "ethernet-25g")]
+    assert 1 < gains[0] < gains[1] < gains[2]
+
+
+def test_one_node_has_no_network_to_choose(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, error = run(*COMMAND, "--interconnect", "list")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "--num-nodes" in error
+
+
+def test_muon_needs_less_memory_and_adafactor_has_no_estimate(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    flags = (*COMMAND, "--ds", str(ROOT / "ds_configs" / "zero0.json"), "--micro-batch-size", "1")
+    found = {name: read_json(*flags, "--optimizer", name)[1] for name in ("adamw", "muon")}
+    held = {
+        name: values["rows"][0]["estimate"]["moments"]["forward"]["optimizer_bytes"] for name, values in found.items()
+    }
+    assert {name: values["optimizer"] for name, values in found.items()} == {"adamw": "adamw", "muon": "muon"}
+    matrices = 48 * 12 * 1600**2
+    assert held["adamw"] - held["muon"] == pytest.approx(4 * matrices, rel=1e-3)
+    status, _, error = run(*flags, "--optimizer", "adafactor")
+    assert status == 2
+    assert "--optimizer 'adafactor' is not known. Legal: adamw, muon." in error
+
+
+def test_smaller_chunks_of_the_loss_have_fewer_logits_and_the_command_repeats_them(
+    run: Callable[..., tuple[int, str, str]], read_json: Callable[..., tuple[int, dict]]
+) -> None:
+    words = ("estimate", "--model", "gpt2-124m", *MACHINES, "--micro-batch-size", "16", "--global-batch-size", "128")
+    peaks = {}
+    for chunk in (512, 2048):
+        _, values = read_json(*words, "--loss-chunk-tokens", str(chunk))
+        peaks[chunk] = values["rows"][0]["estimate"]["moments"]["loss forward"]["logits_bytes"]
+    assert 0 < peaks[512] < peaks[2048]
+    _, output, _ = run(*words, "--ds", "ds_configs/zero2.json", "--loss-chunk-tokens", "512")
+    assert "--loss-chunk-tokens 512" in next(line for line in output.splitlines() if "llmscale/train.py" in line)

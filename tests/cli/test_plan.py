@@ -1,0 +1,253 @@
+"""`llmscale plan`: what a user reads, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.checkpoint.inventory import list_checkpoints
+from llmscale.checkpoint.manifest import load_manifest
+from llmscale.cli.main import main
+from llmscale.config.run_config import parse_run_config
+from llmscale.planning.disk_usage import estimate_disk
+from llmscale.training.prepare_run import prepare_run
+
+
+def plan(capsys: pytest.CaptureFixture[str], words: str) -> str:
+    assert main(["plan", *words.split()]) == 0
+    # Text is wrapped; where a line breaks is of no interest.
+    return re.sub(r"\n +", " ", capsys.readouterr().out)
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], words: str) -> dict:
+    assert main(["plan", *words.split(), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_chinchillas_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--flops 5.76e23")
+    assert found["pf_days"] == pytest.approx(6667, abs=0.5)
+    assert found["law"] == "Besiroglu 2024"
+    laws = {row["name"]: row for row in found["laws"]}
+    sizes, tokens = laws["Besiroglu 2024"]["num_parameters"], laws["Besiroglu 2024"]["tokens"]
+    assert [sizes[key] for key in ("value", "low", "high")] == pytest.approx([72.2e9, 55.4e9, 94.2e9], rel=0.001)
+    assert [tokens[key] for key in ("value", "low", "high")] == pytest.approx([1.33e12, 1.02e12, 1.73e12], rel=0.005)
+    assert laws["Hoffmann 2022"]["num_parameters"] == pytest.approx(40.3e9, rel=0.002)
+    assert laws["Hoffmann 2022"]["tokens"] == pytest.approx(2.38e12, rel=0.003)
+    assert laws["Kaplan 2020"]["num_parameters"] == pytest.approx(804e9, rel=0.001)
+    assert (found["shape"]["n_embd"], found["shape"]["n_embd"] // found["shape"]["n_head"]) == (9216, 128)
+    assert found["nearest_preset"] == "gpt3-175b"
+    out = plan(capsys, "--flops 5.76e23")
+    assert re.search(r"\* +Besiroglu 2024 +72\.2B \(55\.4B-94\.2B\) +1\.33T \(1\.02T-1\.73T\)", out)
+    assert "differs because it leaves the embeddings" in out
+    assert "this is an extrapolation" in out
+    assert "--gpu NAME adds hours" in out
+
+
+def test_petaflop_days_are_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_json(capsys, "--pf-days 100") == plan_json(capsys, "--flops 8.64e21")
+
+
+def test_gpt2_on_10b_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--model gpt2-124m --tokens 10B")
+    assert (found["steps"], found["tokens_per_step"], found["global_batch_size"]) == (19_073, 524_288, 512)
+    assert (found["shape"]["seq_len"], found["nearest_preset"]) == (1024, "gpt2-124m")
+    out = plan(capsys, "--model gpt2-124m --tokens 10B")
+    assert "10B tokens = 19,073 steps of 524,288 tokens (512 sequences of 1,024)" in out
+    assert "that is the preset gpt2-124m" in out
+    assert "deepspeed llmscale/train.py --ds ds.json --model gpt2-124m --global-batch-size 512 --steps 19073\n" in out
+
+
+def test_1024_a100s_for_33_days_at_1_10(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--gpu-hours 811,008 --gpu a100-80gb --num-nodes 128 --price-per-gpu-hour 1.10")
+    assert found["run"]["cost_usd"] == pytest.approx(892e3, rel=0.001)
+    assert found["run"]["hours"] == pytest.approx(33 * 24, rel=0.001)
+
+
+def test_money_buys_hours_and_a_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--budget-usd 10000 --price-per-gpu-hour 2.5 --gpu h100-80gb --num-nodes 1"
+    run = plan_json(capsys, words)["run"]
+    assert (run["gpu"], run["gpus_per_node"], run["num_nodes"], run["precision"]) == ("h100-80gb", 8, 1, "bf16")
+    assert run["strategy"]["zero_stage"] in (0, 1, 2, 3)
+    assert run["micro_batch_size"] * run["gradient_accumulation_steps"] > 1
+    assert run["grad_accum_dtype"] == "fp32"
+    assert re.search(r"rows?\b", run["why"])
+    assert re.match(r"(calibrated:|extrapolated beyond the) H100 rows of llm-foundry \(8-512 GPUs", run["calibration"])
+    assert (run["hours"], run["gpu_hours"]) == pytest.approx((500, 4000), rel=0.001)
+    assert (run["energy_kwh"], run["pue"], run["cost_usd"]) == pytest.approx((3360, 1.2, 10_000), rel=0.001)
+    out = plan(capsys, words)
+    assert "GPUs       8 x h100-80gb, bf16" in out
+    said = " ".join(out.split()).replace("- ", "-")
+    assert re.search(
+        r"ZeRO ZeRO stage \d.*micro-batch \d+ x \d+ accumulation \(gradients summed in fp32\): .*rows?\b", said
+    )
+    assert "time       20.8 days; 4,000 GPU-hours" in out
+    assert "energy     3.36 MWh: boards at their limit of 700 W, PUE 1.2 (assumed)" in out
+    assert "cost       $10,000 at $2.5 per GPU-hour" in out
+    assert "--gpu h100-80gb --num-gpus 8 --num-nodes 1 --emit ds.json" in out
+
+
+@pytest.mark.parametrize(
+    "gpus",
+    [
+        "--gpu a100-80gb --num-nodes 2",
+        "--gpu a100-80gb --num-nodes 2 --interconnect ethernet-1g",
+        "--gpu-memory-gib 40 --bf16-tflops 200",
+        "--gpu t4 --num-gpus 4",
+    ],
+)
+def test_the_commands_that_come_next_are_right(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_set: Path, gpus: str
+) -> None:
+    """What is printed is given to estimate, and to train.py; both agree with the plan."""
+    out = plan(capsys, f"--model gpt2-350m --tokens 5B --seq-len 2048 --global-batch-size 128 {gpus}")
+    estimate, train = (
+        next(line for line in out.splitlines() if line.startswith(word)) for word in ("llmscale estimate", "deepspeed")
+    )
+    ds = tmp_path / "ds.json"
+    assert main(estimate.replace("ds.json", str(ds)).split()[1:]) == 0
+    said = capsys.readouterr().out
+    assert train.partition(" --micro-batch-size ")[2] in said, "the same micro-batch and checkpointing"
+    assert f"ZeRO stage {json.loads(ds.read_text())['zero_optimization']['stage']}," in out
+    flags = train.replace("ds.json", str(ds)).partition("llmscale/train.py ")[2].split()
+    ranks = 16 if "--hostfile HOSTFILE" in train else int(train.split("--num_gpus ")[1].split()[0])
+    assert flags[flags.index("--seq-len") + 1] == "2048"
+    flags[flags.index("--seq-len") + 1] = "32"  # the tiny set's
+    config = parse_run_config([*flags, "--data", str(tiny_set), "--run", str(tmp_path / "run")])
+    assert prepare_run(config, ranks).resolved.plan.global_batch_size == 128
+
+
+def test_muons_states_and_the_losss_chunk_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-124m --tokens 1B --gpu a100-80gb --num-gpus 2"
+    adamw, muon = plan_json(capsys, words), plan_json(capsys, f"{words} --optimizer muon")
+    assert muon["disk"]["checkpoint_bytes"] < adamw["disk"]["checkpoint_bytes"]
+    commands = [line for line in plan(capsys, f"{words} --optimizer muon --loss-chunk-tokens 512").splitlines()[-4:]]
+    for program in ("llmscale estimate", "deepspeed"):
+        command = next(line for line in commands if line.startswith(program))
+        assert "--optimizer muon --loss-chunk-tokens 512" in command
+
+
+def test_a_card_that_was_not_calibrated_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    run = plan_json(capsys, "--model gpt2-124m --gpu l4 --num-gpus 1")["run"]
+    assert run["calibration"].startswith("not calibrated, with the A100's efficiency: ")
+
+
+def test_a_card_that_is_described(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model gpt2-124m --gpu-memory-gib 48 --bf16-tflops 150 --num-gpus 1"
+    run = plan_json(capsys, words)["run"]
+    assert (run["gpu"], run["gpus_per_node"], run["energy_kwh"]) == ("custom", 1, None)
+    assert run["gpu_hours"] > 0
+    assert "energy" not in plan(capsys, words)
+
+
+def test_a_large_model_takes_as_many_nodes_as_hold_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan_json(capsys, "--params 70B --gpu h100-80gb")["run"]["num_nodes"] > 1
+    out = plan(capsys, "--params 70B --gpu h100-80gb")
+    assert re.search(r"GPUs +\d+ nodes x 8 x h100-80gb, bf16 \(the fewest nodes that hold it\)", out)
+
+
+def test_total_cost_of_ownership(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--loss 2.2 --inference-tokens 1T --gpu a100-80gb --num-nodes 1 --price-per-gpu-hour 1.1"
+    found = plan_json(capsys, words)
+    lifetime = found["lifetime"]
+    assert lifetime["inference_flops"] == pytest.approx(2 * found["shape"]["num_parameters"] * 1e12)
+    assert lifetime["total_flops"] == pytest.approx(found["flops"] + lifetime["inference_flops"])
+    assert lifetime["total_flops"] < lifetime["training_optimal_total_flops"]
+    out = plan(capsys, words)
+    assert re.search(r"inference +1T tokens: \S+ FLOPs", out)
+    assert re.search(r"lifetime +\S+ FLOPs = \$[\d,]+ for training and inference together \d+% less than", out)
+    assert "--inference-mfu" in out
+
+
+def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, "--flops 1e21 --gpu a100-80gb --num-nodes 1 --inference-tokens 1T")
+    assert found["flops"] == pytest.approx(1e21, rel=0.01)
+    assert [row["name"] for row in found["laws"]] == [
+        "Besiroglu 2024",
+        "Hoffmann 2022",
+        "Hoffmann 2022, rounded",
+        "Kaplan 2020",
+    ]
+    assert found["steps"] * found["tokens_per_step"] == found["tokens"]
+    assert found["run"]["strategy"]["zero_stage"] in (0, 1, 2, 3)
+    assert found["lifetime"]["inference_flops"] > 0
+    assert found["disk"]["total_bytes"] > found["disk"]["checkpoints_bytes"]
+
+
+def test_a_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plan(capsys, f"--flops 1e21 --plot {tmp_path / 'plan.png'}")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+def test_what_fits_in_no_way_is_status_1_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--model", "gpt3-175b", "--seq-len", "8192", "--gpu", "t4", "--num-nodes", "1"]
+    assert main([*words, "--json"]) == 1
+    run = json.loads(capsys.readouterr().out)["run"]
+    assert re.search(r" needs [\d.,]+ GiB more per GPU. More GPUs alone", run["why"])
+    assert (run["strategy"], run["tokens_per_second"]) == (None, None)
+    assert main(words) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert "nothing fits these GPUs: the row that misses least" in out
+    assert "speed not known" in out
+
+
+def test_offload_says_how_much_host_memory_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    out = plan(capsys, "--model gpt3-13b --gpu t4 --num-gpus 1 --num-nodes 1")
+    assert re.search(r"offload: .* needs [\d.,]+ GiB of host memory per node, not checked here", out)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "plan for what? Give one of --budget-usd, --gpu-hours, --flops, "),
+        ("--flops 1e21 --pf-days 3", "--flops and --pf-days are two goals that contradict each other."),
+        ("--model gpt2-124m --params 1B", "--model and --params are two goals that contradict each other."),
+        ("--flops 0", "argument --flops: must be a number above 0 such as 5.76e23, 70B or 1.4T, not '0'."),
+        ("--tokens=-5", "argument --tokens: must be a number above 0"),
+        ("--params 7X", "argument --params: must be a number above 0"),
+        (
+            "--flops 1e21 --mfu 40 --gpu t4",
+            "argument --mfu: must be a number of at least 0.0001 and at most 1, not '40'.",
+        ),
+        ("--flops 1e21 --pue 0.9 --gpu t4", "argument --pue: must be a number of at least 1, not '0.9'."),
+        ("--flops 1e21 --num-gpus 0", "argument --num-gpus: must be a whole number of at least 1, not '0'."),
+        ("--model gpt2-124", "model 'gpt2-124' is not a preset. Did you mean 'gpt2-124m'?"),
+        ("--flops 1e21 --gpu h100", "GPU 'h100' is not in the table. Did you mean "),
+        ("--flops 1e21 --gpu t4 --interconnect ib-40g", "interconnect 'ib-40g' is not known. Did you mean 'ib-400g'?"),
+        ("--budget-usd 100 --price-per-gpu-hour 1", "--budget-usd needs --gpu NAME"),
+        ("--budget-usd 100 --gpu t4", "--budget-usd needs --price-per-gpu-hour."),
+        ("--flops 1e21 --mfu 0.4", "--mfu needs --gpu NAME"),
+        ("--flops 1e21 --inference-mfu 0.4 --gpu t4", "--inference-mfu needs --inference-tokens."),
+        ("--loss 1.5", "a loss of 1.5 nats per token cannot be reached"),
+        ("--flops 1e21 --law kaplan", "--law 'kaplan' is not known. Legal: besiroglu, hoffmann."),
+        (
+            "--flops 1e21 --gpu a100-80gb --num-gpus 6 --num-nodes 1 --global-batch-size 512",
+            "global_batch_size 512 cann",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"error: {said}")
+    assert len(err.splitlines()) == 1
+
+
+def test_it_answers_without_torch(llmscale: Callable) -> None:
+    done = llmscale("plan", "--params", "7B", "--gpu", "h100-80gb", "--num-nodes", "1", torch_free=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_checkpoint_takes_what_the_plan_says(trained_run: Path) -> None:
+    checkpoint = list_checkpoints(trained_run)[0]
+    shape = GPTShape(**json.loads((trained_run / "config.json").read_text())["resolved"]["shape"])
+    planned = estimate_disk(shape, 1, 1).checkpoint_bytes
+    # 16 tensors, three states: names and headers are not in the plan.
+    assert planned <= load_manifest(checkpoint).num_bytes <= planned + 3 * 20 * 2048

@@ -1,0 +1,28 @@
+"""Choose a sample of the cells that are compared with a dry run."""
+
+from __future__ import annotations
+
+from zlib import crc32
+
+import pytest
+
+#: Tests whose cells each take a dry run of about two seconds.
+DRY_RUN_TESTS = (
+    "test_the_count_is_the_models",
+    "test_the_count_is_the_models_in_every_family",
+    "test_the_count_is_the_models_on_a_gpu_before_ampere",
+    "test_the_table_is_what_the_model_does",
+    "test_every_phase_is_that_of_the_dry_run",
+    "test_every_phase_of_every_family_is_that_of_the_dry_run",
+)
+#: One cell in this number belongs to the default suite; the others are slow.
+SAMPLE_EVERY = 6
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cells outside the sample as slow. The choice depends on the name of the cell alone."""
+    for item in items:
+        is_cell = getattr(item, "originalname", None) in DRY_RUN_TESTS
+        if is_cell and crc32(item.name.encode()) % SAMPLE_EVERY:
+            item.add_marker(pytest.mark.slow)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+
+from llmscale.terminal import status_line
+from llmscale.terminal.status_line import StatusLine, show_status
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(StatusLine, "_say", lambda _, line: lines.append(line))
+    return lines
+
+
+def test_a_phase_is_announced_before_it_begins_and_again_while_it_lasts(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_line, "REPEAT_S", 0.01)
+    again = threading.Event()
+
+    def say(_: StatusLine, line: str) -> None:
+        said.append(line)
+        if len(said) == 3:
+            again.set()
+
+    monkeypatch.setattr(StatusLine, "_say", say)
+    with show_status("building"):
+        assert said[0] == "building ..."
+        assert again.wait(60)
+    assert said[1] == "still building: 0 s"
+
+
+def test_a_quiet_phase_is_announced_when_it_lasts(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    spoken = threading.Event()
+    monkeypatch.setattr(StatusLine, "_say", lambda _, line: (said.append(line), spoken.set()))
+    with show_status("checking", after_s=0.01):
+        assert spoken.wait(60)
+    assert said[0] == "checking ..."
+
+
+def test_phases_follow_each_other_and_end_more_than_once(said: list[str]) -> None:
+    busy = StatusLine()
+    busy.begin("one")
+    busy.begin("two", after_s=3600)
+    busy.begin("three")
+    busy.end()
+    busy.end()
+    busy.begin("four")
+    busy.end()
+    assert said == ["one ...", "three ...", "four ..."]
+
+
+def test_other_ranks_are_silent(said: list[str]) -> None:
+    busy = StatusLine(is_silent=True)
+    busy.begin("one")
+    busy.end()
+    assert said == []
+
+
+def test_it_speaks_past_python_s_buffer(capfd: pytest.CaptureFixture[str]) -> None:
+    with show_status("reading"):
+        pass
+    assert capfd.readouterr().err == "reading ...\n"
+
+
+def test_on_a_terminal_one_line_is_updated_and_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(status_line, "can_redraw", lambda stream: True)
+    monkeypatch.setattr(status_line, "_write", written.append)
+    monkeypatch.setattr("os.get_terminal_size", lambda descriptor: os.terminal_size((24, 10)))
+    with show_status("building the engine of this run"):
+        pass
+    # Cut between words: what a terminal breaks cannot be taken back.
+    assert written == ["\r\x1b[2Kbuilding the engine ...", "\r\x1b[2K"]

@@ -1,0 +1,186 @@
+"""Whatever is not foreseen is one line, with the traceback in a file; output that cannot be written is no success."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmscale.error_handling import print_error, report_crash, run_cli
+from llmscale.errors import ConfigError, MachineError
+from tests.conftest import REPOSITORY, free_port
+
+
+def failing(error: BaseException) -> int:
+    raise error
+
+
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "LLMSCALE_DEBUG"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+class Panic(BaseException):
+    """As pyo3 raises for a panic in Rust."""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (ConfigError("seed = x\nis wrong."), 2, "error: seed = x\\nis wrong.\n"),
+        (ConfigError("esc \x1b[2J."), 2, "error: esc \\x1b[2J.\n"),
+        (MachineError("the port is taken."), 1, "error: the port is taken.\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_what_is_foreseen(error: BaseException, status: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_cli(lambda: failing(error)) == status
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    "error",
+    # A full disk names no file, and a full /dev/shm is not the output.
+    [
+        OSError(28, "No space left on device"),
+        ValueError("bad\nvalue"),
+        MemoryError(),
+        RecursionError("too deep"),
+        Panic("capacity overflow"),
+        KeyError(1),
+    ],
+)
+def test_what_is_not_foreseen_leaves_its_traceback_in_a_private_file(
+    error: BaseException, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run_cli(lambda: failing(error)) == 1
+    said = capsys.readouterr().err
+    (file,) = tmp_path.iterdir()
+    assert said.startswith(f"error: unexpected {type(error).__name__}")
+    assert said.endswith(f" The traceback is in {file}; please report it.\n")
+    assert said.count("\n") == 1
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert "in failing" in file.read_text()
+
+
+def test_the_run_folder_s_logs_take_it_where_they_are_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    report_crash(ValueError("x"), tmp_path / "run")
+    report_crash(ValueError("y"), tmp_path / "no-run")
+    assert [path.name for path in (tmp_path / "run" / "logs").iterdir()] != []
+    assert not (tmp_path / "no-run").exists()
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_without_a_place_for_the_file_the_traceback_is_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    run_cli(lambda: failing(ValueError("x")))
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.splitlines()[-1].startswith("error: unexpected ValueError: x. The traceback above could not be written")
+
+
+def test_of_ranks_that_fail_alike_one_speaks_and_says_which(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, text in (("1", "same"), ("2", "same"), ("3", "another")):
+        monkeypatch.setenv("RANK", rank)
+        report_crash(ValueError(text))
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith("error: rank 1: unexpected ValueError: same.")
+    assert second.startswith("error: rank 3: unexpected ValueError: another.")
+
+
+def test_a_file_planted_in_the_temporary_folder_is_not_written_to(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    report_crash(ValueError("x"))
+    (file,) = tmp_path.iterdir()
+    file.unlink()
+    (tmp_path / "victim").write_text("mine")
+    file.symlink_to(tmp_path / "victim")
+    report_crash(ValueError("x"))
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert "The traceback is in" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_long_words_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    print_error(f"steps = {'9' * 5000}: too large.")
+    said = capsys.readouterr().err
+    assert len(said) < 200
+    assert "(5,001 characters)" in said
+
+
+def run_shell(script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`$L` is the llmscale command, `$T` train.py."""
+    programs = {"L": f"{sys.executable} -m llmscale.cli.main", "T": f"{sys.executable} llmscale/train.py"}
+    return subprocess.run(
+        ["bash", "-c", script],
+        env={**os.environ, **programs, **environment},
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+FULL = "error: the output cannot be written: No space left on device.\n"
+CLOSED = "error: the output cannot be written: Bad file descriptor.\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "said"),
+    [
+        ("$L estimate --gpu list > /dev/full", 1, FULL),
+        ("$L estimate --model gpt2-124m --gpu t4 > /dev/full", 1, FULL),
+        ("$L --help > /dev/full", 1, FULL),
+        ("$T --help > /dev/full", 1, FULL),
+        ("$L train --help > /dev/full", 1, FULL),
+        ("$L estimate --gpu list >&-", 1, CLOSED),
+        ("$L estimate --gpu list 2>&- <&- | wc -l | grep -q '[0-9][0-9]'", 0, ""),
+        ("$L estimate --gpu nosuch 2>&-", 2, ""),
+        ("set -o pipefail; $L estimate --gpu list | head -1 > /dev/null", 0, ""),
+    ],
+)
+def test_output_that_cannot_be_written(script: str, status: int, said: str) -> None:
+    if "/dev/full" in script and not Path("/dev/full").is_char_device():
+        pytest.skip("no /dev/full here")
+    done = run_shell(script)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
+def test_characters_that_the_terminal_lacks_are_written_out(environment: dict[str, str]) -> None:
+    done = run_shell("$L estimate --model 'é' --gpu t4", **environment)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: model '") and done.stderr.count("\n") == 1
+
+
+def test_a_taken_port_and_a_name_without_address_end_before_torch(tiny_set: Path, tmp_path: Path) -> None:
+    run = f"$T --data {tiny_set} --run {tmp_path / 'run'}"
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        done = run_shell(run, **launched, MASTER_PORT=str(port))
+    # 1: `llmscale launch` tries again, with another port.
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith(f"error: MASTER_PORT {port} is taken on this host")
+    launched["MASTER_ADDR"] = "no-such-host.invalid"
+    done = run_shell(run, **launched, MASTER_PORT=str(free_port()))
+    assert done.returncode in (1, 2)
+    assert "error: MASTER_ADDR no-such-host.invalid " in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()

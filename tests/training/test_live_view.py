@@ -1,0 +1,189 @@
+"""Training on a real terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.training.live_view import Curve, RunProgress, render_frame, sparkline
+from tests.conftest import TRAIN
+from tests.terminal_screen import Terminal
+from tests.training.made_metrics import make_metrics
+
+FLAGS = ("--precision", "fp32", "--ds", "ds_configs/zero2.json", "--save-every", "0", "--val-every", "40")
+
+
+@pytest.fixture
+def on_terminal(train_command: Callable) -> Callable[..., Terminal]:
+    """`on_terminal(*flags)`: `llmscale train` with two ranks."""
+
+    def start(*flags: str, ranks: int = 2, columns: int = 100, **variables: str | None) -> Terminal:
+        words = [word for word in train_command(*FLAGS, *flags) if word != str(TRAIN)]
+        command = [sys.executable, "-m", "llmscale.cli.main", "train", "--nproc-per-node", str(ranks), *words]
+        return Terminal(command, columns, 24, OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd(), **variables)
+
+    return start
+
+
+def has_view(terminal: Terminal) -> bool:
+    return terminal.lines()[-1].startswith("time ")
+
+
+def assert_sane(terminal: Terminal) -> None:
+    assert terminal.screen.margins is None, "the whole screen scrolls again"
+    assert not terminal.screen.cursor.hidden
+    assert b"\x1b[?25l" not in terminal.raw, "the cursor was never hidden"
+    assert not [line for line in terminal.lines() if line.startswith(("time ", "speed "))], terminal.text()
+
+
+def test_a_run_is_one_view_and_ends_as_lines(on_terminal: Callable[..., Terminal], tmp_path: Path) -> None:
+    with on_terminal("--steps", "80") as terminal:
+        assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
+        margins = terminal.screen.margins
+        assert margins is not None and margins.bottom == 17, "six of 24 rows"
+        assert terminal.wait() == 0
+        text = terminal.text()
+        assert_sane(terminal)
+    assert "step     40/80 | validation loss" in text
+    assert "step     20/80 |" not in text, "the view has it"
+    assert "step     80/80 | loss" in text, "but for the last"
+    assert "finished at step 80 of 80" in text
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if record["kind"] == "train"] == list(range(1, 81))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_asked_to_stop_leaves_the_terminal_sane(
+    number: signal.Signals, on_terminal: Callable[..., Terminal]
+) -> None:
+    with on_terminal("--steps", "100000", ranks=1) as terminal:
+        assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
+        terminal.process.send_signal(number)
+        assert terminal.wait() == 0, terminal.text()
+        assert_sane(terminal)
+        assert f"stopped by {number.name}" in terminal.text()
+
+
+def test_a_run_that_is_stopped_before_its_first_step_leaves_the_terminal_sane(train_command: Callable) -> None:
+    """One rank with nobody above it who would mend the terminal."""
+    job = str(Path(__file__).with_name("fault_job.py"))
+    command = [sys.executable, job, "stuck", *train_command(*FLAGS, "--steps", "9")[1:]]
+    with Terminal(command, 100, 24, OMP_NUM_THREADS="1", PYTHONPATH=os.getcwd()) as terminal:
+        assert terminal.read_until(lambda: terminal.screen.margins is not None), terminal.text()
+        terminal.process.send_signal(signal.SIGINT)
+        assert terminal.wait() == 0, terminal.text()
+        assert_sane(terminal)
+        assert "stopped by SIGINT before the first step" in terminal.text()
+
+
+def test_a_rank_that_is_killed_leaves_the_terminal_sane(on_terminal: Callable[..., Terminal]) -> None:
+    with on_terminal("--steps", "100000", ranks=1) as terminal:
+        assert terminal.read_until(lambda: has_view(terminal)), terminal.text()
+        children = Path(f"/proc/{terminal.process.pid}/task/{terminal.process.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert terminal.wait() == 128 + signal.SIGKILL, terminal.text()
+        assert_sane(terminal)
+        assert "was killed by SIGKILL" in terminal.text()
+
+
+def test_an_error_is_a_line_below_everything(on_terminal: Callable[..., Terminal]) -> None:
+    """At stage 0 a learning rate of 1e30 is the end of a run."""
+    flags = ("--ds", "ds_configs/zero0.json", "--lr", "1e30", "--warmup-steps", "0", "--steps", "100000")
+    with on_terminal(*flags, ranks=1) as terminal:
+        assert terminal.wait() == 2
+        assert_sane(terminal)
+        assert "error: step" in terminal.text()
+
+
+def test_plain_lines_where_they_are_wanted(on_terminal: Callable[..., Terminal]) -> None:
+    with on_terminal("--steps", "3", "--plain", ranks=1, columns=200) as terminal:
+        assert terminal.wait() == 0
+        assert all(f"step      {step}/3 | loss" in terminal.text() for step in (1, 2, 3))
+        assert b"\x1b" not in terminal.raw
+
+
+@pytest.mark.parametrize(("term", "has_one"), [("xterm-256color", True), ("dumb", False), (None, False)])
+def test_what_cannot_draw_is_no_terminal_for_a_view(term: str | None, has_one: bool) -> None:
+    code = "import os; from llmscale.training.live_view import find_terminal; print(bool(find_terminal(os.environ)))"
+    with Terminal([sys.executable, "-c", code], 100, 24, TERM=term, PYTHONPATH=os.getcwd()) as terminal:
+        assert terminal.wait() == 0
+        assert terminal.text().strip() == str(has_one)
+
+
+SPENT = {"data_wait": 1.0, "forward_backward": 75.0, "optimizer_step": 10.0, "other": 2.0, "saving": 4.0}
+SPENT |= {"evaluating": 6.0, "starting": 2.0}
+
+
+@pytest.fixture
+def progress() -> RunProgress:
+    metrics = make_metrics(step=500, loss=3.25, loss_scale=65536.0, skipped_steps=2)
+    found = RunProgress("run · tiny-1m", 2000, 500, 90.0, metrics=metrics, validation=(450, 3.5), spent_s=SPENT)
+    for step in range(50):
+        found.loss.add(6.0 - step / 20)
+        found.learning_rate.add(6e-4)
+    return found
+
+
+def plain(lines: list[str]) -> list[str]:
+    return [re.sub(r"\x1b\[[\d;]*m", "", line).rstrip() for line in lines]
+
+
+def test_a_frame_says_all_that_there_is_to_know(progress: RunProgress) -> None:
+    text = "\n".join(plain(render_frame(progress, 120, 6)))
+    for words in (
+        *("run · tiny-1m", "step 500/2,000", "25.0%", "1m30s gone", "1h02m left"),
+        *("loss 3.2500", "validation 3.5000 at 450", "lr   6.00e-04", "gradient norm 0.500"),
+        *("loss scale 65536 (2 skipped)", "12,346 tokens/s", "6,173 per device", "mfu 41.5%", "memory 3.00 GiB"),
+        *("forward/backward 75%", "step 10%", "data wait 1%", "save 4%", "evaluation 6%", "other 4%"),
+    ):
+        assert words in text, text
+
+
+@pytest.mark.parametrize("columns", [20, 33, 80, 200])
+@pytest.mark.parametrize("rows", [1, 3, 6])
+def test_it_fits_any_terminal(progress: RunProgress, columns: int, rows: int) -> None:
+    lines = plain(render_frame(progress, columns, rows))
+    assert len(lines) == rows
+    assert max(len(line) for line in lines) <= columns
+    assert any("step 500" in line for line in lines), "the last that goes"
+
+
+def test_a_title_of_control_characters_is_text() -> None:
+    lines = render_frame(RunProgress("\x1b[2Jevil\n", 10), 60, 6)
+    assert "\\x1b[2Jevil\\n" in plain(lines)[0]
+    assert not any("\x1b[2J" in line for line in lines)
+
+
+def test_no_colour_where_none_is_wanted(progress: RunProgress, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert any("\x1b[3" in line or "\x1b[9" in line for line in render_frame(progress, 80, 6))
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not any(re.search(r"\x1b\[[\d;]*[39]\dm", line) for line in render_frame(progress, 80, 6))
+
+
+def test_sparklines() -> None:
+    assert sparkline([], 10) == ""
+    assert sparkline([2.0, 2.0], 10) == "▁▁"
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert len(sparkline(list(range(1000)), 30)) == 30
+    assert sparkline([1.0, math.nan, 2.0, math.inf], 4) == "▁ █ "
+    assert sparkline([math.nan] * 3, 3) == "   "
+    falling = [7.0 - step / 100 for step in range(400)]
+    assert sparkline([*falling, 1e9, 3.0], 40)[0] == "█", "one spike does not flatten the rest"
+
+
+def test_a_curve_stays_small() -> None:
+    curve = Curve()
+    for step in range(100_000):
+        curve.add(float(step))
+    assert 2000 < len(curve.values) <= 4097
+    assert curve.values == sorted(curve.values)
+    assert curve.values[-1] > 95_000

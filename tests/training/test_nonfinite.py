@@ -1,0 +1,248 @@
+"""Runs that diverge end with one line. Run as a script, this file is one of two ranks that lose steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from llmscale.architecture.shape import build_shape
+from llmscale.checkpoint.inventory import list_checkpoints
+from llmscale.engine.compilation import BlockCompiler
+from llmscale.errors import TrainingError
+from llmscale.model.gpt import GPT
+from llmscale.report.run_list import read_run
+from llmscale.training.live_run import StepResult
+from llmscale.training.nonfinite import (
+    PATIENCE_STEPS,
+    LossScaleHistory,
+    NonfiniteCounter,
+    NonfiniteParameters,
+    NonfiniteSearch,
+    StopOnNonfinite,
+    check_weights,
+)
+from tests.conftest import REPOSITORY
+
+FAULT_JOB = str(Path(__file__).with_name("fault_job.py"))
+FP32 = ("--precision", "fp32", "--warmup-steps", "0", "--steps", "40")
+
+
+def raises(action: Callable[[], None]) -> bool:
+    try:
+        action()
+    except TrainingError:
+        return True
+    return False
+
+
+def one_rank() -> list[bool]:
+    """Which of the following checks end the run on this rank."""
+    dist.init_process_group("gloo")
+    group, rank, here = dist.group.WORLD, dist.get_rank(), Path("run")
+    assert group is not None
+    counter = NonfiniteCounter(torch.device("cpu"))
+    seen = []
+    fine, broken = torch.tensor(1.0), torch.tensor(float("nan"))
+    for _ in range(PATIENCE_STEPS - 1):
+        counter.add(broken if rank else fine, skipped=False)
+    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
+    counter.add(torch.tensor(float("inf")) if rank else fine, skipped=False)
+    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
+    counter.add(fine, skipped=False)
+    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
+    for _ in range(PATIENCE_STEPS):
+        counter.add(fine, skipped=True)
+    seen.append(counter.max_consecutive() >= PATIENCE_STEPS)
+    weights = [torch.ones(3), torch.tensor([1.0, float("nan") if rank else 1.0]), torch.empty(0)]
+    seen.append(raises(lambda: check_weights(weights, group, 1, here)))
+    seen.append(raises(lambda: check_weights([torch.ones(3), torch.empty(0)], group, 1, here)))
+    dist.destroy_process_group()
+    return seen
+
+
+def test_all_ranks_judge_alike_by_the_rank_that_fares_worst(ranks: Callable) -> None:
+    job = ranks([__file__], 2)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0], outputs
+    assert [json.loads(output) for output in outputs] == [[False, True, False, True, True, False]] * 2
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (2, 1)])
+def test_a_run_whose_loss_is_nan_ends(
+    stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """At stage 0 the weights are NaN after the second step, above it DeepSpeed skips every step from then on."""
+    job = ranks(train_command("--ds", f"ds_configs/zero{stage}.json", *FP32, "--lr", "1e30"), world_size)
+    outputs = job.wait()
+    assert job.exit_codes == [2] * world_size, outputs
+    last = outputs[0].splitlines()[-1]
+    assert last.startswith("error: step 11: the last 10 steps had a loss or a gradient that is NaN or infinite. Lower")
+    assert str(tmp_path / "run" / "checkpoints") in last
+    assert "Traceback" not in "".join(outputs)
+    assert list_checkpoints(tmp_path / "run") == []
+    listed = read_run(tmp_path / "run")
+    assert (listed.state, f"error: {listed.error}") == ("failed", last)
+
+
+def test_weights_that_are_nan_are_never_saved(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    job = ranks(train_command("--ds", "ds_configs/zero0.json", *FP32, "--lr", "1e30", "--save-every", "3"), 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [2], output
+    assert output.splitlines()[-1].startswith("error: step 3: the weights are NaN or infinite, and are not saved.")
+    assert list_checkpoints(tmp_path / "run") == []
+
+
+def test_a_search_goes_with_the_session_that_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine stays, and must not keep its hooks."""
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: None)
+    model = torch.nn.Linear(2, 2)
+    window = SimpleNamespace(steps=[SimpleNamespace(step=1, loss=float("nan"))])
+    run: Any = SimpleNamespace(
+        world=SimpleNamespace(device=torch.device("cpu")), resolved=SimpleNamespace(precision="fp32")
+    )
+    engine: Any = SimpleNamespace(
+        deepspeed=SimpleNamespace(module=model, fp16_enabled=lambda: False),
+        compiler=None,
+        recent=SimpleNamespace(window=window),
+        skipped_steps=0,
+    )
+    guard = StopOnNonfinite(run, engine, SimpleNamespace(), judges_at=lambda step: True)  # type: ignore[arg-type]
+    guard.run(StepResult(1, [], torch.tensor(1.0), was_skipped=False))
+    assert model._forward_hooks
+    guard.close()
+    assert not model._forward_hooks
+
+
+def nonfinite_events(run: Path) -> list[dict]:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if record.get("event") == "nonfinite"]
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), pytest.param(1, 2, marks=pytest.mark.slow), (2, 2), (3, 2)])
+def test_the_first_parameters_are_named_at_every_stage(
+    stage: int, world_size: int, ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    """Block 1's MLP puts out infinity on the last rank alone."""
+    fault = f"nan:5:{world_size - 1}:30"
+    flags = ("--ds", f"ds_configs/zero{stage}.json", "--precision", "fp32", "--steps", "40", "--log-every", "3")
+    job = ranks([FAULT_JOB, fault, *train_command(*flags)[1:]], world_size)
+    outputs = job.wait()
+    assert job.exit_codes == [2] * world_size, outputs
+    (event,) = nonfinite_events(tmp_path / "run")
+    assert (event["step"], event["cause"], event["pass"]) == (5, "loss", "forward")
+    assert event["ranks"] in ([world_size - 1], list(range(world_size))), "at stage 0 the weights are lost everywhere"
+    if stage:
+        assert event["parameters"][0].startswith("blocks.1.mlp."), event
+    assert "It began in " in outputs[0].splitlines()[-1]
+
+
+def test_one_lost_step_is_said_and_survived(ranks: Callable, train_command: Callable, tmp_path: Path) -> None:
+    flags = ("--ds", "ds_configs/zero2.json", "--precision", "bf16", "--steps", "20", "--log-every", "4")
+    job = ranks([FAULT_JOB, "nan:6:0:1", *train_command(*flags)[1:]], 1)
+    output = job.wait()[0]
+    assert job.exit_codes == [0], output
+    (event,) = nonfinite_events(tmp_path / "run")
+    assert (event["step"], event["cause"], event["parameters"]) == (6, "loss", [])
+    assert "gone at the next step" in output
+
+
+def history(*scales: float | None) -> LossScaleHistory:
+    found = LossScaleHistory()
+    for step, scale in enumerate(scales, 1):
+        found.add(step, scale)
+    return found
+
+
+def test_only_changes_are_remembered() -> None:
+    assert history(8.0, 8.0, 4.0, 4.0, 8.0).changes == [(1, 8.0), (3, 4.0), (5, 8.0)]
+    assert history(None, None).changes == []
+    assert len(history(*(float(step) for step in range(100))).changes) == 24
+
+
+def test_a_collapse_is_low_and_a_fall() -> None:
+    assert not history().has_collapsed
+    assert not history(65536.0, 32768.0, 1024.0).has_collapsed
+    assert history(65536.0, 1024.0, 16.0).has_collapsed
+    assert not history(8.0, 4.0).has_collapsed, "it was low from the start"
+    assert not history(65536.0, 16.0, 1024.0).has_collapsed, "it has recovered"
+
+
+def test_it_is_said_in_one_line() -> None:
+    assert history(64.0, 32.0).describe() == "loss scale 64 (step 1) -> 32 (step 2)"
+
+
+SHAPE = build_shape({"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 100, "seq_len": 16})
+
+
+def take_step(model: GPT) -> None:
+    tokens = torch.arange(2 * 17).view(2, 17)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+
+def spoil(model: GPT) -> str:
+    """The name of the parameter that is infinite from now on."""
+    with torch.no_grad():
+        model.get_parameter("blocks.1.mlp.down.weight").fill_(float("inf"))
+    return "blocks.1.mlp.down.weight"
+
+
+def search(model: GPT, compiler: BlockCompiler | None) -> NonfiniteParameters:
+    looking = NonfiniteSearch(SimpleNamespace(module=model), compiler)  # type: ignore[arg-type]
+    take_step(model)
+    return looking.end()
+
+
+def test_the_first_parameters_are_those_of_the_module_that_puts_it_out() -> None:
+    model = GPT(SHAPE, seed=1)
+    assert search(model, None) == NonfiniteParameters((), ())
+    name = spoil(model)
+    assert search(model, None).forward[0] == name
+
+
+def test_a_search_that_is_given_up_leaves_no_hook() -> None:
+    model, compiler = GPT(SHAPE, seed=1), BlockCompiler("aot_eager")
+    looking = NonfiniteSearch(SimpleNamespace(module=model), compiler)  # type: ignore[arg-type]
+    assert compiler.is_paused
+    looking.close()
+    assert not compiler.is_paused
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_compiled_blocks_are_searched_like_others_and_compiled_again_afterwards() -> None:
+    environment = {**os.environ, "TORCHDYNAMO_DISABLE": "0", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        [sys.executable, __file__, "compiled"], env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["forward"][0] == found["spoiled"], found
+    assert (found["graphs"], found["is_paused"]) == (1, False)
+
+
+def search_compiled_blocks() -> None:
+    model, compiler = GPT(SHAPE, seed=1), BlockCompiler("aot_eager")
+    compiler.compile_blocks(model, zero_stage=0, checkpointing="none")
+    take_step(model)
+    name = spoil(model)
+    found = search(model, compiler)
+    take_step(model)
+    values = {"forward": found.forward, "spoiled": name, "graphs": compiler.graphs, "is_paused": compiler.is_paused}
+    print(json.dumps(values))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        search_compiled_blocks()
+    else:
+        print(json.dumps(one_rank()))

@@ -1,0 +1,67 @@
+"""What is decided before torch is there. The refusals are in test_bad_input.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from llmscale.config.run_config import parse_run_config
+from llmscale.errors import ConfigError
+from llmscale.training.prepare_run import PreparedRun, as_plain, prepare_run
+from tests.conftest import last_wins
+
+
+def prepare(tiny_set: Path, tmp_path: Path, *flags: str, ds: dict | None = None, world_size: int = 2) -> PreparedRun:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ds or {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}))
+    argv = ["--data", str(tiny_set), "--run", str(tmp_path / "run"), "--model=tiny-1m", "--global-batch-size=8"]
+    return prepare_run(parse_run_config(last_wins([*argv, "--ds", str(path), *flags])), world_size)
+
+
+def test_everything_fits_together_and_nothing_is_written(tiny_set: Path, tmp_path: Path) -> None:
+    run = prepare(tiny_set, tmp_path)
+    assert (run.resolved.zero_stage, run.resolved.precision, run.resolved.checkpointing) == (2, "bf16", "none")
+    assert (run.resolved.shape.vocab_size, run.resolved.shape.seq_len) == (257, 32)
+    assert run.resolved.plan.ranks.world_size == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_flags_override_the_ds_config(tiny_set: Path, tmp_path: Path) -> None:
+    ds = {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}, "activation_checkpointing": {}}
+    assert prepare(tiny_set, tmp_path, ds=ds).resolved.checkpointing == "full"
+    run = prepare(tiny_set, tmp_path, "--precision=fp32", "--activation-checkpointing=selective", ds=ds)
+    assert (run.resolved.precision, run.resolved.checkpointing) == ("fp32", "selective")
+    assert run.resolved.ds_config["bf16"] == {"enabled": False}
+
+
+def test_the_ds_config_carries_the_plan(tiny_set: Path, tmp_path: Path) -> None:
+    ds_config = prepare(tiny_set, tmp_path, "--micro-batch-size=2", "--gradient-clipping=0.5").resolved.ds_config
+    assert ds_config["train_batch_size"] == 8
+    assert ds_config["train_micro_batch_size_per_gpu"] == 2
+    assert ds_config["gradient_accumulation_steps"] == 2
+    assert ds_config["gradient_clipping"] == 0.5
+
+
+def test_a_run_is_identified_by_what_decides_its_samples_and_not_by_ranks_or_paths(
+    tiny_set: Path, tmp_path: Path
+) -> None:
+    order = {"order": {"block_size": 64}}
+    one = prepare(tiny_set, tmp_path, world_size=1).identity(order)
+    two = prepare(tiny_set, tmp_path, "--lr=1", "--micro-batch-size=1", world_size=2).identity(order)
+    assert one == two
+    assert set(one) == {"global_batch_size", "seq_len", "data", "seed", "order", "vocab_size", "tokenizer_sha256"}
+    assert prepare(tiny_set, tmp_path, "--seed=2").identity(order)["seed"] == 2
+
+
+def test_a_folder_that_may_not_be_written_to(tiny_set: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=f"--run {tmp_path}/run: {tmp_path} may not be written to; name a folder"):
+        prepare(tiny_set, tmp_path)
+
+
+def test_plain_values_are_json(tiny_set: Path, tmp_path: Path) -> None:
+    plain = json.loads(json.dumps(as_plain(prepare(tiny_set, tmp_path).config)))
+    assert plain["run"] == str(tmp_path / "run")

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmscale.training.stragglers import READINGS, StragglerDetector
+
+
+def test_a_rank_is_named_once_when_most_readings_say_so() -> None:
+    slow = StragglerDetector(3)
+    for number in range(READINGS):
+        found = slow.observe("arithmetic", [0.10, 0.15, 0.10])
+        assert (found == []) == (number < READINGS - 1)
+    (one,) = found
+    assert (one.rank, one.phase) == (1, "arithmetic")
+    assert abs(one.ratio - 1.5) < 1e-9
+    assert slow.observe("arithmetic", [0.10, 0.15, 0.10]) == []
+    for _ in range(READINGS):
+        assert slow.observe("arithmetic", [0.10, 0.10, 0.10]) == []
+    later = [slow.observe("arithmetic", [0.10, 0.10, 0.15]) for _ in range(READINGS)]
+    assert [entry.rank for found in later for entry in found] == [2], "another one, later"
+
+
+def test_a_hiccup_is_nothing() -> None:
+    slow = StragglerDetector(2)
+    times = [[0.1, 5.0] if number % 3 == 0 else [0.1, 0.1] for number in range(5 * READINGS)]
+    assert not [found for reading in times for found in slow.observe("arithmetic", reading)]
+
+
+def test_waiting_for_data_counts_by_the_step() -> None:
+    """Twice as long, and yet nothing beside a step of a second; half of a step is much."""
+    slow = StragglerDetector(2)
+    assert not [found for _ in range(READINGS) for found in slow.observe("data wait", [0.001, 0.002], 1.0)]
+    found = [found for _ in range(2 * READINGS) for found in slow.observe("data wait", [0.0, 0.5], 1.0)]
+    assert [(one.rank, one.phase) for one in found] == [(1, "data wait")]
+
+
+def test_of_two_ranks_one_can_be_slow_and_of_one_none() -> None:
+    two, one = StragglerDetector(2), StragglerDetector(1)
+    found = [found for _ in range(READINGS) for found in two.observe("arithmetic", [0.2, 0.1])]
+    assert [entry.rank for entry in found] == [0]
+    assert not [found for _ in range(READINGS) for found in one.observe("arithmetic", [0.2])]
+
+
+def test_what_was_not_timed_is_nothing() -> None:
+    slow = StragglerDetector(2)
+    assert not [found for _ in range(READINGS) for found in slow.observe("arithmetic", [0.0, 0.0])]
+    assert not [found for _ in range(READINGS) for found in slow.observe("data wait", [0.0, 1.0], 0.0)]
+
+
+JOB = str(Path(__file__).with_name("fault_job.py"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "stage", "phase"),
+    [
+        pytest.param("slow-forward", 0, "arithmetic", marks=pytest.mark.slow),
+        ("slow-data", 2, "data wait"),
+        pytest.param("slow-head", 3, "arithmetic", marks=pytest.mark.slow),
+    ],
+)
+def test_a_slow_rank_is_named_with_its_host_and_phase(
+    fault: str, stage: int, phase: str, ranks: Callable, train_command: Callable, tmp_path: Path
+) -> None:
+    flags = (
+        "--ds",
+        f"ds_configs/zero{stage}.json",
+        "--steps",
+        "24",
+        "--log-every",
+        "2",
+        "--precision",
+        "fp32",
+        "--global-batch-size",
+        "6",
+    )
+    job = ranks([JOB, f"{fault}:1", *train_command(*flags)[1:]], 3)
+    outputs = job.wait()
+    assert job.exit_codes == [0, 0, 0], outputs
+    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    found = [record for record in records if record.get("event") == "slow_rank" and record["phase"] == phase]
+    assert [record["rank"] for record in found] == [1], outputs[0]
+    assert found[0]["host"] == os.uname().nodename
+    assert found[0]["ratio"] > 1.25
+    assert f"rank 1 on host {os.uname().nodename} " in outputs[0]
