@@ -19,8 +19,8 @@ import warnings
 import deepspeed
 import torch
 
-from llmscale.dry_run.factor import pack_branches
 from llmscale.dry_run.gpt_recording import all_block_branches, all_ends_branches, record_branch
+from llmscale.dry_run.recording import pack_branches
 from llmscale.memory.activations.recorded import TABLES, RecordedSegment, table_of
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
 

@@ -15,33 +15,16 @@ from tests import warm_start
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BENCH = REPOSITORY / "scripts" / "bench"
-SCRIPTS = (
-    "chaos",
-    "checkpoint",
-    "cluster_chaos",
-    "compile",
-    "data_clean",
-    "data_prepare",
-    "engine_overhead",
-    "export_memory",
-    "gpu",
-    "init_from_memory",
-    "ladder",
-    "loader",
-    "memory_grid",
-    "modern_blocks",
-    "muon",
-    "order_memory",
-    "order_quality",
-    "resume_matrix",
-    "sampling",
-    "scale_model",
-)
+SCRIPTS = {
+    path.stem: ".".join(path.relative_to(REPOSITORY).with_suffix("").parts)
+    for path in BENCH.glob("*/*.py")
+    if 'if __name__ == "__main__"' in path.read_text()
+}
 
 
 def run_script(name: str, *arguments: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
     return warm_start.run(
-        [sys.executable, str(BENCH / f"{name}.py"), *arguments],
+        [sys.executable, "-m", SCRIPTS[name], *arguments],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -50,17 +33,23 @@ def run_script(name: str, *arguments: str, timeout_s: float = 300) -> subprocess
     )
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_help_says_what_is_measured_and_how_to_run_it(name: str) -> None:
     answer = run_script(name, "--help")
     assert answer.returncode == 0, answer.stderr
-    assert f"python scripts/bench/{name}.py" in answer.stdout
+    assert f"python -m {SCRIPTS[name]}" in answer.stdout
 
 
 def test_readme_describes_every_script_and_every_result_has_a_script() -> None:
     readme = (BENCH / "README.md").read_text()
-    assert [name for name in SCRIPTS if f"`{name}.py`" not in readme] == []
-    assert [path.name for path in (BENCH / "results").iterdir() if not path.name.startswith(SCRIPTS)] == []
+    assert [module for module in SCRIPTS.values() if f"-m {module.removeprefix('scripts.bench.')}" not in readme] == []
+    results = list(BENCH.glob("*/*.txt"))
+    assert len(results) >= 20
+    for result in results:
+        command = result.read_text().splitlines()[0]
+        assert command.startswith("$ python -m scripts.bench."), result
+        assert command.split()[3] in SCRIPTS.values(), result
+        assert f"({result.relative_to(BENCH)})" in readme, result
 
 
 def test_init_from_memory_measures_every_rank(tmp_path: Path) -> None:
@@ -68,7 +57,7 @@ def test_init_from_memory_measures_every_rank(tmp_path: Path) -> None:
         "init_from_memory", "--folder", str(tmp_path / "model"), "--model", "smollm2-135m", "--ranks", "2"
     )
     assert answer.returncode == 0, answer.stderr
-    lines = answer.stdout.splitlines()
+    lines = [line for line in answer.stdout.splitlines() if line.startswith("rank ")]
     assert [line[:11] for line in sorted(lines)] == ["rank 0 of 2", "rank 1 of 2"]
     assert all("MiB more while reading" in line for line in lines)
 
@@ -190,9 +179,9 @@ def test_scale_model_estimates_every_number_of_gpus_and_says_what_is_beyond_the_
         ("scale_model", ["--sequences-per-gpu", "99999999999999999999"], "and at most"),
         ("scale_model", ["--plot", "picture.nosuch"], "must be .png, .svg, .pdf, not 'picture.nosuch'"),
         ("scale_model", ["--model", "llama3-70b", "--gpu", "t4"], "llama3-70b fits at no stage on up to 4,096 GPUs"),
-        ("muon", ["--share", "nan"], "and at most 1, not 'nan'"),
-        ("muon", ["--batch-tokens", "1000"], "must be a multiple of the windows' 256 tokens, not '1000'"),
-        ("modern_blocks", ["--learning-rates", "1e-3", "inf"], "not 'inf'"),
+        ("recipes", ["muon", "--share", "nan"], "and at most 1, not 'nan'"),
+        ("recipes", ["muon", "--batch-tokens", "1000"], "must be a multiple of the windows' 256 tokens, not '1000'"),
+        ("recipes", ["blocks", "--learning-rates", "1e-3", "inf"], "not 'inf'"),
         ("compile", ["--modes", "all"], "invalid choice: 'all'"),
         ("ladder", ["--json", "no/such/folder.json"], "the folder no/such does not exist"),
         ("gpu", ["--minutes", "nan"], "must be above 0"),

@@ -311,7 +311,7 @@ def test_constraints_pin_everything_and_no_local_version() -> None:
 
 
 #: May import multiprocessing, whose children llmscale.untrusted.interpreter protects.
-STARTS_PROCESSES = ("data.loader", "data.clean.pipeline", "untrusted.interpreter")
+STARTS_PROCESSES = ("data.loader", "data.clean.annotate", "untrusted.interpreter")
 
 
 @pytest.mark.parametrize("name", modules())

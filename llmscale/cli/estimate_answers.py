@@ -51,12 +51,20 @@ from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.hf_configs import HFConfig, find_hf_configs, roomiest
-from llmscale.planning.largest_micro_batch import Fit, Job, Machines, Search
-from llmscale.planning.largest_model import GPT3, find_largest_models, scaling_family
-from llmscale.planning.ranked_configs import Ranking, fastest_by_link, rank_configs
-from llmscale.planning.recommend import Shortfall, find_shortfall, nearest_fit
-from llmscale.planning.strategy import CHECKPOINTING, strategy_ds_config
+from llmscale.planning.recommend import Misfit, Ranking, fastest_by_link, find_misfit, nearest_fit, rank_configs
+from llmscale.planning.scaling import GPT3, scaling_family
+from llmscale.planning.search import (
+    CHECKPOINTING,
+    Candidate,
+    HFConfig,
+    Job,
+    Machines,
+    Search,
+    find_hf_configs,
+    find_largest_models,
+    most_room,
+    strategy_ds_config,
+)
 from llmscale.report.save_figure import check_plot
 from llmscale.terminal.colour import paint
 from llmscale.terminal.table import output_width, print_fitting, wrap_line, wrap_lines
@@ -166,7 +174,7 @@ def read_machines(args: argparse.Namespace, gpu: GPU) -> Machines:
 
 
 if TYPE_CHECKING:  # a plain estimate does not wait for what only --dry-run and --emit need
-    from llmscale.dry_run.comparison import Comparison
+    from llmscale.dry_run.on_demand import Comparison
 
 EXIT_NOTHING_FITS = 1
 #: Given keys that the printed command repeats, in addition to those of the model.
@@ -206,7 +214,7 @@ def _names(paths: list[str]) -> list[str] | None:
 
 def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     """Dry-run every file; without files, the recommended row, or the one that misses least."""
-    from llmscale.dry_run.comparison import compare_with_dry_run
+    from llmscale.dry_run.on_demand import compare_with_dry_run
 
     fits = ranking.fits
     if not search.files:
@@ -214,7 +222,7 @@ def _dry_runs(search: Search, ranking: Ranking) -> list[Comparison]:
     return [compare_with_dry_run(fit, search.job.shape) for fit in fits]
 
 
-def _emit(path: Path, fit: Fit, nvme_path: str) -> None:
+def _emit(path: Path, fit: Candidate, nvme_path: str) -> None:
     """Write the row's ds_config atomically. Raises ConfigError."""
     config = strategy_ds_config(fit.strategy, fit.step.precision, nvme_path)
     parse_ds_config(config, str(path))
@@ -255,7 +263,7 @@ def _answer_lines(
     yield ""
 
 
-def _explain(fit: Fit, name: str) -> Iterator[str]:
+def _explain(fit: Candidate, name: str) -> Iterator[str]:
     """Yield one ds_config, moment by moment."""
     yield ""
     yield (
@@ -271,7 +279,7 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
     """Yield the recommendation, or the bytes that are missing."""
     search = request.search
     if ranking.recommendation is None or ranking.recommended is None:
-        yield from wrap_lines(_shortfall_lines(find_shortfall(search, ranking.fits)), output_width())
+        yield from wrap_lines(_shortfall_lines(find_misfit(search, ranking.fits)), output_width())
         return
     fit = ranking.recommended.fit
     ds_path = Path(fit.ds.source) if search.files else emitted
@@ -289,7 +297,7 @@ def _last_lines(request: EstimateRequest, ranking: Ranking, emitted: Path | None
         yield from wrap_line("  --emit FILE writes its ds_config and prints the train.py command.", output_width())
 
 
-def _shortfall_lines(shortfall: Shortfall) -> Iterator[str]:
+def _shortfall_lines(shortfall: Misfit) -> Iterator[str]:
     """Yield the missing bytes and the cheapest change."""
     nearest, change = shortfall.nearest, shortfall.change
     if nearest.spare_bytes < 0:
@@ -331,7 +339,7 @@ def _plot(path: Path, request: EstimateRequest, ranking: Ranking, names: list[st
     plot_memory(path, bars, job.machines.gpu_bytes, title)
 
 
-def _label(fit: Fit, name: str | None) -> str:
+def _label(fit: Candidate, name: str | None) -> str:
     strategy = fit.strategy
     parts = [name] if name else [f"ZeRO {strategy.stage_words}", strategy.offload if strategy.offload != "-" else ""]
     if strategy.checkpointing != "none":
@@ -478,7 +486,7 @@ def _states_lines(rows: list[HFConfig], machines: Machines) -> Iterator[str]:
 
 
 def _states_summary(rows: list[HFConfig]) -> str:
-    best, num_fitting = roomiest(rows), sum(row.fits for row in rows)
+    best, num_fitting = most_room(rows), sum(row.fits for row in rows)
     stage, room = f"ZeRO stage {best.strategy.zero_stage}", format_size(abs(best.room_bytes))
     if not best.fits:
         return (

@@ -11,15 +11,14 @@ from llmscale.config.hardware import GPU_TABLE_HEAD, gpu_table_rows
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
 from llmscale.memory.format_bytes import GIB, format_size
-from llmscale.planning.largest_micro_batch import Fit, Search
-from llmscale.planning.ranked_configs import RankedConfig, Ranking
-from llmscale.planning.strategy import Strategy
-from llmscale.planning.throughput import Throughput
+from llmscale.planning.recommend import RankedConfig, Ranking
+from llmscale.planning.search import Candidate, Search, Strategy
+from llmscale.planning.step_time import Throughput
 from llmscale.terminal.table import Column, output_width, table_lines
 
 if TYPE_CHECKING:
-    from llmscale.dry_run.comparison import Comparison
-    from llmscale.planning.largest_model import LargestModel
+    from llmscale.dry_run.on_demand import Comparison
+    from llmscale.planning.search import LargestModel
 
 #: Headings of a Breakdown's fields, in their order.
 CATEGORIES = ("param", "grad", "optim", "activ", "logits", "comm", "temp")
@@ -84,7 +83,7 @@ def _rate_cells(row: RankedConfig) -> list[str]:
     return [f"{mark}{row.throughput.tokens_per_second:,.0f}", "-" if mfu is None else f"{mfu:.0%}"]
 
 
-def verdict(fit: Fit) -> str:
+def verdict(fit: Candidate) -> str:
     """Return whether a row fits, and by how much."""
     if fit.spare_bytes < 0:
         return f"no, {-fit.spare_bytes / GIB:,.1f} over"
@@ -119,7 +118,7 @@ def legend_lines(rows: Sequence[RankedConfig]) -> Iterator[str]:
         yield from _calibration_lines(estimates)
 
 
-def _gradient_lines(fits: Sequence[Fit]) -> Iterator[str]:
+def _gradient_lines(fits: Sequence[Candidate]) -> Iterator[str]:
     """Yield a note on the type in which gradients are summed."""
     types = {fit.step.engine_config.grad_accum_dtype for fit in fits if fit.plan.gradient_accumulation_steps > 1}
     if types:
@@ -251,8 +250,8 @@ def gib(num_bytes: int) -> str:
 
 
 if TYPE_CHECKING:
-    from llmscale.dry_run.comparison import Comparison
-    from llmscale.planning.largest_model import LargestModel
+    from llmscale.dry_run.on_demand import Comparison
+    from llmscale.planning.search import LargestModel
 
 
 def search_as_dict(search: Search) -> dict[str, object]:
@@ -324,7 +323,7 @@ def _row_as_dict(row: RankedConfig) -> dict[str, object]:
     }
 
 
-def _fit_as_dict(fit: Fit) -> dict[str, object]:
+def _fit_as_dict(fit: Candidate) -> dict[str, object]:
     return {
         "fits": fit.fits,
         "spare_bytes": fit.spare_bytes,

@@ -27,7 +27,7 @@ from llmscale.config.run_flags import add_run_flags
 
 if TYPE_CHECKING:  # pydantic is slow to import, and help does not need it
     from llmscale.config.run_config import RunConfig
-    from llmscale.planning.largest_micro_batch import Fit, Machines
+    from llmscale.planning.search import Candidate, Machines
 
 #: Keys of a run that describe the computation, without the sizes that the dataset determines.
 MODEL_KEYS = (*SHAPE_KEYS, "document_mask")
@@ -139,7 +139,7 @@ def add_timeout(parser: FlagContainer, name: str, text: str, default: float, low
     flag(parser, f"{name} S", text, number(lowest, limits.MAX_SECONDS), default)
 
 
-def train_command(ds: str, fit: Fit, keys: Mapping[str, object]) -> str:
+def train_command(ds: str, fit: Candidate, keys: Mapping[str, object]) -> str:
     """Return the command that trains with the ds_config `ds` and the settings of `fit`.
 
     `keys` are further keys of the run. Without vocabulary and context among them, the dataset determines these.

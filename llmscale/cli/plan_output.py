@@ -23,12 +23,21 @@ from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.errors import ConfigError
 from llmscale.memory.format_bytes import format_size
-from llmscale.planning.flops import PF_DAY_FLOPS, inference_flops
-from llmscale.planning.law_table import LawRow, central, law_rows
-from llmscale.planning.placement import GPUPlacement, GPUs
-from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, Lifetime, Plan, PlanRequest
-from llmscale.planning.scaling_laws import BESIROGLU, FITTED_PARAMETERS, HOFFMANN, KAPLAN, Interval, Point
-from llmscale.planning.shape_for_size import suggest_shape
+from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, GPUPlacement, GPUs, Lifetime, Plan, PlanRequest
+from llmscale.planning.scaling import (
+    BESIROGLU,
+    FITTED_PARAMETERS,
+    HOFFMANN,
+    KAPLAN,
+    PF_DAY_FLOPS,
+    Interval,
+    LawRow,
+    Point,
+    central,
+    inference_flops,
+    law_rows,
+    suggest_shape,
+)
 from llmscale.terminal.human_numbers import format_quantity
 from llmscale.terminal.table import output_width
 

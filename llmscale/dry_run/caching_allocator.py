@@ -1,9 +1,9 @@
-"""How much PyTorch's caching allocator reserves, and at least needs, for recorded allocations. No torch.
+"""Memory that PyTorch's caching allocator reserves, and needs at least, for recorded allocations. No torch.
 
-The rules of c10/cuda/CUDACachingAllocator.cpp with its default settings and one stream: sizes are multiples of 512
-bytes; up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, and larger ones get a segment of
-their own in multiples of 2 MiB; the smallest free block that fits is taken and split; freed neighbours merge;
-segments stay until memory runs out, and those that are free as a whole are given back then.
+Rules of c10/cuda/CUDACachingAllocator.cpp with its default settings and one stream: sizes are multiples of 512
+bytes; up to 1 MiB they share segments of 2 MiB, below 10 MiB segments of 20 MiB, and larger ones get their own segment
+in multiples of 2 MiB; the smallest free block that fits is split; freed neighbours merge; completely free segments are
+released when memory runs out.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from llmscale.memory.breakdown import ALLOCATION_BYTES, allocated_bytes
 _MIB = 2**20
 #: Largest allocation from the pool of small blocks.
 SMALL_BYTES = _MIB
-#: Segment for small blocks, and what the size of a large segment is a multiple of.
+#: Segment for small blocks. Sizes of large segments are multiples of it.
 SMALL_SEGMENT_BYTES = 2 * _MIB
 #: Segment for large blocks below OWN_SEGMENT_BYTES.
 LARGE_SEGMENT_BYTES = 20 * _MIB
-#: From here on an allocation has a segment of its own size.
+#: Smallest allocation with its own segment.
 OWN_SEGMENT_BYTES = 10 * _MIB
 
 
 class AllocationEvent(Protocol):
-    """A storage appears (`num_bytes` > 0) or goes (< 0)."""
+    """Allocation (`num_bytes` > 0) or release (< 0) of a storage."""
 
     @property
     def storage(self) -> int: ...
@@ -46,11 +46,13 @@ class _Block:
 
 
 class CachingAllocator:
-    """Allocations are known by numbers that the caller gives."""
+    """Simulated allocator. The caller numbers the allocations."""
 
     def __init__(self, alive: Mapping[int, int] | None = None, capacity_bytes: int | None = None) -> None:
-        """`alive`: bytes by number of what is allocated already, side by side as after `empty_cache()`. Raises
-        MemoryError, here and later, when it cannot do with `capacity_bytes`."""
+        """Begin with the allocations `alive` (bytes by number) side by side, as after `empty_cache()`.
+
+        This and later allocations raise MemoryError if they exceed `capacity_bytes`.
+        """
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
@@ -59,14 +61,14 @@ class CachingAllocator:
         self._blocks: dict[int, _Block] = {}
         """Free blocks by address."""
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
-        """(size, address) of the free blocks in ascending order, small and large apart."""
+        """Ascending (size, address) of the free blocks, small (True) and large."""
         self._next_address = 0
         self._capacity_bytes = capacity_bytes
         for number, num_bytes in (alive or {}).items():
             self.allocate(number, num_bytes)
 
     def follow(self, events: Iterable[AllocationEvent]) -> None:
-        """Allocate and free as recorded."""
+        """Replay recorded allocations and releases."""
         for event in events:
             if event.num_bytes > 0:
                 self.allocate(event.storage, event.num_bytes)
@@ -74,7 +76,7 @@ class CachingAllocator:
                 self.free(event.storage)
 
     def allocate(self, number: int, num_bytes: int) -> None:
-        """Raises ValueError for a number that is taken, and for nothing to allocate."""
+        """Allocate. Raises ValueError for a number in use, or less than one byte."""
         if number in self._taken or num_bytes < 1:
             raise ValueError(f"allocation {number} of {num_bytes} bytes: taken already, or empty")
         size = allocated_bytes(num_bytes, 1)
@@ -85,7 +87,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
 
     def free(self, number: int) -> None:
-        """Raises KeyError for a number that is not allocated."""
+        """Release an allocation. Raises KeyError for an unknown number."""
         block = self._taken.pop(number)
         self.allocated_bytes -= block.size
         for neighbour in (block.before, block.after):
@@ -116,14 +118,14 @@ class CachingAllocator:
         return block
 
     def _release_free_segments(self) -> None:
-        """What CUDA is given back before an allocation fails."""
+        """Return completely free segments to CUDA, as before an allocation fails."""
         for block in list(self._blocks.values()):
             if block.before is None and block.after is None:
                 self._withdraw(block)
                 self.reserved_bytes -= block.size
 
     def _split(self, block: _Block, size: int) -> None:
-        """Give back what the allocation does not need; a large block's rest only above 1 MiB."""
+        """Make the unused rest of a block a free block; of a large block only a rest above 1 MiB."""
         rest = block.size - size
         if rest < ALLOCATION_BYTES or (not block.small and rest <= SMALL_BYTES):
             return
@@ -146,21 +148,20 @@ class CachingAllocator:
 
 
 def least_capacity_bytes(alive: Mapping[int, int], events: Sequence[AllocationEvent]) -> int:
-    """The smallest GPU on which these events go through, to a thousandth: the peak of what is allocated, and what
-    cannot be used between the pieces."""
+    """Return the smallest GPU memory on which these events succeed, to a thousandth."""
     free = CachingAllocator(alive)
     free.follow(events)
     low, high = free.peak_allocated_bytes, free.peak_reserved_bytes
     while high - low > high // 1000:
         middle = (low + high) // 2
-        if _goes_through(alive, events, middle):
+        if _succeeds(alive, events, middle):
             high = middle
         else:
             low = middle
     return high
 
 
-def _goes_through(alive: Mapping[int, int], events: Iterable[AllocationEvent], capacity_bytes: int) -> bool:
+def _succeeds(alive: Mapping[int, int], events: Iterable[AllocationEvent], capacity_bytes: int) -> bool:
     try:
         CachingAllocator(alive, capacity_bytes).follow(events)
     except MemoryError:
@@ -177,7 +178,7 @@ def _segment_bytes(size: int) -> int:
 
 
 def _merge(first: _Block, second: _Block) -> _Block:
-    """Two neighbours of one segment, the lower first, as one block."""
+    """Merge two neighbouring blocks of a segment, the lower one first."""
     first.size += second.size
     first.after = second.after
     if second.after is not None:

@@ -1,9 +1,9 @@
-"""Fake tensors on the CPU take the operators that a CUDA GPU takes, so that autograd saves the same tensors.
+"""Make fake tensors on the CPU take the operators of a CUDA GPU, so that autograd saves the same tensors.
 
-Some operators keep other things for the backward pass on a GPU than on a CPU: attention (another fused kernel), dropout
-(a mask of one byte an element, not a scaled one in the input's type), layer norm (statistics in fp32) and RMS norm
-(fused, not taken apart); log-softmax makes fp32 of 16 bit without a copy. Autograd treats fake tensors differently
-where it sums gradients. And some kernels allocate memory while they run, which no tensor shows: `kernel_workspace`.
+Some operators save other tensors for the backward pass on a GPU: attention (another fused kernel), dropout (a mask of
+one byte per element, not a scaled one in the input's type), layer norm (statistics in fp32) and RMS norm (fused, not
+decomposed); log-softmax turns 16 bit into fp32 without a copy. Autograd sums gradients of fake tensors differently.
+Some kernels allocate memory while they run, which no tensor shows: `kernel_workspace`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)
 #: Rows of one block of FlashAttention-2's backward kernel.
 _FLASH_ROWS = 128
-#: Files of torch whose frames lie between an operator and its caller.
+#: Files of torch with frames between an operator and its caller.
 _TORCH_WRAPPERS = ("_ops.py", "eval_frame.py", "_compile.py", "_python_dispatch.py")
 
 
 @contextmanager
 def cuda_kernels(capability: ComputeCapability | None = None) -> Iterator[None]:
-    """Enter it inside of `FakeTensorMode` and before the `MemoryTracker`; everything is restored at the end.
+    """Replace operators by those of a GPU. Enter inside of `FakeTensorMode` and before the `MemoryTracker`.
 
-    `capability` is that of the GPU; None: of an Ampere or newer one.
+    `capability`: compute capability of the GPU; None for Ampere or newer.
     """
 
     def attention(*args: Any, **kwargs: Any) -> Tensor:
-        # Not a partial, which torch.compile does not take for a function.
+        # torch.compile does not accept a partial as a function.
         return _attention(capability, *args, **kwargs)
 
     with (
@@ -68,12 +68,13 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention` of [batch, n_head, t, head_dim] by the kernel that a GPU of that capability runs
-    (llmscale.architecture.attention_kernels): FlashAttention takes key-value heads that query heads share as they are;
-    a mask must be in q's type with rows a multiple of 8 apart. cuDNN's kernel, which recent releases prefer on Hopper,
-    saves what FlashAttention saves.
+    """Run `F.scaled_dot_product_attention` of [batch, n_head, t, head_dim] by the kernel that a GPU would run.
+
+    llmscale.architecture.attention_kernels chooses it. FlashAttention accepts shared key-value heads without a copy. A
+    mask must be in q's type with row strides a multiple of 8. cuDNN's kernel, which recent releases prefer on Hopper,
+    saves the same tensors as FlashAttention.
     """
-    if torch.is_autocast_enabled("cpu"):  # on the list of what autocast runs in 16 bit
+    if torch.is_autocast_enabled("cpu"):  # autocast runs attention in 16 bit
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (tensor.to(low) for tensor in (query, key, value))
     head_dim = query.shape[-1]
@@ -105,14 +106,13 @@ def _attention(
 
 
 def _refuse_other_masks(mask: Tensor, query: Tensor) -> None:
-    """Of masks of another type, or whose rows are not aligned, the kernel makes copies (attention.cpp,
-    convert_boolean_attn_mask and pad_bias)."""
+    """Raise NotImplementedError for a mask that the kernel would copy (pad_bias in attention.cpp)."""
     if mask.dtype != query.dtype or any(stride % 8 for stride in mask.stride()[:-1]):
-        raise NotImplementedError("only masks in the queries' type whose rows lie a multiple of 8 apart are routed")
+        raise NotImplementedError("only masks in the queries' type with row strides a multiple of 8 are routed")
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    """`F.dropout` as CUDA's fused kernel runs it; out of place, whatever `inplace` says, as that kernel is."""
+    """Run `F.dropout` like CUDA's fused kernel, which is always out of place."""
     if p == 0.0 or not training:
         return input
     return torch.native_dropout(input, p, True)[0]
@@ -121,8 +121,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 def _rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """`F.rms_norm` as CUDA's fused kernel runs it (aten/src/ATen/native/cuda/layer_norm_kernel.cu); under autocast in
-    fp32, as layer norm."""
+    """Run `F.rms_norm` like CUDA's fused kernel (ATen/native/cuda/layer_norm_kernel.cu); under autocast in fp32."""
     if weight is None:
         raise NotImplementedError("only RMS norm with a weight is routed")
     if torch.is_autocast_enabled("cpu"):
@@ -134,7 +133,7 @@ _real_log_softmax = torch.log_softmax
 
 
 def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-    """`torch.log_softmax`, whose CUDA kernel makes fp32 of 16 bit by itself (aten/src/ATen/native/SoftMax.cpp)."""
+    """Run `torch.log_softmax` like its CUDA kernel, which reads 16 bit and writes fp32 (ATen/native/SoftMax.cpp)."""
     if input.dtype in _HALF and dtype == torch.float32:
         if torch.is_grad_enabled() and input.requires_grad:
             raise NotImplementedError("log-softmax of 16 bit in fp32 is routed without gradients alone")
@@ -143,8 +142,10 @@ def _log_softmax(input: Tensor, dim: int, dtype: torch.dtype | None = None, *, o
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Saves the input [..., n], the weight [n] and 1/rms [..., 1] in fp32. The kernels read contiguous copies of what
-    is not contiguous, and give them back."""
+    """RMS norm that saves the input [..., n], the weight [n] and 1/rms [..., 1] in fp32.
+
+    The kernels read contiguous copies of tensors that are not contiguous, and free them.
+    """
 
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
@@ -161,17 +162,17 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 class _RealTensors(TorchDispatchMode):
-    """Two ways in which real tensors on a GPU differ from fake ones on a CPU.
+    """Give fake tensors on a CPU two properties of real tensors on a GPU.
 
     - Layer norm's mean and 1/std, [..., 1] each, are in fp32 and not in the input's type.
-    - Where a tensor has two uses, as the residual stream and the tied table have, autograd adds the second gradient to
-      the first in place if nothing else refers to that (torch/csrc/autograd/input_buffer.cpp); of fake tensors it
-      always makes a third.
+    - For a tensor with two uses, like the residual stream and the tied table, autograd adds the second gradient to the
+      first in place if it has no other reference (torch/csrc/autograd/input_buffer.cpp). For fake tensors it always
+      allocates a third.
     """
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What a graph does when it runs is seen here, how it is compiled is not."""
+        """Return True: see a graph when it runs, not while it is compiled."""
         return True
 
     def __torch_dispatch__(
@@ -191,7 +192,7 @@ class _RealTensors(TorchDispatchMode):
 
 
 def _is_called_by_autograd() -> bool:
-    """Whether nothing but torch's dispatch lies between the operator and autograd's engine."""
+    """Return whether autograd's engine called the operator, with only torch's dispatch between them."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_name == "__torch_dispatch__" or frame.f_code.co_filename.endswith(_TORCH_WRAPPERS)
@@ -201,8 +202,10 @@ def _is_called_by_autograd() -> bool:
 
 
 def _is_as_free_as(waiting: object, arriving: object) -> bool:
-    """Whether the gradient that waits has as few references as the one that has just been made, whose are the least
-    that a tensor has at this place. The tied table's has more: it is a transposed view, which knows its base."""
+    """Return whether the waiting gradient has no more references than the new one, which has the least possible here.
+
+    The tied table's gradient has more: it is a transposed view, which refers to its base.
+    """
 
     def references(tensor: object) -> tuple[int, int]:
         assert isinstance(tensor, Tensor)
@@ -213,19 +216,19 @@ def _is_as_free_as(waiting: object, arriving: object) -> bool:
 
 
 def kernel_workspace(func: torch._ops.OpOverload, args: tuple[object, ...]) -> Sequence[int]:
-    """Sizes in bytes of what a CUDA kernel takes from the allocator beside its results, freed when it returns.
+    """Return sizes in bytes that a CUDA kernel allocates beside its results and frees when it returns.
 
-    - FlashAttention-2's backward kernel sums dQ in fp32, with t and head_dim rounded up to whole blocks, and one fp32
-      number a row; where query heads share key-value heads, dK and dV of every query head, summed at the end
-      (mha_bwd in flash_attn/flash_api.cpp);
+    - FlashAttention-2's backward kernel sums dQ in fp32, with t and head_dim rounded up to blocks, and one fp32 number
+      per row; if query heads share key-value heads, also dK and dV of every query head (mha_bwd in
+      flash_attn/flash_api.cpp);
     - the memory-efficient backward kernel in fp32 is preceded by rowsum(dO x O), whose product is a tensor
       (attention_backward.cu, where the kernel does not compute delta); in 16 bit it sums dQ in fp32, which is as much
-      but for its rounding to blocks (kernel_backward.h, workspace_elements_gq);
-    - isinf is |x| == infinity, and |x| a tensor (Tensor isinf in TensorCompare.cpp);
-    - log-softmax copies an input that is not contiguous, such as logits without their padding columns
-      (host_softmax in SoftMax.cu).
+      except for its rounding to blocks (kernel_backward.h, workspace_elements_gq);
+    - isinf is |x| == infinity with a tensor |x| (Tensor isinf in TensorCompare.cpp);
+    - log-softmax copies an input that is not contiguous, such as logits without padding columns (host_softmax in
+      SoftMax.cu).
 
-    Not counted: cuBLAS's work space, which is allocated once, and a few KiB of partial sums.
+    Not counted: cuBLAS's workspace, which is allocated once, and a few KiB of partial sums.
     """
     if func is _aten._scaled_dot_product_flash_attention_backward.default:
         query = args[1]

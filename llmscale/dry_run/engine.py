@@ -1,9 +1,8 @@
-"""The real DeepSpeed engine around our real model on fake tensors: what it allocates, without a GPU and without memory.
+"""The dry run: the real DeepSpeed engine and our real model on fake tensors, and the memory that they allocate.
 
-Nothing is estimated here: `build_engine` is the training run's, DeepSpeed's code runs line by line as rank 0 of any
-number of ranks, and every storage is followed from the operator that makes it to its release. What a simulation cannot
-see: work space inside of kernels, memory that waits for another CUDA stream, the allocator's fragmentation, the CUDA
-context and NCCL's own buffers.
+Nothing is estimated: `build_engine` is the training run's, DeepSpeed's code runs line by line as rank 0 of any number
+of ranks, and every storage is followed from its allocation to its release. Not simulated: memory that waits for another
+CUDA stream, the CUDA context and NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -11,39 +10,108 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.resolve import ResolvedStep
 from llmscale.config.run_config import RunConfig
-from llmscale.dry_run.attribution import Attribution
 from llmscale.dry_run.caching_allocator import least_capacity_bytes
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-from llmscale.dry_run.fake_gpu import GPU, fake_gpu
-from llmscale.dry_run.fake_world import fake_tensors_move, fake_world
+from llmscale.dry_run.fakes import GPU, fake_gpu, fake_tensors_move, fake_world
 from llmscale.dry_run.tracker import Category, Event, MemoryTracker
 from llmscale.engine.compilation import BlockCompiler
 from llmscale.engine.deepspeed_engine import build_engine, release_engine, set_learning_rate
 from llmscale.errors import ConfigError
 from llmscale.memory.breakdown import Breakdown
 
+_PARAMETERS, _GRADIENTS = Category.PARAMETERS, Category.GRADIENTS
+_BUCKETS, _TEMPORARIES = Category.BUCKETS, Category.TEMPORARIES
+
+#: Category of the memory that a function of DeepSpeed 0.19.8 or of ours allocates. The innermost function on the stack
+#: counts; without one the phase decides.
+_CATEGORIES: dict[tuple[str, str], Category] = {
+    # deepspeed/runtime/zero/stage_1_and_2.py
+    ("stage_1_and_2.py", "setup_buckets"): _BUCKETS,
+    ("stage_1_and_2.py", "allreduce_bucket"): _BUCKETS,
+    ("stage_1_and_2.py", "gradient_reduction_w_predivide"): _BUCKETS,
+    ("stage_1_and_2.py", "copy_grads_in_partition"): _GRADIENTS,
+    ("stage_1_and_2.py", "_build_compact_grad_partition_buffer"): _GRADIENTS,
+    ("stage_1_and_2.py", "_fill_param_grad_accum_attribute"): _GRADIENTS,
+    ("stage_1_and_2.py", "get_all_grad_tensors"): _GRADIENTS,
+    ("stage_1_and_2.py", "get_flat_partition"): _GRADIENTS,
+    ("stage_1_and_2.py", "_get_flat_partition_unpadded"): _GRADIENTS,
+    # deepspeed/runtime/zero/stage3.py and partition_parameters.py
+    ("stage3.py", "setup_buckets"): _BUCKETS,
+    ("stage3.py", "__avg_scatter_grads"): _BUCKETS,
+    ("stage3.py", "__avg_scatter_contiguous_grads"): _BUCKETS,
+    ("stage3.py", "_partitioned_buffers_all_gather"): _BUCKETS,
+    ("stage3.py", "partition_grads"): _GRADIENTS,
+    ("coalesced_collectives.py", "reduce_scatter_coalesced"): _BUCKETS,
+    ("partition_parameters.py", "all_gather_coalesced"): _PARAMETERS,
+    ("partition_parameters.py", "wait"): _PARAMETERS,
+    ("partition_parameters.py", "_partition_param_sec"): _PARAMETERS,
+    # deepspeed/runtime/engine.py: stage 0
+    ("engine.py", "allreduce_bucket"): _BUCKETS,
+    ("engine.py", "buffered_allreduce_fallback"): _BUCKETS,
+    ("utils.py", "all_gather_dp_groups"): _BUCKETS,
+    # llmscale/engine/deepspeed_patches.py: stage 0 in bf16
+    ("deepspeed_patches.py", "add"): _GRADIENTS,
+    ("deepspeed_patches.py", "hand_over"): _GRADIENTS,
+    ("loss.py", "forward"): Category.LOGITS,
+    ("adam.py", "_init_group"): Category.OPTIMIZER,
+    ("optimizers.py", "_momentum_of"): Category.OPTIMIZER,
+    ("checkpointing.py", "backward"): Category.ACTIVATIONS,
+}
+
+
+class Attribution:
+    """Finds a new storage's category by its caller and its shape."""
+
+    def __init__(self, shape: GPTShape) -> None:
+        self._table = shape.architecture.token_embedding.shape
+        self._logits = {shape.vocab_size, shape.padded_vocab_size}
+
+    def category_of(
+        self, tensor: Tensor, operator: torch._ops.OpOverload, arguments: tuple[object, ...]
+    ) -> Category | None:
+        """Return the category of the storage that is being allocated; None if unknown."""
+        frame: FrameType | None = sys._getframe(1)
+        in_backward = False
+        while frame is not None:
+            code = frame.f_code
+            category = _CATEGORIES.get((code.co_filename.rpartition("/")[2], code.co_name))
+            if category is not None:
+                return category
+            in_backward |= code.co_name == "_engine_run_backward"
+            frame = frame.f_back
+        if in_backward and tensor.shape == self._table:
+            # The tied embedding's gradient from the head, which waits for that of the lookup.
+            return Category.GRADIENTS
+        if tensor.dim() > 1 and tensor.shape[-1] in self._logits:
+            return Category.LOGITS
+        return None
+
+
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
-#: Optimizer steps that are simulated; the last one is measured. ZeRO-3 records the order of the modules in the first
-#: micro-step and prefetches and keeps parameters by it afterwards.
+#: Simulated optimizer steps; the last one is measured. ZeRO-3 records the order of the modules in the first micro-step
+#: and prefetches parameters by it later.
 _STEPS = 2
 
-#: Micro-steps per optimizer step that are simulated: the first one allocates what the later ones add to, and the last
-#: one prepares the step. Those between allocate nothing else.
+#: Simulated micro-steps per optimizer step: the first one allocates buffers and the last one prepares the step. Those
+#: between allocate nothing else.
 _MOST_MICRO_STEPS = 2
 
 
@@ -52,28 +120,28 @@ class DryRun:
     """Live bytes of rank 0 in the last simulated step."""
 
     resident: Breakdown
-    """Between steps."""
+    """Bytes between steps."""
     forward: Breakdown
-    """At the peak of the forward passes."""
+    """Bytes at the peak of the forward passes."""
     backward: Breakdown
-    """At the peak of the backward passes."""
+    """Bytes at the peak of the backward passes."""
     step: Breakdown
-    """At the peak of the optimizer step."""
+    """Bytes at the peak of the optimizer step."""
     states: dict[str, Breakdown]
-    """The same peaks of everything but activations and logits: forward, backward, step."""
+    """Peaks without activations and logits, by phase: forward, backward, step."""
     least_gpu_bytes: int
-    """What the caching allocator needs for both steps, with what it cannot use between the pieces: its rules, replayed
-    over every allocation since the engine was built, one stream. Without the CUDA context."""
+    """Least memory with which the caching allocator runs both steps, fragmentation included, on one stream. Without the
+    CUDA context."""
     host_bytes: int
-    """In host memory between steps, by this rank."""
+    """Bytes of this rank in host memory between steps."""
     seconds: float
-    """What the simulation took."""
+    """Seconds of the simulation."""
 
 
 def dry_run(
     resolved: ResolvedStep, capability: ComputeCapability | None = None, compiler: BlockCompiler | None = None
 ) -> DryRun:
-    """Simulate training on the GPUs of its plan, of that compute capability; None: of Ampere's or newer.
+    """Simulate training on the GPUs of its plan. `capability` None: Ampere or newer.
 
     Raises ConfigError for NVMe offload, whose buffers are filled from files, and in a process that is part of a job.
     """
@@ -112,7 +180,7 @@ def _refuse_nvme(ds_config: Mapping[str, object]) -> None:
 def _enter_simulation(
     stack: contextlib.ExitStack, shape: GPTShape, world_size: int, capability: ComputeCapability | None
 ) -> MemoryTracker:
-    """Everything that is patched, in order; leaving the stack puts it back."""
+    """Enter all patches in order. Leaving the stack restores everything."""
     stack.enter_context(fake_gpu())
     stack.enter_context(fake_world(world_size))
     stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -131,7 +199,7 @@ def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | N
         "train_batch_size": plan.micro_batch_size * micro_steps * plan.ranks.data_parallel_size,
     }
     engine = build_engine(RunConfig.model_validate({}), replace(resolved, ds_config=simulated), compiler)
-    # Muon has nothing to orthogonalise for a step of length 0.
+    # Muon orthogonalises nothing at a learning rate of 0.
     set_learning_rate(engine, resolved.optimizer, 1.0)
     return engine
 
@@ -139,7 +207,7 @@ def _build(resolved: ResolvedStep, micro_steps: int, compiler: BlockCompiler | N
 def _train_step(
     engine: DeepSpeedEngine, tracker: MemoryTracker, shape: GPTShape, micro_batch_size: int, micro_steps: int
 ) -> None:
-    """What `llmscale.engine.train_step.train_step` does, phase by phase."""
+    """Train a step like `llmscale.engine.train_step.train_step`, phase by phase."""
     total = torch.zeros((), device=GPU)
     for _ in range(micro_steps):
         with tracker.phase("forward", Category.ACTIVATIONS):
@@ -153,7 +221,7 @@ def _train_step(
 
 
 def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
-    """What lies between steps, by the attributes in which DeepSpeed keeps it."""
+    """Assign categories to the tensors that DeepSpeed keeps between steps."""
     zero = engine.optimizer
     parameters = list(engine.module.parameters())
     kept = {
@@ -173,7 +241,7 @@ def _label(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
 
 
 def _watch_gradients(engine: DeepSpeedEngine, tracker: MemoryTracker) -> None:
-    """Label each parameter's gradient as soon as autograd has it, before DeepSpeed's own hook takes it away."""
+    """Label each parameter's gradient as soon as autograd completes it, before DeepSpeed's hook releases it."""
     for parameter in engine.module.parameters():
 
         def label(parameter: torch.Tensor) -> None:
@@ -211,9 +279,9 @@ def _peaks_by_phase(
     *,
     without: Collection[Category] = (),
 ) -> dict[str, Breakdown]:
-    """Phase -> the moment within it with the most live bytes, the categories in `without` left out.
+    """Return each phase's moment with the most live bytes, without the categories `without`.
 
-    `start`: what was alive before the first event.
+    `start`: live bytes before the first event.
     """
     live = Counter({category: getattr(start, f"{category.value}_bytes") for category in Category})
     for category in without:

@@ -1,4 +1,4 @@
-"""Branches of llmscale.model.gpt, traced at small shapes: what `scripts/record_memory.py` makes its tables of."""
+"""Recordings of llmscale.model.gpt's branches at small shapes, for the tables of `scripts/record_memory.py`."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from llmscale.architecture.attention_kernels import AttentionKernel
 from llmscale.architecture.shape import GPTShape, Positions, build_shape
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import LossSettings
-from llmscale.dry_run.factor import factor_traces
-from llmscale.dry_run.fake_world import fake_world
-from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
+from llmscale.dry_run.fakes import fake_world
+from llmscale.dry_run.recording import MicroStepTrace, factor_traces, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.memory.activations.recorded import BLOCK_SEGMENTS, RecordedSegment
 from llmscale.memory.activations.symbols import (
@@ -38,22 +37,21 @@ _PRECISIONS: dict[PrecisionKind, Precision] = {"fp32": "fp32", "16bit": "bf16", 
 _MODES: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
 _BOTH = (False, True)
 
-#: (sequences, tokens, width, key-value heads, a number that head_dim is made of, width of the MLP, vocabulary): no two
-#: products of symbols grow alike from one to the next. t is no multiple of 8, and t and d rounded up to what kernels
-#: round to have other ratios.
+#: (sequences, tokens, width, key-value heads, factor of head_dim, width of the MLP, vocabulary). No two products of
+#: symbols have the same ratios between shapes. t is not a multiple of 8, and t and d rounded up by kernels have other
+#: ratios.
 _SHAPES = ((3, 37, 74, 3, 11, 122, 1300), (7, 166, 46, 2, 5, 134, 2100), (5, 290, 86, 5, 17, 94, 2900))
-#: Tokens of a chunk of the loss at each of them, for all sequences and for one: three chunks, the last one smaller.
+#: Tokens of a loss chunk at each shape, for all sequences and for one: three chunks, the last one smaller.
 _CHUNKS = ((41, 13), (431, 59), (521, 101))
-#: Query heads for each key-value head, where they share it.
+#: Query heads that share a key-value head.
 _SHARED = (2, 5, 3)
-#: Two, so that a block is seen to allocate what the one before did.
+#: Two blocks, which must allocate the same.
 _LAYERS = 2
 
 _LLAMA: Mapping[str, object] = {
     **{"norm": "rmsnorm", "bias": False, "positions": "rotary", "activation": "silu", "gated_mlp": True}
 }
-#: What is recorded beside GPT-2's and OPT's blocks, with and without biases: those of the other families and of all
-#: presets, each with key-value heads of its own and with shared ones.
+#: Recorded blocks of the other families and of all presets, each with unshared and with shared key-value heads.
 _MODERN: tuple[Mapping[str, object], ...] = (
     _LLAMA,  # Llama, Mistral, SmolLM
     {**_LLAMA, "attention_bias": "qkv"},  # Qwen 2
@@ -64,13 +62,13 @@ _MODERN: tuple[Mapping[str, object], ...] = (
 _GPT2: tuple[Mapping[str, object], ...] = tuple(
     {"bias": bias, "activation": activation} for bias in _BOTH for activation in ("gelu", "relu")
 )
-#: Kernels without FlashAttention. In 16 bit GPT-2's blocks may have heads that it does not take; the others' have none
-#: but on GPUs older than Ampere, whose 16 bit is fp16.
+#: Kernels without FlashAttention. In 16 bit GPT-2's blocks may have heads that FlashAttention does not accept; the
+#: others' do so only on GPUs older than Ampere, in fp16.
 _WITHOUT_FLASH: tuple[AttentionKernel, ...] = ("efficient", "math")
 
 
 def all_block_styles() -> Iterator[BlockStyle]:
-    """Every style of blocks that is recorded."""
+    """Yield every recorded style of blocks."""
     for settings in (*_GPT2, *_MODERN):
         yield block_style(_shape(0, settings, "flash", "bf16"))
         if settings in _MODERN:
@@ -78,8 +76,10 @@ def all_block_styles() -> Iterator[BlockStyle]:
 
 
 def all_block_branches() -> Iterator[BlockBranch]:
-    """Every branch of them that is recorded; with a mask there is no dropout, and heads are ordinary. What is rarer is
-    recorded when an estimate asks for it (llmscale.dry_run.on_demand)."""
+    """Yield every recorded branch of the blocks. With a mask: without dropout, and with ordinary heads.
+
+    Rarer branches are recorded when an estimate asks for them (llmscale.dry_run.on_demand).
+    """
     for style, precision, mode, zero3 in itertools.product(all_block_styles(), _PRECISIONS, _MODES, _BOTH):
         if zero3 and not shows_zero3_linear(style, precision, mode):
             continue
@@ -96,8 +96,8 @@ def all_block_branches() -> Iterator[BlockBranch]:
 
 
 def all_ends_branches() -> Iterator[EndsBranch]:
-    """Every branch that embeddings and head of these models take: dropout where nothing is masked, of
-    GPT-2's with a tied head, of the others without autocast."""
+    """Yield every recorded branch of embeddings and head. Dropout: without a mask, for GPT-2 with a tied head, for the
+    others without autocast."""
     found: tuple[tuple[NormKind, tuple[tuple[bool, MaskKind], ...]], ...] = (
         ("layernorm", ((True, "none"), (False, "none"), (True, "documents"))),
         ("layernorm_without_bias", ((True, "none"), (False, "none"), (True, "documents"))),
@@ -112,13 +112,13 @@ def all_ends_branches() -> Iterator[EndsBranch]:
 
 
 def record_branch(branch: BlockBranch | EndsBranch) -> dict[str, RecordedSegment]:
-    """Record one branch, in a process that is no rank of a job. Raises ValueError as `factor_traces`."""
+    """Record a branch, in a process that is not a rank of a job. Raises ValueError like `factor_traces`."""
     with fake_world(1):
         return record_blocks(branch) if isinstance(branch, BlockBranch) else record_ends(branch)
 
 
 def record_blocks(branch: BlockBranch) -> dict[str, RecordedSegment]:
-    """Record one branch of the blocks. Within `fake_world`. Raises ValueError as `factor_traces`."""
+    """Record a branch of the blocks within `fake_world`. Raises ValueError like `factor_traces`."""
     style, precision = branch.style, _PRECISIONS[branch.precision]
     settings = {
         **{"norm": "rmsnorm" if style.norm == "rmsnorm" else "layernorm", "bias": style.norm == "layernorm"},
@@ -137,7 +137,7 @@ def record_blocks(branch: BlockBranch) -> dict[str, RecordedSegment]:
 
 
 def record_ends(branch: EndsBranch) -> dict[str, RecordedSegment]:
-    """Record one branch of embeddings and head. Within `fake_world`. Raises ValueError as `factor_traces`."""
+    """Record a branch of embeddings and head within `fake_world`. Raises ValueError like `factor_traces`."""
     settings = {
         **{"norm": "rmsnorm" if branch.norm == "rmsnorm" else "layernorm", "bias": branch.norm == "layernorm"},
         **{"positions": branch.positions, "tied": branch.tied, "dropout": 0.1 if branch.dropout else 0.0},
@@ -161,7 +161,7 @@ def trace_gpt(
     zero_stage: int,
     loss_chunk_tokens: int,
 ) -> MicroStepTrace:
-    """One micro-step of a GPT. Within `fake_world`, because DeepSpeed's checkpointing asks for its rank."""
+    """Trace a micro-step of a GPT within `fake_world`, as DeepSpeed's checkpointing asks for its rank."""
 
     def loss_of(model: nn.Module) -> Tensor:
         tokens = torch.zeros(micro_batch_size, shape.seq_len + 1, dtype=torch.long)
@@ -188,7 +188,7 @@ def _shape(
     *,
     shares_keys: bool = False,
 ) -> GPTShape:
-    """One of _SHAPES with other settings."""
+    """Return one of _SHAPES with other settings."""
     _, seq_len, n_embd, n_kv_head, number, mlp_width, vocab_size = _SHAPES[place]
     return build_shape(
         {
@@ -209,21 +209,20 @@ def _record(
     zero3_linear: bool,
     chunks: Sequence[int] | None = None,
 ) -> dict[str, RecordedSegment]:
-    """`chunks`: tokens of a chunk of the loss at each shape; without, all tokens at once."""
-    whole = [shape.seq_len * size for shape, size in zip(shapes, micro_batches, strict=True)]
-    cases = list(zip(shapes, micro_batches, chunks or whole, strict=True))
+    """Record at all shapes. `chunks`: tokens of a loss chunk at each shape; None for all tokens at once."""
+    all_tokens = [shape.seq_len * size for shape, size in zip(shapes, micro_batches, strict=True)]
+    cases = list(zip(shapes, micro_batches, chunks or all_tokens, strict=True))
     stage = 3 if zero3_linear else 0
     traces = [trace_gpt(shape, size, precision, checkpointing, stage, chunk) for shape, size, chunk in cases]
     return factor_traces(traces, [shape_symbols(*case) for case in cases])
 
 
 def _head_dim(number: int, kernel: AttentionKernel, precision: Precision) -> int:
-    """An even head that this kernel takes, made of an odd number
-    (llmscale.architecture.attention_kernels)."""
+    """Return an even head_dim that this kernel accepts (llmscale.architecture.attention_kernels)."""
     if kernel == "flash":
         return 8 * number
     if kernel == "flash_padded":
-        # Rounded up to 8 it must grow otherwise than the number of heads.
+        # Rounded up to 8 its ratios must differ from those of the number of heads.
         return 2 * number + 16
     if precision == "fp32":
         return 4 * number if kernel == "efficient" else 2 * number
@@ -231,7 +230,7 @@ def _head_dim(number: int, kernel: AttentionKernel, precision: Precision) -> int
 
 
 def _zero3_linear() -> AbstractContextManager[object]:
-    """`F.linear` as `deepspeed.zero.Init` replaces it at stage 3."""
+    """Replace `F.linear` like `deepspeed.zero.Init` at stage 3."""
     from deepspeed.runtime.zero.linear import zero3_linear_wrap
 
     return mock.patch.object(F, "linear", zero3_linear_wrap)

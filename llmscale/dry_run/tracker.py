@@ -1,8 +1,8 @@
-"""Follows every live tensor of a simulated GPU: how many bytes, what for, and when they were most.
+"""Follows every live tensor of a simulated GPU: bytes by category, and their peak.
 
 The tensors are fake (`FakeTensorMode`, device `cpu`): they have shapes and storages, and no memory. A storage counts
-from the operator that made it until the last tensor that shares it is gone, rounded up to the blocks that CUDA's
-caching allocator hands out, so that the sums are those of `torch.cuda.memory_allocated`.
+from the operator that made it until its last tensor is released, rounded up to the blocks of CUDA's caching allocator,
+so that the sums are those of `torch.cuda.memory_allocated`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from llmscale.memory.breakdown import Breakdown, allocated_bytes
 
 _aten = torch.ops.aten
 
-#: Sizes in bytes of what a kernel allocates while it runs and frees before it returns, by its operator and arguments.
+#: From an operator and its arguments to the sizes in bytes that its kernel allocates and frees while it runs.
 Workspace = Callable[[torch._ops.OpOverload, tuple[object, ...]], Sequence[int]]
-#: What a new storage is for, told by its first tensor, the operator that makes it and that one's arguments; None where
-#: the phase decides.
+#: From a storage's first tensor, its operator and arguments to its category; None if the phase decides.
 Classify = Callable[[Tensor, torch._ops.OpOverload, tuple[object, ...]], "Category | None"]
 
 
 class Category(Enum):
-    """What memory is for; the values are the fields of `Breakdown` without `_bytes`."""
+    """Category of memory; the values are the fields of `Breakdown` without `_bytes`."""
 
     PARAMETERS = "parameters"
     GRADIENTS = "gradients"
@@ -45,23 +44,23 @@ class Category(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """A storage appears (`num_bytes` > 0) or goes (< 0). `storage` numbers storages from 0 and is never used twice."""
+    """Allocation (`num_bytes` > 0) or release (< 0) of a storage. Numbers of storages count from 0 and are unique."""
 
     storage: int
     num_bytes: int
-    """Rounded up to whole blocks of the allocator."""
+    """Bytes rounded up to blocks of the allocator."""
     phase: str
     tensor_bytes: int = 0
-    """Before rounding, where the storage appears."""
+    """Bytes before rounding, of an allocation."""
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment of a phase with the most live bytes."""
+    """Moment of a phase with the most live bytes."""
 
     breakdown: Breakdown = field(default_factory=Breakdown)
     operator: str = ""
-    """The operator whose result made it the peak."""
+    """Operator whose result caused the peak."""
 
 
 @dataclass
@@ -73,10 +72,10 @@ class _Live:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Enter it inside of `FakeTensorMode`. Phases name parts of the run; a new storage belongs to the category of the
-    phase it appears in, unless `classify` says otherwise, and can be moved to another category later.
+    """Tracker of memory by phase and category. Enter it inside of `FakeTensorMode`.
 
-    Values of fake tensors do not exist, so `.item()` answers 0 and `torch.equal` True.
+    A new storage gets the category of the current phase, unless `classify` returns another one, and can be moved to
+    another category later. Fake tensors have no values, so `.item()` returns 0 and `torch.equal` True.
     """
 
     def __init__(
@@ -87,14 +86,14 @@ class MemoryTracker(TorchDispatchMode):
         workspace: Workspace | None = None,
         keep_events: bool = False,
     ) -> None:
-        """`device`: the one whose storages count; others only add to `elsewhere_bytes`."""
+        """`device`: device whose storages count; others only add to `elsewhere_bytes`."""
         super().__init__()
         self._device = device
         self._elsewhere: dict[int, tuple[int, weakref.ref[torch.UntypedStorage]]] = {}
         self.events: list[Event] = []
-        """Every allocation and release in order, with `keep_events`."""
+        """Allocations and releases in order, if `keep_events`."""
         self.category_of: dict[int, Category] = {}
-        """Each storage's latest category by its number, with `keep_events`; kept after the storage is gone."""
+        """Latest category of each storage by number, if `keep_events`; kept after its release."""
         self._classify, self._workspace, self._keep_events = classify, workspace, keep_events
         self._live: dict[int, _Live] = {}
         self._bytes: Counter[Category] = Counter()
@@ -106,42 +105,41 @@ class MemoryTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What a graph does when it runs is seen here, how it is compiled is not."""
+        """Return True: see a graph when it runs, not while it is compiled."""
         return True
 
     def number_of(self, tensor: Tensor) -> int:
-        """The number of a live tensor's storage in `events`. Raises KeyError for one that was never seen."""
+        """Return the number of a live tensor's storage in `events`. Raises KeyError if it is unknown."""
         return self._live[id(tensor.untyped_storage())].number
 
     @property
     def elsewhere_bytes(self) -> int:
-        """Live bytes on other devices than `device`, not rounded."""
+        """Return the live bytes on other devices than `device`, not rounded."""
         return sum(num_bytes for num_bytes, _ in self._elsewhere.values())
 
     @property
     def live(self) -> Breakdown:
-        """The live bytes by category."""
+        """Return the live bytes by category."""
         return Breakdown(**{f"{category.value}_bytes": self._bytes[category] for category in Category})
 
     @property
     def peaks(self) -> Mapping[str, Peak]:
-        """Each phase's peak since the last reset, by the phase's name."""
+        """Return the peak of each phase since the last reset."""
         return self._peaks
 
     @property
     def live_storages(self) -> dict[int, int]:
-        """Bytes of every storage that is alive, by its number: where a replay of later events begins."""
+        """Return the bytes of every live storage by number, with which a replay of later events begins."""
         return {live.number: live.num_bytes for live in self._live.values()}
 
     def reset_peaks(self) -> None:
-        """Forget the peaks, and the events too; what is alive stays."""
+        """Forget peaks and events; live storages stay."""
         self._peaks, self._peak_totals = {}, Counter()
         self.events.clear()
 
     @contextmanager
     def phase(self, name: str, category: Category) -> Iterator[None]:
-        """Everything within belongs to phase `name`, new storages to `category`. What is alive at the start counts
-        towards the phase's peak."""
+        """Run a block as phase `name`, with new storages in `category`. Live storages count for the phase's peak."""
         before = self._phase, self._category
         self.begin_phase(name, category)
         self._record_peak("")
@@ -151,11 +149,11 @@ class MemoryTracker(TorchDispatchMode):
             self.begin_phase(*before)
 
     def begin_phase(self, name: str, category: Category) -> None:
-        """From here on, as `phase` within it: for phases that begin where no block of code does."""
+        """Begin a phase that lasts until the next one."""
         self._phase, self._category = name, category
 
     def assign(self, tensors: Iterable[Tensor], category: Category) -> None:
-        """Move these tensors' storages to `category`; those made before the tracker was entered begin to count."""
+        """Move these tensors' storages to `category`. Storages from before the tracker begin to count."""
         for tensor in tensors:
             live = self._find(tensor.untyped_storage())
             if live is None:
@@ -190,7 +188,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def _is_here(self, args: tuple[object, ...]) -> bool:
-        """Whether an operator over these arguments runs on the device that counts."""
+        """Return whether an operator over these arguments runs on the tracked device."""
         return all(self._device in (None, tensor.device) for tensor in args if isinstance(tensor, Tensor))
 
     def _observe(self, tensor: Tensor, func: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
@@ -222,7 +220,7 @@ class MemoryTracker(TorchDispatchMode):
         if num_bytes == 0:
             return
         key, number = id(storage), next(self._numbers)
-        # A reference with a callback, not weakref.finalize: thousands of those would also run when the process ends.
+        # weakref.finalize would also run thousands of callbacks when the process ends.
         reference = weakref.ref(storage, lambda _: self._release(key))
         self._live[key] = _Live(number, num_bytes, category, reference)
         self._change(number, num_bytes, category, storage.nbytes())
@@ -233,7 +231,7 @@ class MemoryTracker(TorchDispatchMode):
         self._change(live.number, -live.num_bytes, live.category)
 
     def _use_workspace(self, sizes: Sequence[int], operator: str) -> None:
-        """Memory that a kernel takes beside its results and has given back when it returns."""
+        """Count memory that a kernel allocates and frees while it runs."""
         numbered = [(next(self._numbers), size, allocated_bytes(size, 1)) for size in sizes if size]
         for number, size, num_bytes in numbered:
             self._change(number, num_bytes, Category.TEMPORARIES, size)

@@ -24,7 +24,7 @@ from llmscale.memory.zero_settings import zero_setup
 CONTEXT_BYTES = 2**30
 
 #: ASSUMED: reserved over allocated bytes at the peak. The rules of PyTorch's caching allocator, replayed over the
-#: grid of scripts/bench/memory_grid.py, need 1.04 in the median and 1.11 at most.
+#: grid of scripts/bench/memory/memory_grid.py, need 1.04 in the median and 1.11 at most.
 RESERVED_PER_ALLOCATED = 1.10
 
 

@@ -1,8 +1,8 @@
-"""Whether a run's blocks are compiled, by what, and why. No torch.
+"""The decision whether a run's blocks are compiled, by which backend, and why. No torch.
 
-What compiling costs is paid once per start, what it saves with every step. Neither was measured by us on a GPU:
-nanoGPT's train.py announces about a minute, and what a step saves is the throughput model's, which counts what compiled
-blocks move less through memory (llmscale.planning.kernels) and, at stage 3, what they gather in other portions.
+Compiling costs once per start, and saves time in every step. Neither was measured by us on a GPU: nanoGPT's train.py
+announces about a minute, and the saving is the throughput model's, which counts the memory traffic that compiled blocks
+save (llmscale.planning.kernels) and, at stage 3, their gathers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from llmscale.config.hardware import GPUS, Cluster, find_gpu
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.config.resolve import ResolvedRun
 from llmscale.config.run_config import CompileMode
-from llmscale.planning.throughput import estimate_step
+from llmscale.planning.step_time import estimate_step
 
-#: `inductor` writes kernels. `aot_eager` traces the same graphs and runs them operator by operator: it saves no time,
-#: and works where inductor does not.
+#: `inductor` generates kernels. `aot_eager` traces the same graphs and runs them operator by operator: it saves no
+#: time, but works where inductor fails.
 CompileBackend = Literal["inductor", "aot_eager"]
 
 _COMPILE_S = 60.0
@@ -25,14 +25,14 @@ _COMPILE_S = 60.0
 
 @dataclass(frozen=True)
 class Compilation:
-    """What was decided for a run's blocks."""
+    """Decision for a run's blocks."""
 
     backend: CompileBackend | None
-    """None: they run eagerly."""
+    """Backend; None for eager blocks."""
     why: str
 
     def describe(self) -> str:
-        """`compiled with inductor (...)`, or `eager (...)`."""
+        """Return `compiled with inductor (...)`, or `eager (...)`."""
         return f"{f'compiled with {self.backend}' if self.backend else 'eager'} ({self.why})"
 
 
@@ -49,11 +49,10 @@ def decide_compilation(
     gpus_per_node: int,
     network: Interconnect | None,
 ) -> Compilation:
-    """`device_type` in torch's words, `device_name` in the driver's; `network` is that between the nodes, None where
-    nobody knows how fast it is.
+    """Decide about compilation. `network`: network between the nodes, None if its speed is unknown.
 
-    `auto` compiles on GPUs when that saves more than it takes in what is left of the run; of a GPU that is not in the
-    table this is judged as if it were the one there that saves least.
+    `auto` compiles on GPUs when that saves more in the remaining steps than it costs. A GPU that is not in the table
+    counts as the one there that saves least.
     """
     if mode == "off":
         return EAGER
@@ -85,18 +84,16 @@ def decide_compilation(
 
 
 def _gathers_less_than_a_block(run: ResolvedRun) -> bool:
-    """Whether stage 3 is asked to keep less than a block's parameters: then eager blocks, layer by layer, need less
-    memory than compiled ones."""
+    """Return whether stage 3 may keep less than a block's parameters, so that eager blocks need less memory."""
     zero = run.engine_config.zero
     kept = min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
     return zero.stage == 3 and kept < run.shape.num_parameters // run.shape.n_layer
 
 
 def _saved_s(run: ResolvedRun, device_name: str, gpus_per_node: int, network: Interconnect) -> float | None:
-    """Seconds by which compiled blocks shorten an optimizer step; negative where they lengthen it. None where the GPU's
-    rate in this precision is not known."""
+    """Return the seconds per step that compiled blocks save, possibly negative; None if the GPU's rate is unknown."""
     known = find_gpu(device_name)
-    # The optimizer takes as long with either, whichever it is.
+    # Every optimizer takes the same time with either.
     steps = [estimate_step(run, Cluster(gpu, gpus_per_node, network)) for gpu in ([known] if known else GPUS)]
     tokens = run.plan.tokens_per_step
     saved = [tokens / step.tokens_per_second - tokens / step.compiled_tokens_per_second for step in steps if step]

@@ -9,31 +9,31 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.run_config import RunConfig
 
-#: Of a weight in 16 bits.
+#: Bytes of a 16-bit weight.
 _EXPORT_BYTES = 2
-#: MDS keeps an offset of four bytes per sample.
+#: Offset of a sample in MDS.
 _SAMPLE_OVERHEAD_BYTES = 4
-#: Space beyond the tensors that a save asks for: index, manifest, state, and the file system's own overhead.
+#: Space that a save needs beyond the tensors: index, manifest, state, and the file system's overhead.
 SPARE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class DiskSpace:
-    """Bytes on the disk that all nodes share."""
+    """Bytes of a run on the shared disk."""
 
     checkpoint_bytes: int
-    """One checkpoint, at any stage: master weights and states once over all ranks. Names and headers add about 1 KB
-    per tensor."""
+    """Bytes of a checkpoint at any stage: master weights and states, once over all ranks. Names and headers add about
+    1 KB per tensor."""
     kept_checkpoints: int
-    """--keep-last, and one for ever per multiple of --keep-every."""
+    """Checkpoints of --keep-last, and one per multiple of --keep-every."""
     data_bytes: int
-    """The prepared set, uncompressed, when every token is trained on once."""
+    """Bytes of the uncompressed dataset, with every token seen once."""
     weights_bytes: int
-    """The finished model in 16 bits."""
+    """Bytes of the finished model in 16 bits."""
 
     @property
     def checkpoints_bytes(self) -> int:
-        """At the fullest: an old checkpoint goes only when a newer one is whole."""
+        """Return the most bytes of checkpoints at once: an old one is deleted only after a newer one is complete."""
         return self.checkpoint_bytes * (self.kept_checkpoints + 1)
 
     @property
@@ -45,32 +45,29 @@ def estimate_disk(
     shape: GPTShape,
     steps: int,
     tokens: float,
-    *,
     optimizer: OptimizerSpec = ADAMW,
     keep_last: int = 2,
     keep_every: int = 0,
 ) -> DiskSpace:
-    """Of a run of `steps` optimizer steps on `tokens` tokens; keep_last and keep_every as in train.py."""
+    """Estimate the disk of a run of `steps` steps; keep_last and keep_every as in train.py."""
     token_bytes = 2 if shape.vocab_size <= 1 << 16 else 4
     sample_bytes = (shape.seq_len + 1) * token_bytes + _SAMPLE_OVERHEAD_BYTES
-    forever = steps // keep_every if keep_every else 0
     return DiskSpace(
         checkpoint_bytes=optimizer.state_bytes(shape.architecture),
-        kept_checkpoints=keep_last + forever,
+        kept_checkpoints=keep_last + (steps // keep_every if keep_every else 0),
         data_bytes=round(tokens / shape.seq_len * sample_bytes),
         weights_bytes=_EXPORT_BYTES * shape.num_parameters,
     )
 
 
 def checkpoints_at_once(config: RunConfig, total_steps: int) -> int:
-    """Return the most checkpoints that the run folder holds at once: the kept ones, and the new one before the oldest
-    goes."""
+    """Return the most checkpoints in the run folder at once: the kept ones and a new one."""
     last_only = not config.save_every and config.save_every_minutes is None
     saves = 1 if last_only else total_steps
     if config.save_every and config.save_every_minutes is None:
         saves = math.ceil(total_steps / config.save_every)
     most = min(saves, config.keep_last + 1)
     if config.keep_every and config.save_every:
-        # Those kept for ever are the saved steps that keep_every divides; some of the newest may be among them.
+        # Saved steps that keep_every divides are kept permanently; some of the newest may be among them.
         most = min(saves, most + total_steps // math.lcm(config.keep_every, config.save_every))
     return most

@@ -1,8 +1,8 @@
-"""How fast a GPU's kernels are, and what their speeds were fitted to, counted by or read from. No torch.
+"""Speeds of a GPU's kernels, and their sources. No torch.
 
-Nothing here was measured by us on a GPU. Matrix products, and attention by FlashAttention 1, reach a share of the
-peak rate that was fitted to llm-foundry's rows (llmscale.planning.compute_time), whose attention was Triton's
-FlashAttention 1. llmscale's own attention is PyTorch's, which is FlashAttention-2: its speed is its paper's.
+Nothing was measured by us on a GPU. Matrix products and attention by FlashAttention 1 reach a share of the peak rate
+that was fitted to llm-foundry's rows (llmscale.planning.step_time), which ran Triton's FlashAttention 1. llmscale's
+attention is PyTorch's FlashAttention-2, with the speed of its paper.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from llmscale.config.deepspeed.schema import Precision
 from llmscale.config.hardware import GPU, get_gpu
 from llmscale.config.loss_settings import CHUNK_TOKENS
 
-#: Bytes that move through memory for every element that an eager block makes outside of matrix products, forward and
-#: backward, with 16-bit activations. (Fitted: 392 per unit of n_embd, of which GPT's block makes 8.)
+#: Memory traffic in bytes per element that an eager block makes outside matrix products, forward and backward, with
+#: 16-bit activations. (Fitted: 392 per unit of n_embd, of which GPT's block makes 8.)
 _EAGER_ELEMENT_BYTES = 392 / 8
-#: How many of them a block compiled by inductor saves. torchtitan's Llama 3 8B in bf16 took 173.5 us a token eagerly
+#: Bytes of these that a block compiled by inductor saves. torchtitan's Llama 3 8B in bf16 took 173.5 us a token eagerly
 #: and 150.0 compiled on 8 H100s, 178.4 and 153.5 on 128 (benchmarks/llama3_h100_202412_torchtitan.md, batch 2,
-#: selective recomputation, GPUs of 2.4 TB/s): 58 MB of the 1.606M elements, 4/3 of them with what is recomputed.
+#: selective recomputation, GPUs of 2.4 TB/s): 58 MB for 1.606M elements, 4/3 of them with recomputation.
 _COMPILED_SAVES_BYTES = 27
-#: Bytes per token and vocabulary entry of logits that are held as a whole, and their loss. (Fitted; by count 42.)
+#: Bytes per token and vocabulary entry of complete logits and their loss. (Fitted; by count 42.)
 _WHOLE_LOGIT_BYTES = 38
-#: The same in chunks, by count: logits in 16 bit and in fp32, and their gradient in 16 bit, written and read.
+#: Bytes per token and vocabulary entry in chunks, by count: logits in 16 bit and fp32, and their gradient in 16 bit,
+#: written and read.
 _CHUNK_LOGIT_BYTES = 18
-#: For every element of the head, once a chunk: the chunk's product in 16 bit, the sum in fp32, read and written.
+#: Bytes per element of the head and chunk: the chunk's product in 16 bit, the sum in fp32, read and written.
 _CHUNK_HEAD_BYTES = 12
 
-#: Context -> TFLOP/s of causal attention, forward and backward (Dao 2023, arXiv 2307.08691, figures 4 and 7, c and d),
-#: for heads of 64 and 128.
+#: TFLOP/s of causal attention by head and context, forward and backward (Dao 2023, arXiv 2307.08691, figures 4 and 7, c
+#: and d).
 _FLASH_2_TFLOPS = {
     "A100": {
         64: {512: 88, 1024: 119, 2048: 140, 4096: 158, 8192: 165, 16384: 171},
@@ -44,35 +45,33 @@ _FLASH_2_TFLOPS = {
         128: {512: 163, 1024: 221, 2048: 265, 4096: 294, 8192: 308, 16384: 328},
     },
 }
-#: The paper counts half of the products, and 3.5 forward passes of them for forward and backward; here all are counted,
-#: three times.
+#: The paper counts half of the products, in 3.5 forward passes; here all are counted, in three.
 _FULL_PER_CAUSAL = 2 * 3 / 3.5
-#: The GPUs that the paper measured on.
+#: Peaks of the paper's GPUs.
 _PEAK_TFLOPS = {
     like: get_gpu(name).dense_16bit_flops / 1e12 for like, name in (("A100", "a100-80gb"), ("H100", "h100-80gb"))
 }
 
 
 @dataclass(frozen=True)
-class Kernels:
-    """The software that runs a model's arithmetic; the defaults are llmscale's own."""
+class KernelSettings:
+    """Software of a model's arithmetic; the defaults are llmscale's."""
 
     attention: Literal["flash-1", "flash-2"] = "flash-2"
     compiled_blocks: bool = False
     loss_chunk_tokens: int | None = CHUNK_TOKENS
-    """None: logits of all tokens at once, the loss run eagerly."""
+    """Tokens per chunk of the loss; None for all logits at once."""
 
     @property
     def element_bytes(self) -> float:
-        """Memory traffic for every element of a block, forward and backward, in 16 bit."""
+        """Return the memory traffic per element of a block, forward and backward, in 16 bit."""
         return _EAGER_ELEMENT_BYTES - (_COMPILED_SAVES_BYTES if self.compiled_blocks else 0)
 
     def logit_bytes(self, n_embd: int, tokens: int) -> float:
-        """The same for every logit, of a micro-batch of so many tokens.
+        """Return the memory traffic per logit of a micro-batch of `tokens`.
 
-        The loss in chunks (llmscale.model.loss) computes nothing twice and moves less, but passes over the sum of the
-        head's gradient once per chunk: with chunks of 2,048 tokens it all comes to the whole loss's count, 42, where
-        n_embd is 4,096.
+        The loss in chunks moves less, but reads and writes the sum of the head's gradient once per chunk: with chunks
+        of 2,048 tokens that equals the unchunked count, 42, at n_embd 4,096.
         """
         if self.loss_chunk_tokens is None:
             return _WHOLE_LOGIT_BYTES
@@ -83,20 +82,20 @@ class Kernels:
 
 @dataclass(frozen=True)
 class KernelEfficiency:
-    """Fractions of the peak rate that two kinds of kernels reach."""
+    """Fractions of the peak rate that kernels reach."""
 
     like: Literal["A100", "H100"]
     matmul: float
     flash_1: float
-    """Attention, every product counted and not the causal half."""
+    """Fraction of FlashAttention 1, with all products counted and not the causal half."""
     source: str
-    """What it was fitted to, or whose it is assumed to be."""
+    """Rows of the fit, or the GPU whose efficiency is assumed."""
 
-    def attention(self, kernels: Kernels, shape: GPTShape, precision: Precision, gpu: GPU) -> float:
-        """Fraction that attention reaches, every product counted and not the causal half.
+    def attention(self, kernels: KernelSettings, shape: GPTShape, precision: Precision, gpu: GPU) -> float:
+        """Return the fraction of attention, with all products counted and not the causal half.
 
-        What FlashAttention does not take (a mask, fp32, an old GPU) PyTorch's memory-efficient kernel does, about as
-        fast as FlashAttention 1 (Dao 2023, figure 4).
+        Without FlashAttention (a mask, fp32, an old GPU) PyTorch's memory-efficient kernel is about as fast as
+        FlashAttention 1 (Dao 2023, figure 4).
         """
         kernel = attention_kernel(
             shape.head_dim, is_16bit=precision != "fp32", masked=shape.has_mask, capability=gpu.capability
@@ -109,7 +108,7 @@ class KernelEfficiency:
 
 
 def _interpolate(rates: dict[int, int], seq_len: int) -> float:
-    """By the logarithm of the context; what lies outside is taken to be as at the end."""
+    """Interpolate by the logarithm of the context, with the nearest value outside."""
     lengths = sorted(rates)
     for below, above in pairwise(lengths):
         if below <= seq_len <= above:
@@ -121,12 +120,12 @@ def _interpolate(rates: dict[int, int], seq_len: int) -> float:
 _A100 = KernelEfficiency("A100", 0.86, 0.55, "A100 rows of llm-foundry")
 _H100 = KernelEfficiency("H100", 0.74, 0.315, "H100 rows of llm-foundry")
 _CALIBRATED = {"a100-40gb": _A100, "a100-80gb": _A100, "h100-80gb": _H100}
-#: GPUs as fast as an H100 or faster are as hard to keep busy; the A100's fractions would flatter them.
+#: GPUs as fast as an H100, which are as hard to keep busy: the A100's fractions would be too high.
 _LIKE_H100 = {"h100-80gb-pcie", "h200", "b200"}
 
 
 def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
-    """The fit for this GPU, or the nearest GPU's, and it says so."""
+    """Return the fit of this GPU, or the nearest GPU's with a note."""
     if gpu.name in _CALIBRATED:
         return _CALIBRATED[gpu.name]
     like = _H100 if gpu.name in _LIKE_H100 else _A100
@@ -137,7 +136,7 @@ def kernel_efficiency(gpu: GPU) -> KernelEfficiency:
 
 
 def memory_bytes_per_s(gpu: GPU) -> float:
-    """The GPU's memory bandwidth, or what an A100 80 GB has for its arithmetic rate where it is not known."""
+    """Return the GPU's memory bandwidth; if unknown, an A100 80 GB's scaled by the arithmetic rate."""
     if gpu.memory_bytes_per_s:
         return gpu.memory_bytes_per_s
     a100 = get_gpu("a100-80gb")

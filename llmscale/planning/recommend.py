@@ -1,4 +1,4 @@
-"""Which of the rows that fit to take, and the smallest change that makes one fit that does not. No torch."""
+"""The rows of `llmscale estimate` with their speed, the row to take, and changes that make a run fit. No torch."""
 
 from __future__ import annotations
 
@@ -8,44 +8,61 @@ from dataclasses import dataclass, replace
 
 from llmscale.config.deepspeed.resolve import DsConfig
 from llmscale.config.deepspeed.schema import CheckpointingMode
+from llmscale.config.hardware import Cluster
+from llmscale.config.interconnect import INTERCONNECTS, Interconnect
 from llmscale.memory.format_bytes import format_size
 from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
-from llmscale.planning.largest_micro_batch import Fit, Job, Machines, Search, fit_at, legal_micro_batches
-from llmscale.planning.strategy import CHECKPOINTING, OFFLOADS, STAGES, Strategy, change_strategy, strategy_of
+from llmscale.planning.kernels import KernelSettings
+from llmscale.planning.search import (
+    CHECKPOINTING,
+    OFFLOADS,
+    STAGES,
+    Candidate,
+    Job,
+    Machines,
+    Search,
+    Strategy,
+    change_strategy,
+    find_fits,
+    fit_at,
+    legal_micro_batches,
+    strategy_of,
+)
+from llmscale.planning.step_time import Throughput, estimate_step
 
-#: Rates closer than this are the same rate: the throughput model is not better than that.
+#: Relative difference below which two rates count as equal, given the accuracy of the model.
 _SAME_RATE = 0.03
-#: A row that leaves less of the GPU than this is tight: the estimate may be off by as much.
+#: Free share of the GPU below which a row is tight, given the accuracy of the estimate.
 _TIGHT = 0.05
-#: How many times more GPUs are tried when nothing fits.
+#: Doublings of the nodes to try when nothing fits.
 _MOST_DOUBLINGS = 10
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The row to take."""
+    """Row to take."""
 
     index: int
     why: str
-    """One sentence."""
+    """Reason, one sentence."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A run that fits, and what differs in it from one that does not."""
+    """A run that fits, and its differences from one that does not."""
 
-    fit: Fit
+    fit: Candidate
     words: tuple[str, ...]
-    """Each thing to change, in the words of flags and ds_configs."""
+    """Changes, as flags and ds_config keys."""
 
     def describe(self) -> str:
         return f"{' and '.join(self.words)} ({format_size(self.fit.spare_bytes)} to spare)"
 
 
-def recommend(fits: Sequence[Fit], tokens_per_second: Sequence[float | None]) -> Recommendation | None:
-    """The fastest row that fits; of rows about as fast, the simplest. None when nothing fits.
+def recommend(fits: Sequence[Candidate], tokens_per_second: Sequence[float | None]) -> Recommendation | None:
+    """Return the fastest row that fits; of rows about as fast, the simplest. None if nothing fits.
 
-    `tokens_per_second` is estimated, row by row; None everywhere leaves the simplest.
+    `tokens_per_second`: estimated rate of each row; without any rate the simplest row is taken.
     """
     fitting = [index for index, fit in enumerate(fits) if fit.fits]
     if not fitting:
@@ -57,9 +74,8 @@ def recommend(fits: Sequence[Fit], tokens_per_second: Sequence[float | None]) ->
     return Recommendation(chosen, _why(fits[chosen], len(fitting), len(near), known_rate=best > 0))
 
 
-def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int, int]:
-    """What moves least and computes least comes first, and what is neither tight nor small; then the larger
-    micro-batch, then more room."""
+def _complexity(fit: Candidate) -> tuple[int, int, bool, bool, int, int, int, int]:
+    """Return a sort key: less offload, less recomputation, neither tight nor small, lower stage, larger micro-batch."""
     strategy = fit.strategy
     offload = (strategy.offload_optimizer, strategy.offload_param)
     return (
@@ -74,7 +90,7 @@ def _complexity(fit: Fit) -> tuple[int, int, bool, bool, int, int, int, int]:
     )
 
 
-def _why(fit: Fit, num_fitting: int, num_near: int, *, known_rate: bool) -> str:
+def _why(fit: Candidate, num_fitting: int, num_near: int, *, known_rate: bool) -> str:
     spare = f"leaves {format_size(fit.spare_bytes)} of each GPU free"
     if num_fitting == 1:
         return f"the only row that fits; it {spare}."
@@ -91,9 +107,9 @@ def _why(fit: Fit, num_fitting: int, num_near: int, *, known_rate: bool) -> str:
 def find_smallest_change(
     ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int
 ) -> Change | None:
-    """The fewest and cheapest changes that make this run fit the job's machines; None when more GPUs are needed.
+    """Return the fewest and cheapest changes that make this run fit; None if it needs more GPUs.
 
-    A smaller micro-batch costs least (the loss curve stays as it is), then recomputation, then a higher stage, then
+    A smaller micro-batch costs least (the loss curve stays the same), then recomputation, then a higher stage, then
     offload. Raises ConfigError for a run that could not start anyway.
     """
     sizes = [size for size in legal_micro_batches(job) if size <= micro_batch_size][::-1]
@@ -109,41 +125,40 @@ def find_smallest_change(
 
 
 @dataclass(frozen=True)
-class Shortfall:
-    """What a search lacks in which nothing fits."""
+class Misfit:
+    """How far a search in which nothing fits is from fitting."""
 
-    nearest: Fit
-    """The row that misses least."""
+    nearest: Candidate
+    """Row that misses least."""
     change: Change | None
-    """The cheapest one that makes a row fit, among what the user fixed."""
-    more_nodes: tuple[Machines, Fit] | None
-    """Without such a change: the fewest nodes, and what fits there; None when no number of them helps."""
+    """Cheapest change of the user's settings that makes a row fit."""
+    more_nodes: tuple[Machines, Candidate] | None
+    """Fewest nodes with a row that fits, if no change helps; None if no number of nodes does."""
 
 
-def find_shortfall(search: Search, fits: Sequence[Fit]) -> Shortfall:
-    """By how much the `fits` of a search miss, and what helps."""
+def find_misfit(search: Search, fits: Sequence[Candidate]) -> Misfit:
+    """Return how far the rows of a search miss, and a remedy."""
     job, change = search.job, None
-    # Where the user fixed something, giving that up may be enough; with all strategies tried, only GPUs are left.
+    # A setting that the user fixed may be changed; with all strategies tried, only more GPUs help.
     if search.files or job.micro_batch_size is not None or tuple(search.modes) != CHECKPOINTING:
         change = find_cheapest_change(job, fits)
-    return Shortfall(nearest_fit(fits), change, find_enough_nodes(job, fits) if change is None else None)
+    return Misfit(nearest_fit(fits), change, find_enough_nodes(job, fits) if change is None else None)
 
 
-def find_cheapest_change(job: Job, fits: Sequence[Fit]) -> Change | None:
-    """Of all rows that do not fit, the one that the fewest and cheapest changes make fit; None when it takes GPUs."""
+def find_cheapest_change(job: Job, fits: Sequence[Candidate]) -> Change | None:
+    """Return the fewest and cheapest changes that make any row fit; None if all need more GPUs."""
     changes = [find_smallest_change(fit.ds, job, fit.strategy.checkpointing, fit.plan.micro_batch_size) for fit in fits]
     found = [change for change in changes if change is not None]
     return min(found, key=lambda change: (len(change.words), _complexity(change.fit)), default=None)
 
 
 def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy]]:
-    """(index into the descending micro-batches, strategy), cheapest first: by the number of things changed, then by
-    what they cost."""
+    """Yield (index of a descending micro-batch, strategy), by the number of changes, then by their cost."""
     stages = [stage for stage in STAGES if stage >= now.zero_stage]
     modes = CHECKPOINTING[CHECKPOINTING.index(now.checkpointing) :]
     offload_now = (now.offload_optimizer, now.offload_param)
     start = OFFLOADS.index(offload_now) if offload_now in OFFLOADS else None
-    # A folder for NVMe is something the user must name, so it is never proposed.
+    # NVMe is never proposed, as the user must name its folder.
     offloads = [pair for pair in OFFLOADS[start:] if "nvme" not in pair] if start is not None else []
     offloads = offloads or [offload_now]
     groups = sorted({now.zero_hpz_partition_size, 1}, reverse=True)
@@ -160,12 +175,12 @@ def _alternatives(num_sizes: int, now: Strategy) -> Iterator[tuple[int, Strategy
 
 
 def _without_batch(ds: DsConfig) -> DsConfig:
-    """The same config with its batch sizes open: they follow from the plan."""
+    """Return the config without batch sizes, which follow from the plan."""
     batch = {"train_batch_size": None, "train_micro_batch_size_per_gpu": None, "gradient_accumulation_steps": None}
     return replace(ds, keys=ds.keys.model_copy(update=batch))
 
 
-def _words(fit: Fit, now: Strategy, micro_batch_size: int) -> Iterator[str]:
+def _words(fit: Candidate, now: Strategy, micro_batch_size: int) -> Iterator[str]:
     then = fit.strategy
     if fit.plan.micro_batch_size != micro_batch_size:
         yield f"--micro-batch-size {fit.plan.micro_batch_size} instead of {micro_batch_size}"
@@ -181,9 +196,11 @@ def _words(fit: Fit, now: Strategy, micro_batch_size: int) -> Iterator[str]:
         yield f'offload_param to "{then.offload_param}"'
 
 
-def find_enough_nodes(job: Job, fits: Sequence[Fit]) -> tuple[Machines, Fit] | None:
-    """When none of `fits` fits: the fewest nodes, doubling, on which one of their ds_configs does; None when no number
-    of them helps, because what does not shrink with them is too large already."""
+def find_enough_nodes(job: Job, fits: Sequence[Candidate]) -> tuple[Machines, Candidate] | None:
+    """Return the fewest nodes, doubling, on which one of the rows' ds_configs fits.
+
+    None if no number of nodes helps, because the memory that does not shrink with them is already too large.
+    """
     machines = job.machines
     for _ in range(_MOST_DOUBLINGS):
         machines = replace(machines, num_nodes=2 * machines.num_nodes)
@@ -196,6 +213,61 @@ def find_enough_nodes(job: Job, fits: Sequence[Fit]) -> tuple[Machines, Fit] | N
     return None
 
 
-def nearest_fit(fits: Sequence[Fit]) -> Fit:
-    """The row that misses least."""
+def nearest_fit(fits: Sequence[Candidate]) -> Candidate:
+    """Return the row that misses least."""
     return max(fits, key=lambda fit: fit.spare_bytes)
+
+
+@dataclass(frozen=True)
+class RankedConfig:
+    """A row of `llmscale estimate`."""
+
+    fit: Candidate
+    throughput: Throughput | None
+    """Speed of the row; None if the GPU's rate is unknown."""
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """All rows, and the one to take."""
+
+    configs: tuple[RankedConfig, ...]
+    recommendation: Recommendation | None
+    """Row to take; None if nothing fits."""
+
+    @property
+    def recommended(self) -> RankedConfig | None:
+        return self.configs[self.recommendation.index] if self.recommendation else None
+
+    @property
+    def fits(self) -> list[Candidate]:
+        return [config.fit for config in self.configs]
+
+
+def rank_configs(search: Search) -> Ranking:
+    """Find rows, estimate their speed, and choose one. Raises ConfigError for an indivisible batch."""
+    configs = tuple(RankedConfig(fit, _throughput(search, fit)) for fit in find_fits(search))
+    rates = [config.throughput.tokens_per_second if config.throughput else None for config in configs]
+    return Ranking(configs, recommend([config.fit for config in configs], rates))
+
+
+def fastest_by_link(search: Search) -> list[tuple[Interconnect, dict[str, float]]] | None:
+    """Return tokens per second over every network, by stage, of the fastest row that fits; None at an unknown rate."""
+    fits = [fit for fit in find_fits(search) if fit.fits]
+    found = []
+    for interconnect in INTERCONNECTS:
+        best: dict[str, float] = {}
+        for fit in fits:
+            throughput = _throughput(replace(search, interconnect=interconnect), fit)
+            if throughput is None:
+                return None
+            stage = fit.strategy.stage_words
+            best[stage] = max(best.get(stage, 0.0), throughput.tokens_per_second)
+        found.append((interconnect, best))
+    return found
+
+
+def _throughput(search: Search, fit: Candidate) -> Throughput | None:
+    job = search.job
+    cluster = Cluster(search.gpu, job.machines.gpus_per_node, search.interconnect)
+    return estimate_step(fit.step, cluster, KernelSettings(loss_chunk_tokens=fit.step.loss.chunk_tokens))

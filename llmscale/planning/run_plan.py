@@ -1,34 +1,166 @@
-"""The whole plan: from one goal to a model, its steps, its hours, its price and its disk. No torch."""
+"""`llmscale plan`: from one goal to a model, its layout on GPUs, its steps, hours, price and disk. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.config.deepspeed.schema import Precision
+from llmscale.config.hardware import GPU, usable_precision
+from llmscale.config.interconnect import Interconnect
 from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.presets import PRESETS
 from llmscale.errors import ConfigError
-from llmscale.planning.compute_optimal import optimal_point
 from llmscale.planning.disk_usage import DiskSpace, estimate_disk
-from llmscale.planning.flops import affordable_tokens, inference_flops, training_flops
-from llmscale.planning.placement import GPUPlacement, GPUs, place, usual_mfu
-from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
-from llmscale.planning.shape_for_size import nearest_preset, suggest_shape
+from llmscale.planning.recommend import RankedConfig, nearest_fit, rank_configs
+from llmscale.planning.scaling import (
+    Interval,
+    ParametricLaw,
+    Point,
+    affordable_tokens,
+    inference_flops,
+    nearest_preset,
+    optimal_point,
+    suggest_shape,
+    training_flops,
+)
+from llmscale.planning.search import Candidate, Job, Machines, Search, Strategy, build_strategy, fit_at
+from llmscale.planning.step_time import estimate_compute_s
 
-#: How many FLOPs GPU-hours buy depends on the model, and the model on the FLOPs: rounds in which the two agree to a
-#: thousandth, and where they start.
+_GIB = 2**30
+_SMALLEST = Strategy(3, "none", "none", "full")
+"""Strategy with the least memory on the GPU without offload."""
+_MOST_NODES = 4096
+#: Tokens of the micro-batch whose speed is assumed before memory is estimated.
+_USUAL_MICRO_BATCH_TOKENS = 8192
+
+
+@dataclass(frozen=True)
+class GPUs:
+    """GPUs to plan for."""
+
+    gpu: GPU
+    gpus_per_node: int
+    num_nodes: int | None
+    """Number of nodes; None for the fewest that fit without offload."""
+    interconnect: Interconnect
+    mfu: float | None
+    """MFU given by the user; None to estimate it."""
+
+    @property
+    def precision(self) -> Precision:
+        return usable_precision(None, self.gpu)
+
+    def machines(self, num_nodes: int) -> Machines:
+        return Machines(num_nodes, self.gpus_per_node, int(self.gpu.memory_gib * _GIB), capability=self.gpu.capability)
+
+
+@dataclass(frozen=True)
+class GPUPlacement:
+    """Layout of a model on a number of nodes."""
+
+    machines: Machines
+    global_batch_size: int
+    """Sequences per step."""
+    row: RankedConfig | None
+    """Row of `llmscale estimate` to run; None if nothing fits."""
+    why: str
+    """Reason for this row; or how much the nearest row misses, and how many nodes are enough."""
+    mfu: float | None
+    """MFU; None if nothing fits and none was given."""
+    calibration: str
+    """Basis of the MFU."""
+
+    def tokens_per_second(self, shape: GPTShape, gpu: GPU) -> float | None:
+        """Return the rate of all GPUs together."""
+        if self.mfu is None:
+            return None
+        return self.mfu * gpu.dense_16bit_flops * self.machines.world_size / shape.flops_per_token
+
+
+def place(
+    shape: GPTShape,
+    batch: int,
+    *,
+    is_batch_given: bool,
+    gpus: GPUs,
+    optimizer: OptimizerSpec = ADAMW,
+    loss_chunk_tokens: int = CHUNK_TOKENS,
+) -> GPUPlacement:
+    """Find the row to run. A batch that was not given is rounded up to a multiple of the GPUs.
+
+    Raises ConfigError if a given batch cannot be divided over them.
+    """
+
+    def job_on(num_nodes: int) -> Job:
+        machines = gpus.machines(num_nodes)
+        divisible = batch if is_batch_given else -(-batch // machines.world_size) * machines.world_size
+        return Job(shape, divisible, machines, optimizer=optimizer, loss_chunk_tokens=loss_chunk_tokens)
+
+    job = job_on(gpus.num_nodes or _fewest_nodes(job_on, gpus.precision, 1) or 1)
+    ranking = rank_configs(Search(job, gpus.gpu, gpus.interconnect, gpus.precision))
+    row = ranking.recommended
+    if row is not None and ranking.recommendation is not None:
+        why = ranking.recommendation.why
+    else:
+        enough = _fewest_nodes(job_on, gpus.precision, job.machines.num_nodes + 1)
+        why = _what_is_missing(nearest_fit(ranking.fits), enough)
+    mfu, calibration = gpus.mfu, "given by --mfu"
+    if mfu is None:
+        throughput = row.throughput if row else None
+        mfu = throughput.mfu if throughput else None
+        calibration = throughput.calibration if throughput else "nothing fits"
+    return GPUPlacement(job.machines, job.global_batch_size, row, why, mfu, calibration)
+
+
+def usual_mfu(shape: GPTShape, gpus: GPUs) -> float:
+    """Return the MFU of the arithmetic alone, which is assumed before memory is estimated."""
+    if gpus.mfu is not None:
+        return gpus.mfu
+    micro_batch_size = max(1, _USUAL_MICRO_BATCH_TOKENS // shape.seq_len)
+    seconds = estimate_compute_s(shape, micro_batch_size, gpus.precision, "none", gpus.gpu)
+    if seconds is None:
+        raise ValueError("16-bit rates are known for every GPU")
+    return shape.flops_per_token * micro_batch_size * shape.seq_len / seconds / gpus.gpu.dense_16bit_flops
+
+
+def _fewest_nodes(job_on: Callable[[int], Job], precision: Precision, least: int) -> int | None:
+    """Return the fewest nodes, doubling, on which the smallest layout fits; None if no number helps."""
+    ds = build_strategy(_SMALLEST, precision)
+    if ds is None:
+        return None
+    num_nodes = 1
+    while num_nodes <= _MOST_NODES:
+        job = job_on(num_nodes)
+        if job.global_batch_size % job.machines.world_size:
+            return None
+        if num_nodes >= least and fit_at(ds, job, _SMALLEST.checkpointing, 1).fits:
+            return num_nodes
+        num_nodes *= 2
+    return None
+
+
+def _what_is_missing(nearest: Candidate, enough: int | None) -> str:
+    missing = f"the row that misses least needs {-nearest.spare_bytes / _GIB:,.1f} GiB more per GPU"
+    if enough is None:
+        return f"{missing}. More GPUs alone do not help; a shorter --seq-len or a smaller model does."
+    return f"{missing}; --num-nodes {enough} is enough."
+
+
+#: The FLOPs that GPU-hours buy depend on the model, and the model on the FLOPs: rounds until they agree to a
+#: thousandth, and the MFU of the first round.
 _ROUNDS = 4
 _FIRST_MFU = 0.4
-#: Power that a data centre draws per watt of its computers. An assumption: good ones are at 1.1, the average near 1.6.
+#: Power of a data centre per watt of its computers, an assumption: good ones have 1.1, the average is near 1.6.
 DEFAULT_PUE = 1.2
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What is given; the rest follows."""
+    """Quantity that is given."""
 
     kind: Literal["flops", "gpu_hours", "parameters", "tokens", "loss"]
     value: float
@@ -36,29 +168,29 @@ class Goal:
 
 @dataclass(frozen=True)
 class ChosenModel:
-    """The model that the user named."""
+    """Model that the user named."""
 
     shape: GPTShape
     preset: str
-    """Whose batch it has, unless another is given."""
+    """Preset of its batch, unless another is given."""
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """All that a plan depends on."""
+    """Inputs of a plan."""
 
     goal: Goal
     shape: GPTShape | None
-    """The model, when the user chose it or its size."""
+    """Model, if the user chose it or its size."""
     law: ParametricLaw
     vocab_size: int
     seq_len: int
     global_batch_size: int | None
-    """Sequences; None: that of the preset nearest in size."""
+    """Sequences per step; None for those of the preset nearest in size."""
     gpus: GPUs | None
     inference_tokens: float = 0.0
     inference_mfu: float | None = None
-    """None: that of training."""
+    """MFU of inference; None for that of training."""
     keep_last: int = 2
     keep_every: int = 0
     usd_per_gpu_hour: float | None = None
@@ -66,34 +198,33 @@ class PlanRequest:
     optimizer: OptimizerSpec = ADAMW
     loss_chunk_tokens: int = CHUNK_TOKENS
     chosen: ChosenModel | None = None
-    """Where the user named the model."""
+    """Model that the user named."""
     given: Mapping[str, object] = field(default_factory=dict)
-    """What was said of the model, in the keys of train.py."""
+    """Keys of train.py given for the model."""
     given_of_run: Mapping[str, object] = field(default_factory=dict)
-    """What was said of the optimizer and of the loss, in the keys of train.py."""
+    """Keys of train.py given for the optimizer and the loss."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The answer."""
+    """A plan for a run."""
 
     shape: GPTShape
     preset: str
-    """The nearest preset by number of parameters."""
+    """Nearest preset by number of parameters."""
     optimum: Point
-    """What the law finds best for the goal; the shape is what can be built of it."""
+    """Optimum of the law for the goal, which the shape approximates."""
     global_batch_size: int
     steps: int
     loss: Interval | float
-    """Of shape and tokens under the law."""
+    """Loss of shape and tokens by the law."""
     disk: DiskSpace
     placement: GPUPlacement | None
     gpu_hours: float | None
     energy_kwh: float | None
-    """At the boards' power limit, with the data centre's overhead; hosts and network are not counted. None: the time
-    or the GPU's power is not known."""
+    """Energy at the boards' power limit with the data centre's overhead, without hosts and network; None if unknown."""
     cost_usd: float | None
-    """Of training; None: the time or the price is not known."""
+    """Cost of training; None if the time or the price is unknown."""
     lifetime: Lifetime | None
 
     @property
@@ -102,22 +233,22 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Of whole steps."""
+        """Return the tokens of all steps."""
         return self.steps * self.tokens_per_step
 
     @property
     def flops(self) -> float:
-        """6 N D."""
+        """Return the training FLOPs, 6 N D."""
         return training_flops(self.shape.num_parameters, self.tokens)
 
     @property
     def usd_per_flop(self) -> float | None:
-        """Of 6 N D, at this plan's speed."""
+        """Return the price of a FLOP of 6 N D at this plan's speed."""
         return None if self.cost_usd is None else self.cost_usd / self.flops
 
     @property
     def hours(self) -> float | None:
-        """Of the wall clock."""
+        """Return hours by the wall clock."""
         if self.gpu_hours is None or self.placement is None:
             return None
         return self.gpu_hours / self.placement.machines.world_size
@@ -125,22 +256,22 @@ class Plan:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """Training and inference together, beside the compute-optimal model of the same loss."""
+    """FLOPs of training and inference, beside the compute-optimal model of the same loss."""
 
     inference_flops: float
     total_flops: float
-    """FLOPs of inference weighed as they cost, training MFU over inference MFU."""
+    """Total with FLOPs of inference weighted by training MFU over inference MFU."""
     training_optimal: Point
     training_optimal_total_flops: float
 
 
 def make_plan(request: PlanRequest) -> Plan:
-    """Raises ConfigError when the goal cannot be reached or is less than one step."""
+    """Plan a run. Raises ConfigError if the goal cannot be reached or is less than one step."""
     optimum, shape = _find_model(request, None)
     preset, batch = _choose_batch(request, shape)
     placement = _place(request, shape, batch)
     if placement is not None and placement.mfu is not None and _depends_on_speed(request):
-        # Now that the layout's speed is known, the model changes a little, and the speed with it hardly.
+        # The layout's speed changes the model a little, which hardly changes the speed.
         optimum, changed = _find_model(request, placement.mfu)
         if changed != shape:
             shape = changed
@@ -164,14 +295,7 @@ def make_plan(request: PlanRequest) -> Plan:
         global_batch_size=batch,
         steps=steps,
         loss=_loss(request.law, shape, tokens),
-        disk=estimate_disk(
-            shape,
-            steps,
-            tokens,
-            optimizer=request.optimizer,
-            keep_last=request.keep_last,
-            keep_every=request.keep_every,
-        ),
+        disk=estimate_disk(shape, steps, tokens, request.optimizer, request.keep_last, request.keep_every),
         placement=placement,
         gpu_hours=hours,
         energy_kwh=None if hours is None or power_w is None else hours * power_w * request.pue / 1000,
@@ -181,14 +305,14 @@ def make_plan(request: PlanRequest) -> Plan:
 
 
 def _find_model(request: PlanRequest, mfu: float | None) -> tuple[Point, GPTShape]:
-    """The law's best model, and what can be built of it."""
+    """Return the law's optimum and the shape to build."""
     optimum = _find_optimum(request, mfu)
     shape = request.shape or suggest_shape(optimum.num_parameters, request.vocab_size, request.seq_len)
     return optimum, shape
 
 
 def _choose_batch(request: PlanRequest, shape: GPTShape) -> tuple[str, int]:
-    """The nearest preset, and sequences per step: the user's, or the preset's tokens."""
+    """Return the nearest preset, and sequences per step: the user's, or those of the preset's tokens."""
     preset = request.chosen.preset if request.chosen else nearest_preset(shape.num_parameters, request.vocab_size)
     return preset, request.global_batch_size or max(1, PRESETS[preset].global_batch_tokens // shape.seq_len)
 
@@ -207,25 +331,25 @@ def _place(request: PlanRequest, shape: GPTShape, batch: int) -> GPUPlacement | 
 
 
 def _depends_on_speed(request: PlanRequest) -> bool:
-    """Whether the best model is another on faster GPUs."""
+    """Return whether the best model depends on the speed of the GPUs."""
     return request.goal.kind == "gpu_hours" or request.inference_mfu is not None
 
 
 def _find_optimum(request: PlanRequest, mfu: float | None) -> Point:
-    """`mfu` None: not yet known, and taken to be that of the arithmetic alone."""
+    """Return the law's optimum. `mfu` None: assume that of the arithmetic alone."""
     if request.gpus is None or not _depends_on_speed(request):
         return _optimum_at(request, 1.0, 1.0)
     point = _optimum_at(request, mfu or _FIRST_MFU, 1.0)
     for _ in range(_ROUNDS):
         shape = request.shape or suggest_shape(point.num_parameters, request.vocab_size, request.seq_len)
-        # MFU counts attention and leaves out positions; 6 N D does neither.
+        # MFU counts attention and omits positions; 6 N D does neither.
         share = 6 * shape.num_parameters / shape.flops_per_token
         point = _optimum_at(request, mfu or usual_mfu(shape, request.gpus), share)
     return point
 
 
 def _optimum_at(request: PlanRequest, mfu: float, share: float) -> Point:
-    """`share`: of the FLOPs that MFU counts, those of 6 N D."""
+    """Return the optimum at an MFU. `share`: 6 N D over the FLOPs that MFU counts."""
     goal, served = request.goal, request.inference_tokens
     weight = _inference_weight(request, mfu)
     if goal.kind != "gpu_hours":
@@ -263,9 +387,7 @@ def _tokens(request: PlanRequest, shape: GPTShape, optimum: Point, placement: GP
 
 
 def _loss(law: ParametricLaw, shape: GPTShape, tokens: float) -> Interval | float:
-    return law.interval(lambda moved: moved.loss(shape.num_parameters, tokens)) or law.loss(
-        shape.num_parameters, tokens
-    )
+    return law.estimate(lambda moved: moved.loss(shape.num_parameters, tokens))
 
 
 def _gpu_hours(request: PlanRequest, shape: GPTShape, placement: GPUPlacement | None, tokens: float) -> float | None:
@@ -276,12 +398,12 @@ def _gpu_hours(request: PlanRequest, shape: GPTShape, placement: GPUPlacement | 
 
 
 def _inference_weight(request: PlanRequest, mfu: float | None) -> float:
-    """What a FLOP of inference costs in FLOPs of training."""
+    """Return the cost of a FLOP of inference in FLOPs of training."""
     return 1.0 if request.inference_mfu is None or mfu is None else mfu / request.inference_mfu
 
 
 def _lifetime(request: PlanRequest, shape: GPTShape, tokens: float, placement: GPUPlacement | None) -> Lifetime | None:
-    """Beside the compute-optimal model that is as good as shape and tokens."""
+    """Return training and inference beside the compute-optimal model of the same loss."""
     if not request.inference_tokens:
         return None
     weight = _inference_weight(request, placement.mfu if placement else None)

@@ -24,8 +24,7 @@ from llmscale.config.run_config import build_run_config
 from llmscale.data.mixture import is_mix
 from llmscale.data.shards.manifest import Manifest
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.planning.flops import training_flops
-from llmscale.planning.scaling_laws import BESIROGLU, FITTED_PARAMETERS, Interval, ParametricLaw
+from llmscale.planning.scaling import BESIROGLU, FITTED_PARAMETERS, Interval, ParametricLaw, training_flops
 from llmscale.report.history import OF_SET, Record, RunHistory, as_number, load_history, load_run_manifest
 from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, load_json_lines

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from llmscale.config.bundled_files import install_command
 from llmscale.errors import ConfigError
-from llmscale.planning.scaling_laws import Interval, ParametricLaw, Point
+from llmscale.planning.scaling import Interval, ParametricLaw, Point
 from llmscale.report.save_figure import save_figure
 from llmscale.terminal.human_numbers import format_quantity
 

@@ -14,8 +14,8 @@ from llmscale.errors import LlmscaleError, TrainingError
 from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.memory.format_bytes import describe_breakdown, format_size
-from llmscale.planning.largest_micro_batch import Job, Machines
 from llmscale.planning.recommend import find_smallest_change
+from llmscale.planning.search import Job, Machines
 from llmscale.training.prepare_run import PreparedRun
 
 if TYPE_CHECKING:

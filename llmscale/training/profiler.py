@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from llmscale.config.hardware import find_gpu
 from llmscale.engine.train_step import Phase
 from llmscale.errors import LlmscaleError
-from llmscale.planning.step_parts import predict_step_parts
+from llmscale.planning.step_time import predict_step_parts
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 from llmscale.training.prepare_run import parse_profiled
 from llmscale.training.trace_shares import PARTS, PHASE, WHOLE, TraceShares, read_shares
@@ -148,7 +148,7 @@ def _synchronise() -> None:
 def table_lines(shares: TraceShares, num_steps: int, predicted: Mapping[str, float]) -> Iterator[str]:
     """Yield the table of measured parts beside those that `llmscale plan` predicts.
 
-    `predicted`: seconds per step by part, with the names of llmscale.planning.step_parts; others are not modelled.
+    `predicted`: seconds per step by part, with the names of llmscale.planning.step_time; others are not modelled.
     """
     yield f"{'part':<18}{'share':>8}{'ms a step':>12}{'plan, ms':>12}"
     for part in PARTS:

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that only a GPU can show, on one GPU in under 25 minutes, installation included: speed and MFU by model
-# and ZeRO stage, beside nanoGPT, memory beside its estimate. Arguments go to gpu.py beside it (--help).
+# and ZeRO stage, beside nanoGPT, memory beside its estimate. Arguments go to gpu/gpu.py (--help).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-echo "== llmscale on one GPU: installation, then cells in the order of what they are worth"
+echo "== llmscale on one GPU: installation, then cells, the most important ones first"
 # An environment that has everything, an image's or one that is active, is taken as it is.
 HAS_ALL='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))'
 if ! python -c "$HAS_ALL" accelerate deepspeed pydantic_settings streaming torch xxhash 2>/dev/null; then
@@ -11,4 +11,4 @@ if ! python -c "$HAS_ALL" accelerate deepspeed pydantic_settings streaming torch
     source scripts/lib/environment.sh
     ensure_environment "$FOR_TESTS"
 fi
-exec python scripts/bench/gpu.py --spent-s "$SECONDS" "$@"
+exec python -m scripts.bench.gpu.gpu --spent-s "$SECONDS" "$@"

@@ -23,7 +23,7 @@ from llmscale.architecture.layers import (
     linear,
     rms_norm,
 )
-from llmscale.dry_run.fake_world import fake_world
+from llmscale.dry_run.fakes import fake_world
 from llmscale.memory.activations.recorded import evaluate_segments
 from tests import warm_start
 from tests.memory.activations.toy_decoder import (

@@ -8,18 +8,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import gpu_bench
 import pytest
-from gpu_bench import Bench
-from gpu_cells import Cell, list_gpu_cells
-from gpu_device import Device
-from gpu_run import Step, Watched
 
 from llmscale.config.hardware import get_gpu
 from llmscale.config.run_config import parse_run_config
-from llmscale.planning.compute_time import estimate_compute_s
 from llmscale.planning.kernels import kernel_efficiency
+from llmscale.planning.step_time import estimate_compute_s
 from llmscale.training.prepare_run import prepare_run
+from scripts.bench.gpu import gpu as gpu_script
+from scripts.bench.gpu.cells import Cell, Device, list_gpu_cells
+from scripts.bench.gpu.gpu import Bench
+from scripts.bench.gpu.processes import Step, Watched
 
 H100 = Device("cuda", "NVIDIA H100 80GB HBM3", int(79.1 * 2**30), (9, 0))
 GRID_ROW = {
@@ -45,11 +44,11 @@ def run_train(arguments: list[str], tokens: int, *_: object) -> Watched:
 def bench(tmp_path: Path, tiny_set: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """On the tests' own text: windows of 32 tokens, whatever a cell asks for."""
     monkeypatch.setattr(Bench, "prepared", lambda bench, seq_len: tiny_set)
-    monkeypatch.setattr(gpu_bench, "run_train", run_train)
-    monkeypatch.setattr(gpu_bench, "run_nanogpt", lambda *_: Watched([Step(1e-3)] * 9, None))
-    monkeypatch.setattr(gpu_bench.memory_grid, "measure", lambda *_: GRID_ROW)
+    monkeypatch.setattr(gpu_script, "run_train", run_train)
+    monkeypatch.setattr(gpu_script, "run_nanogpt", lambda *_: Watched([Step(1e-3)] * 9, None))
+    monkeypatch.setattr(gpu_script.memory_grid, "measure", lambda *_: GRID_ROW)
     args = argparse.Namespace(out=tmp_path, write_readme=False, measure_s=1.0)
-    machine = {"cpu": "a CPU", "cores": 2, "torch": "2"}
+    machine = {"cpu": "a CPU", "cores": 2, "gpus": [], "torch": "2", "load_average": [0.0]}
     return Bench(args, H100, tmp_path, time.monotonic() + 1e6, machine, tmp_path)
 
 
@@ -72,7 +71,6 @@ def test_a_run_on_a_gpu_says_everything(bench: Bench, tmp_path: Path) -> None:
     assert constants["_COMPILE_S"] == pytest.approx(40, rel=0.1)
     expected, found = kernel_efficiency(get_gpu("h100-80gb")), result["efficiency"]["measured"]
     assert found is None or found["matmul"] == pytest.approx(expected.matmul, rel=1e-2)
-    assert "CONTEXT_BYTES = 600 * 2**20" in (tmp_path / "gpu_h100-80gb.patch").read_text()
     assert "nanoGPT gpt2-124m, compiled" in (tmp_path / "gpu_h100-80gb.md").read_text()
     text = (tmp_path / "gpu_h100-80gb.txt").read_text()
     assert "989 TFLOP/s" in text

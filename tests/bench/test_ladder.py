@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from ladder_gpt import NaiveGPT, Ways
-from ladder_rungs import FIRST_OF_TRAIN_PY, flags, is_parallel, list_rungs, switches, why_not
-from ladder_table import compare_memory, judge, row_line
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.model.gpt import GPT
+from scripts.bench.ladder.ladder_gpt import NaiveGPT, Ways
+from scripts.bench.ladder.ladder_rungs import FIRST_OF_TRAIN_PY, flags, is_parallel, list_rungs, switches, why_not
+from scripts.bench.ladder.ladder_table import compare_memory, judge, row_line
 from tests.conftest import REPOSITORY
 
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=32, vocab_size=61, seq_len=16, activation="gelu_tanh")
@@ -95,10 +95,11 @@ def test_the_claim_is_judged_by_the_best_rung() -> None:
 
 @pytest.mark.slow
 def test_the_ladder_measures_plain_loops_and_train_py(tmp_path: Path) -> None:
-    command = [sys.executable, str(REPOSITORY / "scripts" / "bench" / "ladder.py"), "--batch", "1", "--rounds", "1"]
+    command = [sys.executable, "-m", "scripts.bench.ladder.ladder", "--batch", "1", "--rounds", "1"]
     command += ["--precision", "fp32", "--only", "7", "8", "13", "15", "--json", str(tmp_path / "ladder.json")]
     command += ["--text", str(tmp_path / "ladder.txt"), "--plot", str(tmp_path / "ladder.png")]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, env=env)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "ladder.json").read_text())["models"]["seed"]
     assert [row["number"] for row in rows] == [0, 7, 8, 13, 15]

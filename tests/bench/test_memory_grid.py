@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import memory_grid
 import pytest
-from children import why_it_failed
 
+from scripts.bench.harness import why_it_failed
+from scripts.bench.memory import memory_grid
 from tests.conftest import REPOSITORY
 
 
@@ -34,6 +34,6 @@ def test_rows_that_were_measured_stay_when_the_grid_ends_early(tmp_path: Path, m
 
 
 def test_a_cell_sets_its_allocator_before_it_imports_torch() -> None:
-    program = "import sys; sys.path.append('scripts/bench'); import memory_grid_rank; sys.exit('torch' in sys.modules)"
+    program = "import sys; import scripts.bench.memory.memory_grid; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -327,8 +327,8 @@ def test_a_transformers_model_that_is_not_ours(
     assert "activations are not estimated" in values["unknown"]
     assert len(values["rows"]) == 9
     on_gpu = [row for row in values["rows"] if row["strategy"]["offload_optimizer"] == "none" and row["fits"]]
-    roomiest = max(on_gpu, key=lambda row: row["room_for_activations_bytes"])
-    assert roomiest["strategy"]["zero_stage"] == 3
+    most_room = max(on_gpu, key=lambda row: row["room_for_activations_bytes"])
+    assert most_room["strategy"]["zero_stage"] == 3
     output = run("estimate", "--hf", str(tmp_path), *MACHINES)[1]
     assert "6,857,302,016 parameters (gpt_neox), model states only" in output
     assert "rows fit; ZeRO stage 3 without offload leaves most room for activations" in output

@@ -13,7 +13,7 @@ from tests.conftest import REPOSITORY
 def run_script(name: str, *flags: str) -> str:
     """Run a script of scripts/bench; its output. A failed check in it is a failed test."""
     result = subprocess.run(
-        [sys.executable, str(REPOSITORY / "scripts" / "bench" / name), *flags],
+        [sys.executable, "-m", f"scripts.bench.resume.{name}", *flags],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
@@ -25,7 +25,7 @@ def run_script(name: str, *flags: str) -> str:
 @pytest.mark.slow
 def test_a_fault_of_each_kind() -> None:
     """One rank of three in training, one of two in a save, all in a start: whatever else this seed draws."""
-    output = run_script("chaos.py", "--faults", "3", "--seed", "17958")
+    output = run_script("chaos", "--faults", "3", "--seed", "17958")
     assert "all 120 steps consumed exactly the untouched run's" in output
     assert "no finished one was ever damaged" in output
 
@@ -35,29 +35,29 @@ def test_a_fault_of_each_kind() -> None:
 def test_a_part_of_the_resume_matrix(block: str) -> None:
     """At one world size: test_resume.py goes from each to another."""
     flags = ("--configs", "zero1,zero3_offload", "--worlds", "2", "--steps", "5")
-    output = run_script("resume_matrix.py", "--block", block, *flags)
+    output = run_script("resume_matrix", "--block", block, *flags)
     assert "all bit-equal" in output
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", "1e-5"), ("bf16", "2e-3")])
 def test_the_whole_resume_matrix(precision: str, tolerance: str) -> None:
-    assert "all bit-equal" in run_script("resume_matrix.py", "--precision", precision, "--tolerance", tolerance)
+    assert "all bit-equal" in run_script("resume_matrix", "--precision", precision, "--tolerance", tolerance)
 
 
 @pytest.mark.slow
 def test_the_matrix_of_todays_blocks() -> None:
     flags = ("--worlds", "1,2", "--configs", "zero0,zero1,zero2,zero2_offload,zero3,zero3_offload")
-    assert "all bit-equal" in run_script("resume_matrix.py", "--block", "llama", *flags)
+    assert "all bit-equal" in run_script("resume_matrix", "--block", "llama", *flags)
 
 
 @pytest.mark.slow
 def test_dropout_is_bit_equal_in_the_whole_matrix() -> None:
     """With dropout on, another world size draws other numbers, so only the same world size is compared."""
-    output = run_script("resume_matrix.py", "--worlds", "2", "--configs", "zero1,zero3", "--dropout", "0.1")
+    output = run_script("resume_matrix", "--worlds", "2", "--configs", "zero1,zero3", "--dropout", "0.1")
     assert "all bit-equal" in output
 
 
 @pytest.mark.slow
 def test_fifty_faults() -> None:
-    assert "all 2000 steps consumed" in run_script("chaos.py", "--faults", "50", "--seed", "1")
+    assert "all 2000 steps consumed" in run_script("chaos", "--faults", "50", "--seed", "1")

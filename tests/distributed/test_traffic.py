@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.config.run_config import parse_run_config
-from llmscale.planning.communication_time import Traffic, count_traffic
+from llmscale.planning.step_time import Traffic, count_traffic
 from llmscale.training.prepare_run import prepare_run
 from tests.conftest import build_train_command
 

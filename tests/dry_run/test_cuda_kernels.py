@@ -14,7 +14,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-from llmscale.dry_run.fake_world import fake_world
+from llmscale.dry_run.fakes import fake_world
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.memory.activations.symbols import shape_symbols
 from llmscale.model.gpt import GPT

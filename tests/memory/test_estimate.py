@@ -13,12 +13,12 @@ from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.architecture.shape import GPTShape, build_shape
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
 from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
-from llmscale.dry_run.comparison import compare_with_dry_run
+from llmscale.dry_run.on_demand import compare_with_dry_run
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_least
 from llmscale.memory.step_peaks import PHASES
-from llmscale.planning.largest_micro_batch import Fit, Job, Machines, fit_at
+from llmscale.planning.search import Candidate, Job, Machines, fit_at
 
 GIB = 2**30
 #: What the closed form may differ from the dry run: in a phase, and in the phase that is the peak.
@@ -67,12 +67,12 @@ def fit(
     accumulation: int = 2,
     size: int = 4,
     capability: ComputeCapability | None = None,
-) -> Fit:
+) -> Candidate:
     machines = Machines(1, world_size, 80 * GIB, capability=capability)
     return fit_at(ds, Job(shape, size * accumulation * world_size, machines), mode, size)
 
 
-def peak_of_dry_run(fit: Fit, shape: GPTShape) -> dict[str, Breakdown]:
+def peak_of_dry_run(fit: Candidate, shape: GPTShape) -> dict[str, Breakdown]:
     result = compare_with_dry_run(fit, shape).dry_run
     return {"forward": result.forward, "backward": result.backward, "step": result.step}
 
@@ -92,7 +92,7 @@ def check(ds: DsConfig, shape: GPTShape, mode: CheckpointingMode, world_size: in
     check_fit(fit(ds, shape, mode, world_size, accumulation), shape)
 
 
-def check_fit(found: Fit, shape: GPTShape) -> None:
+def check_fit(found: Candidate, shape: GPTShape) -> None:
     counted = peak_of_dry_run(found, shape)
     for phase, breakdown in counted.items():
         assert found.estimate.phase(phase).total_bytes == pytest.approx(breakdown.total_bytes, rel=TOLERANCE), phase

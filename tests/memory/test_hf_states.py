@@ -15,7 +15,7 @@ from llmscale.memory.estimate import CONTEXT_BYTES
 from llmscale.memory.hf_states import estimate_hf_states
 from llmscale.memory.states.by_stage import estimate_states, estimate_states_of
 from llmscale.memory.zero_settings import ZeroSetup, zero_setup
-from llmscale.planning.strategy import CHECKPOINTING
+from llmscale.planning.search import CHECKPOINTING
 
 GIB = 2**30
 #: GPT-2 of transformers and of ours: the vocabulary is a multiple of 128, so the table is not padded.

@@ -9,8 +9,8 @@ from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.hardware import get_gpu
 from llmscale.config.presets import PRESETS
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED
-from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
-from tests.planning.test_throughput import BF16, MPT, fitted_to
+from llmscale.planning.search import Job, Machines, fit_at
+from tests.planning.test_step_time import BF16, MPT, fitted_to
 
 GIB = 2**30
 

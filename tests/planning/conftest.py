@@ -14,7 +14,7 @@ from llmscale.config.hardware import get_gpu
 from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, OptimizerSpec
 from llmscale.config.resolve import ResolvedStep, resolve_step
-from llmscale.planning.largest_micro_batch import Job, Search
+from llmscale.planning.search import Job, Search
 
 StepOf = Callable[..., ResolvedStep]
 

@@ -35,10 +35,9 @@ from llmscale.config.hardware import Cluster, get_gpu
 from llmscale.config.interconnect import Interconnect
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep
-from llmscale.planning.calibration import beyond_rows
-from llmscale.planning.communication_time import Traffic, count_traffic
-from llmscale.planning.kernels import Kernels
-from llmscale.planning.throughput import Throughput, estimate_step
+from llmscale.planning.calibration import extrapolations
+from llmscale.planning.kernels import KernelSettings
+from llmscale.planning.step_time import Throughput, Traffic, count_traffic, estimate_step
 from tests.planning.conftest import StepOf
 
 
@@ -158,7 +157,7 @@ class PublishedRun:
     def beyond_kinds(self, step_of: StepOf) -> tuple[str, ...]:
         """The kinds of ways in which it lies beyond the rows of the fit, sorted."""
         cluster = Cluster(get_gpu(self.row["gpu"]), self._ranks_per_node, self._network)
-        ways = beyond_rows(self._resolve(step_of, "none"), cluster)
+        ways = extrapolations(self._resolve(step_of, "none"), cluster)
         return tuple(sorted({way.kind for way in ways}))
 
     @property
@@ -221,7 +220,7 @@ class PublishedRun:
         found = estimate_step(
             step,
             Cluster(gpu, per_node, self._network),
-            Kernels(
+            KernelSettings(
                 "flash-1" if row["attention"] == "flash-1" else "flash-2",
                 compiled_blocks=row["fused"] == "1",
                 loss_chunk_tokens=1 << 30 if row["loss"] == "fused" else None,

@@ -13,9 +13,9 @@ from llmscale.config.interconnect import get_interconnect
 from llmscale.config.optimizers import ADAMW, MUON, OptimizerSpec
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.planning.calibration import FITTED, SEEN_BEYOND, SMALLEST_MICRO_BATCH_TOKENS
-from llmscale.planning.throughput import Throughput, estimate_step
+from llmscale.planning.step_time import Throughput, estimate_step
 from tests.planning.published_runs import published_runs, read_rows
-from tests.planning.test_throughput import MPT
+from tests.planning.test_step_time import MPT
 
 SEVEN_B = GPTShape(32, 32, 4096, 50368, 2048)
 STAGE_3: dict[str, object] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}

@@ -4,7 +4,7 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.hardware import custom_gpu, get_gpu
-from llmscale.planning.kernels import Kernels, kernel_efficiency
+from llmscale.planning.kernels import KernelSettings, kernel_efficiency
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def test_a_gpu_of_unknown_bandwidth_says_what_is_assumed() -> None:
 def test_flash_attention_2_is_as_fast_as_its_paper_says(gpu: str, n_head: int, seq_len: int, tflops: float) -> None:
     """It counts half of the products, 3.5 times; we count all, 3 times."""
     shape, device = GPTShape(2, n_head, 2048, 50304, seq_len), get_gpu(gpu)
-    share = kernel_efficiency(device).attention(Kernels(), shape, "bf16", device)
+    share = kernel_efficiency(device).attention(KernelSettings(), shape, "bf16", device)
     assert share * device.dense_16bit_flops / 1e12 == pytest.approx(tflops * 2 * 3 / 3.5)
 
 
 def test_between_two_contexts_it_lies_between() -> None:
     gpu = get_gpu("h100-80gb")
     shares = [
-        kernel_efficiency(gpu).attention(Kernels(), GPTShape(2, 16, 2048, 50304, seq_len), "bf16", gpu)
+        kernel_efficiency(gpu).attention(KernelSettings(), GPTShape(2, 16, 2048, 50304, seq_len), "bf16", gpu)
         for seq_len in (2048, 3000, 4096)
     ]
     assert shares == sorted(shares) and shares[0] < shares[1] < shares[2]
@@ -56,12 +56,12 @@ def test_what_flash_attention_does_not_take_is_as_fast_as_the_first_one(gpu: str
     device = get_gpu(gpu)
     efficiency = kernel_efficiency(device)
     shape = GPTShape(2, 16, 2048, 50304, 8192)
-    assert efficiency.attention(Kernels(), shape, precision, device) == efficiency.flash_1
+    assert efficiency.attention(KernelSettings(), shape, precision, device) == efficiency.flash_1
 
 
 def test_the_loss_in_chunks_moves_less_where_the_model_is_narrow_or_the_batch_small() -> None:
-    whole, chunked = Kernels(loss_chunk_tokens=None), Kernels()
+    whole, chunked = KernelSettings(loss_chunk_tokens=None), KernelSettings()
     assert chunked.logit_bytes(768, 2048) == 18
     assert chunked.logit_bytes(768, 16_384) == pytest.approx(18 + 12 * 768 / 2048)
     assert chunked.logit_bytes(768, 16_384) < whole.logit_bytes(768, 16_384) < chunked.logit_bytes(8192, 16_384)
-    assert Kernels(loss_chunk_tokens=8192).logit_bytes(8192, 16_384) < chunked.logit_bytes(8192, 16_384)
+    assert KernelSettings(loss_chunk_tokens=8192).logit_bytes(8192, 16_384) < chunked.logit_bytes(8192, 16_384)

@@ -8,9 +8,15 @@ import pytest
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
-from llmscale.planning.largest_micro_batch import Fit, Job, Machines, find_fits, fit_at
-from llmscale.planning.recommend import find_enough_nodes, find_smallest_change, nearest_fit, recommend
-from llmscale.planning.strategy import Strategy
+from llmscale.planning.recommend import (
+    find_enough_nodes,
+    find_misfit,
+    find_smallest_change,
+    nearest_fit,
+    rank_configs,
+    recommend,
+)
+from llmscale.planning.search import Candidate, Job, Machines, Strategy, find_fits, fit_at
 from tests.planning.conftest import search
 
 GIB = 2**30
@@ -24,11 +30,11 @@ def config(stage: int, **zero: object) -> DsConfig:
 
 
 @pytest.fixture(scope="module")
-def fits() -> list[Fit]:
+def fits() -> list[Candidate]:
     return find_fits(search(JOB))
 
 
-def test_the_fastest_row_is_taken(fits: list[Fit]) -> None:
+def test_the_fastest_row_is_taken(fits: list[Candidate]) -> None:
     place = next(i for i, fit in enumerate(fits) if fit.fits and fit.strategy.offload == "both cpu")
     rates = [100.0 if index == place else 50.0 for index in range(len(fits))]
     chosen = recommend(fits, rates)
@@ -37,7 +43,7 @@ def test_the_fastest_row_is_taken(fits: list[Fit]) -> None:
     assert chosen.why.startswith("the fastest of the ")
 
 
-def test_of_equally_fast_rows_the_simplest_is_taken(fits: list[Fit]) -> None:
+def test_of_equally_fast_rows_the_simplest_is_taken(fits: list[Candidate]) -> None:
     rates = [101.0 if fit.strategy.zero_stage == 3 else 100.0 for fit in fits]
     chosen = recommend(fits, rates)
     assert chosen is not None
@@ -47,7 +53,7 @@ def test_of_equally_fast_rows_the_simplest_is_taken(fits: list[Fit]) -> None:
     assert "equal within 3%" in chosen.why
 
 
-def test_of_equally_fast_rows_a_tight_one_is_not_taken(fits: list[Fit]) -> None:
+def test_of_equally_fast_rows_a_tight_one_is_not_taken(fits: list[Candidate]) -> None:
     first, second = (
         fit
         for fit in fits
@@ -69,14 +75,14 @@ def test_of_equally_fast_rows_one_of_tiny_micro_batches_is_not_taken() -> None:
         assert chosen.index == index
 
 
-def test_without_rates_the_simplest_row_is_taken(fits: list[Fit]) -> None:
+def test_without_rates_the_simplest_row_is_taken(fits: list[Candidate]) -> None:
     chosen = recommend(fits, [None] * len(fits))
     assert chosen is not None
     assert "the simplest of the" in chosen.why
     assert fits[chosen.index].strategy.checkpointing == "none"
 
 
-def test_a_row_that_does_not_fit_is_never_taken(fits: list[Fit]) -> None:
+def test_a_row_that_does_not_fit_is_never_taken(fits: list[Candidate]) -> None:
     none = [replace(fit, machines=replace(MACHINES, gpu_bytes=GIB)) for fit in fits]
     assert recommend(none, [1.0] * len(none)) is None
     only = [*none[:-1], fits[-1]]
@@ -160,3 +166,37 @@ def test_no_number_of_nodes_helps_against_one_sequence() -> None:
     assert not any(fit.fits for fit in fits)
     assert find_enough_nodes(job, fits) is None
     assert nearest_fit(fits).strategy.checkpointing == "full"
+
+
+SMALL_JOB = Job(GPTShape(12, 12, 768, 50257, 1024), 64, Machines(1, 8, 40 * GIB))
+
+
+def test_every_config_has_its_speed_and_the_fastest_is_about_what_is_taken() -> None:
+    ranking = rank_configs(search(SMALL_JOB))
+    assert ranking.recommended is not None and ranking.recommended.throughput is not None
+    assert len(ranking.fits) == len(ranking.configs) == 27
+    rates = [config.throughput.tokens_per_second for config in ranking.configs if config.fit.fits and config.throughput]
+    assert ranking.recommended.throughput.tokens_per_second >= 0.97 * max(rates)
+
+
+def test_the_users_files_alone_are_tried_in_their_order() -> None:
+    files = [(parse_ds_config({"zero_optimization": {"stage": stage}}, f"{stage}.json"), "full") for stage in (2, 0)]
+    ranking = rank_configs(search(SMALL_JOB, files=files))
+    assert [(fit.ds.source, fit.strategy.checkpointing) for fit in ranking.fits] == [
+        ("2.json", "full"),
+        ("0.json", "full"),
+    ]
+
+
+def test_what_is_missing_is_a_change_where_something_was_fixed_and_else_more_nodes() -> None:
+    fixed = search(replace(SMALL_JOB, micro_batch_size=8, machines=Machines(1, 8, 4 * GIB)), modes=("none",))
+    ranking = rank_configs(fixed)
+    assert ranking.recommended is None
+    shortfall = find_misfit(fixed, ranking.fits)
+    assert shortfall.nearest == nearest_fit(ranking.fits)
+    assert shortfall.change is not None and shortfall.change.fit.fits
+    assert shortfall.more_nodes is None
+    large = search(Job(GPTShape(32, 32, 4096, 50257, 2048), 1024, Machines(1, 1, 24 * GIB, host_bytes=16 * GIB)))
+    shortfall = find_misfit(large, rank_configs(large).fits)
+    assert shortfall.change is None
+    assert shortfall.more_nodes is not None and shortfall.more_nodes[1].fits

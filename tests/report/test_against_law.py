@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from llmscale.planning.scaling_laws import BESIROGLU, HOFFMANN, Interval
+from llmscale.planning.scaling import BESIROGLU, HOFFMANN, Interval
 from llmscale.report.data import expect
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llmscale.errors import ConfigError
-from llmscale.planning.scaling_laws import BESIROGLU, Point
+from llmscale.planning.scaling import BESIROGLU, Point
 from llmscale.report.isoflop_plot import plot_isoflops
 
 CHOSEN = Point(7e9, 140e9, 2.2)

@@ -10,7 +10,7 @@ import pytest
 
 from llmscale.config.run_config import parse_run_config
 from llmscale.engine.device_memory import MeasuredMemory
-from llmscale.planning.largest_micro_batch import Job, Machines, find_largest_fit
+from llmscale.planning.search import Job, Machines, find_largest_fit
 from llmscale.training.memory_report import (
     OutOfMemory,
     estimate_line,

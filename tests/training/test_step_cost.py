@@ -1,7 +1,7 @@
 """What train.py adds to its engine's step stays small: its calls and collectives are counted, not timed.
 
 At 60 calls the own share of a step of a model of 1M parameters is about 1 % on a CPU
-(scripts/bench/engine_overhead.py).
+(scripts/bench/speed/engine_overhead.py).
 """
 
 from __future__ import annotations

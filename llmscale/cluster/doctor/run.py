@@ -41,8 +41,8 @@ from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
-from llmscale.planning.largest_micro_batch import Job, Machines, fit_at
 from llmscale.planning.recommend import find_smallest_change
+from llmscale.planning.search import Job, Machines, fit_at
 from llmscale.training.prepare_run import prepare_run
 
 

@@ -1,7 +1,7 @@
 """Recorded passes through a model, evaluated for any shape. No torch.
 
-`llmscale.dry_run.record` follows every allocation of the real model's forward and backward pass at small shapes, and
-`llmscale.dry_run.factor` writes each size as coefficient x product of symbols. What is left is a small table: a
+`llmscale.dry_run.recording` follows every allocation of the real model's forward and backward pass at small shapes, and
+`llmscale.dry_run.recording` writes each size as coefficient x product of symbols. What is left is a small table: a
 micro-step is a sequence of segments, and of each segment the moments that can be its peak, as counts over formulas.
 Nothing in it is estimated; a branch that was not recorded is an error.
 """
@@ -185,7 +185,7 @@ def moments_that_matter(moments: Iterable[Moment]) -> tuple[Moment, ...]:
 
 
 class RecordedTable:
-    """Branches of a model's code, as `llmscale.dry_run.factor.pack_branches` stores them."""
+    """Branches of a model's code, as `llmscale.dry_run.recording.pack_branches` stores them."""
 
     def __init__(self, stored: Mapping[str, object]) -> None:
         self._stored = stored

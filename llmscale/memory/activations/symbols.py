@@ -1,8 +1,8 @@
 """What the size of a recorded tensor can depend on, and what decides which tensors there are. No torch.
 
-A recording (llmscale/dry_run/record.py) holds for one branch of the model's code at every shape: its sizes are products
-of the symbols below. Where a shape or a setting makes PyTorch run other operators, the branch is another one, and was
-recorded by itself. What the shape alone decides is a style; each style has a table of its own.
+A recording (llmscale/dry_run/recording.py) holds for one branch of the model's code at every shape: its sizes are
+products of the symbols below. Where a shape or a setting makes PyTorch run other operators, the branch is another one,
+and was recorded by itself. What the shape alone decides is a style; each style has a table of its own.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.config.loss_settings import LossSettings
 from llmscale.config.presets import PRESETS
 from llmscale.dry_run.cuda_kernels import cuda_kernels, kernel_workspace
-from llmscale.dry_run.fake_world import fake_world
+from llmscale.dry_run.fakes import fake_world
 from llmscale.dry_run.tracker import Category, MemoryTracker
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.memory.activations.activation_memory import ActivationMemory, estimate_activations

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.loss_settings import CHUNK_TOKENS
 from llmscale.config.presets import PRESETS
-from llmscale.dry_run.factor import factor_traces
-from llmscale.dry_run.fake_world import fake_world
+from llmscale.dry_run.fakes import fake_world
 from llmscale.dry_run.gpt_recording import all_block_branches, all_ends_branches, record_blocks, record_ends
-from llmscale.dry_run.record import trace_micro_step
+from llmscale.dry_run.recording import factor_traces, trace_micro_step
 from llmscale.memory.activations.recorded import (
     ENDS_TABLE,
     TABLES,

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmscale.config.deepspeed.schema import CheckpointingMode
-from llmscale.dry_run.factor import factor_traces
-from llmscale.dry_run.record import MicroStepTrace, trace_micro_step
+from llmscale.dry_run.recording import MicroStepTrace, factor_traces, trace_micro_step
 from llmscale.engine.activation_checkpointing import build_block_checkpoint
 from llmscale.memory.activations.recorded import RecordedSegment
 from llmscale.memory.breakdown import allocated_bytes

@@ -1,0 +1,515 @@
+"""Scaling laws: loss as a function of parameters N and training tokens D, optimal models, and their shapes. No torch.
+
+    L(N, D) = E + A / N^alpha + B / D^beta        (nats per token; Hoffmann et al. 2022, "Chinchilla", approach 3)
+
+A budget of C = 6 N D FLOPs has its optimum at N* = G (C/6)^(beta/(alpha+beta)), D* = C / (6 N*), with
+G = (alpha A / (beta B))^(1/(alpha+beta)). A parameter takes part in one multiply-accumulate (2 FLOPs) per token in the
+forward pass and in two in the backward pass. Attention's FLOPs (`GPTShape.flops_per_token`) and recomputation are not
+in C.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.presets import PRESETS
+from llmscale.errors import ConfigError
+from llmscale.terminal.human_numbers import format_quantity
+
+#: A petaflop/s for a day (Kaplan et al. 2020, OpenAI's unit).
+PF_DAY_FLOPS = 1e15 * 86_400
+
+
+def training_flops(num_parameters: float, tokens: float) -> float:
+    """Return 6 N D: forward and backward passes."""
+    return 6 * num_parameters * tokens
+
+
+def inference_flops(num_parameters: float, tokens: float) -> float:
+    """Return 2 N D: forward passes, without attention over the context."""
+    return 2 * num_parameters * tokens
+
+
+def affordable_tokens(flops: float, num_parameters: float) -> float:
+    """Return the tokens on which a budget trains a model of that size."""
+    return flops / (6 * num_parameters)
+
+
+# Laws.
+
+#: ln A, ln B, ln E, alpha, beta.
+Coefficients = tuple[float, float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Value with the range that holds it with 80 % probability, from the errors of the fit alone."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """Model of N parameters trained on D tokens."""
+
+    num_parameters: float
+    tokens: float
+    loss: float
+    """Nats per token expected by a law."""
+
+    @property
+    def flops(self) -> float:
+        """Training FLOPs, 6 N D."""
+        return training_flops(self.num_parameters, self.tokens)
+
+
+@dataclass(frozen=True)
+class ParametricLaw:
+    """A fit of L = E + A / N^alpha + B / D^beta."""
+
+    name: str
+    coefficients: Coefficients
+    covariance: tuple[tuple[float, ...], ...] | None
+    """Covariance of the coefficients' errors; None if not published."""
+    source: str
+
+    def loss(self, num_parameters: float, tokens: float) -> float:
+        """Return the loss in nats per token."""
+        ln_a, ln_b, ln_e, alpha, beta = self.coefficients
+        return (
+            math.exp(ln_e)
+            + math.exp(ln_a - alpha * math.log(num_parameters))
+            + math.exp(ln_b - beta * math.log(tokens))
+        )
+
+    @property
+    def irreducible_loss(self) -> float:
+        """Loss E that no size and no amount of data goes below."""
+        return math.exp(self.coefficients[2])
+
+    def optimal_parameters(self, flops: float) -> float:
+        """Return N* of a training budget."""
+        return math.exp(_ln_optimal_parameters(self.coefficients, flops))
+
+    def optimal_tokens(self, flops: float) -> float:
+        """Return D* of a training budget."""
+        return flops / (6 * self.optimal_parameters(flops))
+
+    def optimal_loss(self, flops: float) -> float:
+        """Return the loss of a training budget's optimum."""
+        return self.loss(self.optimal_parameters(flops), self.optimal_tokens(flops))
+
+    def flops_for_parameters(self, num_parameters: float) -> float:
+        """Return the budget whose optimum has that many parameters."""
+        _, _, _, alpha, beta = self.coefficients
+        excess = math.log(num_parameters) - _ln_optimal_parameters(self.coefficients, 6.0)
+        return 6 * math.exp(excess * (alpha + beta) / beta)
+
+    def flops_for_tokens(self, tokens: float) -> float:
+        """Return the budget whose optimum has that many tokens: D* = (C/6)^(alpha/(alpha+beta)) / G."""
+        _, _, _, alpha, beta = self.coefficients
+        ln_g = _ln_optimal_parameters(self.coefficients, 6.0)
+        return 6 * math.exp((math.log(tokens) + ln_g) * (alpha + beta) / alpha)
+
+    def flops_for_loss(self, loss: float) -> float:
+        """Return the least budget that reaches a loss. Raises ConfigError when none does."""
+        if loss <= self.irreducible_loss:
+            raise ConfigError(
+                f"a loss of {loss:g} nats per token cannot be reached: in the fit of {self.name}, no model gets below "
+                f"{self.irreducible_loss:.2f}. Choose a higher loss."
+            )
+        highest = self.optimal_loss(1.0)
+        if not loss < highest:
+            raise ConfigError(f"a loss of {loss:g} nats per token needs no training; choose one below {highest:.1f}.")
+        # Along the optimum both terms, and so their sum, fall as the same power of C.
+        _, _, _, alpha, beta = self.coefficients
+        power = alpha * beta / (alpha + beta)
+        one = highest - self.irreducible_loss
+        return math.exp(math.log(one / (loss - self.irreducible_loss)) / power)
+
+    def tokens_for_loss(self, num_parameters: float, loss: float) -> float | None:
+        """Return the tokens after which a model of that size reaches a loss; None if it never does."""
+        ln_a, ln_b, _, alpha, beta = self.coefficients
+        left = loss - self.irreducible_loss - math.exp(ln_a - alpha * math.log(num_parameters))
+        return math.exp((ln_b - math.log(left)) / beta) if left > 0 else None
+
+    def interval(self, quantity: Callable[[ParametricLaw], float]) -> Interval | None:
+        """Return the 80 % interval of a positive quantity that follows from this law; None without a covariance.
+
+        Delta method on the logarithm: its gradient in the five coefficients, by central differences, with their
+        covariance. The errors of N* are nearly symmetric in the logarithm, not in N*.
+        """
+        if self.covariance is None:
+            return None
+        gradient = [self._slope(quantity, index) for index in range(len(self.coefficients))]
+        variance = sum(
+            gradient[i] * gradient[j] * self.covariance[i][j]
+            for i in range(len(gradient))
+            for j in range(len(gradient))
+        )
+        value, factor = quantity(self), math.exp(_Z80 * math.sqrt(max(0.0, variance)))
+        return Interval(value, value / factor, value * factor)
+
+    def estimate(self, quantity: Callable[[ParametricLaw], float]) -> Interval | float:
+        """Return a quantity that follows from this law, with its interval if the law has a covariance."""
+        return self.interval(quantity) or quantity(self)
+
+    def _slope(self, quantity: Callable[[ParametricLaw], float], index: int) -> float:
+        step = 1e-5
+
+        def at(sign: int) -> float:
+            moved = list(self.coefficients)
+            moved[index] += sign * step
+            shifted: Coefficients = (moved[0], moved[1], moved[2], moved[3], moved[4])
+            return math.log(quantity(ParametricLaw(self.name, shifted, None, self.source)))
+
+        return (at(1) - at(-1)) / (2 * step)
+
+
+#: Standard deviations that hold 80 % of a normal distribution.
+_Z80 = 1.2816
+
+
+def _ln_optimal_parameters(coefficients: Coefficients, flops: float) -> float:
+    ln_a, ln_b, _, alpha, beta = coefficients
+    ln_g = (math.log(alpha) + ln_a - math.log(beta) - ln_b) / (alpha + beta)
+    return ln_g + beta / (alpha + beta) * math.log(flops / 6)
+
+
+def _logs(a: float, b: float, e: float, alpha: float, beta: float) -> Coefficients:
+    return (math.log(a), math.log(b), math.log(e), alpha, beta)
+
+
+#: Covariance of (ln A, ln B, ln E, alpha, beta): a bootstrap of 4,000 resamples of the 240 points that Besiroglu et al.
+#: published (github.com/epoch-research/analyzing-chinchilla, data/svg_extracted_data.csv without its five highest
+#: losses), refitted with their Huber loss. Its standard errors are theirs (A 121 for 125, B 1,338 for 1,293, E .026,
+#: alpha .015, beta .021). Errors of A and alpha, and of B and beta, are correlated by more than .999: treated as
+#: independent, they would make Chinchilla's N* uncertain by a factor of 5.5 instead of 1.3.
+_BESIROGLU_COVARIANCE = (
+    (6.38873525e-02, -2.63540576e-02, 2.05089887e-03, 3.80929507e-03, -1.32198454e-03),
+    (-2.63540576e-02, 1.79310959e-01, 3.74749182e-03, -1.63941779e-03, 8.77113624e-03),
+    (2.05089887e-03, 3.74749182e-03, 1.99478516e-04, 1.21048164e-04, 1.82634013e-04),
+    (3.80929507e-03, -1.63941779e-03, 1.21048164e-04, 2.27438311e-04, -8.22893514e-05),
+    (-1.32198454e-03, 8.77113624e-03, 1.82634013e-04, -8.22893514e-05, 4.29322144e-04),
+)
+
+BESIROGLU = ParametricLaw(
+    "Besiroglu 2024",
+    _logs(482.01, 2085.43, 1.8172, 0.3478, 0.3658),
+    _BESIROGLU_COVARIANCE,
+    "Besiroglu et al. 2024, arXiv:2404.10102: approach 3 fitted again to the points of the paper's figure",
+)
+HOFFMANN = ParametricLaw(
+    "Hoffmann 2022",
+    _logs(406.4, 410.7, 1.6934, 0.3392, 0.2849),
+    None,
+    "Hoffmann et al. 2022, arXiv:2203.15556, approach 3 with the exponents of the TeX source",
+)
+HOFFMANN_ROUNDED = ParametricLaw(
+    "Hoffmann 2022, rounded",
+    _logs(406.4, 410.7, 1.69, 0.34, 0.28),
+    None,
+    "Hoffmann et al. 2022, equation 10 as printed: rounding alone shifts the optimum",
+)
+LAWS = (BESIROGLU, HOFFMANN, HOFFMANN_ROUNDED)
+
+#: Sizes of the runs that the parametric fits rest on (Hoffmann et al. 2022, section 3). Beyond them they extrapolate.
+FITTED_PARAMETERS = (44e6, 16e9)
+
+
+@dataclass(frozen=True)
+class KaplanLaw:
+    """N = 1.3e9 C^.73 for C in PF-days (Kaplan et al. 2020, table 6). N counts no embeddings."""
+
+    name: str = "Kaplan 2020"
+    source: str = "Kaplan et al. 2020, arXiv:2001.08361"
+    why_it_differs: str = (
+        "it leaves the embeddings and the output head out of N and C, which matter in its small models (Pearce and "
+        "Song 2024), and trained with one schedule and a warm-up too long for them, untuned for each size (Hoffmann et "
+        "al. 2022; Porian et al. 2024); so it grows the model too fast"
+    )
+
+    def optimal_parameters(self, flops: float) -> float:
+        """Return the non-embedding parameters of a training budget's optimum."""
+        return 1.3e9 * math.pow(flops / PF_DAY_FLOPS, 0.73)
+
+    def optimal_tokens(self, flops: float) -> float:
+        """Return the tokens that the rest of the budget pays for."""
+        return flops / (6 * self.optimal_parameters(flops))
+
+
+KAPLAN = KaplanLaw()
+
+
+@dataclass(frozen=True)
+class LawRow:
+    """Optimum of one law for a training budget."""
+
+    name: str
+    num_parameters: Interval | float
+    """Parameters, as an interval if the law's errors are published."""
+    tokens: Interval | float
+    loss: Interval | float | None
+    """Loss; None for a law of other text and another tokenizer."""
+    source: str
+
+
+def law_rows(flops: float) -> list[LawRow]:
+    """Return the optima of the re-fit, the original with exact and with rounded exponents, and Kaplan's law."""
+    rows = [
+        LawRow(
+            law.name,
+            law.estimate(lambda moved: moved.optimal_parameters(flops)),
+            law.estimate(lambda moved: moved.optimal_tokens(flops)),
+            law.estimate(lambda moved: moved.optimal_loss(flops)),
+            law.source,
+        )
+        for law in LAWS
+    ]
+    size, tokens = KAPLAN.optimal_parameters(flops), KAPLAN.optimal_tokens(flops)
+    return [*rows, LawRow(KAPLAN.name, size, tokens, None, KAPLAN.source)]
+
+
+def central(value: Interval | float) -> float:
+    """Return a value without its range."""
+    return value.value if isinstance(value, Interval) else value
+
+
+# The best model for a goal.
+
+GoalKind = Literal["flops", "parameters", "tokens", "loss"]
+
+#: FLOPs between which the budget of a goal is searched.
+_LEAST, _MOST = 1e12, 1e32
+_BISECTIONS = 40
+#: Golden section: each step shrinks the bracket by this factor; 40 steps leave 4e-9 of it.
+_GOLDEN = (math.sqrt(5) - 1) / 2
+_SECTIONS = 40
+
+
+def optimal_point(
+    law: ParametricLaw, kind: GoalKind, value: float, inference_tokens: float = 0.0, inference_weight: float = 1.0
+) -> Point:
+    """Return the optimal model with that many training FLOPs, parameters or tokens, or with that loss.
+
+    With inference it is the model that costs least over its life at the loss it reaches (Sardana et al. 2024), of which
+    there is one for every budget. Raises ConfigError if no model has it.
+    """
+    if not inference_tokens:
+        return _training_optimum(law, kind, value)
+    if kind == "loss":
+        law.flops_for_loss(value)  # raises if it cannot be reached
+        return find_lifetime_optimum(law, value, inference_tokens, inference_weight)
+    low, high = math.log(_LEAST), math.log(_MOST)
+
+    def point(ln_flops: float) -> Point:
+        """Return the lifetime optimum with the loss of that budget's training optimum."""
+        return find_lifetime_optimum(law, law.optimal_loss(math.exp(ln_flops)), inference_tokens, inference_weight)
+
+    # Parameters, tokens and training FLOPs all grow as the loss falls.
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _measure(point(middle), kind) < value else (low, middle)
+    found = point((low + high) / 2)
+    if not math.isclose(_measure(found, kind), value, rel_tol=1e-3):
+        raise ConfigError(f"no model of {value:.3g} {kind} is optimal for {inference_tokens:.3g} tokens of inference.")
+    return found
+
+
+def _training_optimum(law: ParametricLaw, kind: GoalKind, value: float) -> Point:
+    flops = {
+        "flops": lambda: value,
+        "parameters": lambda: law.flops_for_parameters(value),
+        "tokens": lambda: law.flops_for_tokens(value),
+        "loss": lambda: law.flops_for_loss(value),
+    }[kind]()
+    return Point(law.optimal_parameters(flops), law.optimal_tokens(flops), law.optimal_loss(flops))
+
+
+def _measure(point: Point, kind: GoalKind) -> float:
+    values = {"flops": point.flops, "parameters": point.num_parameters, "tokens": point.tokens, "loss": point.loss}
+    return values[kind]
+
+
+def find_lifetime_optimum(
+    law: ParametricLaw, loss: float, inference_tokens: float, inference_weight: float = 1.0
+) -> Point:
+    """Return the cheapest model of a loss, training and inference together (Sardana et al. 2024, arXiv:2401.00448).
+
+    Minimises 6 N D_train + w 2 N D_inference; along a loss D_train follows from N, so one number is searched.
+    `inference_weight`: cost of a FLOP of inference in FLOPs of training (training MFU over inference MFU on the same
+    GPUs). Raises ConfigError when no model reaches the loss.
+    """
+    optimum = law.optimal_parameters(law.flops_for_loss(loss))
+    # The size that would reach the loss with infinite data: A / N^alpha = loss - E.
+    ln_a, _, _, alpha, _ = law.coefficients
+    smallest = math.exp((ln_a - math.log(loss - law.irreducible_loss)) / alpha)
+
+    def cost(share: float) -> float:
+        """Return the FLOPs of the model at `share` between the smallest (0) and the training optimum (1), in logs."""
+        parameters = smallest * (optimum / smallest) ** share
+        tokens = law.tokens_for_loss(parameters, loss)
+        if tokens is None:
+            return math.inf
+        return training_flops(parameters, tokens) + inference_weight * inference_flops(parameters, inference_tokens)
+
+    # Inference only makes the optimum smaller, and the cost has one minimum.
+    low, high = 0.0, 1.0
+    for _ in range(_SECTIONS):
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        low, high = (low, right) if cost(left) <= cost(right) else (left, high)
+    parameters = smallest * (optimum / smallest) ** ((low + high) / 2)
+    tokens = law.tokens_for_loss(parameters, loss)
+    if tokens is None:  # not reached: the minimum is above the smallest model
+        tokens = law.optimal_tokens(law.flops_for_loss(loss))
+    return Point(parameters, tokens, loss)
+
+
+# From a size to a model that can be built.
+
+#: Widths are multiples of this, so that heads of 64 and 128 fit.
+WIDTH_MULTIPLE = 128
+#: Width of about 26,000B parameters, more than any machine trains today.
+LARGEST_WIDTH = 65_536
+GPT3 = "gpt3"
+#: Families whose presets have their own sizes. The others' sizes are GPT-2's, which GPT-3 continues, or for tests.
+_OWN_SIZES = ("llama3", "qwen3", "smollm2")
+#: Sizes of such a family that follow the width: all query heads, all key heads, MLP, depth.
+_SCALED: tuple[Callable[[GPTShape], int], ...] = (
+    lambda shape: shape.n_head * shape.head_dim,
+    lambda shape: shape.n_kv_head * shape.head_dim,
+    lambda shape: shape.mlp_width,
+    lambda shape: shape.n_layer,
+)
+#: Least depth of a suggestion: GPT-3's depths say nothing below its smallest width.
+_LEAST_DEPTH = 4
+_WIDTHS = (
+    *range(WIDTH_MULTIPLE, 2048, WIDTH_MULTIPLE),
+    *range(2048, 4096, 2 * WIDTH_MULTIPLE),
+    *range(4096, LARGEST_WIDTH + 1, 4 * WIDTH_MULTIPLE),
+)
+
+
+def scaling_family(model: str | None) -> str:
+    """Return the family whose depths and heads a model has at other sizes: its own if it has sizes, else GPT-3."""
+    family = (model or "").rpartition("-")[0]
+    return family if family in _OWN_SIZES else GPT3
+
+
+def interpolated_shape(n_embd: int, like: GPTShape, family: str = GPT3) -> GPTShape:
+    """Return the family's model of a width; vocabulary, context, dropout, norm and the rest are those of `like`.
+
+    Depth: interpolated between the family's presets over the width, linearly in logarithms, and extrapolated below the
+    narrowest; beyond the widest in proportion to the width, as in GPT-3's two largest (Brown et al. 2020, table 2.1).
+    Heads: GPT-3's are of 64 up to a width of 2,048 and of 128 above, and its MLP keeps the ratio of `like`. In other
+    families the width of all heads and of the MLP are interpolated like the depth.
+    """
+    if family != GPT3:
+        return _shape_of_family(n_embd, like, family)
+    head_dim = 64 if n_embd <= 2048 else 128
+    depth = _interpolate(n_embd, {shape.n_embd: shape.n_layer for shape in _presets(family, like)})
+    return like.changed({"n_layer": max(1, depth), "n_head": max(1, n_embd // head_dim), "n_embd": n_embd})
+
+
+def _interpolate(n_embd: int, sizes: Mapping[int, int]) -> int:
+    """Return a size at one width from the sizes at the widths of a family's presets."""
+    points = sorted(sizes.items())
+    widest, last = points[-1]
+    if n_embd >= widest:
+        return round(last * n_embd / widest)
+    place = max(bisect.bisect_left([width for width, _ in points], n_embd), 1)
+    (w0, s0), (w1, s1) = points[place - 1], points[place]
+    return round(s0 * (s1 / s0) ** (math.log(n_embd / w0) / math.log(w1 / w0)))
+
+
+def _shape_of_family(n_embd: int, like: GPTShape, family: str) -> GPTShape:
+    presets = _presets(family, like)
+    nearest = min(presets, key=lambda shape: abs(math.log(shape.n_embd / n_embd)))
+    head_dim = nearest.head_dim
+    queries, keys, mlp_width, n_layer = (
+        _interpolate(n_embd, {shape.n_embd: size(shape) for shape in presets}) for size in _SCALED
+    )
+    # Complete groups of query heads that share a key.
+    n_kv_head = max(1, round(keys / head_dim))
+    n_head = n_kv_head * max(1, round(queries / head_dim / n_kv_head))
+    # A family's large models have an untied head; a choice that none of its presets of that width makes is the user's.
+    tied = nearest.tied if like.tied in {shape.tied for shape in presets if shape.n_embd == like.n_embd} else like.tied
+    sizes = {"n_layer": max(1, n_layer), "n_embd": n_embd, "n_head": n_head, "n_kv_head": n_kv_head, "tied": tied}
+    return like.changed({**sizes, "head_dim": head_dim, "mlp_width": max(64, round(mlp_width / 64) * 64)})
+
+
+def _names(family: str) -> list[str]:
+    return [name for name in PRESETS if name.rpartition("-")[0] == family]
+
+
+def _presets(family: str, like: GPTShape) -> list[GPTShape]:
+    """Return the family's shapes at the vocabulary and context of `like`, by ascending width and depth."""
+    shapes = [PRESETS[name].shape(like.vocab_size, like.seq_len) for name in _names(family)]
+    return sorted(shapes, key=lambda shape: (shape.n_embd, shape.n_layer))
+
+
+def preset_below(shape: GPTShape | None, family: str) -> str | None:
+    """Return the family's largest preset with at most the parameters of `shape`, at its context and vocabulary."""
+    if shape is None:
+        return None
+    names = _names(family) + (_names("gpt2") if family == GPT3 else [])
+    sizes = {name: _preset_parameters(name, shape, family) for name in names}
+    fitting = [name for name, size in sizes.items() if size <= shape.num_parameters]
+    return max(fitting, key=lambda name: sizes[name], default=None)
+
+
+def _preset_parameters(name: str, like: GPTShape, family: str) -> int:
+    preset = PRESETS[name]
+    if family != GPT3:
+        return interpolated_shape(preset.n_embd, like, family).num_parameters
+    sizes = {"n_layer": preset.n_layer, "n_head": preset.n_head, "n_embd": preset.n_embd}
+    return like.changed(sizes).num_parameters
+
+
+def nearest_preset(num_parameters: float, vocab_size: int) -> str:
+    """Return the GPT-2 or GPT-3 preset of the nearest size by ratio."""
+
+    def distance(name: str) -> float:
+        return abs(math.log(PRESETS[name].shape(vocab_size).num_parameters / num_parameters))
+
+    return min((name for name, preset in PRESETS.items() if not preset.block), key=distance)
+
+
+def suggest_shape(num_parameters: float, vocab_size: int, seq_len: int) -> GPTShape:
+    """Return a GPT of about that many parameters, shaped like GPT-3.
+
+    Its depth is GPT-3's at a width, changed by the blocks that are missing or too many; of all widths it takes the one
+    with the smallest change. Widths have an even number of heads, large ones a multiple of four. Raises ConfigError
+    when even the narrowest is too large.
+    """
+    like = GPTShape(1, 1, WIDTH_MULTIPLE, vocab_size, seq_len, "gelu_tanh")
+    if num_parameters < like.num_parameters:
+        raise ConfigError(
+            f"{format_quantity(num_parameters)} parameters are fewer than the {like.num_parameters:,} of one block of "
+            f"width {WIDTH_MULTIPLE} and a vocabulary of {vocab_size:,}. Plan for more, or give a smaller --vocab-size."
+        )
+    most = interpolated_shape(LARGEST_WIDTH, like).num_parameters
+    if num_parameters > most:
+        raise ConfigError(
+            f"{format_quantity(num_parameters)} parameters are more than the largest shape here has "
+            f"({format_quantity(most)}). Plan for less."
+        )
+    best, least = like, math.inf
+    for width in _WIDTHS:
+        usual = interpolated_shape(width, like)
+        usual = replace(usual, n_layer=max(usual.n_layer, _LEAST_DEPTH))
+        outside = replace(usual, n_layer=1).num_parameters - usual.block_parameters
+        shape = replace(usual, n_layer=max(1, round((num_parameters - outside) / usual.block_parameters)))
+        off = abs(math.log(shape.n_layer / usual.n_layer)) + abs(math.log(shape.num_parameters / num_parameters))
+        if off < least:
+            best, least = shape, off
+        if outside > num_parameters:
+            break
+    return best

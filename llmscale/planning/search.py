@@ -1,0 +1,458 @@
+"""ZeRO stages, offloads and activation checkpointing that fit, at their largest micro-batch or model. No torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+from llmscale.architecture.attention_kernels import ComputeCapability
+from llmscale.architecture.hf_config import HFModel
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import BatchPlan, build_batch_plan, divisors
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config, resolve_ds_config
+from llmscale.config.deepspeed.schema import CheckpointingMode, OffloadDevice, Precision, ResolvedDsConfig
+from llmscale.config.hardware import GPU
+from llmscale.config.interconnect import Interconnect
+from llmscale.config.loss_settings import CHUNK_TOKENS, LossSettings
+from llmscale.config.optimizers import ADAMW, OptimizerSpec
+from llmscale.config.parallel_layout import ParallelLayout
+from llmscale.config.resolve import ResolvedStep, resolve_step
+from llmscale.errors import ConfigError
+from llmscale.memory.estimate import MemoryEstimate, estimate_least, estimate_memory
+from llmscale.memory.hf_states import HFStates, estimate_hf_states
+from llmscale.memory.zero_settings import ZeroSetup
+from llmscale.planning.scaling import GPT3, LARGEST_WIDTH, WIDTH_MULTIPLE, interpolated_shape, preset_below
+
+STAGES = (0, 1, 2, 3)
+#: (optimizer states, parameters), from the fastest to the smallest on the GPU.
+OFFLOADS: tuple[tuple[OffloadDevice, OffloadDevice], ...] = (
+    ("none", "none"),
+    ("cpu", "none"),
+    ("cpu", "cpu"),
+    ("nvme", "nvme"),
+)
+#: From the fastest to the smallest.
+CHECKPOINTING: tuple[CheckpointingMode, ...] = ("none", "selective", "full")
+#: Folder on the local disk of every node, as in ds_configs/zero3_nvme.json, for the user to change.
+DEFAULT_NVME_PATH = "/local_nvme"
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Memory settings of a ds_config and `--activation-checkpointing`."""
+
+    zero_stage: int
+    offload_optimizer: OffloadDevice
+    offload_param: OffloadDevice
+    checkpointing: CheckpointingMode
+    zero_hpz_partition_size: int = 1
+    """Ranks that share a second copy of the parameters; 1 without hpZ."""
+
+    @property
+    def stage_words(self) -> str:
+        """Return `3`, or `3 hpZ`."""
+        return f"{self.zero_stage}{' hpZ' if self.zero_hpz_partition_size > 1 else ''}"
+
+    @property
+    def offload(self) -> str:
+        """Return what is offloaded in a few words, or `-`."""
+        if self.offload_optimizer == self.offload_param == "none":
+            return "-"
+        if self.offload_param == "none":
+            return f"optim {self.offload_optimizer}"
+        if self.offload_optimizer == "none":
+            return f"param {self.offload_param}"
+        if self.offload_optimizer == self.offload_param:
+            return f"both {self.offload_param}"
+        return f"optim {self.offload_optimizer}, param {self.offload_param}"
+
+    def describe(self) -> str:
+        """Return the settings in words."""
+        parts = [f"ZeRO stage {self.zero_stage}"]
+        if self.zero_hpz_partition_size > 1:
+            parts.append(f"hpZ within {self.zero_hpz_partition_size} GPUs")
+        if self.offload != "-":
+            parts.append(f"offload: {self.offload}")
+        parts.append("no recomputation" if self.checkpointing == "none" else f"{self.checkpointing} checkpointing")
+        return ", ".join(parts)
+
+
+def strategy_of(ds: DsConfig, checkpointing: CheckpointingMode) -> Strategy:
+    """Return the strategy of a ds_config."""
+    devices = (ds.offload_optimizer_device, ds.offload_param_device)
+    return Strategy(ds.zero_stage, *devices, checkpointing, ds.zero_hpz_partition_size)
+
+
+def all_strategies(hpz_ranks: int = 1) -> list[Strategy]:
+    """Return all combinations, legal or not; stage 3 also with hpZ in groups of `hpz_ranks`."""
+    stages = [(stage, 1) for stage in STAGES] + [(3, hpz_ranks)] * (hpz_ranks > 1)
+    return [
+        Strategy(stage, *offload, mode, group)
+        for (stage, group), offload, mode in itertools.product(stages, OFFLOADS, CHECKPOINTING)
+    ]
+
+
+def strategy_ds_config(
+    strategy: Strategy, precision: Precision, nvme_path: str = DEFAULT_NVME_PATH
+) -> dict[str, object]:
+    """Return the ds_config file of a strategy; missing keys have llmscale's defaults.
+
+    `selective` checkpointing is not in it, but a flag of train.py: --activation-checkpointing.
+    """
+    return _with_strategy({**_precision_section(precision)}, strategy, nvme_path)
+
+
+def build_strategy(strategy: Strategy, precision: Precision, nvme_path: str = DEFAULT_NVME_PATH) -> DsConfig | None:
+    """Return a strategy's checked ds_config; None if DeepSpeed cannot train it."""
+    return _checked(strategy_ds_config(strategy, precision, nvme_path), f"stage {strategy.zero_stage}")
+
+
+def legal_strategies(
+    precision: Precision, nvme_path: str, modes: Sequence[CheckpointingMode], hpz_ranks: int = 1
+) -> Iterator[tuple[DsConfig, CheckpointingMode]]:
+    """Yield the ds_config of every strategy with one of these checkpointing modes that DeepSpeed can train."""
+    for strategy in all_strategies(hpz_ranks):
+        ds = build_strategy(strategy, precision, nvme_path) if strategy.checkpointing in modes else None
+        if ds is not None:
+            yield ds, strategy.checkpointing
+
+
+def change_strategy(ds: DsConfig, strategy: Strategy) -> DsConfig | None:
+    """Return a user's ds_config with another strategy and all else kept; None if it cannot train."""
+    keys = cast("dict[str, object]", ds.keys.model_dump(mode="json", exclude_unset=True, exclude_none=True))
+    return _checked(_with_strategy(keys, strategy, DEFAULT_NVME_PATH), ds.source)
+
+
+def _with_strategy(keys: dict[str, object], strategy: Strategy, nvme_path: str) -> dict[str, object]:
+    changed = dict(keys)
+    written = changed.pop("zero_optimization", {})
+    zero = dict(cast("dict[str, object]", written)) | {"stage": strategy.zero_stage}
+    zero.pop("zero_hpz_partition_size", None)
+    if strategy.zero_hpz_partition_size > 1:
+        zero["zero_hpz_partition_size"] = strategy.zero_hpz_partition_size
+    devices = {"offload_optimizer": strategy.offload_optimizer, "offload_param": strategy.offload_param}
+    for name, device in devices.items():
+        section = cast("dict[str, object]", zero.pop(name, {}))
+        if device == "none":
+            continue
+        if section.get("device") != device:
+            section = {"device": device} | ({"nvme_path": nvme_path} if device == "nvme" else {})
+        zero[name] = section
+    checkpointing = changed.pop("activation_checkpointing", None)
+    changed = {"zero_optimization": zero, **changed}
+    if strategy.checkpointing == "full":
+        changed["activation_checkpointing"] = checkpointing or {"cpu_checkpointing": False}
+    return changed
+
+
+def _precision_section(precision: Precision) -> dict[str, object]:
+    if precision == "fp32":
+        return {}
+    return {"torch_autocast" if precision == "autocast" else precision: {"enabled": True}}
+
+
+def _checked(config: dict[str, object], source: str) -> DsConfig | None:
+    try:
+        return parse_ds_config(config, source)
+    except ConfigError:
+        return None
+
+
+#: GPUs of the largest common nodes, such as DGX-2.
+_MANY_IN_A_NODE = 16
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Nodes and memory of a run."""
+
+    num_nodes: int
+    gpus_per_node: int
+    gpu_bytes: int
+    """Memory of one GPU, as CUDA reports it."""
+    host_bytes: int | None = None
+    """Memory of one node for offloaded states; None if unknown, and then not checked."""
+    capability: ComputeCapability | None = None
+    """Compute capability of the GPUs; None for Ampere or newer."""
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.gpus_per_node
+
+    def in_words(self, gpu: str) -> str:
+        """Return `2 nodes x 8 x h100-80gb`, with a hint at --num-nodes for an unusually large node."""
+        if self.num_nodes > 1:
+            return f"{self.num_nodes} nodes x {self.gpus_per_node} x {gpu}"
+        one = " in one node (of several nodes: --num-nodes)" if self.gpus_per_node > _MANY_IN_A_NODE else ""
+        return f"{self.gpus_per_node} x {gpu}{one}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """Model, batch and machines of a run."""
+
+    shape: GPTShape
+    global_batch_size: int
+    """Sequences per optimizer step over all ranks."""
+    machines: Machines
+    micro_batch_size: int | None = None
+    """Micro-batch fixed by the user; None for the largest that fits."""
+    optimizer: OptimizerSpec = ADAMW
+    loss_chunk_tokens: int = CHUNK_TOKENS
+    """Value of --loss-chunk-tokens."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Inputs of the rows of `llmscale estimate`."""
+
+    job: Job
+    gpu: GPU
+    interconnect: Interconnect
+    precision: Precision
+    modes: Sequence[CheckpointingMode] = CHECKPOINTING
+    """Modes of activation checkpointing to try."""
+    nvme_path: str = DEFAULT_NVME_PATH
+    files: Sequence[tuple[DsConfig, CheckpointingMode]] = ()
+    """ds_configs of the user, the only ones to try; empty for every strategy in `precision`."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A ds_config at a micro-batch on a job's machines."""
+
+    step: ResolvedStep
+    estimate: MemoryEstimate
+    machines: Machines
+
+    @property
+    def ds(self) -> DsConfig:
+        return self.step.ds
+
+    @property
+    def plan(self) -> BatchPlan:
+        return self.step.plan
+
+    @property
+    def strategy(self) -> Strategy:
+        return strategy_of(self.step.ds, self.step.checkpointing)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Return the bytes left on the GPU, negative if it is too small."""
+        return self.machines.gpu_bytes - self.estimate.total_bytes
+
+    @property
+    def host_bytes_per_node(self) -> int:
+        """Return the host memory of offloaded states on a node, without the processes."""
+        return self.estimate.host_bytes * self.machines.gpus_per_node
+
+    @property
+    def nvme_bytes_per_node(self) -> int:
+        return self.estimate.nvme_bytes * self.machines.gpus_per_node
+
+    @property
+    def host_spare_bytes(self) -> int | None:
+        """Return the bytes left of a node's memory; None if its size is unknown."""
+        limit = self.machines.host_bytes
+        return None if limit is None else limit - self.host_bytes_per_node
+
+    @property
+    def fits(self) -> bool:
+        host = self.host_spare_bytes
+        return self.spare_bytes >= 0 and (host is None or host >= 0)
+
+
+def fit_at(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> Candidate:
+    """Estimate one micro-batch. Raises ConfigError if it does not divide a rank's share of the global batch."""
+    return _fit(job, _step(ds, job, checkpointing, micro_batch_size))
+
+
+def find_largest_fit(ds: DsConfig, job: Job, checkpointing: CheckpointingMode) -> Candidate:
+    """Return the largest micro-batch that fits, else the smallest one. A fixed micro-batch is the only one tried.
+
+    Memory grows with the micro-batch, except for the largest: without accumulation it needs fewer bytes for gradients,
+    so it is tried separately. Raises ConfigError.
+    """
+    fixed = _fixed_micro_batch(ds, job)
+    if fixed is not None:
+        return fit_at(ds, job, checkpointing, fixed)
+    sizes = legal_micro_batches(job)
+    if len(sizes) == 1:
+        return fit_at(ds, job, checkpointing, sizes[0])
+    largest = _step(ds, job, checkpointing, sizes[-1])
+    if estimate_least(largest, job.machines.capability) <= job.machines.gpu_bytes:
+        fit = _fit(job, largest)
+        if fit.fits:
+            return fit
+    return _bisect(job, _step(ds, job, checkpointing, sizes[0]), sizes[:-1])
+
+
+def find_fits(search: Search) -> list[Candidate]:
+    """Return the user's ds_configs, else every strategy that DeepSpeed can train, each at its largest micro-batch.
+
+    hpZ is tried on several nodes, where GPUs of a node gather faster from each other.
+    """
+    machines = search.job.machines
+    hpz_ranks = machines.gpus_per_node if machines.num_nodes > 1 else 1
+    configs = search.files or legal_strategies(search.precision, search.nvme_path, search.modes, hpz_ranks)
+    return [find_largest_fit(ds, search.job, mode) for ds, mode in configs]
+
+
+def legal_micro_batches(job: Job) -> list[int]:
+    """Return the ascending divisors of a rank's share of the global batch. Raises ConfigError if it is fractional."""
+    return divisors(_plan(job, None).samples_per_rank)
+
+
+def _bisect(job: Job, smallest: ResolvedStep, sizes: Sequence[int]) -> Candidate:
+    """Return the largest of ascending `sizes` that fits, else the first, that of `smallest`. All accumulate."""
+
+    def fit(index: int) -> Candidate:
+        return _fit(job, smallest.with_plan(_plan(job, sizes[index])))
+
+    best = fit(0)
+    low, high = 0, len(sizes)
+    while best.fits and high - low > 1:
+        middle = (low + high) // 2
+        found = fit(middle)
+        if found.fits:
+            low, best = middle, found
+        else:
+            high = middle
+    return best
+
+
+def _step(ds: DsConfig, job: Job, checkpointing: CheckpointingMode, micro_batch_size: int) -> ResolvedStep:
+    optimizer = job.optimizer.on_gpu(job.machines.capability)
+    loss = LossSettings(job.loss_chunk_tokens)
+    return resolve_step(ds, job.shape, _plan(job, micro_batch_size), checkpointing, optimizer, loss)
+
+
+def _fit(job: Job, step: ResolvedStep) -> Candidate:
+    return Candidate(step, estimate_memory(step, job.machines.capability), job.machines)
+
+
+def _plan(job: Job, micro_batch_size: int | None) -> BatchPlan:
+    return build_batch_plan(
+        global_batch_size=job.global_batch_size,
+        ranks=ParallelLayout(job.machines.world_size),
+        seq_len=job.shape.seq_len,
+        micro_batch_size=micro_batch_size,
+    )
+
+
+def _fixed_micro_batch(ds: DsConfig, job: Job) -> int | None:
+    """Return the user's micro-batch: the flag, else a number in the file, directly or by the accumulation."""
+    if job.micro_batch_size is not None:
+        return job.micro_batch_size
+    if isinstance(ds.keys.train_micro_batch_size_per_gpu, int):
+        return ds.keys.train_micro_batch_size_per_gpu
+    steps = ds.keys.gradient_accumulation_steps
+    # If it does not divide the share, the next micro-batch is refused with both numbers.
+    return max(1, _plan(job, None).samples_per_rank // steps) if isinstance(steps, int) else None
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """A ds_config for a transformers model, of which only the states are known."""
+
+    strategy: Strategy
+    states: HFStates
+    room_bytes: int
+    """Bytes left for activations, negative if the states do not fit."""
+    ds_config: ResolvedDsConfig
+
+    @property
+    def fits(self) -> bool:
+        return self.room_bytes > 0
+
+
+def find_hf_configs(
+    model: HFModel, machines: Machines, precision: Precision, global_batch_size: int | None
+) -> list[HFConfig]:
+    """Return every stage and offload that DeepSpeed can train, without activation checkpointing."""
+    ranks = ParallelLayout(machines.world_size)
+    # The states depend only on whether there is accumulation; most runs have it.
+    plan = build_batch_plan(
+        global_batch_size=global_batch_size or 2 * ranks.data_parallel_size, ranks=ranks, seq_len=1, micro_batch_size=1
+    )
+    found = []
+    for ds, mode in legal_strategies(precision, DEFAULT_NVME_PATH, ("none",)):
+        resolved = ResolvedDsConfig.model_validate(resolve_ds_config(ds, model, plan))
+        states = estimate_hf_states(model, ZeroSetup(resolved, ranks.shard_ranks, ADAMW))
+        room = states.room_bytes(machines.gpu_bytes)
+        spare = machines.gpu_bytes - states.estimate.total_bytes
+        found.append(HFConfig(strategy_of(ds, mode), states, min(room, spare) if spare < 0 else room, resolved))
+    return found
+
+
+def most_room(configs: list[HFConfig]) -> HFConfig:
+    """Return the config with most room for activations, without offload if one fits; else the nearest."""
+    fitting = [config for config in configs if config.fits]
+    on_gpu = [config for config in fitting if config.strategy.offload == "-"]
+    return max(on_gpu or fitting or configs, key=lambda config: config.room_bytes)
+
+
+@dataclass(frozen=True)
+class LargestModel:
+    """Largest model that a strategy can train on a job's machines."""
+
+    strategy: Strategy
+    fit: Candidate | None
+    """Estimate of that model; None if not even the family's smallest fits."""
+    shape: GPTShape | None
+    preset: str | None
+    """Largest preset that is not larger."""
+
+
+def find_largest_models(search: Search, family: str = GPT3) -> list[LargestModel]:
+    """Return the largest model of every strategy that DeepSpeed can train, at the job's micro-batch or 1.
+
+    Properties that the family does not scale are those of the job's shape.
+    """
+    job = search.job
+    found: list[LargestModel] = []
+    width = WIDTH_MULTIPLE
+    for ds, mode in legal_strategies(search.precision, search.nvme_path, search.modes):
+        best = _find_largest(ds, job, mode, width, family)
+        shape = None if best is None else interpolated_shape(best[0], job.shape, family)
+        # Neighbouring strategies have similar answers, so the next search begins at this one.
+        width = WIDTH_MULTIPLE if best is None else best[0]
+        found.append(
+            LargestModel(strategy_of(ds, mode), None if best is None else best[1], shape, preset_below(shape, family))
+        )
+    return found
+
+
+def _find_largest(
+    ds: DsConfig, job: Job, mode: CheckpointingMode, start: int, family: str
+) -> tuple[int, Candidate] | None:
+    """Return the largest width that fits and its estimate.
+
+    Steps from `start` double until they enclose the answer, then halve: models far too large take long to estimate.
+    """
+
+    def fit(width: int) -> Candidate:
+        shape = interpolated_shape(width, job.shape, family)
+        return fit_at(ds, replace(job, shape=shape), mode, job.micro_batch_size or 1)
+
+    low, high = 0, LARGEST_WIDTH + WIDTH_MULTIPLE
+    best: Candidate | None = None
+    width, step = start, WIDTH_MULTIPLE
+    while high - low > WIDTH_MULTIPLE:
+        found = fit(width)
+        if found.fits:
+            low, best = width, found
+            step = 2 * step if high > LARGEST_WIDTH else max(WIDTH_MULTIPLE, _halved(high - low))
+            width = min(low + step, high - WIDTH_MULTIPLE)
+        else:
+            high = width
+            step = 2 * step if low == 0 else max(WIDTH_MULTIPLE, _halved(high - low))
+            width = max(high - step, low + WIDTH_MULTIPLE)
+    return None if best is None else (low, best)
+
+
+def _halved(distance: int) -> int:
+    return distance // 2 // WIDTH_MULTIPLE * WIDTH_MULTIPLE

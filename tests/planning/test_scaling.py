@@ -1,0 +1,269 @@
+"""None"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from llmscale.config.presets import PRESETS
+from llmscale.errors import ConfigError
+from llmscale.planning.scaling import (
+    BESIROGLU,
+    HOFFMANN,
+    HOFFMANN_ROUNDED,
+    KAPLAN,
+    LAWS,
+    PF_DAY_FLOPS,
+    GoalKind,
+    Interval,
+    ParametricLaw,
+    affordable_tokens,
+    central,
+    find_lifetime_optimum,
+    inference_flops,
+    law_rows,
+    nearest_preset,
+    optimal_point,
+    suggest_shape,
+    training_flops,
+)
+
+#: Gopher's budget, which Chinchilla spent on 70B parameters and 1.4T tokens.
+CHINCHILLA = 5.76e23
+
+
+def test_chinchillas_budget_by_the_paper() -> None:
+    # Hoffmann et al. 2022, section 4: "somewhere between 40 and 70 billion parameters"; approach 3, figure 4: 40B.
+    assert HOFFMANN.optimal_parameters(CHINCHILLA) == pytest.approx(40e9, rel=0.02)
+
+
+def test_chinchillas_budget_by_the_refit() -> None:
+    parameters = BESIROGLU.interval(lambda law: law.optimal_parameters(CHINCHILLA))
+    tokens = BESIROGLU.interval(lambda law: law.optimal_tokens(CHINCHILLA))
+    assert parameters is not None and tokens is not None
+    assert parameters.value == pytest.approx(70e9, rel=0.05)
+    assert tokens.value == pytest.approx(1.4e12, rel=0.06)
+    assert parameters.low < 70e9 < parameters.high
+    assert tokens.low < 1.4e12 < tokens.high
+    # Besiroglu et al.: about 20 tokens per parameter, in line with the paper's other two approaches.
+    assert 15 < tokens.value / parameters.value < 25
+
+
+def test_rounding_the_exponents_moves_the_optimum() -> None:
+    rounded = HOFFMANN_ROUNDED.optimal_parameters(CHINCHILLA)
+    assert rounded < 0.85 * HOFFMANN.optimal_parameters(CHINCHILLA)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+@pytest.mark.parametrize("flops", [1e18, 1e21, CHINCHILLA])
+def test_the_optimum_is_the_lowest_point_of_its_iso_flop_curve(law: ParametricLaw, flops: float) -> None:
+    best = law.optimal_parameters(flops)
+    assert training_flops(best, law.optimal_tokens(flops)) == pytest.approx(flops)
+    for size in (0.9 * best, 1.1 * best):
+        assert law.loss(size, flops / (6 * size)) > law.optimal_loss(flops)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
+def test_every_way_back_to_the_budget(law: ParametricLaw) -> None:
+    assert law.flops_for_parameters(law.optimal_parameters(1e22)) == pytest.approx(1e22)
+    assert law.flops_for_tokens(law.optimal_tokens(1e22)) == pytest.approx(1e22)
+    assert law.flops_for_loss(law.optimal_loss(1e22)) == pytest.approx(1e22)
+    assert law.tokens_for_loss(7e9, law.loss(7e9, 1e12)) == pytest.approx(1e12)
+
+
+def test_a_small_model_never_reaches_a_large_ones_loss() -> None:
+    assert BESIROGLU.tokens_for_loss(124e6, 2.0) is None
+
+
+def test_a_loss_below_the_texts_own_entropy_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"a loss of 1\.8 .* no model gets below 1\.82\. Choose a higher loss"):
+        BESIROGLU.flops_for_loss(1.8)
+
+
+def test_the_covariance_has_the_published_standard_errors() -> None:
+    # Besiroglu et al. 2024: A 124.58, B 1293.23, E .03, alpha .02, beta .02.
+    assert BESIROGLU.covariance is not None
+    ln_a, ln_b, ln_e = (math.sqrt(BESIROGLU.covariance[i][i]) for i in range(3))
+    assert 482.01 * ln_a == pytest.approx(124.58, rel=0.05)
+    assert 2085.43 * ln_b == pytest.approx(1293.23, rel=0.4)  # far from small: the logarithm's is not the number's
+    assert 1.8172 * ln_e == pytest.approx(0.03, abs=0.005)
+    assert math.sqrt(BESIROGLU.covariance[3][3]) == pytest.approx(0.02, abs=0.005)
+    assert math.sqrt(BESIROGLU.covariance[4][4]) == pytest.approx(0.02, abs=0.005)
+
+
+def test_the_delta_method_agrees_with_sampling() -> None:
+    import numpy as np
+
+    assert BESIROGLU.covariance is not None
+    samples = np.random.default_rng(0).multivariate_normal(BESIROGLU.coefficients, BESIROGLU.covariance, 4000)
+    sizes = [replace(BESIROGLU, coefficients=tuple(map(float, row))).optimal_parameters(CHINCHILLA) for row in samples]
+    found = BESIROGLU.interval(lambda law: law.optimal_parameters(CHINCHILLA))
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx(tuple(np.quantile(sizes, [0.1, 0.9])), rel=0.03)
+
+
+def test_errors_without_their_correlation_would_say_nothing() -> None:
+    variances = BESIROGLU.covariance
+    assert variances is not None
+    diagonal = tuple(tuple(v if i == j else 0.0 for j, v in enumerate(row)) for i, row in enumerate(variances))
+    alone = replace(BESIROGLU, covariance=diagonal).interval(lambda law: law.optimal_parameters(CHINCHILLA))
+    assert alone is not None and alone.high / alone.value > 4
+
+
+def test_no_interval_without_published_errors() -> None:
+    assert HOFFMANN.interval(lambda law: law.optimal_parameters(1e21)) is None
+
+
+def test_kaplans_law_grows_the_model_faster() -> None:
+    # Table 6: N = 1.3e9 at one PF-day; a tenfold budget is 5.4 times the model, by Hoffmann's 3 times.
+    assert KAPLAN.optimal_parameters(PF_DAY_FLOPS) == pytest.approx(1.3e9)
+    assert KAPLAN.optimal_parameters(1e22) / KAPLAN.optimal_parameters(1e21) == pytest.approx(10**0.73)
+    assert BESIROGLU.optimal_parameters(1e22) / BESIROGLU.optimal_parameters(1e21) < 3.4
+
+
+@pytest.mark.parametrize(("kind", "value"), [("flops", 1e21), ("parameters", 7e9), ("tokens", 1e12), ("loss", 2.2)])
+@pytest.mark.parametrize("inference_tokens", [0.0, 1e12])
+def test_the_point_is_what_was_asked_for(kind: GoalKind, value: float, inference_tokens: float) -> None:
+    found = optimal_point(BESIROGLU, kind, value, inference_tokens)
+    measured = {
+        "flops": found.flops,
+        "parameters": found.num_parameters,
+        "tokens": found.tokens,
+        "loss": found.loss,
+    }[kind]
+    assert measured == pytest.approx(value, rel=1e-5)
+    assert BESIROGLU.loss(found.num_parameters, found.tokens) == pytest.approx(found.loss)
+
+
+def test_inference_keeps_a_training_budget_and_makes_the_model_smaller() -> None:
+    without = optimal_point(BESIROGLU, "flops", 1e22)
+    served = optimal_point(BESIROGLU, "flops", 1e22, inference_tokens=1e13)
+    assert served.flops == pytest.approx(without.flops, rel=1e-5)
+    assert served.num_parameters < 0.5 * without.num_parameters
+    assert served.tokens > 2 * without.tokens
+
+
+@pytest.mark.parametrize("inference_tokens", [0.0, 1e12])
+def test_a_loss_that_cannot_be_reached_is_refused(inference_tokens: float) -> None:
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        optimal_point(BESIROGLU, "loss", 1.5, inference_tokens)
+
+
+#: Sardana et al. 2024 use Hoffmann's coefficients with these exponents.
+SARDANA = replace(HOFFMANN_ROUNDED, coefficients=(*HOFFMANN_ROUNDED.coefficients[:3], 0.336, 0.283))
+
+
+def test_figure_1_of_sardana_et_al() -> None:
+    """13B quality and 2T tokens of inference: 7B instead, 1.7e22 FLOPs or 17 % less."""
+    budget = SARDANA.flops_for_parameters(13e9)
+    found = find_lifetime_optimum(SARDANA, SARDANA.optimal_loss(budget), 2e12)
+    before = budget + inference_flops(13e9, 2e12)
+    assert found.num_parameters == pytest.approx(7e9, rel=0.01)
+    total = found.flops + inference_flops(found.num_parameters, 2e12)
+    assert before - total == pytest.approx(1.7e22, rel=0.01)
+    assert 1 - total / before == pytest.approx(0.17, abs=0.005)
+
+
+def test_it_reaches_the_loss_it_was_asked_for() -> None:
+    found = find_lifetime_optimum(BESIROGLU, 2.1, 1e13)
+    assert BESIROGLU.loss(found.num_parameters, found.tokens) == pytest.approx(2.1)
+
+
+def test_nothing_around_it_is_cheaper() -> None:
+    found = find_lifetime_optimum(BESIROGLU, 2.1, 1e13)
+    for size in (0.9 * found.num_parameters, 1.1 * found.num_parameters):
+        tokens = BESIROGLU.tokens_for_loss(size, 2.1)
+        assert tokens is not None
+        assert 6 * size * tokens + 2 * size * 1e13 > found.flops + 2 * found.num_parameters * 1e13
+
+
+def test_next_to_no_inference_is_the_training_optimum() -> None:
+    budget = BESIROGLU.flops_for_loss(2.1)
+    found = find_lifetime_optimum(BESIROGLU, 2.1, 1.0)
+    assert found.num_parameters == pytest.approx(BESIROGLU.optimal_parameters(budget), rel=0.001)
+
+
+def test_more_inference_and_dearer_inference_make_it_smaller() -> None:
+    sizes = [find_lifetime_optimum(BESIROGLU, 2.1, served).num_parameters for served in (1e11, 1e12, 1e13)]
+    assert sizes == sorted(sizes, reverse=True)
+    dear = find_lifetime_optimum(BESIROGLU, 2.1, 1e12, inference_weight=10.0)
+    assert dear.num_parameters == pytest.approx(sizes[2], rel=1e-3)
+
+
+def test_gpt3_is_3640_petaflop_days() -> None:
+    # Brown et al. 2020, table D.1: 174,600M parameters, 300B tokens, 3.14e23 FLOPs, 3.64e3 PF-days.
+    flops = training_flops(174.6e9, 300e9)
+    assert flops == pytest.approx(3.14e23, rel=0.002)
+    assert flops / PF_DAY_FLOPS == pytest.approx(3640, rel=0.001)
+
+
+def test_a_petaflop_day_on_one_a100_in_fp32() -> None:
+    assert PF_DAY_FLOPS == 8.64e19
+    assert round(PF_DAY_FLOPS / 19.5e12) == 4_430_769
+
+
+def test_tokens_that_a_budget_affords_cost_the_budget() -> None:
+    assert training_flops(7e9, affordable_tokens(1e21, 7e9)) == pytest.approx(1e21)
+
+
+def test_inference_is_a_third_of_training() -> None:
+    assert inference_flops(7e9, 1e12) == pytest.approx(training_flops(7e9, 1e12) / 3)
+
+
+def test_each_law_spends_the_same_budget() -> None:
+    for row in law_rows(1e22):
+        assert 6 * central(row.num_parameters) * central(row.tokens) == pytest.approx(1e22)
+        assert row.source
+
+
+def test_only_the_refit_has_ranges_and_kaplans_loss_is_not_compared() -> None:
+    refit, original, _, kaplan = law_rows(1e22)
+    assert isinstance(refit.num_parameters, Interval) and isinstance(refit.tokens, Interval)
+    assert isinstance(original.num_parameters, float) and isinstance(original.loss, float)
+    assert kaplan.loss is None
+
+
+GPTS = [name for name in PRESETS if name.startswith(("gpt2", "gpt3"))]
+
+
+@pytest.mark.parametrize("name", GPTS)
+def test_a_presets_own_size_is_nearest_to_it_or_to_its_twin(name: str) -> None:
+    size = PRESETS[name].shape(50257).num_parameters
+    found = PRESETS[nearest_preset(size, 50257)].shape(50257).num_parameters
+    assert found == pytest.approx(size, rel=0.01)
+
+
+def test_chinchilla_is_nearer_to_175b_than_to_13b() -> None:
+    assert nearest_preset(70e9, 50257) == "gpt3-175b"
+
+
+@pytest.mark.parametrize("size", [8e6, 30e6, 124e6, 355e6, 1.3e9, 2.7e9, 7e9, 13e9, 30e9, 72e9, 175e9, 1e12])
+def test_shapes_have_the_size_and_sensible_numbers(size: float) -> None:
+    shape = suggest_shape(size, 50257, 2048)
+    assert shape.num_parameters == pytest.approx(size, rel=0.03)
+    assert shape.n_embd % 128 == 0
+    assert shape.head_dim in (64, 128)
+    assert shape.n_head % 2 == 0
+    if size > 5e9:
+        # GPT-3's largest four have 128 wide for each layer.
+        assert shape.n_head % 4 == 0
+        assert 100 < shape.n_embd / shape.n_layer < 150
+
+
+def test_gpt3_13b_is_found_again() -> None:
+    shape = suggest_shape(PRESETS["gpt3-13b"].shape(50257).num_parameters, 50257, 2048)
+    assert (shape.n_layer, shape.n_head, shape.n_embd) == (40, 40, 5120)
+
+
+def test_what_cannot_be_built_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"1M parameters are fewer than the 6,899,584 of one block"):
+        suggest_shape(1e6, 50257, 2048)
+    with pytest.raises(ConfigError, match=r"1e\+16 parameters are more than the largest shape here has \(26\.4T\)"):
+        suggest_shape(1e16, 50257, 2048)
+
+
+def test_a_presets_context_can_be_changed() -> None:
+    assert PRESETS["gpt2-124m"].shape(50257).seq_len == 1024
+    assert PRESETS["gpt2-124m"].shape(50257, 4096).seq_len == 4096

@@ -1,0 +1,261 @@
+"""The largest micro-batch that fits: maximal, legal, and resolved as train.py resolves it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmscale.architecture.hf_config import load_hf_model
+from llmscale.architecture.shape import GPTShape
+from llmscale.config.batch_plan import divisors
+from llmscale.config.deepspeed.resolve import DsConfig, parse_ds_config
+from llmscale.config.presets import PRESETS
+from llmscale.config.resolve import resolve_step
+from llmscale.errors import ConfigError
+from llmscale.memory.estimate import estimate_memory
+from llmscale.planning.scaling import WIDTH_MULTIPLE, interpolated_shape, scaling_family
+from llmscale.planning.search import (
+    Job,
+    Machines,
+    Strategy,
+    build_strategy,
+    find_fits,
+    find_hf_configs,
+    find_largest_fit,
+    find_largest_models,
+    fit_at,
+    legal_micro_batches,
+    most_room,
+)
+from tests.planning.conftest import search
+
+GIB = 2**30
+SHAPE = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50257, seq_len=1024)
+MACHINES = Machines(num_nodes=1, gpus_per_node=8, gpu_bytes=24 * GIB)
+
+
+def config(stage: int, offload_optimizer: dict[str, object] | None = None, **sections: object) -> DsConfig:
+    zero = {"stage": stage} | ({"offload_optimizer": offload_optimizer} if offload_optimizer else {})
+    return parse_ds_config({"zero_optimization": zero, "bf16": {"enabled": True}, **sections}, "test")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("gib", [4, 8, 24, 80])
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_the_next_larger_micro_batch_does_not_fit(stage: int, gib: int, mode: str) -> None:
+    job = Job(SHAPE, 8 * 60, replace(MACHINES, gpu_bytes=gib * GIB))
+    found = find_largest_fit(config(stage), job, mode)  # type: ignore[arg-type]
+    fitting = [size for size in divisors(60) if fit_at(config(stage), job, mode, size).fits]  # type: ignore[arg-type]
+    assert found.fits == bool(fitting)
+    assert found.plan.micro_batch_size == max(fitting, default=1)
+
+
+def test_without_accumulation_a_larger_batch_may_fit_where_a_smaller_one_does_not() -> None:
+    """A micro-batch that is a rank's whole share needs no sum of gradients from one micro-step to the next."""
+    ds = config(1, offload_optimizer={"device": "cpu"})
+    job = Job(GPTShape(n_layer=24, n_head=16, n_embd=1024, vocab_size=512, seq_len=8), 2, Machines(1, 1, 80 * GIB))
+    half, whole = (fit_at(ds, job, "full", size).estimate.total_bytes for size in (1, 2))
+    assert whole < half
+    between = replace(job, machines=replace(job.machines, gpu_bytes=(half + whole) // 2))
+    found = find_largest_fit(ds, between, "full")
+    assert found.fits
+    assert found.plan.micro_batch_size == 2
+
+
+def test_a_row_is_the_estimate_of_what_train_py_would_resolve() -> None:
+    job = Job(SHAPE, 64, MACHINES)
+    fit = find_largest_fit(config(2), job, "selective")
+    assert fit.plan.global_batch_size == 64
+    assert fit.step == resolve_step(config(2), SHAPE, fit.plan, "selective")
+    assert fit.estimate == estimate_memory(fit.step)
+
+
+def test_nothing_fits_gives_the_smallest_and_what_is_missing() -> None:
+    job = Job(SHAPE, 64, replace(MACHINES, gpu_bytes=2 * GIB))
+    fit = find_largest_fit(config(0), job, "none")
+    assert not fit.fits
+    assert fit.plan.micro_batch_size == 1
+    assert fit.spare_bytes == 2 * GIB - fit.estimate.total_bytes < 0
+
+
+def test_host_memory_is_counted_per_node_and_checked_when_it_is_known() -> None:
+    ds = parse_ds_config(
+        {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}, "bf16": {"enabled": True}}, "test"
+    )
+    fit = find_largest_fit(ds, Job(SHAPE, 64, MACHINES), "none")
+    assert fit.host_bytes_per_node == 8 * fit.estimate.host_bytes
+    assert fit.host_bytes_per_node >= 12 * SHAPE.num_parameters
+    assert fit.host_spare_bytes is None
+    small = Job(SHAPE, 64, replace(MACHINES, host_bytes=GIB))
+    assert not find_largest_fit(ds, small, "none").fits
+
+
+@pytest.mark.parametrize(
+    ("keys", "micro_batch_size"),
+    [
+        ({"train_micro_batch_size_per_gpu": 2}, 2),
+        ({"gradient_accumulation_steps": 2}, 4),
+        ({"train_micro_batch_size_per_gpu": "auto"}, 8),
+    ],
+)
+def test_a_batch_size_in_the_file_is_kept(keys: dict[str, object], micro_batch_size: int) -> None:
+    fit = find_largest_fit(config(2, **keys), Job(SHAPE, 64, MACHINES), "full")
+    assert fit.plan.micro_batch_size == micro_batch_size
+
+
+def test_the_flag_wins_over_the_search() -> None:
+    fit = find_largest_fit(config(2), Job(SHAPE, 64, MACHINES, micro_batch_size=2), "none")
+    assert fit.plan.micro_batch_size == 2
+
+
+def test_an_accumulation_that_does_not_divide_is_one_clear_error() -> None:
+    with pytest.raises(ConfigError, match=r"contradicts the batch plan|does not divide"):
+        find_largest_fit(config(2, gradient_accumulation_steps=3), Job(SHAPE, 64, MACHINES), "none")
+
+
+def test_a_global_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cannot be divided over 8 ranks"):
+        legal_micro_batches(Job(SHAPE, 12, MACHINES))
+
+
+def test_every_legal_strategy_is_a_row_once() -> None:
+    fits = find_fits(search(Job(SHAPE, 64, MACHINES)))
+    strategies = [fit.strategy for fit in fits]
+    assert len(set(strategies)) == len(strategies) == 27
+    assert {s.zero_stage for s in strategies if s.offload_param != "none"} == {3}
+    assert {s.zero_stage for s in strategies if s.offload_optimizer == "cpu"} == {1, 2, 3}
+    assert {s.offload for s in strategies} == {"-", "optim cpu", "both cpu", "both nvme"}
+
+
+def test_fp16_has_no_row_at_stage_0() -> None:
+    fits = find_fits(search(Job(SHAPE, 64, MACHINES), "fp16"))
+    assert {fit.strategy.zero_stage for fit in fits} == {1, 2, 3}
+    assert {fit.step.precision for fit in fits} == {"fp16"}
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "gpus", "words"),
+    [(1, 8, "8 x t4"), (2, 8, "2 nodes x 8 x t4"), (1, 64, "64 x t4 in one node (of several nodes: --num-nodes)")],
+)
+def test_machines_in_words(num_nodes: int, gpus: int, words: str) -> None:
+    assert Machines(num_nodes, gpus, 16 * GIB).in_words("t4") == words
+
+
+LIKE = GPTShape(n_layer=1, n_head=1, n_embd=64, vocab_size=50257, seq_len=2048, dropout=0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name.startswith("gpt3-")])
+def test_the_family_goes_through_gpt3s_table(name: str) -> None:
+    preset = PRESETS[name]
+    shape = interpolated_shape(preset.n_embd, LIKE)
+    assert shape.n_layer == preset.n_layer
+    assert shape.n_embd == preset.n_embd
+    assert (shape.vocab_size, shape.seq_len, shape.dropout) == (50257, 2048, 0.1)
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if scaling_family(name) != "gpt3"])
+def test_a_family_with_sizes_of_its_own_goes_through_its_presets(name: str) -> None:
+    """From whichever of them the user named."""
+    family, wanted = scaling_family(name), PRESETS[name].shape(50257, 2048)
+    for other in (other for other in PRESETS if scaling_family(other) == family):
+        like = PRESETS[other].shape(50257, 2048).changed({"dropout": 0.1})
+        found = interpolated_shape(wanted.n_embd, like, family)
+        assert replace(found, dropout=0.0) == replace(wanted, norm_eps=found.norm_eps, rope_theta=found.rope_theta)
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "smollm2"])
+def test_shapes_between_and_beyond_a_family_s_presets_can_be_built(family: str) -> None:
+    names = [name for name in PRESETS if scaling_family(name) == family]
+    like = PRESETS[names[0]].shape(50257, 2048)
+    widths = range(WIDTH_MULTIPLE, 20_000, WIDTH_MULTIPLE)
+    shapes = [interpolated_shape(width, like, family) for width in widths]
+    sizes = [shape.num_parameters for shape in shapes]
+    assert sizes == sorted(sizes)
+    assert {shape.head_dim for shape in shapes} == {PRESETS[name].shape(50257).head_dim for name in names}
+    wide = shapes[-1]
+    assert wide.n_embd / wide.n_layer == pytest.approx(PRESETS[names[-1]].n_embd / PRESETS[names[-1]].n_layer, rel=0.01)
+
+
+def test_a_choice_of_the_user_holds_at_every_size() -> None:
+    like = PRESETS["llama3-8b"].shape(50257, 2048).changed({"tied": True, "norm": "layernorm"})
+    assert {interpolated_shape(width, like, "llama3").tied for width in (2048, 4096, 16384)} == {True}
+    assert interpolated_shape(16384, like, "llama3").norm == "layernorm"
+
+
+def test_presets_of_gpt_2s_sizes_go_on_as_gpt_3() -> None:
+    assert {scaling_family(name) for name in ("gpt2-124m", "gpt-modern-1.5b", "tiny-1m", "hf:some/folder", None)} == {
+        "gpt3"
+    }
+
+
+def test_wider_is_always_larger_and_heads_divide() -> None:
+    shapes = [interpolated_shape(width, LIKE) for width in range(WIDTH_MULTIPLE, 20_000, WIDTH_MULTIPLE)]
+    sizes = [shape.num_parameters for shape in shapes]
+    assert sizes == sorted(sizes)
+    assert {shape.head_dim for shape in shapes} == {64, 128}
+
+
+@pytest.fixture(scope="module")
+def job() -> Job:
+    return Job(LIKE, 64, Machines(1, 8, 40 * GIB))
+
+
+def test_the_next_width_does_not_fit(job: Job) -> None:
+    models = find_largest_models(search(job, modes=("full",)))
+    assert len(models) == 9
+    for model in models:
+        assert model.shape is not None
+        assert model.fit is not None
+        assert model.fit.fits
+        wider = interpolated_shape(model.shape.n_embd + WIDTH_MULTIPLE, LIKE)
+        ds = build_strategy(model.strategy, "bf16")
+        assert ds is not None
+        assert not fit_at(ds, replace(job, shape=wider), "full", 1).fits
+
+
+def test_sharding_and_offload_make_room_for_more(job: Job) -> None:
+    models = {model.strategy: model.shape for model in find_largest_models(search(job, modes=("full",)))}
+    order = [
+        *(Strategy(stage, "none", "none", "full") for stage in (0, 1, 2, 3)),
+        Strategy(3, "cpu", "none", "full"),
+        Strategy(3, "cpu", "cpu", "full"),
+    ]
+    sizes = [shape.num_parameters for strategy in order if (shape := models[strategy]) is not None]
+    assert len(sizes) == len(order)
+    assert sizes == sorted(sizes)
+
+
+def test_the_preset_named_is_not_larger(job: Job) -> None:
+    for model in find_largest_models(search(job, modes=("full",))):
+        assert model.shape is not None
+        assert model.preset is not None
+        preset = PRESETS[model.preset]
+        like = replace(LIKE, n_layer=preset.n_layer, n_head=preset.n_head, n_embd=preset.n_embd)
+        assert like.num_parameters <= model.shape.num_parameters
+
+
+def test_nothing_fits_a_card_that_is_too_small(job: Job) -> None:
+    tiny = replace(job, machines=replace(job.machines, gpu_bytes=GIB))
+    assert all(model.shape is None and model.fit is None for model in find_largest_models(search(tiny)))
+
+
+NEOX_8B = """{"model_type": "gpt_neox", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+"intermediate_size": 16384, "vocab_size": 50432}"""
+
+
+def test_room_and_the_layout_that_leaves_most(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(NEOX_8B)
+    model = load_hf_model(str(tmp_path))
+    assert model is not None
+    configs = find_hf_configs(model, Machines(1, 8, 80 * GIB), "bf16", None)
+    assert [config.strategy.checkpointing for config in configs] == ["none"] * len(configs)
+    assert {config.ds_config.gradient_accumulation_steps for config in configs} == {2}, "most runs accumulate"
+    best = most_room(configs)
+    assert best.fits
+    assert (best.strategy.zero_stage, best.strategy.offload) == (3, "-")
+    small = find_hf_configs(model, Machines(1, 1, 8 * GIB), "bf16", 1)
+    assert {config.ds_config.gradient_accumulation_steps for config in small} == {1}
+    missing = [config for config in small if not config.fits]
+    assert missing and all(config.room_bytes <= 0 for config in missing)
+    assert most_room(missing).room_bytes == max(config.room_bytes for config in missing)
