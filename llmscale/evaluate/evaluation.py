@@ -1,4 +1,4 @@
-"""Everything that `llmscale eval` finds out about one model: what is asked is made ready, then the model is loaded."""
+"""Evaluate one model for `llmscale eval`: validation losses, task scores, published results of the same size."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What to find out."""
+    """Losses and tasks to evaluate."""
 
     files: Sequence[TaskFile]
     harness: LmEvalTasks | None
     limit: int | None
-    """Items of each of lm-eval's tasks."""
+    """Most items per lm-eval task."""
     val_samples: int
-    """Sequences of a validation; 0: none."""
+    """Sequences to validate on; 0 skips validation."""
     batch_size: int
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was found out."""
+    """Results of an evaluation."""
 
     subject: Subject
     losses: Sequence[ValidationLoss]
-    """On each set; empty where there is none."""
+    """Loss on each dataset; empty without datasets."""
     tasks: Sequence[TaskResult]
     published: Sequence[PublishedResult] | None = None
-    """HellaSwag's of models of that size; None where all of its items were not scored as theirs were."""
+    """HellaSwag results of models of that size; None unless all items were scored in the same way."""
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values, for a file."""
+        """Return JSON values."""
         size = self.subject.shape.num_parameters
         values: dict[str, object] = {
             "model": str(self.subject.folder),
@@ -66,12 +66,12 @@ class Evaluation:
 
 
 def _finite(values: Mapping[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN and no infinity."""
+    """Replace NaN and infinity, which JSON does not have, by None."""
     return {name: value if math.isfinite(value) else None for name, value in values.items()}
 
 
 def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
-    """Loss and bits per byte over the sequences of all sets."""
+    """Average loss and bits per byte over the sequences of all datasets."""
     count = sum(loss.num_samples for loss in losses)
     return {
         "loss": sum(loss.loss * loss.num_samples for loss in losses) / count,
@@ -84,14 +84,17 @@ def total_loss(losses: Sequence[ValidationLoss]) -> dict[str, float]:
 def losses_on(
     model: GPT, sets: Sequence[ValidationSplit], batch_size: int, progress: Callable[[int], object]
 ) -> dict[str, float]:
-    """Return the total over sets; empty for none. `progress` gets numbers of sequences. Raises DataError."""
+    """Return the average over all datasets, or an empty dict without datasets. Raises DataError."""
     losses = [validation_loss(model, one, batch_size=batch_size, progress=progress) for one in sets]
     return total_loss(losses) if losses else {}
 
 
 def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | None, int], object]) -> Evaluation:
-    """`progress` gets what is being done, how many sequences that is where it is known, and numbers of those done.
-    Raises ConfigError, CheckpointError or DataError; what is wrong with items and sets before the model is loaded."""
+    """Prepare everything that is asked for, then load the model and evaluate it.
+
+    `progress` gets the name of the activity, its number of sequences if known, and the sequences done since the last
+    call. Raises ConfigError, CheckpointError or DataError, for items and datasets before the model is loaded.
+    """
     from llmscale.evaluate.scoring import score_rows
 
     tokenizer, seq_len, batch_size = subject.tokenizer, subject.shape.seq_len, request.batch_size

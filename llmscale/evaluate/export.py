@@ -1,6 +1,6 @@
-"""A checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
+"""Export a checkpoint as a folder that `transformers.AutoModelForCausalLM.from_pretrained` loads.
 
-Nothing but the tensor that is being written is in memory, and of most only a part.
+Only the tensor being written is in memory, and for most tensors only a part of it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from llmscale.untrusted.documents import Rules, load_json
 
 #: The release whose configuration files these are, unless they are a published model's.
 _VERSION = "4.57.6"
-#: Weights in memory at a time, where a tensor can be written in the order in which it lies in the checkpoint.
+#: Weights in memory at a time, for tensors that are written in the order of the checkpoint.
 _PART_ELEMENTS = 1 << 22
 _TORCH_NAMES: dict[ExportDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _TORCH_DTYPES: dict[ExportDtype, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,11 +57,11 @@ class ExportedModel:
     family: Family
     dtype: ExportDtype
     shard_bytes: int
-    """No file of weights is larger, unless one tensor is."""
+    """Largest size of a file of weights, unless one tensor is larger."""
     published: PublishedModel | None = None
-    """The model that it was made from."""
+    """Published model that it was initialised from."""
     last_positions: Tensor | None = None
-    """Rows of the position table after those of the checkpoint, [rows, n_embd]."""
+    """Rows of the position table after the checkpoint's, [rows, n_embd]."""
 
     @cached_property
     def tensors(self) -> tuple[HFTensor, ...]:
@@ -69,7 +69,7 @@ class ExportedModel:
 
     @property
     def num_parameters(self) -> int:
-        """Without the padding rows of the token table."""
+        """Number of parameters without the padding rows of the token table."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     @property
@@ -93,10 +93,10 @@ def describe_export(
 
 
 class Weights(Protocol):
-    """A model's parameters by name, flat."""
+    """Parameters of a model by name, flattened."""
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
-        """`elements` of a parameter from its element `start` on, in fp32."""
+        """Return `elements` of a parameter from its element `start` on, in fp32."""
 
 
 def export_model(
@@ -146,7 +146,7 @@ def write_model(
         (folder / CARD_NAME).write_text(card, encoding="utf-8")
         config, generation = _configs(model, tokenizer)
         _write_json(folder / GENERATION_NAME, generation)
-        # The last: a folder without it is no model.
+        # Last, because a folder without it cannot be loaded.
         _write_json(folder / CONFIG_NAME, config)
 
 
@@ -219,12 +219,12 @@ def _parts(stored: Weights, model: ExportedModel, tensor: HFTensor) -> Iterator[
 
 
 def _as_matrix(tensor: HFTensor) -> tuple[int, int]:
-    """Rows and elements of a row."""
+    """Return the number of rows and of elements per row."""
     return tensor.shape[0], math.prod(tensor.shape[1:])
 
 
 def _transposed(stored: Weights, dtype: ExportDtype, tensor: HFTensor) -> Tensor:
-    """Flat and whole, filled with some of our rows, [rows, columns], at a time."""
+    """Return the transposed tensor, flattened, from a few of our rows, [rows, columns], at a time."""
     columns, rows = _as_matrix(tensor)
     theirs = torch.empty(columns, rows, dtype=_TORCH_DTYPES[dtype])
     at_once = max(1, _PART_ELEMENTS // columns)

@@ -1,7 +1,7 @@
-"""A model of ours as lm-eval calls models: likelihoods of continuations and of whole texts, and generated text.
+"""Adapt a model to lm-eval: likelihoods of continuations and texts, and generated text.
 
 Tokens, windows and stops are those of lm-eval's own Hugging Face backend (lm_eval/models/huggingface.py, 0.4.13), so
-that a model that was exported has the same numbers there.
+that an exported model has the same scores there.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from llmscale.evaluate.scoring import RowScore, score_rows
 from llmscale.evaluate.scoring_requests import Row, encode_text, pair_row, rolling_rows
 from llmscale.model.gpt import GPT
 
-#: Tokens that are generated where a task does not say how many, as in lm-eval's own backend.
+#: Default of tokens to generate, as in lm-eval's own backend.
 _MAX_NEW_TOKENS = 256
 
 
 class LlmscaleLM(LM):
-    """One model in this process. What cannot be computed raises ConfigError or DataError with the task's name."""
+    """A model in this process. What a method cannot compute raises ConfigError or DataError with the task's name."""
 
     def __init__(
         self,
@@ -41,8 +41,7 @@ class LlmscaleLM(LM):
         self._batch_size, self._progress = batch_size, progress
 
     def loglikelihood(self, requests: Sequence[Instance]) -> list[tuple[float, bool]]:
-        """Of each (context, continuation): the sum of its tokens' log-probabilities, and whether each is the
-        likeliest."""
+        """Return the log-likelihood of each continuation of a context, and whether greedy decoding gives it."""
         seq_len = self._model.shape.seq_len
         rows = [
             pair_row(self._tokenizer, seq_len, request.args[0], request.args[1], _where(request))
@@ -51,7 +50,7 @@ class LlmscaleLM(LM):
         return [(score.log_likelihood, score.is_greedy) for score in self._score(rows)]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance]) -> list[float]:
-        """Of each text, whose every token is scored once."""
+        """Return the log-likelihood of each text; every token is scored once."""
         rows: list[Row] = []
         counts = []
         for request in requests:
@@ -62,14 +61,14 @@ class LlmscaleLM(LM):
         return [math.fsum(next(scores).log_likelihood for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Instance]) -> list[str]:
-        """The text behind each (context, settings), up to a stop, the end of text or the most tokens."""
+        """Return the continuation of each context up to a stop string, the end of text or the most tokens."""
         texts: dict[int, str] = {}
         by_settings: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             by_settings.setdefault(repr(request.args[1]), []).append(index)
         for indices in by_settings.values():
             how = self._generation(requests[indices[0]])
-            # Of similar length, so that contexts grow out of the model's positions together.
+            # Contexts of similar length exceed the model's positions together.
             indices.sort(key=lambda index: -len(requests[index].args[0]))
             for start in range(0, len(indices), self._batch_size):
                 batch = indices[start : start + self._batch_size]
@@ -112,7 +111,7 @@ class LlmscaleLM(LM):
         for chosen in steps:
             for number, token in chosen.items():
                 tokens[number].append(token)
-            # What a text says behind its stop nobody reads.
+            # Text after a stop string is not needed.
             if all(how.is_stopped(self._tokenizer.decode(tokens[number])) for number in chosen):
                 break
         return [postprocess_generated_text(self._tokenizer.decode(text), list(how.stops), None) for text in tokens]
@@ -123,7 +122,7 @@ class _Generation:
     settings: SamplingSettings
     stops: tuple[str, ...]
     max_context: int
-    """Tokens before the text, the last of the context."""
+    """Most tokens of the context; its last ones are used."""
 
     def is_stopped(self, text: str) -> bool:
         return any(stop and stop in text for stop in self.stops)

@@ -1,4 +1,4 @@
-"""lm-eval's tasks from YAML on this machine: found, checked and run without the network. No torch before they run."""
+"""Find, check and run lm-eval's tasks from YAML on this machine, without the network. No torch before they run."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
 
     from llmscale.evaluate.lm_eval_model import LlmscaleLM
 
-#: Read by datasets, huggingface_hub, transformers and evaluate when they are imported.
+#: Variables that datasets, huggingface_hub, transformers and evaluate read when they are imported.
 _OFFLINE = ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_EVALUATE_OFFLINE")
 _QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TQDM_DISABLE": "1"}
 _NEAREST = 3
-#: What a task's YAML calls it.
+#: Name of a task in its YAML.
 _NAME = re.compile(r"^task: *[\"']?([\w.()-]+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class LmEvalTasks:
-    """Tasks that were found and whose data is here."""
+    """Tasks whose data is on this machine."""
 
     manager: TaskManager
     names: tuple[str, ...]
-    """As they were asked for."""
+    """Names that the user gave."""
     result_names: tuple[str, ...]
-    """Of their tasks and groups."""
+    """Names of the results, by task and group."""
 
     def run(self, model: LlmscaleLM, limit: int | None) -> list[TaskResult]:
-        """Their results; of at most `limit` items each. Raises ConfigError, DataError."""
+        """Run the tasks with at most `limit` items each. Raises ConfigError, DataError."""
         from lm_eval import simple_evaluate
 
         found = simple_evaluate(
@@ -50,7 +50,7 @@ class LmEvalTasks:
             task_manager=self.manager,
             limit=limit,
             log_samples=False,
-            # Standard errors by drawing again, of metrics that have no formula: minutes, and pools of processes.
+            # Bootstrapped standard errors take minutes and process pools.
             bootstrap_iters=0,
         )
         counts = found["n-samples"]
@@ -61,11 +61,11 @@ class LmEvalTasks:
 
 
 def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None = None) -> LmEvalTasks:
-    """The tasks that `specs` name: YAML files, tasks of the YAMLs below `task_folder`, or lm-eval's own, whose data
-    must be in the cache of `datasets`. A YAML may run Python that lies beside it (`!function`), as in lm-eval itself.
+    """Find the tasks that `specs` name: YAML files, tasks in `task_folder`, or lm-eval's own with cached data.
 
-    After `go_offline`. Raises ConfigError for a task that nobody knows, with the nearest names, or that cannot be
-    loaded, and for the first of at most `limit` documents that is not as the task wants it.
+    As in lm-eval, a YAML may run Python from its folder (`!function`). Call `go_offline` before. Raises ConfigError for
+    an unknown task, with the nearest names, for one that cannot be loaded, and for the first of at most `limit`
+    documents that does not fit the task.
     """
     if task_folder is not None and not task_folder.is_dir():
         raise ConfigError(f"--task-folder {task_folder} is no folder. Name the one that holds the tasks' YAMLs.")
@@ -81,7 +81,7 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None
     own = {spec for spec in specs if not _is_yaml(spec) and spec not in manager.task_index}
     if own:
         _check_mentioned(own, task_folder)
-        # lm-eval's own 14,000 take half a minute to parse.
+        # lm-eval's own 14,000 tasks take half a minute to parse.
         manager = TaskManager(include_path=task_folder)
     found: list[str] = []
     for spec in specs:
@@ -90,7 +90,7 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None
 
 
 def go_offline() -> None:
-    """Keep the libraries from the network, and from bars of their own. Before any of them is imported."""
+    """Turn off the libraries' network access and progress bars. Call it before any of them is imported."""
     for name in _OFFLINE:
         os.environ[name] = "1"
     for name, value in _QUIET.items():
@@ -116,14 +116,14 @@ def _check_mentioned(names: set[str], task_folder: Path | None) -> None:
 
 
 def _check_task(manager: TaskManager, spec: str, task_folder: Path | None, limit: int | None) -> list[str]:
-    """The names that its results have."""
+    """Load a task; return the names of its results."""
     if not _is_yaml(spec) and spec not in manager.task_index:
         raise ConfigError(_unknown(manager.all_tasks, spec, task_folder))
     try:
         loaded = manager.load([spec])
     except (KeyboardInterrupt, MemoryError):
         raise
-    except Exception as error:  # whatever a task's own code, its YAML or `datasets` can raise
+    except Exception as error:  # a task's code, its YAML or `datasets` raise many kinds
         raise ConfigError(
             f"task {spec} cannot be loaded: {_reason(error)} Nothing is fetched from the network: a task's data must "
             "be files that its YAML names (dataset_path: json, dataset_kwargs: data_files), or lie in the cache of "
@@ -135,7 +135,7 @@ def _check_task(manager: TaskManager, spec: str, task_folder: Path | None, limit
 
 
 def _check_documents(name: str, task: Task, limit: int | None) -> None:
-    """Build its requests, as lm-eval does again when it runs."""
+    """Build a task's requests, as lm-eval does again when it runs. Raises ConfigError."""
     construct, count = task.construct_requests, 0
 
     def construct_counting(doc: object, *args: object, **kwargs: object) -> object:
@@ -176,7 +176,7 @@ def _unknown(known: Sequence[str], spec: str, task_folder: Path | None) -> str:
 
 
 def _numbers(values: dict[str, object]) -> dict[str, float]:
-    """`acc,none` as acc; of a metric behind another filter both names."""
+    """Return metrics by name: `acc,none` becomes acc, a metric with another filter keeps both names."""
     found = {}
     for key, value in values.items():
         metric, _, name = key.partition(",")

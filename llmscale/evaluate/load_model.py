@@ -17,10 +17,12 @@ from llmscale.model.gpt import GPT
 
 
 def load_checkpoint_model(folder: Path, shape: GPTShape) -> GPT:
-    """Load the fp32 master weights of a verified checkpoint onto this machine's GPU, or its CPU. Raises
-    CheckpointError."""
+    """Load the fp32 master weights of a verified checkpoint onto this machine's GPU, or its CPU.
+
+    Raises CheckpointError.
+    """
     weights = load_full_weights(folder)
-    # Before a model is built whose size is the checkpoint's word alone.
+    # Checked before a model is built, because its size is known only from the checkpoint.
     if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
         raise CheckpointError(
             f"{folder} holds fewer weights than the {shape.num_parameters:,} of the model in its configuration."
@@ -31,8 +33,10 @@ def load_checkpoint_model(folder: Path, shape: GPTShape) -> GPT:
 
 
 def load_published_model(published: PublishedModel) -> GPT:
-    """The model of a folder of transformers, in fp32. Raises CheckpointError for weights that are damaged or of another
-    model than its config.json's."""
+    """Load the model of a transformers folder in fp32.
+
+    Raises CheckpointError for damaged weights, or weights that do not fit config.json.
+    """
     assert published.folder is not None
     stored = list_tensors(find_weights_files(published.folder))
     pieces = match_tensors(stored, published.tensors, published.source, published.architecture)

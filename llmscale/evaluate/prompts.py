@@ -1,4 +1,4 @@
-"""Prompts from a file: a line each, or JSON. No torch."""
+"""Read prompts from a file: one per line, or JSON lines. No torch."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from llmscale.untrusted.paths import read_regular
 
 
 def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
-    r"""The prompts in a text file, one a line, or in a .jsonl file, of whose objects each has a "prompt".
+    r"""Read a text file with a prompt per line, or a .jsonl file of objects with a "prompt".
 
-    `flag` named it. Empty lines are passed over; `\r\n` ends a line as `\n` does. Raises ConfigError when it cannot be
-    read, holds no prompt, or is no UTF-8 text.
+    Empty lines are skipped; `\r\n` ends a line as `\n` does. `flag` is the flag that named the file. Raises ConfigError
+    for a file that cannot be read, has no prompt, or is not UTF-8 text.
     """
     try:
         contents = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}.") from None
     prompts = []
-    # Some editors begin a file with a mark of its encoding.
+    # Some editors write a byte order mark.
     for number, line in enumerate(contents.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if (line := line.removesuffix(b"\r")).strip():
             where = f"{flag} {path}, line {number}"
@@ -32,7 +32,7 @@ def read_prompts(path: Path, flag: str = "--prompts") -> list[str]:
 
 
 def check_prompt_text(text: str, where: str) -> str:
-    """A text that can be tokenized. Raises ConfigError for NUL, for what is no UTF-8, and for a book."""
+    """Return the text. Raises ConfigError for NUL characters, text that is not UTF-8, or text that is too long."""
     if len(text) > LINE_MAX_BYTES:
         raise ConfigError(f"{where} has {len(text):,} characters; at most {LINE_MAX_BYTES:,} are read. Cut it.")
     if "\0" in text:

@@ -1,7 +1,7 @@
-"""2:4 structured sparsity: of every four weights in a row that are multiplied with neighbouring inputs, two are zero.
+"""Prune to 2:4 structured sparsity: set two of every four weights in a row to zero, by magnitude (torch.ao).
 
-That is what sparse tensor cores (compute capability 8.0 and later) skip: Mishra et al. 2021, "Accelerating Sparse Deep
-Neural Networks", section 3. Which two is their magnitude's choice, by torch.ao's sparsifier.
+Sparse tensor cores (compute capability 8.0 and later) skip these zeros: Mishra et al. 2021, "Accelerating Sparse Deep
+Neural Networks", section 3.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from llmscale.errors import ConfigError
 from llmscale.model.gpt import GPT
 
 _GROUP, _ZEROS = 4, 2
-#: Outputs and inputs of a layer must be multiples of these for torch's 2:4 kernels in 16 bit, CUTLASS's, which ask for
-#: more than cuSPARSELt's (torch.sparse.semi_structured).
+#: Outputs and inputs of a layer must be multiples of these for CUTLASS's 2:4 kernels in 16 bit (cuSPARSELt's accept
+#: smaller ones; torch.sparse.semi_structured).
 _KERNEL_OUTPUTS, _KERNEL_INPUTS = 32, 64
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was set to zero."""
+    """Counts of pruned layers and weights."""
 
     num_layers: int
-    """Linear ones, of the blocks; embeddings, head and norms stay whole."""
+    """Linear layers of the blocks; embeddings, head and norms are not pruned."""
     num_weights: int
-    """Of those layers."""
+    """Weights of those layers."""
     num_zeros: int
 
 
 def check_sparse_cores(whose: str, capability: ComputeCapability) -> None:
-    """Raises ConfigError for a GPU whose tensor cores cannot skip zeros."""
+    """Raise ConfigError for a GPU whose tensor cores cannot skip zeros."""
     if capability < AMPERE:
         major, minor = capability
         raise ConfigError(
@@ -45,8 +45,8 @@ def check_sparse_cores(whose: str, capability: ComputeCapability) -> None:
 def prune_linear_layers(model: GPT, *, for_gpu: bool) -> Pruned:
     """Set the two smallest of every four weights [outputs, inputs] along the inputs to zero, in place.
 
-    Raises ConfigError for a layer whose inputs are no multiple of four, and where it is `for_gpu` for one that kernels
-    for such weights do not take.
+    Raises ConfigError for a layer whose inputs are not a multiple of four, or, with `for_gpu`, for one that the kernels
+    do not support.
     """
     from torch.ao.pruning import WeightNormSparsifier
 
@@ -74,11 +74,11 @@ def prune_linear_layers(model: GPT, *, for_gpu: bool) -> Pruned:
 
 
 class ModelWeights:
-    """Of a model in memory, as an export reads them (evaluate/export.py)."""
+    """Weights of a model in memory, in the form that an export reads (evaluate/export.py)."""
 
     def __init__(self, model: GPT) -> None:
         self._flat = {name: parameter.detach().view(-1) for name, parameter in model.named_parameters()}
 
     def read(self, name: str, start: int, elements: int) -> Tensor:
-        """`elements` of a parameter from its element `start` on, flat, in fp32 on the CPU."""
+        """Return `elements` of a parameter from its element `start` on, flattened, in fp32 on the CPU."""
         return self._flat[name][start : start + elements].to("cpu", torch.float32)

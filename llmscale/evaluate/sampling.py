@@ -1,4 +1,4 @@
-"""Tokens from a model: a batch of prompts, one more token of each at a time."""
+"""Sample tokens from a model for a batch of prompts, one token of each at a time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from llmscale.errors import ConfigError, TrainingError
 from llmscale.model.attention_context import KVCache
 from llmscale.model.gpt import GPT
 
-#: One token by the number of its prompt.
+#: One token per prompt, by the prompt's number.
 TokenByPrompt = dict[int, int]
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How a token is chosen, and how many. Raises ConfigError for illegal values."""
+    """Number of tokens, and how each is chosen. Raises ConfigError for illegal values."""
 
     max_new_tokens: int
     temperature: float
-    """0 takes the likeliest token; else tokens are drawn from softmax(logits / temperature)."""
+    """0 takes the likeliest token; otherwise tokens are drawn from softmax(logits / temperature)."""
     top_k: int | None
-    """Only the k likeliest are drawn; None: all."""
+    """Number of likeliest tokens to draw from; None for all."""
     top_p: float | None
-    """Of those, only the likeliest that together reach this probability (Holtzman et al. 2020); None: all."""
+    """Probability that the likeliest of those tokens reach together (Holtzman et al. 2020); None for all."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
@@ -55,17 +55,16 @@ def sample(
 ) -> Iterator[TokenByPrompt]:
     """Yield the next token of every prompt that has not ended, up to `max_new_tokens` times.
 
-    Prompts are of 1 to seq_len tokens. Each draws with a generator of its own, from its number in `seeds`, so its
-    tokens do not depend on what else is in the batch; it ends before `eot_token`. Tokens are chosen among the first
-    `vocab_size`, those that the tokenizer has; a published model's table may have more. The model sees the last seq_len
-    tokens, numbered from position 0. With `use_cache` it computes the new tokens alone for as long as a text fits
-    seq_len; from then on every position is another one at each step, and all are computed again as without a cache.
-    Both ways give the same logits but for the rounding of sums in another order, hence the same tokens in fp32 unless
-    a draw falls within that of the border between two.
+    Prompts have 1 to seq_len tokens. Each has a random generator with its seed of `seeds`, so its tokens do not depend
+    on the rest of the batch; it ends before `eot_token`. Tokens are chosen among the first `vocab_size`, which the
+    tokenizer has; a published model's table may have more. The model sees the last seq_len tokens, from position 0.
 
-    The model is called in eval mode and left in the mode it was in; the global random state is not touched. Where
-    ranks share a model, `agree` makes all of them go on with the same tokens, and end at the same one. Raises
-    ConfigError at once for illegal values.
+    With `use_cache`, only new tokens are computed while a text fits seq_len; then positions shift at every step, and
+    all are recomputed. Both ways give the same logits apart from rounding. In fp32 they give the same tokens, unless a
+    draw is within rounding of the border between two.
+
+    The model runs in eval mode and returns to its mode; the global random state is unchanged. Where ranks share a
+    model, `agree` makes them continue with the same tokens. Raises ConfigError at once for illegal values.
     """
     for prompt in prompts:
         check_prompt(model.shape, prompt)
@@ -90,26 +89,26 @@ def sample(
                 contexts[number].append(token)
             yield chosen
 
-    # An inner generator, so that illegal values raise here and not at the first token.
+    # An inner generator, so that illegal values raise when this function is called.
     return tokens()
 
 
 class _Reader:
-    """Logits of the token after each context, from the context's last seq_len tokens."""
+    """Compute the logits after each context from its last seq_len tokens."""
 
     def __init__(self, model: GPT) -> None:
         self._model = model
 
     def next_logits(self, contexts: Mapping[int, list[int]]) -> Tensor:
-        """[contexts, vocab_size] in fp32 on the CPU, in the order of `contexts`."""
+        """Return logits, [contexts, vocab_size], in fp32 on the CPU, in the order of `contexts`."""
         seq_len = self._model.shape.seq_len
         return self._read([context[-seq_len:] for context in contexts.values()])
 
     def _read(self, rows: Sequence[Sequence[int]], cache: KVCache | None = None) -> Tensor:
-        """Logits after each row's last token; rows continue what is in the cache."""
+        """Return the logits after each row's last token; rows continue the cached contexts."""
         device = next(self._model.parameters()).device
         longest = max(map(len, rows))
-        # Filled up behind their end, where nothing that counts looks.
+        # Padded at the end; causal attention keeps padding from the tokens before it.
         tokens = torch.tensor([[*row, *(0,) * (longest - len(row))] for row in rows], device=device)
         ends = torch.tensor([len(row) - 1 for row in rows], device=device)
         lengths = [kept + len(row) for kept, row in zip(cache.lengths, rows, strict=True)] if cache else []
@@ -126,13 +125,13 @@ class _Reader:
 
 
 class _CachedReader(_Reader):
-    """The same, computing only what is new of the contexts that fit seq_len."""
+    """Compute only new tokens of contexts that fit seq_len."""
 
     def __init__(self, model: GPT, batch: int, max_len: int) -> None:
         super().__init__(model)
         self._cache = KVCache(model.shape, batch, max_len)
         self._rows = list(range(batch))
-        """The contexts' numbers, in the order of the cache."""
+        """Numbers of the contexts, in the order of the cache."""
 
     def next_logits(self, contexts: Mapping[int, list[int]]) -> Tensor:
         seq_len = self._model.shape.seq_len
@@ -150,16 +149,16 @@ class _CachedReader(_Reader):
 
 
 def _choose(logits: Tensor, settings: SamplingSettings, generator: torch.Generator) -> int:
-    """One token id from `logits` [vocab_size]. Raises TrainingError when they are no numbers.
+    """Choose a token id from `logits`, [vocab_size]. Raises TrainingError for NaN.
 
-    A single number decides, looked up among the probabilities added up in the order of ids: which of two nearly equal
-    tokens is the likelier, a matter of rounding, changes nothing.
+    One random number is looked up in the cumulative probabilities in the order of ids. So rounding that swaps the ranks
+    of two nearly equal tokens changes nothing.
     """
     if logits.isnan().any():
         raise TrainingError("the model's logits are no numbers (nan): its weights were lost in training.")
     if settings.temperature == 0:
         return int(logits.argmax())
-    # From the largest, so that no temperature divides to infinity.
+    # Subtracts the largest logit, so that no temperature divides to infinity.
     probabilities = ((logits.double() - logits.max()) / settings.temperature).softmax(0)
     if settings.top_k is not None and settings.top_k < len(logits):
         likeliest = probabilities.topk(settings.top_k).indices
@@ -167,16 +166,16 @@ def _choose(logits: Tensor, settings: SamplingSettings, generator: torch.Generat
         probabilities /= probabilities.sum()
     if settings.top_p is not None:
         sorted_, ids = probabilities.sort(descending=True, stable=True)
-        # A token stays while those before it do not yet reach top_p: the first one always does.
+        # A token is kept while those before it do not reach top_p, so the first one always is.
         probabilities[ids[sorted_.cumsum(0) - sorted_ >= settings.top_p]] = 0.0
     reached = probabilities.cumsum(0)
     drawn = torch.rand(1, dtype=torch.float64, generator=generator) * reached[-1]
-    # Above what is drawn from [0, all): a token of probability 0 never stands there.
+    # The draw is in [0, sum); `right=True` never selects a token of probability 0.
     return min(int(torch.searchsorted(reached, drawn, right=True)), int(probabilities.nonzero()[-1]))
 
 
 def check_prompt(shape: GPTShape, prompt: Sequence[int], where: str = "the prompt") -> None:
-    """Refuse tokens that the model cannot continue; `where` names them. Raises ConfigError."""
+    """Refuse tokens that the model cannot continue; `where` names the prompt. Raises ConfigError."""
     vocab_size, seq_len = shape.vocab_size, shape.seq_len
     if not prompt:
         raise ConfigError(f"{where} has no tokens; give at least one, such as the end-of-text token.")

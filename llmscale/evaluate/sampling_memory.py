@@ -1,4 +1,4 @@
-"""What a batch of texts takes of memory, asked before the first of them is begun."""
+"""Estimate the memory for sampling a batch of texts, before it begins."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _FP32_BYTES = 4
 
 
 def check_memory(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: int, *, use_cache: bool) -> None:
-    """Refuse a batch of fp32 texts that the free memory of this machine's GPU, or its host, cannot hold. Raises
-    ConfigError."""
+    """Refuse a batch that does not fit the free memory of this machine's GPU, or of its host. Raises ConfigError."""
     needed = batch_bytes(shape, batch, prompt_len, max_new_tokens, use_cache=use_cache)
     free = free_memory_bytes()
     if needed > free:
@@ -26,8 +25,10 @@ def check_memory(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: i
 
 
 def batch_bytes(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: int, *, use_cache: bool) -> int:
-    """At least: the cache, and one block's activations for the tokens that are computed together, which are the
-    prompts', or all that the model sees where a text outgrows it or nothing is kept."""
+    """Return a lower bound in bytes: the cache, and one block's activations of the tokens computed together.
+
+    These are the prompts' tokens, or all that the model sees if a text exceeds seq_len or nothing is cached.
+    """
     longest = min(prompt_len + max_new_tokens, shape.seq_len)
     outgrows = prompt_len + max_new_tokens > shape.seq_len
     together = batch * (prompt_len if use_cache and not outgrows else longest)

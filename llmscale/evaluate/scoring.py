@@ -1,4 +1,4 @@
-"""Log-likelihoods of rows of tokens, a batch at a time."""
+"""Compute log-likelihoods of rows of tokens, a batch at a time."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 from llmscale.evaluate.scoring_requests import Row, batches_by_length
 from llmscale.model.gpt import GPT
 
-#: From tokens and targets, ids [batch, t], to the targets' scores [batch, t, 2] (model/loss.py).
+#: Map tokens and targets, ids [batch, t], to the targets' scores [batch, t, 2] (model/loss.py).
 TokenScorer = Callable[[Tensor, Tensor], Tensor]
 
 
 class RowScore(NamedTuple):
-    """Of the scored tokens of a row."""
+    """Score of a row's scored tokens."""
 
     log_likelihood: float
-    """Their sum, in nats."""
+    """Sum of their log-probabilities, nats."""
     is_greedy: bool
-    """Whether each of them is the likeliest at its place."""
+    """True if each of them is the likeliest token at its position."""
 
 
 def score_batch(scorer: TokenScorer, rows: Sequence[Row], device: torch.device) -> list[RowScore]:
-    """Scores of rows, in one forward pass; shorter ones are filled up behind their end, which changes nothing."""
+    """Score rows in one forward pass; padding at the end of shorter rows does not change their scores."""
     longest = max(map(len, rows))
     filled = torch.tensor([[*row.tokens, *(0,) * (longest - len(row))] for row in rows], device=device)
     scores = scorer(filled[:, :-1], filled[:, 1:]).double().cpu()
@@ -40,7 +40,7 @@ def score_rows(
     batch_size: int,
     progress: Callable[[int], object] = lambda num_rows: None,
 ) -> list[RowScore]:
-    """Scores in the order of `rows`, by a model on one device. `progress` gets numbers of rows that are done."""
+    """Score rows with a model on one device, in their order. `progress` gets the number of rows done per batch."""
     device = next(model.parameters()).device
 
     def scorer(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -55,5 +55,5 @@ def score_rows(
 
 
 def in_order(scores: Iterable[tuple[int, RowScore]]) -> list[RowScore]:
-    """Scores by the numbers of their rows."""
+    """Sort scores by the numbers of their rows."""
     return [score for _, score in sorted(scores, key=lambda pair: pair[0])]

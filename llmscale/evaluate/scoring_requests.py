@@ -1,7 +1,7 @@
 """Turn texts into the token sequences that a model scores: contexts with continuations, and texts of any length.
 
-Texts are cut into tokens where lm-eval cuts them (lm_eval/api/model.py, TemplateLM._encode_pair; utils.py,
-get_rolling_token_windows), so that the numbers are equal. No torch.
+Texts are split into tokens where lm-eval splits them (lm_eval/api/model.py, TemplateLM._encode_pair; utils.py,
+get_rolling_token_windows), so that scores are equal. No torch.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from llmscale.errors import DataError
 
 @dataclass(frozen=True)
 class Row:
-    """Tokens of which the last are scored, each by what stands before it."""
+    """Tokens of which the last `num_scored` are scored, each given the tokens before it."""
 
     tokens: tuple[int, ...]
-    """One more than the model is given: 2 to seq_len + 1."""
+    """Token ids: one more than the model's input, 2 to seq_len + 1."""
     num_scored: int
 
     def __len__(self) -> int:
-        """Positions of the model."""
+        """Return the number of input positions."""
         return len(self.tokens) - 1
 
 
 def prefix_token(tokenizer: Tokenizer) -> int:
-    """What a text that has nothing before it is scored behind."""
+    """Return the token that precedes a text without context."""
     return tokenizer.bos_tokens[0] if tokenizer.bos_tokens else tokenizer.eot_token
 
 
 def encode_text(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A text's tokens behind what the tokenizer begins documents with."""
+    """Return a text's tokens after those that begin a document."""
     return [*tokenizer.bos_tokens, *tokenizer.encode(text)]
 
 
 def pair_row(tokenizer: Tokenizer, seq_len: int, context: str, continuation: str, where: str) -> Row:
-    """The continuation's tokens scored behind the context's, of which those that are too many are left out from the
-    left. Spaces at the context's end belong to the continuation, as a tokenizer joins them to the next word. Raises
-    DataError, which names `where`, for a continuation that has no token or more than the model has positions."""
+    """Return a row that scores the continuation's tokens, with the context truncated on the left to seq_len.
+
+    Spaces at the context's end belong to the continuation, as a tokenizer joins them to the next word. Raises
+    DataError, which names `where`, for a continuation without tokens or with more than the model has positions.
+    """
     if context:
         moved = len(context) - len(context.rstrip())
         whole = encode_text(tokenizer, context + continuation)
@@ -57,13 +59,15 @@ def pair_row(tokenizer: Tokenizer, seq_len: int, context: str, continuation: str
             f"{where}: the continuation has {len(scored):,} tokens, and the model sees {seq_len:,} (its seq_len). "
             "Leave the item out, or score the text in windows (text=FILE.jsonl)."
         )
-    # Cut as the whole text is, of which `before` need not be the exact beginning.
+    # Truncated as the complete text is; `before` need not be its exact beginning.
     return Row(tuple([*before, *scored][-(seq_len + 1) :]), len(scored))
 
 
 def rolling_rows(tokenizer: Tokenizer, seq_len: int, text: str) -> list[Row]:
-    """Every token of a text scored once: the first `seq_len` behind the beginning of a document, each later window
-    behind what fills it up, as much as the model sees."""
+    """Return rows that score every token of a text once.
+
+    The first row scores `seq_len` tokens after the beginning of a document; later rows fill up with preceding tokens.
+    """
     tokens = encode_text(tokenizer, text)
     first = tokens[:seq_len]
     rows = [Row((prefix_token(tokenizer), *first), len(first))] if tokens else []
@@ -74,8 +78,10 @@ def rolling_rows(tokenizer: Tokenizer, seq_len: int, text: str) -> list[Row]:
 
 
 def batches_by_length(rows: Sequence[Row], max_rows: int, max_tokens: int) -> list[list[int]]:
-    """Indices of rows of similar length, the longest first: at most `max_rows` in a batch, and at most `max_tokens`
-    positions when all are filled up to its longest, unless a row alone has more."""
+    """Group rows of similar length, the longest first; return their indices.
+
+    A batch has at most `max_rows` rows, and at most `max_tokens` positions with padding unless a single row has more.
+    """
     batches: list[list[int]] = []
     for index in sorted(range(len(rows)), key=lambda index: (-len(rows[index]), rows[index].tokens)):
         longest = len(rows[batches[-1][0]]) if batches else 0

@@ -1,7 +1,6 @@
 """Open a model: a run's newest checkpoint, one checkpoint, or a folder of transformers.
 
-Everything but the weights is read first, so that mistakes are reported before these are loaded. No torch before
-`load_model`.
+Everything except the weights is read first, so that mistakes are reported early. No torch before `load_model`.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ class Subject:
     """A model that can be loaded."""
 
     folder: Path
-    """The checkpoint's, or the folder of transformers."""
+    """Folder of the checkpoint, or the transformers folder."""
     step: int | None
-    """Of a checkpoint."""
+    """Step of a checkpoint; None for a transformers folder."""
     shape: GPTShape
     tokenizer: Tokenizer
     sets: TrainingSets | None
-    """Sets to validate on; None where there are none."""
+    """Datasets to validate on, or None."""
     no_sets: str
-    """Why there are none, in a sentence with the remedy; empty where there are some."""
+    """Reason why `sets` is None, with the remedy; empty otherwise."""
     published: PublishedModel | None
-    """The model that it is, or was made from."""
+    """Published model that it is, or was initialised from."""
     load_model: Callable[[], GPT]
-    """Onto this machine's GPU, or its CPU, in eval mode and fp32."""
+    """Load it onto this machine's GPU, or its CPU, in eval mode and fp32."""
 
 
 @dataclass(frozen=True)
 class TrainedCheckpoint:
-    """A checkpoint whose every byte is as it was written, without its tensors."""
+    """A checkpoint whose bytes were verified, without its tensors."""
 
     folder: Path
     manifest: CheckpointManifest
@@ -63,13 +62,13 @@ class TrainedCheckpoint:
     config: RunConfig
     shape: GPTShape
     sets: TrainingSets
-    """Descriptions of the sets that it was trained on; their shards may be missing."""
+    """Descriptions of the datasets that it was trained on; shards may be missing."""
     tokenizer: Tokenizer
     published: PublishedModel | None
-    """The published model that it was made from."""
+    """Published model that it was initialised from."""
 
     def open_sets(self) -> TrainingSets:
-        """Open the sets that it was trained on, with their shards. Raises DataError when they are not there."""
+        """Open the datasets that it was trained on. Raises DataError when they are missing."""
         remedy = "Name it with --data SET, or use --val-samples 0."
         return _open_sets(self.folder, self.state, self.config, remedy, given=None)
 
@@ -77,10 +76,10 @@ class TrainedCheckpoint:
 def open_trained_checkpoint(
     folder: Path, progress: Callable[[int], object] = lambda num_bytes: None, *, given: str | None = None
 ) -> TrainedCheckpoint:
-    """Verify a checkpoint and read its description. `progress` gets numbers of bytes that were verified.
+    """Verify a checkpoint and read its description. `progress` gets the bytes verified since the last call.
 
-    The shape comes from the configuration in the checkpoint, the tokenizer from the copy in the run folder, else from
-    the set. Raises CheckpointError for a damaged checkpoint, DataError when there is no tokenizer.
+    The shape is that of the checkpoint's configuration. The tokenizer is the run folder's copy, or the dataset's.
+    Raises CheckpointError for a damaged checkpoint, DataError when the tokenizer is missing.
     """
     damage = find_damage(folder, progress=progress)
     if damage:
@@ -101,7 +100,7 @@ def open_trained_checkpoint(
 
 
 def _open_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, given: str | None) -> TrainingSets:
-    """Open the sets that a configuration names. Raises DataError unless they are those of the checkpoint."""
+    """Open the datasets of a configuration. Raises DataError unless they are those of the checkpoint."""
     try:
         sets = open_recorded_sets(config.data, config.data_cache, given, state.identity)
     except (ConfigError, DataError) as error:
@@ -115,8 +114,10 @@ def _open_sets(folder: Path, state: RunState, config: RunConfig, remedy: str, gi
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Whether a path is a folder of transformers, whose config.json names its kind of model; a run folder's is the
-    run's. Raises ConfigError for a damaged one."""
+    """Return whether a path is a transformers folder; its config.json names a model type, a run folder's does not.
+
+    Raises ConfigError for a damaged config.json.
+    """
     config = path / CONFIG_NAME
     if not config.is_file():
         return False
@@ -124,7 +125,7 @@ def is_hf_folder(path: Path) -> bool:
 
 
 def find_subject(path: Path, report: Callable[[str], None], step: int | None = None) -> Path:
-    """The folder of the weights that `path` names. Raises CheckpointError where there are none."""
+    """Return the folder of weights that `path` names. Raises CheckpointError when none is found."""
     if not is_hf_folder(path):
         return find_checkpoint(path, report, step=step)
     if step is not None:
@@ -139,8 +140,10 @@ def open_subject(
     *,
     with_sets: bool = False,
 ) -> Subject:
-    """Verify what `find_subject` found, and open the set `data` or, `with_sets`, the run's own. `progress` gets numbers
-    of bytes that were verified. Raises ConfigError, CheckpointError, DataError."""
+    """Verify a folder that `find_subject` found, and open the dataset `data` or, `with_sets`, the run's.
+
+    `progress` gets the bytes verified since the last call. Raises ConfigError, CheckpointError, DataError.
+    """
     if is_hf_folder(folder):
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)

@@ -26,38 +26,38 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Item:
-    """A context, what may follow it, and which of that is right."""
+    """A context, its possible continuations, and the right one."""
 
     context: str
-    """Empty: the beginning of a document."""
+    """Text before the continuation; empty at the beginning of a document."""
     continuations: tuple[str, ...]
-    """Texts that follow the context as they are: choices begin with the space that separates them from it."""
+    """Texts that follow the context exactly; a choice begins with a space."""
     lengths: tuple[tuple[int, int], ...]
-    """Characters and bytes of UTF-8 of each continuation, without the space before a choice."""
+    """Characters and UTF-8 bytes of each continuation, without the space before a choice."""
     label: int
     """Index of the right continuation."""
     line: int
-    """Of the file, from 1."""
+    """Line of the file, from 1."""
 
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A task's items."""
+    """A task file with its items."""
 
     name: str
-    """`hellaswag`, else the file's name without its suffix."""
+    """`hellaswag`, otherwise the file's name without its suffix."""
     format: str
     path: Path
     items: tuple[Item, ...]
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
 
     def first(self, limit: int | None) -> TaskFile:
-        """With its first items alone; None: all."""
+        """Return the task with its first items only; None keeps all."""
         return replace(self, items=self.items[:limit])
 
     def where(self, item: Item) -> str:
-        """For messages."""
+        """Return an item's file and line, for messages."""
         return f"{self.path}, line {item.line}"
 
 
@@ -79,8 +79,8 @@ def _text(record: _Record) -> Item:
     return Item("", (text,), (_lengths(text),), 0, record.line)
 
 
-#: By name: the item of a line. llm.c (dev/data/hellaswag.py) reads HellaSwag so, too: the endings behind `ctx`, whose
-#: completion they are, without the heading (`activity_label`) that lm-eval puts before it.
+#: Parsers of a line, by format. HellaSwag is read as by llm.c (dev/data/hellaswag.py): the endings follow `ctx`,
+#: without the heading (`activity_label`) that lm-eval adds.
 FORMATS: Mapping[str, Callable[[_Record], Item]] = dict(
     zip(TASK_FORMATS, (_hellaswag, _multiple_choice, _likelihood, _text), strict=True)
 )
@@ -93,13 +93,16 @@ _EXAMPLES = {
 
 
 def is_task_file(spec: str) -> bool:
-    """Whether `FORMAT=PATH` was written, whatever the format."""
+    """Return whether a task is written as `FORMAT=PATH`, for any format."""
     return "=" in spec
 
 
 def load_task_files(specs: Iterable[str]) -> tuple[TaskFile, ...]:
-    """The tasks `FORMAT=PATH`. Raises ConfigError for an unknown format, a file that is not there or two tasks of one
-    name, DataError for an item of another format."""
+    """Load tasks written as `FORMAT=PATH`.
+
+    Raises ConfigError for an unknown format, a missing file or two tasks of one name; DataError for an item that does
+    not have the format.
+    """
     tasks: dict[str, TaskFile] = {}
     for spec in specs:
         task = _load(spec)
@@ -133,7 +136,7 @@ def _items(contents: bytes, format_name: str, path: Path) -> Iterator[Item]:
 
 @dataclass(frozen=True)
 class _Record:
-    """The object of one line. Every method raises DataError for what a field should not be."""
+    """JSON object of a line. Every method raises DataError for an invalid field."""
 
     values: Mapping[str, object]
     line: int
@@ -156,7 +159,7 @@ class _Record:
         return tuple(self._utf8(field, text) for text in value)
 
     def index(self, field: str, num_choices: int) -> int:
-        """HellaSwag has it as a number on GitHub and as text on the Hub."""
+        """Return an index, which HellaSwag has as a number on GitHub and as text on the Hub."""
         value = self._get(field)
         found = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
         if type(found) is not int or not 0 <= found < num_choices:
@@ -202,7 +205,7 @@ def _lengths(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Of one task, or of a group of lm-eval's."""
+    """Result of a task, or of a group of lm-eval's."""
 
     task: str
     values: dict[str, float]
@@ -211,16 +214,16 @@ class TaskResult:
 
 @dataclass(frozen=True)
 class EncodedTask:
-    """A task in tokens."""
+    """A task's items as rows of tokens."""
 
     file: TaskFile
     rows: tuple[Row, ...]
-    """Of all items, one after the other."""
+    """Rows of all items, in order."""
     num_rows: tuple[int, ...]
-    """Of each item."""
+    """Number of rows per item."""
 
     def values(self, scores: Sequence[RowScore]) -> dict[str, float]:
-        """The task's results, from the scores of its rows."""
+        """Compute the task's results from the scores of its rows."""
         items = list(self._items(scores))
         if self.file.format == "text":
             return _of_texts(items)
@@ -242,7 +245,7 @@ class _Scored:
 
 
 def encode_task(file: TaskFile, tokenizer: Tokenizer, seq_len: int) -> EncodedTask:
-    """Raises DataError, with file and line, for an item that the model cannot score."""
+    """Encode a task's items. Raises DataError, with file and line, for one that the model cannot score."""
     rows: list[Row] = []
     counts = []
     for item in file.items:
@@ -257,13 +260,15 @@ def encode_task(file: TaskFile, tokenizer: Tokenizer, seq_len: int) -> EncodedTa
 
 
 def show_value(value: float) -> str:
-    """A result for people."""
+    """Format a result for display."""
     return f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
 
 
 def _of_choices(items: Sequence[_Scored]) -> dict[str, float]:
-    """Shares of items whose right choice is the likeliest: as it is; per character, which is what lm-eval 0.4 calls
-    acc_norm; per byte of UTF-8; and per token, as llm.c has it. Of equally likely ones the first is chosen."""
+    """Compute the fractions of items whose right choice is the likeliest; the first of equally likely ones is chosen.
+
+    Likelihoods are compared as they are, per character (acc_norm in lm-eval 0.4), per UTF-8 byte and per token (llm.c).
+    """
     per: dict[str, Callable[[_Scored, int], float]] = {
         "acc": lambda scored, index: 1.0,
         "acc_norm": lambda scored, index: scored.item.lengths[index][0],
@@ -279,14 +284,16 @@ def _is_right(scored: _Scored, length: Callable[[_Scored, int], float]) -> bool:
 
 
 def _of_likelihoods(items: Sequence[_Scored]) -> dict[str, float]:
-    """The share of continuations whose every token is the likeliest, and exp of the mean negative log-likelihood of a
-    continuation (as lm-eval's LAMBADA has it, where it is one word)."""
+    """Compute the fraction of continuations that greedy decoding gives, and their perplexity.
+
+    Perplexity is exp of the mean negative log-likelihood per continuation, which in lm-eval's LAMBADA is one word.
+    """
     mean = math.fsum(scored.scores[0].log_likelihood for scored in items) / len(items)
     return {"acc": sum(scored.scores[0].is_greedy for scored in items) / len(items), "perplexity": _exp(-mean)}
 
 
 def _of_texts(items: Sequence[_Scored]) -> dict[str, float]:
-    """Bits per byte of UTF-8 over all texts, and nats per token."""
+    """Compute bits per UTF-8 byte over all texts, and nats per token."""
     nats = -math.fsum(score.log_likelihood for scored in items for score in scored.scores)
     num_bytes = sum(scored.item.lengths[0][1] for scored in items)
     num_tokens = sum(row.num_scored for scored in items for row in scored.rows)
@@ -299,7 +306,7 @@ def _exp(value: float) -> float:
 
 _LLM_C = "llm.c"
 _GPT3 = "Brown et al. 2020, table H.1"
-#: Models whose sizes differ by less are compared.
+#: Relative difference in size up to which models are compared.
 _NEAR_FRAC = 0.1
 
 
@@ -316,7 +323,7 @@ class PublishedResult:
     model: str
     num_parameters: float
     values: Mapping[str, float]
-    """By the names that our own results have."""
+    """Values under the names of our own results."""
     source: str
 
 
@@ -337,7 +344,7 @@ HELLASWAG = (
 
 
 def comparable_results(num_parameters: int) -> list[PublishedResult]:
-    """Those of models that have about as many parameters; none for most sizes."""
+    """Return the results of models with about as many parameters; there are none for most sizes."""
     return [
         result
         for result in HELLASWAG

@@ -1,4 +1,4 @@
-"""Text from a model and its tokenizer, piece by piece."""
+"""Generate text with a model and its tokenizer, piece by piece."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.evaluate.sampling import SamplingSettings, TokenByPrompt, sample
 from llmscale.model.gpt import GPT
 
-#: Tokens at a prompt's end that the first new token is decoded with.
+#: Last tokens of a prompt to decode the first new token with.
 _PREFIX_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Piece:
-    """More of one text."""
+    """A further piece of one text."""
 
     number: int
-    """Of the prompt that it continues, in the order given."""
+    """Number of the prompt, in the order given."""
     text: str
     ended_by: Literal["end_of_text", "max_new_tokens"] | None = None
-    """Set in a text's last piece."""
+    """Reason for the end, in a text's last piece."""
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Its tokens, behind what the tokenizer begins documents with; an empty prompt begins a new document."""
+    """Return a prompt's tokens after those that begin a document; an empty prompt begins a new document."""
     return [*tokenizer.bos_tokens, *tokenizer.encode(prompt)] or [tokenizer.eot_token]
 
 
@@ -40,9 +40,9 @@ def generate_text(
     use_cache: bool = True,
     agree: Callable[[TokenByPrompt], TokenByPrompt] | None = None,
 ) -> Iterator[Piece]:
-    """Pieces of the texts that continue `prompts`, token ids each, as soon as they are known; see `sample`.
+    """Yield pieces of the texts that continue `prompts`, token ids each, as soon as they are known; see `sample`.
 
-    A token may end in the middle of a character, so a piece is held back until what it decodes to is whole.
+    A token may end in the middle of a character, so a piece is held back until its characters are complete.
     """
     steps = sample(
         model,
@@ -70,15 +70,14 @@ def generate_text(
 
 
 class _Decoder:
-    """The text of tokens that come one by one: what each adds to the text before it, since some tokenizers drop the
-    space before a token that stands alone."""
+    """Decode tokens that arrive one by one. Each is decoded after others: some tokenizers drop a leading space."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._before, self._pending = list(prompt[-_PREFIX_TOKENS:]), list[int]()
 
     def add(self, token: int) -> str:
-        """The text that is known now; empty in the middle of a character."""
+        """Return the text that is complete now; empty in the middle of a character."""
         self._pending.append(token)
         text = self.rest()
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -87,6 +86,6 @@ class _Decoder:
         return text
 
     def rest(self) -> str:
-        """The text of what no piece had yet."""
+        """Return the text that no piece contains yet."""
         whole = self._tokenizer.decode([*self._before, *self._pending])
         return whole[len(self._tokenizer.decode(self._before)) :]

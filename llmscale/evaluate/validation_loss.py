@@ -1,4 +1,4 @@
-"""A model's loss on the validation splits of prepared sets, in one process."""
+"""Compute a model's loss on the validation splits of datasets, in one process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from llmscale.model.gpt import GPT
 
 @dataclass(frozen=True)
 class ValidationLoss:
-    """On one set."""
+    """Validation loss on one dataset."""
 
     name: str
     loss: float
@@ -30,7 +30,7 @@ class ValidationLoss:
 
 
 def open_validation_sets(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
-    """Open the splits as training does. Raises DataError when no set has one."""
+    """Open the splits as training does. Raises DataError when no dataset has one."""
     found = open_validation(sets, max_samples)
     if not found:
         raise DataError(
@@ -43,8 +43,10 @@ def open_validation_sets(sets: TrainingSets, max_samples: int) -> tuple[Validati
 def validation_loss(
     model: GPT, of: ValidationSplit, *, batch_size: int, progress: Callable[[int], object]
 ) -> ValidationLoss:
-    """Return the mean loss over the sequences that training takes too. `progress` gets numbers of sequences. Raises
-    DataError."""
+    """Compute the mean loss over the sequences that training uses too. Raises DataError.
+
+    `progress` gets the sequences done since the last call.
+    """
     device, total, count = next(model.parameters()).device, 0.0, 0
     with torch.inference_mode():
         for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):

@@ -1,4 +1,4 @@
-"""A small chart for a terminal: points over steps, and a level to compare them with. Plain Python."""
+"""Draw a small chart for a terminal: points over steps, and a level to compare them with. Plain Python."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Point = tuple[int, float]
 def draw_chart(
     series: Mapping[str, Sequence[Point]], level: float | None = None, *, width: int = 64, height: int = 14
 ) -> str:
-    """Lines of text, `height` rows of `width` columns with axes; an empty string when there is nothing to draw.
+    """Return lines of text, `height` rows of `width` columns with axes, or an empty string without points.
 
     `series` maps a one-character marker to (step, value) points; later markers are drawn over earlier ones. Points that
     share a column are averaged, values that are not finite are left out. `level` is a horizontal line of dashes.
@@ -36,12 +36,12 @@ def draw_chart(
 
 
 def _place(offset: float, span: float, cells: int) -> int:
-    """The cell of `offset` within [0, span], as one of `cells`."""
+    """Return the cell of `offset` within [0, span], one of `cells`."""
     return 0 if span == 0 else min(round(offset / span * (cells - 1)), cells - 1)
 
 
 def _rows(grid: list[list[str]], low: float, high: float) -> list[str]:
-    """Rows with a label at the top, in the middle and at the bottom."""
+    """Return the rows, with labels at the top, in the middle and at the bottom."""
     last = len(grid) - 1
     labels = {row: f"{high - (high - low) * row / max(last, 1):.2f}" for row in (0, last // 2, last)}
     return [f"{labels.get(row, ''):>8} |{''.join(cells).rstrip()}" for row, cells in enumerate(grid)]

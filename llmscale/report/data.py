@@ -1,5 +1,4 @@
-"""Everything that a report shows, as plain finite JSON values in columns: one computation behind the HTML page, the
-pictures and --json. No torch."""
+"""Build a report as finite JSON values in columns, for the HTML page, the pictures and --json. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ from llmscale.training.run_folder import CONFIG_NAME, DS_CONFIG_NAME, STARTS_NAM
 from llmscale.untrusted.documents import Rules, load_json, load_json_lines
 from llmscale.untrusted.terminal import make_visible, make_visible_line
 
-#: Entries of a table, and letters of one: a file may hold any number.
+#: Limits of entries per table and letters per entry: a file may have any number.
 _MOST_ENTRIES, _MOST_LETTERS = 400, 300
 _RULES = Rules(ConfigError, not_finite=True)
 Table = dict[str, str]
@@ -38,26 +37,26 @@ Table = dict[str, str]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of one run folder."""
+    """Facts of one run folder."""
 
     shape: GPTShape | None
-    """None where config.json does not say it."""
+    """Model's shape; None if config.json lacks it."""
     total_steps: int | None
-    """To which the last start meant to train."""
+    """Steps that the last start was to reach."""
     tokenizer: str | None
     bytes_per_token: float | None
     """UTF-8 bytes of text per token of the training split."""
     validation_bytes_per_token: float | None
     why_no_bytes: str
-    """Why bytes_per_token is not known; empty when it is."""
+    """Reason why bytes_per_token is unknown; empty otherwise."""
     unigram_entropy: float | None
-    """Of the training split's tokens, nats."""
+    """Entropy of the training split's token frequencies, nats."""
     tables: dict[str, Table]
-    """Settings by section, as texts without control characters."""
+    """Settings by section, without control characters."""
 
 
 def load_facts(run: Path, history: RunHistory) -> RunFacts:
-    """Read everything but the metrics, which `history` is of."""
+    """Read everything except the metrics, which are in `history`."""
     described, ds_config = _load(run / CONFIG_NAME), _load(run / DS_CONFIG_NAME)
     config, resolved = _mapping(described.get("config")), _mapping(described.get("resolved"))
     manifest = load_run_manifest(run)
@@ -88,7 +87,7 @@ def load_facts(run: Path, history: RunHistory) -> RunFacts:
 
 
 def show(value: object) -> str:
-    """A value of a file as one line of bounded length."""
+    """Format a value of a file as one line of bounded length."""
     text = value if isinstance(value, str) else json.dumps(value)
     return make_visible_line(text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…")
 
@@ -110,7 +109,7 @@ def _positive(value: object) -> float | None:
 
 
 def _parse_shape(values: object) -> GPTShape | None:
-    """A shape from a file whose values may be anything: checked as what a user gives is."""
+    """Return a shape from untrusted values, checked like a user's input, or None."""
     known = {key: value for key, value in _mapping(values).items() if value is not None}
     keys = {key: known[key] for key in (*SHAPE_KEYS, "vocab_size", "seq_len") if key in known}
     try:
@@ -121,7 +120,7 @@ def _parse_shape(values: object) -> GPTShape | None:
 
 
 def _measured_ratio(history: RunHistory) -> float | None:
-    """Bytes per token by what a validation said in both units."""
+    """Compute bytes per token from a validation that recorded both units."""
     for _, record in history.of_kind("validation"):
         loss, bits = as_number(record.get("loss")), as_number(record.get("bits_per_byte"))
         if loss > 0 and bits > 0:
@@ -138,7 +137,7 @@ def _why_unknown(data: object) -> str:
 
 
 def _table(values: Mapping[str, object]) -> Table:
-    """Nested settings as one level, a.b.c."""
+    """Flatten nested settings to one level, a.b.c."""
     table: Table = {}
     for key, value in _flat("", values):
         if len(table) == _MOST_ENTRIES:
@@ -169,7 +168,7 @@ def _data_table(manifest: Manifest | None, data: object) -> Table:
 
 
 def _environment(run: Path) -> Table:
-    """Of the last start, and how many there were."""
+    """Describe the last start, and how many there were."""
     starts: list[Record] = []
     try:
         starts.extend(load_json_lines(run / STARTS_NAME))
@@ -182,24 +181,24 @@ def _environment(run: Path) -> Table:
 
 
 MarkKind = Literal["start", "end", "spike", "nonfinite", "slow"]
-#: Of one run: a file may hold any number.
+#: Limit of marks of a kind per run: a file may have any number.
 MOST_MARKS = 500
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a run."""
+    """An event of a run."""
 
     step: int
     kind: MarkKind
     text: str
     """One line without control characters."""
     short: str
-    """As a label on a time axis."""
+    """Label for a time axis."""
 
 
 def find_marks(history: RunHistory) -> list[Mark]:
-    """Ascending by step, and of a step in the order of the file; at most MOST_MARKS of each kind."""
+    """Return the events of a run by step, then in the order of the file; at most MOST_MARKS of each kind."""
     marks: list[Mark] = []
     start: Record = {}
     left = Counter[MarkKind]({kind: MOST_MARKS for kind in get_args(MarkKind)})
@@ -221,7 +220,7 @@ def find_marks(history: RunHistory) -> list[Mark]:
 
 
 def how_it_ended(history: RunHistory) -> str:
-    """In a few words, by the last event that says so."""
+    """Describe the run's end by its last event."""
     for _, record in reversed(history.of_kind("event")):
         event = record.get("event")
         if event in ("finished", "stopped"):
@@ -231,7 +230,7 @@ def how_it_ended(history: RunHistory) -> str:
     return "no end recorded (running, killed or failed)"
 
 
-#: Of a start, what a mark says and in which words.
+#: Facts of a start that its mark shows, with their labels.
 _SAID = {
     "world_size": "ranks",
     "zero_stage": "ZeRO stage",
@@ -254,7 +253,7 @@ def _start(record: Record, before: Record) -> tuple[str, str]:
 
 
 def _lost_stretches(history: RunHistory) -> Iterator[Mark]:
-    """Steps in a row whose loss is NaN or infinite."""
+    """Yield ranges of steps whose loss is NaN or infinite."""
     steps, losses = history.steps.steps, history.steps.values["loss"]
     first = None
     for index, step in enumerate(steps):
@@ -307,9 +306,11 @@ _EVENTS: dict[str, tuple[MarkKind, Callable[[Record], tuple[str, str]]]] = {
 
 
 def thin(values: Sequence[float], most: int) -> NDArray[np.int64]:
-    """Ascending indices of at most about `most` of the values: in each of equal stretches the lowest, the highest and
-    one that is NaN, so that no spike and no gap is lost; the first and the last of all. All of them when that is few
-    enough."""
+    """Return ascending indices of about `most` values, keeping every spike and gap.
+
+    Each of equal ranges keeps its lowest and highest value and one NaN; the first and last value are kept. All indices
+    are returned when there are few enough.
+    """
     column = np.asarray(values, dtype=np.float64)
     if len(column) <= most:
         return np.arange(len(column))
@@ -320,7 +321,7 @@ def thin(values: Sequence[float], most: int) -> NDArray[np.int64]:
     stretches = padded.reshape(rows, width)
     gaps = np.isnan(stretches)
     starts = np.arange(rows) * width
-    # Where a stretch holds no number at all, argmin and argmax are its first value.
+    # In a range without numbers, argmin and argmax select its first value.
     lowest, highest = np.where(gaps, np.inf, stretches).argmin(1), np.where(gaps, -np.inf, stretches).argmax(1)
     chosen = [starts + lowest, starts + highest]
     with_gap = gaps.any(1)
@@ -330,26 +331,27 @@ def thin(values: Sequence[float], most: int) -> NDArray[np.int64]:
 
 
 def spread(count: int, most: int) -> NDArray[np.int64]:
-    """Ascending indices of at most `most` of `count` values, evenly, with the first and the last; for what has no
-    spikes."""
+    """Return at most `most` evenly spaced indices of `count` values, with the first and the last."""
     if count <= most:
         return np.arange(count)
     return np.unique(np.linspace(0, count - 1, most).round().astype(np.int64))
 
 
 Json = dict[str, object]
-#: Over which shares of time are summed.
+#: Ranges of records over which shares of time are summed.
 MOST_STRETCHES = 100
-#: Of one run: a file may hold any number.
+#: Limits per run: a file may have any number.
 MOST_SAMPLES, MOST_SAMPLE_LETTERS, MOST_EVALUATIONS = 200, 4_000, 64
 
 
 def training_hours(history: RunHistory) -> list[float]:
-    """Hours of training steps until each record: validation, sampling, checkpoints and starts are not in it, nor what a
-    restart went back from."""
+    """Return the hours of training steps until each record.
+
+    Validation, sampling, checkpoints, starts, and steps that a restart discarded are not included.
+    """
     steps = history.steps
     tokens = np.asarray(steps.values["tokens_seen"])
-    # Of a run that began from another's checkpoint, only what it trained itself.
+    # A run that began from another's checkpoint counts only its own training.
     first_step = next((step for step, _ in history.of_kind("event", "start")), 0)
     own = tokens[:1] * (1 - min(first_step, steps.steps[0]) / max(1, steps.steps[0]))
     rates = np.asarray(steps.values["tokens_per_second"])
@@ -361,7 +363,7 @@ def training_hours(history: RunHistory) -> list[float]:
 
 
 def build_curves(history: RunHistory, hours: Sequence[float], most: int) -> Json:
-    """`axis`: step, tokens and hours, between which a page interpolates; `curves`: columns of the training records.
+    """Return `axis` (steps, tokens and hours, which a page interpolates) and `curves` (columns of training records).
 
     A curve without `steps` has those of the axis.
     """
@@ -385,7 +387,7 @@ def build_curves(history: RunHistory, hours: Sequence[float], most: int) -> Json
 
 
 def build_time_shares(history: RunHistory) -> Json:
-    """What part of a step each phase took, over equal stretches of records; `steps` are their last ones."""
+    """Return each phase's fraction of a step over equal ranges of records; `steps` are the ranges' last steps."""
     columns = history.steps.values
     phases = ("data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s")
     seconds = np.nan_to_num(np.array([columns[name] for name in phases]))
@@ -422,7 +424,7 @@ def _by_set(record: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def build_evaluations(history: RunHistory) -> list[Json]:
-    """One column per task and value."""
+    """Return a column per task and value."""
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for step, record in history.of_kind("evaluation"):
         task, values = record.get("task"), record.get("values")
@@ -444,7 +446,7 @@ def build_evaluations(history: RunHistory) -> list[Json]:
 
 
 def build_estimated_memory(history: RunHistory) -> list[Json]:
-    """Of each start that has an estimate, bytes of one rank's GPU memory; `device` says what was measured instead."""
+    """Return each start's estimated GPU memory per rank, bytes, and the `device` that was measured."""
     starts = history.of_kind("event", "start")
     return [
         {"step": step, "bytes": as_number(record["estimated_bytes"]), "device": show(record.get("device"))}
@@ -454,7 +456,7 @@ def build_estimated_memory(history: RunHistory) -> list[Json]:
 
 
 def build_samples(history: RunHistory) -> list[Json]:
-    """Text that the model wrote, of evenly spread steps where there is too much."""
+    """Return texts that the model wrote, at evenly spaced steps if there are too many."""
     records = [(step, record) for step, record in history.of_kind("sample") if isinstance(record.get("text"), str)]
     samples = []
     for index in spread(len(records), MOST_SAMPLES):
@@ -468,7 +470,7 @@ def build_samples(history: RunHistory) -> list[Json]:
 
 
 def build_column(values: Iterable[float]) -> list[float | int | None]:
-    """Six digits, more than a picture shows; null for what is no number."""
+    """Round values to six digits, more than a picture shows; None for NaN and infinity."""
     return [round_value(value) for value in values]
 
 
@@ -484,31 +486,31 @@ _POINTS = 65
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a law says of N parameters after each number of tokens."""
+    """Loss that a scaling law expects of N parameters after each number of tokens."""
 
     law: str
     source: str
     num_parameters: int
     tokens: tuple[float, ...]
-    """Ascending, evenly in the logarithm; only where the law expects less than a uniform guess: below, it says
-    nothing. Empty where it says nothing of the whole run."""
+    """Numbers of tokens, evenly spaced in the logarithm, at which the law expects less than a uniform guess. Below it
+    the law does not apply; empty if it never does."""
     loss: tuple[float, ...]
     """Nats per token of a model of this size."""
     optimal_loss: tuple[float, ...]
-    """Of the best model for the same training FLOPs, 6 N D."""
+    """Loss of the best model for the same training FLOPs, 6 N D, nats per token."""
     final: Interval | float
-    """Of this size after the last token; an 80 % interval of the fit's errors where they are published."""
+    """Loss of this size after the last token, with the fit's 80 % interval if its errors are published."""
     optimal_parameters: float
-    """Of the best model for the run's FLOPs."""
+    """Size of the best model for the run's FLOPs."""
     optimal_tokens: float
     is_extrapolation: bool
-    """The size is beyond those that the fit rests on."""
+    """True if the size is outside the range of the fit."""
 
 
 def expect(
     num_parameters: int, vocab_size: int, first_tokens: float, last_tokens: float, law: ParametricLaw = BESIROGLU
 ) -> Expectation:
-    """What `law` expects of a run from its first record to its last; both numbers of tokens are above 0."""
+    """Return what `law` expects of a run from its first record to its last; both numbers of tokens are positive."""
     uniform = math.log(vocab_size)
     ratio = last_tokens / first_tokens
     spaced = [first_tokens * ratio ** (index / (_POINTS - 1)) for index in range(_POINTS)]
@@ -530,9 +532,9 @@ def expect(
     )
 
 
-#: Points of one curve, of all runs' curves of one kind, and the least that a curve has.
+#: Most points of a curve, most of all runs' curves of a kind, and the least that a curve keeps.
 MOST_POINTS, MOST_POINTS_OF_ALL, LEAST_POINTS = 20_000, 80_000, 2_000
-#: Of a report: beyond, nobody tells curves apart.
+#: Limit of runs per report: more curves cannot be told apart.
 MOST_RUNS = 64
 _NATS_PER_BIT = math.log(2)
 
@@ -546,7 +548,7 @@ class _Run:
 
 
 def build_report(folders: Sequence[Path]) -> Json:
-    """The report of one run or several. Raises ConfigError when one of them has no metrics that can be read."""
+    """Build the report of one or more runs. Raises ConfigError for a run without readable metrics."""
     runs = []
     for folder, name in zip(folders, _names(folders), strict=True):
         history = load_history(folder)
@@ -564,7 +566,7 @@ def build_report(folders: Sequence[Path]) -> Json:
 
 
 def _choose_unit(runs: Sequence[_Run]) -> tuple[str, list[str]]:
-    """`nats` per token, or `bits` per byte where only these compare the runs, and what a reader must know of that."""
+    """Choose `nats` per token, or `bits` per byte where only these compare; return it with notes for the reader."""
     tokenizers = {run.facts.tokenizer for run in runs}
     if len(tokenizers) == 1 and (len(runs) == 1 or None not in tokenizers):
         return "nats", []
@@ -577,7 +579,7 @@ def _choose_unit(runs: Sequence[_Run]) -> tuple[str, list[str]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path; all of it where two have the same."""
+    """Return the last part of each path, or the path where two have the same."""
     short = [make_visible_line(folder.resolve().name) for folder in folders]
     return [
         name if short.count(name) == 1 else make_visible_line(str(folder))
@@ -634,7 +636,7 @@ def _law(law: Expectation | None) -> Json | None:
 
 
 def _summary(run: _Run, hours: Sequence[float], law: Expectation | None) -> Json:
-    """One row: numbers in the units of their names."""
+    """Return a run's row of the summary, in the units that the names say."""
     history, columns = run.history, run.history.steps.values
     finite = [loss for loss in columns["loss"] if not math.isnan(loss)]
     validations = [loss for loss in history.validation.values() if not math.isnan(loss)]
@@ -674,7 +676,7 @@ def _notes(run: _Run, num_runs: int) -> Iterable[str]:
 
 
 def _differences(runs: Sequence[_Run]) -> list[Json]:
-    """Settings in which the runs differ, `values` in the order of the runs; null where a run does not have one."""
+    """Return settings in which the runs differ; `values` are in the order of the runs, None where a run lacks one."""
     found: list[Json] = []
     sections = dict.fromkeys(section for run in runs for section in run.facts.tables)
     for section in sections:

@@ -1,4 +1,4 @@
-"""Read a run's metrics.jsonl, without the parts of its history that a restart abandoned. No torch."""
+"""Read a run's metrics.jsonl, without the parts of its history that a restart discarded. No torch."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from llmscale.training.run_folder import CONFIG_NAME, METRICS_NAME, METRICS_VERS
 from llmscale.untrusted.documents import BadLine, Rules, load_json, load_json_lines
 
 Record = Mapping[str, object]
-#: Of the records that a report shows.
+#: Kinds of the records that a report shows.
 KINDS = ("event", "train", "validation", "evaluation", "sample")
 _LARGEST = 3.5e38
 
 
 def as_number(value: object) -> float:
-    """A number of a record; NaN for what is none, or beyond what fp32 holds. metrics.jsonl says null for NaN and
-    infinity."""
+    """Return a number of a record; NaN for anything else, and beyond fp32's range.
+
+    metrics.jsonl has null for NaN and infinity.
+    """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     number = float(value) if is_number else math.nan  # type: ignore[arg-type]  # it is one
     return number if abs(number) <= _LARGEST else math.nan
 
 
 def is_record(record: Record) -> bool:
-    """Whether a record that a report shows has what its kind has, each with its type."""
+    """Return whether a record has the fields of its kind, each with its type."""
     kind, step = record.get("kind"), record.get("step")
     if step is not None and not (is_count(step) and step <= MAX_STEPS):
         return False
@@ -48,7 +50,7 @@ def is_record(record: Record) -> bool:
 
 
 def _is_measured(value: object) -> bool:
-    """What is a loss or a rate: NaN and infinity too, and null, which stands for them."""
+    """Return whether a value is a loss or a rate; null represents NaN and infinity."""
     return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool) and not value < 0)
 
 
@@ -61,7 +63,7 @@ def _is_history(record: Record) -> bool:
 
 
 def check_version(path: Path, record: Record) -> None:
-    """Refuse what a newer version wrote: its records may mean something else. Raises ConfigError that names `path`."""
+    """Refuse records of a newer version, which may mean something else. Raises ConfigError, which names `path`."""
     version = record.get("metrics_version")
     if record.get("event") == "start" and is_count(version) and version > METRICS_VERSION:
         raise ConfigError(
@@ -70,21 +72,20 @@ def check_version(path: Path, record: Record) -> None:
         )
 
 
-#: What a training record may say, in the names and units of training/metrics.py.
+#: Fields of a training record, with the names and units of training/metrics.py.
 COLUMNS = (
     *("tokens_seen", "loss", "z_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "mfu"),
     *("peak_memory_bytes", "data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s"),
 )
-#: Columns of the loss on each set of a mix begin so.
+#: Prefix of the columns of the loss on each dataset of a mixture.
 OF_SET = "loss of "
-#: Sets of a mix that have a column: a file may name any number.
+#: Limit of datasets of a mixture that have a column: a file may name any number.
 MAX_SETS = 32
 
 
 @dataclass
 class StepColumns:
-    """Training records as columns of equal length, ascending by step; NaN where a record says nothing, null, or what is
-    no number."""
+    """Training records as columns of equal length, ascending by step; NaN where a record has no number."""
 
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
@@ -109,7 +110,7 @@ class StepColumns:
                 del column[kept:]
 
     def extend(self, other: StepColumns) -> None:
-        """Go on with what another part has of later steps."""
+        """Append later steps of another part."""
         first = bisect_right(other.steps, self.steps[-1]) if self.steps else 0
         for name in other.values.keys() - self.values.keys():
             self.values[name] = _unknown(len(self.steps))
@@ -124,18 +125,18 @@ class RunHistory:
 
     steps: StepColumns = field(default_factory=StepColumns)
     others: list[tuple[int, Record]] = field(default_factory=list)
-    """(step, record) of every other kind, ascending by step."""
+    """Records of every other kind with their steps, ascending."""
     num_bad_lines: int = 0
-    """Lines of the file that are no JSON object; one at its end that is half-written does not count."""
+    """Lines that are not JSON objects, except for an incomplete last line."""
     is_torn: bool = False
-    """Such a one ends the file."""
+    """True if the last line is incomplete."""
     num_bad_records: int = 0
-    """Records of a known kind that lack what it has, or hold it in another type."""
+    """Records of a known kind with a missing field or one of another type."""
     num_abandoned: int = 0
-    """Training records of steps that a restart went back from."""
+    """Training records of steps that a restart discarded."""
 
     def notes(self) -> Iterator[str]:
-        """What the file did not say, or is not drawn from."""
+        """Yield notes on records that are missing or left out."""
         if self.num_bad_lines:
             lines = "lines are" if self.num_bad_lines > 1 else "line is"
             yield f"{self.num_bad_lines:,} {lines} not readable and left out"
@@ -160,7 +161,7 @@ class RunHistory:
 
     @property
     def tokens_per_second(self) -> dict[int, float]:
-        """All ranks, since the record before."""
+        """Rate of all ranks since the previous record."""
         return self._column("tokens_per_second")
 
     @property
@@ -170,13 +171,12 @@ class RunHistory:
 
     @property
     def median_tokens_per_second(self) -> float:
-        """Over the logged intervals, NaN when none says it; the first one warms up and does not count when there are
-        others."""
+        """Median over logging intervals, without the first (warm-up) if there are others; NaN if none is known."""
         rates = [rate for rate in self.tokens_per_second.values() if not math.isnan(rate)]
         return statistics.median(rates[1:] or rates or [math.nan])
 
     def of_kind(self, kind: str, event: str | None = None) -> list[tuple[int, Record]]:
-        """(step, record) of a kind; of events those of a name."""
+        """Return records of a kind, or events of a name, with their steps."""
         return [
             (step, record)
             for step, record in self.others
@@ -184,13 +184,13 @@ class RunHistory:
         ]
 
     def add(self, step: int, record: Record) -> None:
-        """Add one that a report shows."""
+        """Add a record."""
         if record["kind"] == "train":
-            # A restart goes back to its checkpoint: what was logged beyond it belongs to no history.
+            # A restart returns to its checkpoint: later records belong to no history.
             self.cut(step - 1)
             self.steps.append(step, record)
         else:
-            # Behind all that are not later: an event may be of a step before the one that told of it.
+            # Inserted in order: an event may concern an earlier step than the one that reported it.
             self.others.insert(bisect_right(self.others, step, key=_step_of), (step, record))
 
     def cut(self, last_step: int) -> None:
@@ -199,7 +199,7 @@ class RunHistory:
         del self.others[bisect_right(self.others, last_step, key=_step_of) :]
 
     def extend(self, other: RunHistory) -> None:
-        """Go on with a later part."""
+        """Append a later part."""
         self.steps.extend(other.steps)
         first = bisect_left(other.others, self.others[-1][0], key=_step_of) if self.others else 0
         self.others += other.others[first:]
@@ -209,8 +209,10 @@ class RunHistory:
 
 
 def load_history(run: Path) -> RunHistory:
-    """Read a run folder's metrics. Raises ConfigError when there are none, no step was logged yet, or a newer llmscale
-    wrote them."""
+    """Read a run folder's metrics.
+
+    Raises ConfigError when they are missing, no step was logged yet, or a newer llmscale wrote them.
+    """
     # One for each history that the run began (checkpoint/history.py); `path` leads to the last.
     by_number: dict[int, RunHistory] = {}
     whole, path, last_step, num_train = RunHistory(), History(), 0, 0
@@ -224,7 +226,7 @@ def load_history(run: Path) -> RunHistory:
         by_number.setdefault(path.number, RunHistory()).add(step, record)
         num_train += record["kind"] == "train"
     for number, left_at in path.branches:
-        # Once each: a file may name any branches.
+        # Each branch once: a file may repeat them.
         whole.extend(by_number.pop(number, RunHistory()))
         whole.cut(left_at)
     whole.extend(by_number.pop(path.number, RunHistory()))
@@ -235,7 +237,7 @@ def load_history(run: Path) -> RunHistory:
 
 
 def load_run_manifest(run: Path) -> Manifest | None:
-    """Return the manifest of the set that the run trains on; None for a mix, and where nothing describes the set."""
+    """Return the manifest of the run's dataset; None for a mixture, or where nothing describes the dataset."""
     from llmscale.data.mixture import open_kept_sets  # here alone: it takes long to import
 
     try:
@@ -259,13 +261,13 @@ def _step_of(entry: tuple[int, Record]) -> int:
 
 
 def _step(record: Record, last_step: int) -> int:
-    """A record's own step, or the last one that was trained."""
+    """Return a record's step, or the last trained step."""
     step = record.get("step")
     return step if is_count(step) else last_step
 
 
 def _read(run: Path, whole: RunHistory) -> Iterator[Record]:
-    """The log's records that a report shows; what is wrong with others is noted in `whole`."""
+    """Yield the records that a report shows; count the others in `whole`."""
     path = run / METRICS_NAME
 
     def note(line: BadLine) -> None:
@@ -274,7 +276,7 @@ def _read(run: Path, whole: RunHistory) -> Iterator[Record]:
 
     try:
         for record in load_json_lines(path, note):
-            # Before anything else: a newer version's records may be none by this one's rules.
+            # First, because a newer version's records may be invalid by this one's rules.
             check_version(path, record)
             if is_record(record):
                 yield record

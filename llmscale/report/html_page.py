@@ -1,7 +1,7 @@
-"""The report as one HTML file that needs nothing else: uPlot, style, script and data are in it. No torch.
+"""Build the report as one self-contained HTML file, with uPlot, style, script and data in it. No torch.
 
-Whatever a run says is data: it stands as JSON in an element that browsers do not run, without a character that could
-end it, and the script makes text nodes of it. The page's own policy forbids it to load anything.
+Contents of run folders are not trusted: they are JSON in an element that browsers do not run, without characters that
+could end it, and the script creates text nodes from them. The page's content policy forbids loading anything.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib import resources
 #: In this order; each uses what those before it define.
 _SCRIPTS = ("numbers.js", "elements.js", "chart.js", "chart_list.js", "tables.js", "main.js")
 _STYLES = ("uplot/uPlot.min.css", "page.css")
-#: What could end a script element, or begin a comment in one.
+#: Characters that could end a script element, or begin a comment in one.
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026"}
 
 
@@ -28,12 +28,12 @@ def build_page(report: Mapping[str, object], title: str) -> str:
         "SCRIPT": '(() => {\n"use strict";\n' + "\n".join(map(_read, _SCRIPTS)) + "\n})();",
         "DATA": embed_json(report),
     }
-    # At once: what a run says is no placeholder.
+    # In one pass, so that text of a run is never taken as a placeholder.
     return re.sub("@([A-Z]+)@", lambda match: parts[match[1]], _read("template.html"))
 
 
 def embed_json(value: object) -> str:
-    """Compact JSON that may stand within a script element: no text in it is markup."""
+    """Return compact JSON for a script element, in which no text is markup."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for letter, escape in _ESCAPES.items():
         text = text.replace(letter, escape)

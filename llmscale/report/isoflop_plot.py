@@ -1,4 +1,4 @@
-"""Loss over model size for budgets around the planned one. Needs matplotlib, only when it is called."""
+"""Plot loss over model size for budgets around the planned one. Needs matplotlib only when it is called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POINTS = 121
 
 
 def plot_isoflops(path: Path, law: ParametricLaw, chosen: Point, optimum: Interval | float, title: str) -> None:
-    """Draw to `path`; its suffix says the format. `optimum` is N* of the chosen point's FLOPs.
+    """Draw to `path`, in the format of its suffix. `optimum` is N* for the chosen point's FLOPs.
 
     Raises ConfigError without matplotlib, or when the file cannot be written.
     """
@@ -55,7 +55,7 @@ def plot_isoflops(path: Path, law: ParametricLaw, chosen: Point, optimum: Interv
 
 
 def _draw_budgets(axes: Axes, law: ParametricLaw, planned_flops: float) -> list[float]:
-    """One curve a budget, and the line of their lowest points, whose losses are returned."""
+    """Draw a curve per budget and a line through their lowest points; return these points' losses."""
     valleys = []
     for multiple, colour in zip(_BUDGETS, _COLOURS, strict=True):
         flops = planned_flops * multiple

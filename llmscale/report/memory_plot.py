@@ -1,4 +1,4 @@
-"""Stacked bars of what fills a GPU, one a row, against the GPU's memory. Needs matplotlib, only when it is called."""
+"""Plot memory by category as stacked bars against the GPU's memory. Needs matplotlib only when it is called."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from llmscale.memory.breakdown import Breakdown
 from llmscale.report.save_figure import save_figure
 
 _GIB = 2**30
-#: Colours that stay apart for colour-blind eyes and in grey (Okabe and Ito), in the order of Breakdown's fields.
+#: Colours that colour-blind readers can tell apart (Okabe and Ito), in the order of Breakdown's fields.
 _COLOURS = ("#0072B2", "#56B4E9", "#009E73", "#E69F00", "#F0E442", "#CC79A7", "#D55E00")
 _NAMES = {"logits_bytes": "logits and loss", "optimizer_bytes": "optimizer states", "buckets_bytes": "communication"}
-#: Bars longer than this many times the GPU are cut, and say how long they are.
+#: Bars longer than this multiple of the GPU's memory are cut and labelled.
 _LONGEST = 1.6
 
 
@@ -26,7 +26,7 @@ class MemoryBar:
     label: str
     peak: Breakdown
     reserve_bytes: int
-    """What the allocator holds beyond the peak."""
+    """Memory that the allocator reserves beyond the peak."""
     context_bytes: int
     fits: bool
     recommended: bool
@@ -37,8 +37,10 @@ class MemoryBar:
 
 
 def plot_memory(path: Path, bars: Sequence[MemoryBar], gpu_bytes: int, title: str) -> None:
-    """Draw to `path`; its suffix says the format. Raises ConfigError without matplotlib, or when it cannot be
-    written."""
+    """Draw to `path`, in the format of its suffix.
+
+    Raises ConfigError without matplotlib, or when the file cannot be written.
+    """
     try:
         import matplotlib
 
@@ -78,7 +80,7 @@ def plot_memory(path: Path, bars: Sequence[MemoryBar], gpu_bytes: int, title: st
 
 
 def _parts(bars: Sequence[MemoryBar]) -> dict[str, list[int]]:
-    """What each colour stands for, with its bytes bar by bar."""
+    """Return the bytes of each bar, by category."""
     parts = {
         _NAMES.get(field.name, field.name.removesuffix("_bytes")): [getattr(bar.peak, field.name) for bar in bars]
         for field in fields(Breakdown)

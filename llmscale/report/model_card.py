@@ -1,4 +1,4 @@
-"""The README.md of an exported model: what it is and how it was made, as far as its run says so. No torch."""
+"""Write the README.md of an exported model from its checkpoint and run folder. No torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from llmscale.training.run_folder import STARTS_NAME
 from llmscale.untrusted.documents import load_json_lines
 from llmscale.untrusted.terminal import make_visible_line
 
-#: Of a run's configuration, what says where things lie on the machine that trained, and not how.
+#: Keys of a run's configuration that concern the machine or the start, not the model.
 _OF_THE_MACHINE = ("config", "run", "resume", "data_cache", "allow_changed", "wandb", "wandb_project", "wandb_name")
-#: Whose last component is a name that says something elsewhere too.
+#: Keys whose path is shortened to its last component.
 _PATHS = ("ds", "data", "init_from", "model")
 #: hf:OWNER/NAME, as the Hub has it, or hf:FOLDER without a path.
 _HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
@@ -33,16 +33,16 @@ _HUB_NAME = re.compile(r"hf:[\w-][\w.-]*(/[\w-][\w.-]*)?", re.ASCII)
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What is known of an exported model besides its run folder."""
+    """Facts of an exported model besides its run folder."""
 
     model_type: str
     """transformers' name of the family."""
     architecture: str
-    """Of the class that transformers builds."""
+    """Class that transformers builds."""
     dtype: str
-    """Of the exported weights."""
+    """Number format of the exported weights."""
     num_parameters: int
-    """In the exported files."""
+    """Parameters in the exported files."""
     shape: GPTShape
     checkpoint: CheckpointManifest
     config: RunConfig
@@ -50,10 +50,10 @@ class CardFacts:
 
 
 def build_model_card(facts: CardFacts, checkpoint: Path) -> str:
-    """Markdown with the metadata that the Hugging Face Hub reads; no path of this machine is in it.
+    """Return Markdown with the metadata that the Hugging Face Hub reads, without paths of this machine.
 
-    Losses and versions come from the run folder that the folder `checkpoint` lies in, and are left out where it lies in
-    none. A license is nobody's to choose but the publisher's.
+    Losses and versions come from the run folder that contains `checkpoint`, if any. The license is left to the
+    publisher.
     """
     run = checkpoint.resolve().parent.parent
     in_run = is_of_run(checkpoint, run)
@@ -112,7 +112,7 @@ def _facts(facts: CardFacts) -> Iterable[tuple[str, str]]:
 
 
 def _losses(run: Path, checkpoint: CheckpointManifest) -> Iterable[tuple[str, str]]:
-    """The last ones before the checkpoint, in nats per token; none where the log is of another history of the run."""
+    """Yield the last losses before the checkpoint, nats per token; none if the log is of another history."""
     try:
         if not find_checkpoints(run).history.includes(checkpoint.history.number, checkpoint.step):
             return
@@ -136,7 +136,7 @@ def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, 
 
 
 def _last_start(run: Path, before: str) -> Mapping[str, object]:
-    """What the run's last start before a moment, in ISO 8601, wrote of itself; empty where nothing did."""
+    """Return the record of the run's last start before an ISO 8601 time; empty if there is none."""
     try:
         starts = [start for start in load_json_lines(run / STARTS_NAME) if str(start.get("started")) <= before]
     except (OSError, LlmscaleError):
@@ -158,14 +158,14 @@ def _command(config: RunConfig) -> str:
 
 
 def _last_part(path: object) -> str:
-    """Of a path or a URL; of hf:OWNER/NAME all."""
+    """Return the last part of a path or URL; hf:OWNER/NAME stays complete."""
     text = str(path)
     prefix = "hf:" if text.startswith("hf:") and "://" not in text else ""
     return text if _HUB_NAME.fullmatch(text) else prefix + text.removeprefix(prefix).rstrip("/").rpartition("/")[2]
 
 
 def _plain(text: str) -> str:
-    """Without what Markdown or a terminal would act on."""
+    """Remove characters that Markdown or a terminal would interpret."""
     return "".join(letter for letter in make_visible_line(text) if letter not in "`|<>[]*\\#")
 
 

@@ -1,7 +1,7 @@
-"""Every run below a folder, each in a few facts: how far it is, its loss, whether it lives, its command. No torch.
+"""List the runs below a folder with their step, loss, state and command. No torch.
 
-Only the ends of a run's logs are read, so that a hundred long runs are listed at once. Whatever lies in a run folder is
-not trusted: what cannot be read is a word in its row.
+Only the ends of a run's logs are read, so that a hundred long runs are listed quickly. Run folders are not trusted: a
+problem in one is reported in its row.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from llmscale.untrusted.documents import Rules, load_json, parse_json
 from llmscale.untrusted.paths import open_regular
 
 State = Literal["running", "finished", "stopped", "failed", "lost", "unreadable"]
-#: What a run folder has at least one of.
+#: Files of which a run folder has at least one.
 _MARKS = (METRICS_NAME, STARTS_NAME)
-#: Read of a log's end: hundreds of records.
+#: Bytes to read from a log's end: hundreds of records.
 _TAIL_BYTES = 1 << 17
-#: And at most, where samples and events fill that.
+#: Limit of these bytes, where samples and events fill them.
 _MOST_TAIL_BYTES = _TAIL_BYTES << 6
 _MAX_DEPTH = 8
 _RULES = Rules(ConfigError, not_finite=True)
@@ -43,24 +43,24 @@ class ListedRun:
 
     path: Path
     state: State
-    """`lost`: it ended without a word, killed; or a host that is not seen from here runs it."""
+    """State; `lost` means that it was killed, or that it runs on a host that cannot be seen from here."""
     step: int | None
-    """Steps done as far as is logged; None before the first logged one."""
+    """Last logged step; None before the first."""
     total_steps: int | None
     loss: float | None
-    """Of the last logged step, in nats per token; NaN when it was not finite."""
+    """Loss of the last logged step, nats per token; NaN if it was not finite."""
     last_seen: datetime | None
-    """When it last wrote something."""
+    """Time of the last write."""
     command: str | None
-    """train.py with the arguments of its last start; None for runs of an llmscale that did not note them."""
+    """train.py with the arguments of the last start, if recorded."""
     error: str | None
-    """What ended it, of a run that failed."""
+    """Error that ended a failed run."""
     problem: str
-    """What could not be read; empty when all is well."""
+    """Parts that could not be read; empty without problems."""
 
 
 def find_runs(folder: Path) -> list[ListedRun]:
-    """All runs at and below `folder`, the newest first. Raises ConfigError when there is no such folder."""
+    """Return all runs at and below `folder`, the newest first. Raises ConfigError when the folder is missing."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder. Name one with run folders below it (train.py's --run).")
     runs = [read_run(path) for path in _run_folders(folder, _MAX_DEPTH)]
@@ -69,7 +69,7 @@ def find_runs(folder: Path) -> list[ListedRun]:
 
 
 def read_run(path: Path) -> ListedRun:
-    """What is known of a run folder; never raises for what is in it."""
+    """Read a run folder; never raises for its contents."""
     problems: list[str] = []
     total_steps = _total_steps(path, problems)
     step, loss, last_event = _progress(path, problems)
@@ -90,8 +90,10 @@ def read_run(path: Path) -> ListedRun:
 
 
 def is_claimed(path: Path) -> bool:
-    """Whether a living process holds the run folder's lock (training/run_claim.py). Asks only: takes no lock, which a
-    starting run could stumble over."""
+    """Return whether a live process holds the run folder's lock (training/run_claim.py).
+
+    It only queries: taking the lock could disturb a run that starts.
+    """
     try:
         with open_regular(path / LOCK_NAME, follow_links=False) as file:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -102,7 +104,7 @@ def is_claimed(path: Path) -> bool:
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    """A run folder's own folders are not looked into; links are not followed."""
+    """Yield run folders; folders inside them are skipped, and links are not followed."""
     if any(os.path.lexists(folder / name) for name in _MARKS):
         yield folder
         return
@@ -126,7 +128,7 @@ def _total_steps(path: Path, problems: list[str]) -> int | None:
 
 
 def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None, str]:
-    """The last step and loss, and the last event of metrics.jsonl."""
+    """Return the last step and loss, and the last event, of metrics.jsonl."""
     step, event, losses = None, "", dict[int, float | None]()
     for record in _tail(path / METRICS_NAME, problems, _tells_progress):
         found = record.get("step")
@@ -136,13 +138,13 @@ def _progress(path: Path, problems: list[str]) -> tuple[int | None, float | None
             step, losses[found] = found, _loss(record.get("loss"))
         elif record.get("kind") == "event" and record.get("event") in ("start", "finished", "stopped"):
             event = str(record["event"])
-            # A start from an earlier checkpoint leaves behind what was logged beyond it.
+            # A start from an earlier checkpoint discards later records.
             step, losses = found or None, {at: loss for at, loss in losses.items() if at <= found}
     return step, next(reversed(losses.values()), None), event
 
 
 def _loss(value: object) -> float | None:
-    """metrics.jsonl says null for NaN and infinity."""
+    """Return a loss, which metrics.jsonl has as null for NaN and infinity."""
     is_one = value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
     return as_number(value) if is_one else None
 
@@ -154,7 +156,7 @@ def _tells_progress(records: list[dict[str, object]]) -> bool:
 def _tail(
     path: Path, problems: list[str], is_enough: Callable[[list[dict[str, object]]], bool]
 ) -> list[dict[str, object]]:
-    """The JSON objects at the end of a log, further back until they are enough; what is none is passed over."""
+    """Return the JSON objects at a log's end, reading further back until they are enough; other lines are skipped."""
     num_bytes = _TAIL_BYTES
     while True:
         try:
@@ -180,7 +182,7 @@ def _tail(
 
 
 def _error(path: Path, problems: list[str]) -> str | None:
-    """What ended the last start, where an error did."""
+    """Return the error that ended the last start, if one did."""
     try:
         said = load_json(path / FAILURE_NAME, _RULES, FAILURE_NAME).get("error")
     except OSError:

@@ -1,4 +1,4 @@
-"""The main curves of runs as one picture. Needs matplotlib, only when it is called."""
+"""Draw the main curves of runs as one picture. Needs matplotlib only when it is called."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from llmscale.report.save_figure import save_figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Eight colours that stay apart for colour-blind readers (after Okabe and Ito); more runs have other dashes.
+#: Eight colours that colour-blind readers can tell apart (after Okabe and Ito); further runs have other dashes.
 _COLOURS = ("#0072b2", "#d55e00", "#00805d", "#b3478f", "#8a6d00", "#3aa0dc", "#5b3fa0", "#4d4d4d")
 _DASHES = ("-", "--", ":", "-.")
-#: The half-life of the mean that smooths a curve, as a part of all steps.
+#: Half-life of the mean that smooths a curve, as a fraction of all steps.
 _SMOOTHING = 0.01
-#: Runs whose restarts are drawn: of more, nobody could tell whose they are.
+#: Most runs whose restarts are drawn: of more they could not be told apart.
 _MOST_MARKED = 3
 _SIGNS = {"spike": "^", "nonfinite": "x", "slow": "d"}
 _GIB = 2**30
 Run = Mapping[str, Any]  # as data.build_report builds it
 
 
-#: The column that is no curve of its own in a report: the share of time by phase has it.
+#: Column that a report has among the shares of time, not among the curves.
 _DATA_WAIT = "data_wait"
 _UNITS = {"nats": "nats per token", "bits": "bits per byte"}
 
@@ -56,7 +56,7 @@ _PANELS = (
 
 
 def import_pyplot() -> ModuleType:
-    """Matplotlib's pyplot, drawing into files. Raises ConfigError without matplotlib."""
+    """Import pyplot for drawing into files. Raises ConfigError without matplotlib."""
     try:
         import matplotlib
 
@@ -105,7 +105,7 @@ def plot_runs(path: Path, report: Mapping[str, object], format: str) -> None:
 
 
 def _curve(panel: _Panel, run: Run) -> Mapping[str, Any] | None:
-    """Its `values`, and its `steps` where they are not the run's."""
+    """Return a panel's curve: `values`, and `steps` if they are not those of the axis."""
     if panel.column != _DATA_WAIT:
         return run["curves"].get(panel.column)
     shares = run["time_shares"]
@@ -139,12 +139,12 @@ def _draw(axes: Axes, panel: _Panel, run: Run, colour: str, dash: str, *, is_in_
 
 
 def _bits_per_nat(bytes_per_token: float | None) -> float:
-    """Bits per byte of a nat per token; NaN, which draws nothing, where the ratio is not known."""
+    """Return bits per byte of a nat per token; NaN, which draws nothing, if the ratio is unknown."""
     return 1 / math.log(2) / bytes_per_token if bytes_per_token else math.nan
 
 
 def _draw_marks(axes: Axes, run: Run, colour: str, *, with_words: bool) -> None:
-    """Lines at restarts, with their words; signs above the plot at spikes and losses that are no numbers."""
+    """Draw labelled lines at restarts, and signs above the plot at spikes, NaN losses and slow ranks."""
     starts = [mark for mark in run["marks"] if mark["kind"] == "start"]
     for mark in starts[1:]:
         axes.axvline(mark["step"], color=colour, linestyle="--", linewidth=0.8, alpha=0.8)
@@ -163,7 +163,7 @@ def _numbers(column: Sequence[float | None]) -> np.ndarray:
 
 
 def _smooth(steps: np.ndarray, values: np.ndarray, half_life: float) -> np.ndarray:
-    """Means whose weights halve with every `half_life` steps to either side; NaN where a value is."""
+    """Smooth by means whose weights halve every `half_life` steps to either side; NaN values stay."""
     sums, weights = np.zeros(len(values)), np.zeros(len(values))
     for order in (range(len(values)), range(len(values) - 1, -1, -1)):
         total = weight = 0.0
@@ -180,5 +180,5 @@ def _smooth(steps: np.ndarray, values: np.ndarray, half_life: float) -> np.ndarr
 
 
 def _plain(text: str) -> str:
-    """Without matplotlib's mathematics: a dollar sign begins it."""
+    """Escape dollar signs, which begin matplotlib's mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""A picture as a file: whole, or not there."""
+"""Write a picture to a file atomically."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from llmscale.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Formats that matplotlib draws; without a suffix it is PNG.
+#: Suffixes that matplotlib writes; without a suffix the format is PNG.
 _SUFFIXES = ("", ".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp", ".tif", ".tiff", ".eps", ".ps")
 
 
 def check_plot(path: Path) -> None:
-    """Refuse, before anything is computed, a picture that could not be written. Raises ConfigError."""
+    """Refuse a picture that could not be written, before anything is computed. Raises ConfigError."""
     check_output_file("--plot", path, overwrite=True)
     if path.suffix.lower() not in _SUFFIXES:
         raise ConfigError(f"--plot {path}: '{path.suffix}' is not legal. Legal: {', '.join(filter(None, _SUFFIXES))}.")
@@ -28,8 +28,10 @@ def check_plot(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path, flag: str = "--plot", format: str = "") -> None:
-    """Write it to `path`, which `flag` named, and close it. Where `format` is empty, the suffix says it (PNG without
-    one). Raises ConfigError."""
+    """Write a figure to `path`, which `flag` named, and close it. Raises ConfigError.
+
+    Without `format`, the suffix decides; without a suffix, PNG.
+    """
     from matplotlib import pyplot
 
     picture = io.BytesIO()
