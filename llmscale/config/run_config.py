@@ -313,8 +313,11 @@ def parse_run_config(argv: Sequence[str], parser: FlagParser | None = None) -> R
     given = vars(parser.parse_args(_normalise_flags(argv)))
     flags = {key: value for key, value in given.items() if value is not None and key in RunConfig.model_fields}
     for key, value in flags.items():
+        # `null` and `[]` undo a key of the run file; a restart by `launch` needs that.
         if isinstance(value, list):
-            flags[key] = [word for text in value for word in text.split(",")]
+            flags[key] = [] if value == ["[]"] else [word for text in value for word in text.split(",")]
+        elif value == "null":
+            flags[key] = None
     from_file = load_run_file(_path("config", flags["config"])) if "config" in flags else {}
     for key, twin in EXCLUSIVE_KEYS:
         for own, overridden in ((key, twin), (twin, key)):

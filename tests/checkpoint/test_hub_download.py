@@ -111,7 +111,7 @@ def test_without_the_network_cached_weights_do(hub: Hub, monkeypatch: pytest.Mon
 
 def test_an_index_may_not_name_files_elsewhere(hub: Hub) -> None:
     write_index(hub.files, "model.safetensors.index.json", ["../../x.safetensors"])
-    with pytest.raises(DataError, match=r"is no \.safetensors file of this folder"):
+    with pytest.raises(DataError, match=r"is not a \.safetensors file of this folder"):
         provide()
     write_index(hub.files, "model.safetensors.index.json", ["*.safetensors"])
     (hub.cache / "snapshots").rename(hub.cache / "old")
