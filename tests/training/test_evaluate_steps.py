@@ -96,7 +96,7 @@ def test_sharded_weights_give_the_text_of_whole_ones_and_training_does_not_notic
 
 def test_text_is_sampled_wherever_the_model_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last step too, whatever it is a multiple of."""
-    monkeypatch.setattr(evaluate_steps, "together", lambda *_: None)
+    monkeypatch.setattr(evaluate_steps, "on_all_ranks", lambda *_: None)
     config, resolved = SimpleNamespace(sample_every=0, eval_every=4), SimpleNamespace(total_steps=10)
     prepared, world = SimpleNamespace(sets=SimpleNamespace(first=None)), SimpleNamespace(control=None)
     run: Any = SimpleNamespace(config=config, resolved=resolved, prepared=prepared, world=world)
