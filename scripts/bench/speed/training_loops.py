@@ -122,8 +122,6 @@ def run_train_py(contest: Contest) -> float:
 
 def run_engine(contest: Contest) -> float:
     """Run train.py's engine alone: forward, backward, step, learning rate, and a loss now and then."""
-    import torch.distributed as dist
-
     from llmscale.engine.deepspeed_engine import build_engine, gradient_norm, set_learning_rate
     from llmscale.engine.process_group import is_gpu, join_world, leave_world
 
@@ -137,19 +135,17 @@ def run_engine(contest: Contest) -> float:
         loss = engine(tokens[:, :-1], tokens[:, 1:])
         engine.backward(loss)
         engine.step()
-        if (step + 1) % config.log_every == 0 or step in (0, resolved.total_steps - 1):
-            mean = loss.detach() / world.world_size
-            dist.all_reduce(mean)
-            print(f"step {step + 1} loss {mean.item():.4f} norm {gradient_norm(engine):.3f}")
+        if _is_logged(contest, step):
+            mean = _mean_over_ranks(loss, world)
+            print(f"step {step + 1} loss {mean:.4f} norm {gradient_norm(engine):.3f}")
         contest.pace.step_done()
     leave_world()
-    return mean.item()
+    return mean
 
 
 def run_plain(contest: Contest) -> float:
     """Run a hand-written loop: no DeepSpeed, no agreement, no metrics file; DDP for several ranks."""
     import torch
-    import torch.distributed as dist
 
     from llmscale.engine.process_group import join_world, leave_world
     from llmscale.model.gpt import GPT
@@ -172,13 +168,12 @@ def run_plain(contest: Contest) -> float:
             group["lr"] = resolved.schedule.learning_rate(step)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if (step + 1) % config.log_every == 0 or step in (0, resolved.total_steps - 1):
-            mean = loss.detach() / world.world_size
-            dist.all_reduce(mean)
-            print(f"step {step + 1} loss {mean.item():.4f} norm {norm.item():.3f}")
+        if _is_logged(contest, step):
+            mean = _mean_over_ranks(loss, world)
+            print(f"step {step + 1} loss {mean:.4f} norm {norm.item():.3f}")
         contest.pace.step_done()
     leave_world()
-    return mean.item()
+    return mean
 
 
 def run_trainer(contest: Contest) -> float:
@@ -187,8 +182,6 @@ def run_trainer(contest: Contest) -> float:
     Under autocast the two differ: the `torch_autocast` section makes DeepSpeed cast by module and choose the type of
     the exchange, while train.py keeps that section from DeepSpeed and enters autocast in the model.
     """
-    import torch.distributed as dist
-
     from llmscale.engine.process_group import is_gpu, join_world, leave_world
     from llmscale.model.gpt import GPT
 
@@ -212,10 +205,9 @@ def run_trainer(contest: Contest) -> float:
     )
     trainer = _contest_trainer(transformers, contest)
     trainer(model=model, args=arguments, train_dataset=_windows_for_trainer(contest.windows)).train()
-    mean = model.last_loss / world.world_size
-    dist.all_reduce(mean)
+    mean = _mean_over_ranks(model.last_loss, world)
     leave_world()
-    return mean.item()
+    return mean
 
 
 CONTESTANT_LOOPS: dict[str, Callable[[Contest], float]] = {
@@ -224,6 +216,19 @@ CONTESTANT_LOOPS: dict[str, Callable[[Contest], float]] = {
     "trainer": run_trainer,
     "train.py": run_train_py,
 }
+
+
+def _is_logged(contest: Contest, step: int) -> bool:
+    return (step + 1) % contest.run.config.log_every == 0 or step in (0, contest.run.resolved.total_steps - 1)
+
+
+def _mean_over_ranks(loss: torch.Tensor, world: World) -> float:
+    """Return the mean loss of all ranks. Collective."""
+    import torch.distributed as dist
+
+    mean = loss.detach() / world.world_size
+    dist.all_reduce(mean)
+    return mean.item()
 
 
 def _rank_tokens(windows: NDArray[np.uint16], step: int, plan: BatchPlan, world: World) -> torch.Tensor:
