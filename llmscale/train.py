@@ -27,7 +27,7 @@ if __name__ == "__main__":
     stop_request.install()
 
 from llmscale.config.launcher_variables import LauncherVariables, check_meeting_point, read_launcher_variables
-from llmscale.config.run_config import parse_run_config
+from llmscale.config.run_config import RunConfig, parse_run_config
 from llmscale.engine.device_settings import set_allocator_default
 from llmscale.error_handling import flush_stdout, prepare_streams, print_error, report_crash
 from llmscale.errors import LlmscaleError, MachineError
@@ -35,7 +35,7 @@ from llmscale.files.resilient_stdout import make_output_resilient
 from llmscale.terminal.status_line import StatusLine
 from llmscale.training.changes import check_start
 from llmscale.training.heartbeat import Heartbeat
-from llmscale.training.memory_report import OutOfMemory, explained_out_of_memory
+from llmscale.training.memory_report import explained_out_of_memory
 from llmscale.training.prepare_run import PreparedRun, announce_after_s, prepare_run
 from llmscale.untrusted.interpreter import protect_children
 from llmscale.untrusted.terminal import print_visible
@@ -65,31 +65,7 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
         run_folder = config.run
         # After parsing: --help that cannot be written is an error.
         make_output_resilient()
-        with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
-            stop.before_early_end.append(announcer.clear)
-            announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
-            run = prepare_run(config, world_size=here.world_size)
-            if finished := check_start(run):
-                announcer.end()
-                status = 0
-                if here.rank == 0:
-                    print_visible("\n".join(finished))
-            else:
-                check_meeting_point(here, os.environ)
-                status = train(run, stop, heartbeat, began, announcer)
-    except OutOfMemory as error:
-        # It may have happened on this rank alone, so each rank reports it.
-        print_error(str(error))
-        status = 1
-    except MachineError as error:
-        if here is None or here.local_rank == 0 or not error.is_on_every_rank:
-            print_error(str(error))
-        status = 1
-    except LlmscaleError as error:
-        # Ranks of one host share files and flags, so one reports it.
-        if here is None or here.local_rank == 0:
-            print_error(str(error))
-        status = 2
+        status = _check_and_train(config, here, stop, heartbeat, began)
     except SystemExit as end:
         # --help; its output may fail.
         heartbeat.end(1)
@@ -97,12 +73,42 @@ def main(argv: Sequence[str] | None = None, stop: StopRequest | None = None) -> 
             raise
         status = 1
     except BaseException as error:
-        if stop.ends_early:
-            stop.end_now()
-        report_crash(error, run_folder)
-        status = 1
+        status = _report_failure(error, here, run_folder, stop)
     heartbeat.end(status)
     return status
+
+
+def _check_and_train(
+    config: RunConfig, here: LauncherVariables, stop: StopRequest, heartbeat: Heartbeat, began: float
+) -> int:
+    """Check the run, and train unless it is finished already. Collective."""
+    with StatusLine(is_silent=here.rank != 0, is_plain=config.plain) as announcer:
+        stop.before_early_end.append(announcer.clear)
+        announcer.begin("checking the configuration and the data", after_s=announce_after_s(config))
+        run = prepare_run(config, world_size=here.world_size)
+        if finished := check_start(run):
+            announcer.end()
+            if here.rank == 0:
+                print_visible("\n".join(finished))
+            return 0
+        check_meeting_point(here, os.environ)
+        return train(run, stop, heartbeat, began, announcer)
+
+
+def _report_failure(
+    error: BaseException, here: LauncherVariables | None, run_folder: Path | None, stop: StopRequest
+) -> int:
+    """Print the error on the ranks that report it, and return the exit status."""
+    # Ranks of one host share files and flags, so one of them reports.
+    reports = here is None or here.local_rank == 0
+    if isinstance(error, LlmscaleError):
+        if reports or (isinstance(error, MachineError) and not error.is_on_every_rank):
+            print_error(str(error))
+        return 1 if isinstance(error, MachineError) else 2
+    if stop.ends_early:
+        stop.end_now()
+    report_crash(error, run_folder)
+    return 1
 
 
 def train(run: PreparedRun, stop: StopRequest, heartbeat: Heartbeat, began: float, announcer: StatusLine) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from llmscale.architecture.attention_kernels import ComputeCapability
 from llmscale.config.batch_plan import BatchPlan
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
-from llmscale.errors import LlmscaleError, TrainingError
+from llmscale.errors import LlmscaleError, MachineError
 from llmscale.memory.activations.recorded import NotRecorded
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
 from llmscale.memory.format_bytes import describe_breakdown, format_size
@@ -27,7 +27,7 @@ _MIN_SAVING = 0.1
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
-class OutOfMemory(TrainingError):
+class OutOfMemory(MachineError):
     """A rank ran out of memory."""
 
 
