@@ -36,7 +36,7 @@ LATE_IMPORTS = (
     *("torch._dynamo", "torch._inductor.utils", "torch._inductor.test_operators", "torch.onnx", "torch.nn.utils"),
     *("deepspeed.runtime.engine", "deepspeed.runtime.bf16_optimizer", "deepspeed.runtime.zero.stage_1_and_2"),
     *("deepspeed.runtime.zero.stage3", "deepspeed.ops.op_builder.all_ops", "deepspeed.ops.adam"),
-    *("deepspeed.runtime.fp16.fused_optimizer", "pydantic_settings", "setuptools", "distutils.sysconfig"),
+    *("deepspeed.runtime.fp16.fused_optimizer", "setuptools", "distutils.sysconfig"),
 )
 #: Need packages that few processes need, or are what is started.
 NOT_IMPORTED = (

@@ -77,7 +77,7 @@ def check_hf_folder(out: Path, checkpoint: Path, *, overwrite: bool) -> None:
     checkpoint = checkpoint.resolve()
     guarded = checkpoint.parent if checkpoint.parent.name == CHECKPOINTS_NAME else checkpoint
     if place.is_relative_to(guarded):
-        raise ConfigError(f"--to {out} lies in {guarded}, where only training writes. Name a folder outside it.")
+        raise ConfigError(f"--to {out} is inside {guarded}, where only training writes. Name a folder outside it.")
     if Path.cwd().is_relative_to(place):
         raise ConfigError(f"--to {out} is the folder that this runs in, and cannot be replaced. Name another one.")
     writer = find_writer(out)

@@ -100,7 +100,7 @@ class _Part(io.RawIOBase):
 def check_archive(file: IO[bytes], offset: int, num_bytes: int, where: str) -> None:
     """Raise CheckpointError unless `num_bytes` of a file from `offset` are a plain archive of one tensor.
 
-    Nothing may be compressed, so that its content is no larger than `num_bytes`. Its pickle may contain only the names
+    Nothing may be compressed, so its content has at most `num_bytes`. Its pickle may contain only the names
     that rebuild a tensor, and no number beyond the stored elements: torch trusts it, and would read past the end.
     """
     try:

@@ -1,4 +1,4 @@
-"""BatchPlan: how one global batch is divided over ranks and micro-steps. No torch."""
+"""Divide a global batch over ranks and micro-steps. No torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.errors import ConfigError
 
-#: Without a micro-batch from the user, the largest one of at most this many tokens per forward is taken: enough to
-#: fill a data-centre GPU for models up to about 1B parameters. `--micro-batch-size` overrides it.
+#: Most tokens per forward pass of a default micro-batch: enough to fill a data-centre GPU for models up to about 1B
+#: parameters. `--micro-batch-size` overrides it.
 DEFAULT_MICRO_BATCH_TOKENS = 16_384
-#: Of the numbers that an error names.
+#: Most numbers that an error lists.
 _MOST_LISTED = 24
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """global_batch_size = micro_batch_size x gradient_accumulation_steps x data_parallel_size, always exactly."""
+    """Division of a global batch: micro_batch_size x gradient_accumulation_steps x data_parallel_size, exactly."""
 
     global_batch_size: int
     """Sequences per optimizer step over all ranks; fixed for a run, whatever the number of ranks."""
@@ -38,7 +38,7 @@ class BatchPlan:
         return self.global_batch_size // self.ranks.data_parallel_size
 
     def as_dict(self) -> dict[str, int]:
-        """Plain values for the run folder."""
+        """Return JSON values for the run folder."""
         return {
             "global_batch_size": self.global_batch_size,
             "micro_batch_size": self.micro_batch_size,
@@ -48,7 +48,7 @@ class BatchPlan:
         }
 
     def describe(self) -> str:
-        """One line with the multiplication spelled out."""
+        """Return the multiplication in one line."""
         return (
             f"global batch {self.global_batch_size} sequences = {self.micro_batch_size} micro-batch "
             f"x {self.gradient_accumulation_steps} accumulation x {self.ranks.data_parallel_size} ranks "
@@ -88,7 +88,7 @@ def build_batch_plan(
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors of a positive integer, ascending."""
+    """Return all divisors of a positive integer, ascending."""
     small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]
 

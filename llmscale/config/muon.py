@@ -1,8 +1,8 @@
-"""How the ranks share Muon's work: which matrices there are, who orthogonalises which, and what that takes. No torch.
+"""Divide Muon's matrices among the ranks, and count the FLOPs of their orthogonalisation. No torch.
 
-Muon's momentum is cut as ZeRO cuts everything else, and a matrix can only be orthogonalised as a whole. `plan_rounds`
-says who brings together what was cut; `llmscale.engine.optimizers` does it, and memory and speed derive from the
-same plan.
+ZeRO shards Muon's momentum like any other state, but only a complete matrix can be orthogonalised. `plan_rounds`
+decides which rank gathers which sharded matrix. `llmscale.engine.optimizers` follows that plan; memory and speed derive
+from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEWTON_SCHULZ_STEPS = 5
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring elements of a flattened tensor that one rank has."""
+    """Range of elements of a flattened tensor that one rank holds."""
 
     rank: int
     start: int
@@ -26,12 +26,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Matrix:
-    """What is orthogonalised as a whole."""
+    """Matrix that Muon orthogonalises."""
 
     rows: int
     columns: int
     parts: tuple[Part, ...]
-    """Who has what of it, in the order of its elements; empty: every rank has all of it."""
+    """Ranges in the order of the elements; empty if every rank holds the complete matrix."""
 
     @property
     def elements(self) -> int:
@@ -39,24 +39,24 @@ class Matrix:
 
     @property
     def is_cut(self) -> bool:
-        """Whether no rank has all of it."""
+        """Return whether no rank holds the complete matrix."""
         return len(self.parts) > 1
 
     @property
     def newton_schulz_flops(self) -> int:
-        """In each step X X^T, its square, and the product of that with X."""
+        """FLOPs of the iteration: in each step X X^T, its square, and the product of that with X."""
         smaller, larger = sorted((self.rows, self.columns))
         return NEWTON_SCHULZ_STEPS * (2 * 2 * smaller**2 * larger + 2 * smaller**3)
 
     def part_of(self, rank: int) -> Part | None:
-        """None where a rank has nothing of it."""
+        """Return the range that `rank` holds, or None."""
         return next((part for part in self.parts if part.rank == rank), None)
 
 
 def matrices_of(row_blocks: Sequence[int], columns: int, parts: Sequence[Part]) -> Iterator[tuple[int, Matrix]]:
-    """A parameter's matrices, one below the other, each with its first element in the parameter.
+    """Yield the matrices stacked in a parameter, each with its first element in the parameter.
 
-    row_blocks: rows of each; parts: of the parameter.
+    row_blocks: rows of each matrix; parts: ranges of the parameter.
     """
     begin = 0
     for rows in row_blocks:
@@ -70,10 +70,10 @@ def matrices_of(row_blocks: Sequence[int], columns: int, parts: Sequence[Part]) 
 
 
 def plan_rounds(matrices: Sequence[Matrix]) -> list[dict[int, int]]:
-    """Round by round, rank -> place in `matrices` of the one that it brings together; all of them are cut.
+    """Return, for each round, the index in `matrices` that each rank gathers. All `matrices` are sharded.
 
-    One matrix per rank and round, by a rank that has a part of it; the largest first, so that those of a round take
-    about as long.
+    In a round a rank gathers at most one matrix, of which it holds a part. The largest come first, so that the matrices
+    of a round take about equally long.
     """
     taken: Counter[int] = Counter()
     rounds: list[dict[int, int]] = []

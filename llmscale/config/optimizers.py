@@ -1,6 +1,6 @@
-"""Every optimizer that a run can have: its groups, states, the bytes of a step, and where it works. No torch.
+"""Describe every optimizer of a run: parameter groups, states, bytes and FLOPs of a step, legal ZeRO stages. No torch.
 
-`llmscale.engine.optimizers` builds them; memory, disk space and speed derive from what is said here.
+`llmscale.engine.optimizers` builds them; memory, disk space and speed derive from these descriptions.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """Parameters that are stepped alike."""
+    """Parameters that share hyperparameters and states."""
 
     name: str
-    """How a checkpoint finds its hyperparameters again."""
+    """Key of the group's hyperparameters in a checkpoint."""
     kinds: frozenset[ParameterKind]
     decays: bool
-    """Whether the run's weight decay is for them."""
+    """True if the run's weight decay applies."""
     states: tuple[str, ...]
-    """Tensors in fp32 with an element per weight, by torch's names; the fp32 master weight is not among them."""
+    """Names in torch of the fp32 states with an element per weight, without the master weight."""
     scalars: tuple[str, ...]
-    """One-element tensors, of every tensor that is stepped."""
+    """Names in torch of the states with one element per parameter."""
     learning_rate_factor: float = 1.0
     is_orthogonalised: bool = False
-    """Whether its updates are matrices that are orthogonalised as a whole (llmscale.config.muon)."""
+    """True if updates are orthogonalised matrices (llmscale.config.muon)."""
     products_dtype: Literal["bf16", "fp32"] = "bf16"
-    """What they are multiplied in for it: bf16, as Muon was published, where the GPU has it."""
+    """Type of the orthogonalisation's matrix products: bf16, as Muon was published, where the GPU has it."""
 
     @property
     def state_bytes(self) -> int:
-        """Of one weight: its fp32 master and its states."""
+        """Bytes of one weight: its fp32 master and its states."""
         return _FP32_BYTES * (1 + len(self.states))
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What must be known of an optimizer without running it."""
+    """Properties of an optimizer that are known without running it."""
 
     name: OptimizerName
     groups: tuple[OptimizerGroup, ...]
-    """In torch's order."""
+    """Parameter groups, in torch's order."""
     steps_shards: bool = True
-    """Whether it can step a flat piece of a tensor, as ZeRO hands it."""
+    """True if it can step a flat shard of a tensor, as ZeRO stages 1 to 3 pass it."""
 
     def group_of(self, kind: ParameterKind) -> OptimizerGroup:
-        """The group of a parameter."""
+        """Return the group of a parameter."""
         return next(group for group in self.groups if kind in group.kinds)
 
     def group_tensors(
         self, tensors: Iterable[ParameterTensor]
     ) -> tuple[tuple[OptimizerGroup, tuple[ParameterTensor, ...]], ...]:
-        """Each group with its parameters, in their order; none that is empty, as torch and DeepSpeed have it."""
+        """Return each group with its parameters, in order. Empty groups are left out, as in torch and DeepSpeed."""
         found: dict[str, list[ParameterTensor]] = {group.name: [] for group in self.groups}
         members = {kind: found[group.name] for group in reversed(self.groups) for kind in group.kinds}
         for tensor in tensors:
@@ -70,33 +70,32 @@ class OptimizerSpec:
         return tuple((group, tuple(found[group.name])) for group in self.groups if found[group.name])
 
     def state_bytes(self, model: Architecture) -> int:
-        """fp32 master weights and states of all parameters, once over all ranks: what a checkpoint holds."""
+        """Return the bytes of fp32 master weights and states of all parameters, as a checkpoint holds them."""
         return sum(self.group_of(kind).state_bytes * count for kind, count in model.elements_by_kind.items())
 
     def state_bytes_per_weight(self, model: Architecture) -> float:
-        """The same of one weight, on average."""
+        """Return the average `state_bytes` of one weight."""
         return self.state_bytes(model) / model.num_parameters
 
     def step_bytes_per_weight(self, model: Architecture) -> float:
-        """What a step moves through the memory that holds the states: they are read and written, the fp32 gradient is
-        read."""
+        """Return the memory traffic of a step per weight: states are read and written, the fp32 gradient is read."""
         return 2 * self.state_bytes_per_weight(model) + _FP32_BYTES
 
     def with_matrix_factor(self, factor: float) -> OptimizerSpec:
-        """The same with `factor` times the learning rate for what is orthogonalised."""
+        """Return the optimizer with `factor` times the learning rate for orthogonalised matrices."""
         changed = (
             replace(group, learning_rate_factor=factor) if group.is_orthogonalised else group for group in self.groups
         )
         return replace(self, groups=tuple(changed))
 
     def on_gpu(self, capability: ComputeCapability | None) -> OptimizerSpec:
-        """The same on a GPU of that compute capability; None: of an Ampere or newer one."""
+        """Return the optimizer on a GPU of that compute capability; None stands for Ampere or newer."""
         if has_bf16(capability):
             return self
         return replace(self, groups=tuple(replace(group, products_dtype="fp32") for group in self.groups))
 
     def step_flops(self, model: Architecture) -> int:
-        """Of matrix products in one step, once over all ranks; what is done element by element is not counted."""
+        """Return the FLOPs of a step's matrix products, summed over ranks; elementwise operations are not counted."""
         kinds = {kind for group in self.groups if group.is_orthogonalised for kind in group.kinds}
         layers = (layer for _, layer in model.all_layers())
         parameters = (p for layer in layers for p in layer.parameters if p.kind in kinds)
@@ -107,11 +106,11 @@ class OptimizerSpec:
         )
 
     def check_stage(self, zero_stage: int) -> None:
-        """Raise ConfigError where ZeRO would give it flat one-dimensional shards that it cannot step."""
+        """Raise ConfigError if ZeRO would pass flat shards to an optimizer that cannot step them."""
         if zero_stage and not self.steps_shards:
             raise ConfigError(
-                f"optimizer '{self.name}' cannot run at ZeRO stage {zero_stage}: ZeRO hands it flat shards, which have "
-                "no rows and columns to factor. Use --optimizer adamw (ZeRO already divides its states among the "
+                f"optimizer '{self.name}' cannot run at ZeRO stage {zero_stage}: ZeRO passes it flat shards, which "
+                "have no rows and columns to factor. Use --optimizer adamw (ZeRO already divides its states among the "
                 "ranks), or --ds zero0."
             )
 
@@ -134,13 +133,13 @@ MUON = OptimizerSpec(
         ADAMW.groups[1],
     ),
 )
-#: With AdamW's states as a bound: its sums over rows and columns are smaller, and not modelled.
+#: AdamW's states serve as an upper bound: the sums over rows and columns are smaller, and not modelled.
 ADAFACTOR = OptimizerSpec("adafactor", ADAMW.groups, steps_shards=False)
 _ALL = (ADAMW, MUON, ADAFACTOR)
-#: Those of which `estimate` and `plan` know the memory.
+#: Optimizers whose memory `estimate` and `plan` know.
 MODELLED_NAMES = tuple(spec.name for spec in _ALL if spec.steps_shards)
 
 
 def get_optimizer(name: OptimizerName) -> OptimizerSpec:
-    """What a run's `optimizer` key names."""
+    """Return the optimizer that a run's `optimizer` key names."""
     return {spec.name: spec for spec in _ALL}[name]

@@ -1,4 +1,4 @@
-"""Resolve a run once: what its flags, its ds_config, its data and its ranks come to, in one frozen object. No torch."""
+"""Resolve a run once: flags, ds_config, dataset and number of ranks become one frozen object. No torch."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from llmscale.errors import ConfigError
 
 @dataclass(frozen=True)
 class SetFacts:
-    """What a run must know of its data set."""
+    """Properties of a dataset that a run depends on."""
 
     vocab_size: int
-    """Ids that the set's tokenizer can produce."""
+    """Number of ids that the dataset's tokenizer can produce."""
     seq_len: int
     """Tokens per sample, targets not counted."""
     num_train_samples: int
-    """Samples of the training split."""
+    """Number of samples in the training split."""
     eot_token: int
     """Token that ends every document."""
 
 
 @dataclass(frozen=True)
 class ResolvedStep:
-    """Everything that the memory and the time of one optimizer step follow from."""
+    """Everything that determines the memory and the time of one optimizer step."""
 
     shape: GPTShape
     plan: BatchPlan
     ds: DsConfig
-    """The file, with what flags override."""
+    """The ds_config file with the overriding flags applied."""
     ds_config: Mapping[str, object]
-    """JSON values that `deepspeed.initialize` gets; no key is "auto"."""
+    """JSON values for `deepspeed.initialize`; no key is "auto"."""
     checkpointing: CheckpointingMode
     optimizer: OptimizerSpec
     loss: LossSettings
 
     @cached_property
     def engine_config(self) -> ResolvedDsConfig:
-        """`ds_config`, typed."""
+        """`ds_config` as a typed object."""
         return ResolvedDsConfig.model_validate(dict(self.ds_config))
 
     @property
@@ -72,7 +72,7 @@ class ResolvedStep:
 
 @dataclass(frozen=True)
 class ResolvedRun(ResolvedStep):
-    """Everything about a run that follows from its configuration, its ds_config, its data and its number of ranks."""
+    """Everything that follows from a run's configuration, ds_config, dataset and number of ranks."""
 
     schedule: Schedule
 
@@ -85,7 +85,7 @@ class ResolvedRun(ResolvedStep):
         return self.total_steps * self.plan.tokens_per_step
 
     def as_dict(self) -> dict[str, object]:
-        """Plain values for the run folder, which keeps the ds_config in a file of its own."""
+        """Return JSON values for the run folder, which has the ds_config in a separate file."""
         return {
             "shape": asdict(self.shape),
             "plan": self.plan.as_dict(),
@@ -107,7 +107,7 @@ def resolve_step(
     optimizer: OptimizerSpec = ADAMW,
     loss: LossSettings = DEFAULT_LOSS,
 ) -> ResolvedStep:
-    """Fill what the ds_config leaves open. Raises ConfigError when it contradicts the plan."""
+    """Fill the open keys of the ds_config. Raises ConfigError when it contradicts the plan."""
     return ResolvedStep(shape, plan, ds, resolve_ds_config(ds, shape, plan), checkpointing, optimizer, loss)
 
 
@@ -135,8 +135,8 @@ def resolve_optimizer(config: RunConfig) -> OptimizerSpec:
 
 
 def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
-    """The model's shape: preset, overridden by flags; vocabulary, context length and the end of a document from the
-    data set."""
+    """Return the preset's shape, overridden by flags, with vocabulary, context length and end of document from the
+    dataset. Raises ConfigError."""
     preset = get_preset(default_preset(config))
     if config.seq_len is not None and config.seq_len != facts.seq_len:
         raise ConfigError(
@@ -163,7 +163,7 @@ def resolve_shape(config: RunConfig, facts: SetFacts) -> GPTShape:
 
 
 def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan:
-    """The global batch, the flags' or the preset's, divided over the ranks."""
+    """Divide the global batch of the flags or the preset over the ranks. Raises ConfigError."""
     return build_batch_plan(
         global_batch_size=_global_batch_size(config, get_preset(default_preset(config)).global_batch_tokens, seq_len),
         ranks=ParallelLayout(world_size),
@@ -173,7 +173,7 @@ def resolve_batch(config: RunConfig, seq_len: int, world_size: int) -> BatchPlan
 
 
 def _global_batch_size(config: RunConfig, preset_tokens: int, seq_len: int) -> int:
-    """Sequences per step, from --global-batch-size, --global-batch-tokens or the preset."""
+    """Return the sequences per step, from --global-batch-size, --global-batch-tokens or the preset."""
     if config.global_batch_size is not None:
         return config.global_batch_size
     if config.global_batch_tokens is None:
@@ -193,7 +193,7 @@ def _steps_of(tokens: int | None, plan: BatchPlan) -> int | None:
 
 
 def resolve_schedule(config: RunConfig, plan: BatchPlan, num_train_samples: int) -> Schedule:
-    """The steps of the run, by default one pass over the data, and the learning rate over them."""
+    """Return the steps of the run, by default one pass over the dataset, and its learning-rate schedule."""
     total_steps = config.steps or _steps_of(config.tokens, plan)
     if total_steps is None:
         total_steps = max(1, num_train_samples // plan.global_batch_size)

@@ -26,7 +26,7 @@ _MAX_NEW_TOKENS = 256
 
 
 class LlmscaleLM(LM):
-    """A model in this process. What a method cannot compute raises ConfigError or DataError with the task's name."""
+    """Model in this process. Raises ConfigError or DataError, with the task's name, for requests it cannot compute."""
 
     def __init__(
         self,

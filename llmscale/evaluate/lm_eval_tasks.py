@@ -68,7 +68,7 @@ def find_tasks(specs: Sequence[str], task_folder: Path | None, limit: int | None
     documents that does not fit the task.
     """
     if task_folder is not None and not task_folder.is_dir():
-        raise ConfigError(f"--task-folder {task_folder} is no folder. Name the one that holds the tasks' YAMLs.")
+        raise ConfigError(f"--task-folder {task_folder} is not a folder. Name the one that holds the tasks' YAMLs.")
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
@@ -126,7 +126,7 @@ def _check_task(manager: TaskManager, spec: str, task_folder: Path | None, limit
     except Exception as error:  # a task's code, its YAML or `datasets` raise many kinds
         raise ConfigError(
             f"task {spec} cannot be loaded: {_reason(error)} Nothing is fetched from the network: a task's data must "
-            "be files that its YAML names (dataset_path: json, dataset_kwargs: data_files), or lie in the cache of "
+            "be files that its YAML names (dataset_path: json, dataset_kwargs: data_files), or be in the cache of "
             "`datasets`."
         ) from None
     for name, task in loaded["tasks"].items():
@@ -153,8 +153,8 @@ def _check_documents(name: str, task: Task, limit: int | None) -> None:
         raise
     except Exception as error:  # as above
         raise ConfigError(
-            f"task {name}: document {count}, counted from 0, is not as the task wants it: {_reason(error)} Has it the "
-            "fields that the task's YAML names?"
+            f"task {name}: document {count}, counted from 0, does not fit the task: {_reason(error)} Does it have "
+            "the fields that the task's YAML names?"
         ) from None
     finally:
         task.construct_requests = construct
@@ -170,7 +170,7 @@ def _unknown(known: Sequence[str], spec: str, task_folder: Path | None) -> str:
     hint = f" Nearest: {', '.join(near)}." if near else ""
     where = f"among {len(known):,} tasks" + (f", those of {task_folder} included" if task_folder else "")
     return (
-        f"there is no task '{spec}' {where}.{hint} Legal: a task of lm-eval's or of --task-folder, a task's YAML, or "
+        f"task '{spec}' is not {where}.{hint} Legal: a task of lm-eval's or of --task-folder, a task's YAML, or "
         f"{', '.join(f'{name}=FILE.jsonl' for name in FORMATS)}."
     )
 

@@ -36,7 +36,7 @@ def check_prompt_text(text: str, where: str) -> str:
     if len(text) > LINE_MAX_BYTES:
         raise ConfigError(f"{where} has {len(text):,} characters; at most {LINE_MAX_BYTES:,} are read. Cut it.")
     if "\0" in text:
-        raise ConfigError(f"{where} holds a NUL character, which is no text. Remove it.")
+        raise ConfigError(f"{where} holds a NUL character. Remove it.")
     try:
         text.encode()
     except UnicodeEncodeError:

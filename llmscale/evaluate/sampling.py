@@ -155,7 +155,7 @@ def _choose(logits: Tensor, settings: SamplingSettings, generator: torch.Generat
     of two nearly equal tokens changes nothing.
     """
     if logits.isnan().any():
-        raise TrainingError("the model's logits are no numbers (nan): its weights were lost in training.")
+        raise TrainingError("the model's logits are NaN: its training diverged.")
     if settings.temperature == 0:
         return int(logits.argmax())
     # Subtracts the largest logit, so that no temperature divides to infinity.

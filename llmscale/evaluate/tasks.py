@@ -155,7 +155,7 @@ class _Record:
             raise self._wrong(field, value, f"a list of 2 to {_MOST_CHOICES} texts")
         for text in value:
             if not isinstance(text, str) or not text.strip():
-                raise self._wrong(field, value, f"a list of texts, and {str(text)[:40]!r} is none")
+                raise self._wrong(field, value, f"a list of texts, and {str(text)[:40]!r} is not one")
         return tuple(self._utf8(field, text) for text in value)
 
     def index(self, field: str, num_choices: int) -> int:
@@ -184,9 +184,7 @@ class _Record:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise DataError(
-                f'{self.where}: "{field}" holds half a surrogate pair, which is no text. Mend it.'
-            ) from None
+            raise DataError(f'{self.where}: "{field}" holds half a surrogate pair. Correct it.') from None
         return text
 
 
@@ -344,7 +342,7 @@ HELLASWAG = (
 
 
 def comparable_results(num_parameters: int) -> list[PublishedResult]:
-    """Return the results of models with about as many parameters; there are none for most sizes."""
+    """Return the results of models with about as many parameters; empty for most sizes."""
     return [
         result
         for result in HELLASWAG

@@ -136,7 +136,7 @@ def _software(run: Path, facts: CardFacts, in_run: bool) -> Iterable[tuple[str, 
 
 
 def _last_start(run: Path, before: str) -> Mapping[str, object]:
-    """Return the record of the run's last start before an ISO 8601 time; empty if there is none."""
+    """Return the record of the run's last start before an ISO 8601 time; empty if unknown."""
     try:
         starts = [start for start in load_json_lines(run / STARTS_NAME) if str(start.get("started")) <= before]
     except (OSError, LlmscaleError):

@@ -62,7 +62,7 @@ class ListedRun:
 def find_runs(folder: Path) -> list[ListedRun]:
     """Return all runs at and below `folder`, the newest first. Raises ConfigError when the folder is missing."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder. Name one with run folders below it (train.py's --run).")
+        raise ConfigError(f"{folder} is not a folder. Name one with run folders below it (train.py's --run).")
     runs = [read_run(path) for path in _run_folders(folder, _MAX_DEPTH)]
     oldest = datetime.min.replace(tzinfo=timezone.utc)
     return sorted(runs, key=lambda run: (run.last_seen or oldest, str(run.path)), reverse=True)

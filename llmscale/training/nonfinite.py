@@ -263,5 +263,5 @@ def _diverged(what: str, step: int, run_folder: Path, first_names: str = "") -> 
     return TrainingError(
         f"step {step}: the {what}. Lower --lr, lengthen the warm-up or check the data, and go back to an earlier "
         f"checkpoint (--resume {checkpoints_folder(run_folder)}/step-...; those after it are kept as abandoned), or "
-        f"start from scratch if there is none.{where}"
+        f"start from scratch if none exists.{where}"
     )

@@ -377,7 +377,7 @@ def _roll_back(session: Session) -> bool:
     rollback.finish_saving()
     before = on_main_rank(control, lambda: checkpoint_before(run, spike[0]))
     if before is None:
-        return _stop_at_spike(session, None, spike, "there is no checkpoint before it")
+        return _stop_at_spike(session, None, spike, "no checkpoint is older")
     if rollback.num_rollbacks >= _MAX_ROLLBACKS:
         return _stop_at_spike(session, before, spike, f"the run has gone back {_MAX_ROLLBACKS} times already")
     skipped = steps_to_skip(run, spike)

@@ -140,7 +140,7 @@ def _describe_abandoned(abandoned: list[Checkpoint], history: History, point: Re
     names = f"{first} to {last}" if len(abandoned) > 1 else last
     return (
         f"history {history.number} of this run begins at step {point.state.step}. Abandoned: {names} "
-        f"({len(abandoned)}, {gib:.2f} GiB), neither resumed nor deleted unless you say so: --resume PATH, "
+        f"({len(abandoned)}, {gib:.2f} GiB), neither resumed nor deleted unless you ask for it: --resume PATH, "
         f"llmscale checkpoint prune {run}"
     )
 
@@ -186,7 +186,7 @@ def _load_first_weights(
     report: Callable[[str], None],
     progress: Callable[[], object],
 ) -> str | None:
-    """Load the weights of --init-from, and return their name; None if there are none. Collective."""
+    """Load the weights of --init-from, and return their name; None without --init-from. Collective."""
     if run.weights is not None:
         for note in run.weights.notes:
             report(note)

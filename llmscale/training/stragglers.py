@@ -142,7 +142,7 @@ class ArithmeticProbe:
         ]
 
     def read(self) -> float:
-        """Return the seconds of the last timed pass, 0 if there was none. Synchronises with a recent event."""
+        """Return the seconds of the last timed pass, 0 before the first. Synchronises with a recent event."""
         if self._begin is None or self._end is None:
             return 0.0
         if isinstance(self._begin, float) or isinstance(self._end, float):

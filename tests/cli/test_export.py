@@ -98,8 +98,8 @@ def test_folders_that_hold_something_else_are_refused(
         (trained_run, " holds '.lock', which no export wrote"),
         (file, f": {file} is a file; name a folder"),
         (link, " is a link"),
-        (checkpoints / "hf", f" lies in {checkpoints}, where only training writes"),
-        (checkpoints / "step-00000003" / "hf", f" lies in {checkpoints}, where only training writes"),
+        (checkpoints / "hf", f" is inside {checkpoints}, where only training writes"),
+        (checkpoints / "step-00000003" / "hf", f" is inside {checkpoints}, where only training writes"),
     ):
         assert main(["export", str(trained_run), "--to", str(out), "--overwrite"]) == 2
         stdout, err = capsys.readouterr()

@@ -158,7 +158,7 @@ def test_ranks_go_on_with_what_they_agreed_on(model: GPT) -> None:
 
 
 def test_lost_weights_are_named() -> None:
-    with pytest.raises(TrainingError, match=r"logits are no numbers \(nan\)"):
+    with pytest.raises(TrainingError, match="logits are NaN"):
         texts(Fixed([float("nan"), 0.5]), [[0]])
 
 

@@ -52,7 +52,7 @@ def test_a_likelihoods_continuation_is_the_text_that_was_given(continuation: str
         ("hellaswag", {"ctx": None}, r'"ctx" is \'None\', and must be text'),
         ("hellaswag", {"endings": "runs"}, r'"endings" is \'runs\', and must be a list of 2 to 64 texts'),
         ("hellaswag", {"endings": ["runs"]}, r'"endings" is .* must be a list of 2 to 64'),
-        ("hellaswag", {"endings": ["runs", 3]}, r"'3' is none"),
+        ("hellaswag", {"endings": ["runs", 3]}, r"'3' is not one"),
         ("hellaswag", {"label": 2}, r'"label" is \'2\', and must be the index of the right one, from 0 to 1'),
         ("hellaswag", {"label": "x"}, r'"label" is \'x\''),
         ("hellaswag", {"label": True}, r'"label" is \'True\''),

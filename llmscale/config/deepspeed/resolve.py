@@ -1,7 +1,7 @@
-"""The dict that goes to `deepspeed.initialize`: every "auto" filled, every default that matters written out.
+"""Build the dict for `deepspeed.initialize`: every "auto" is filled, every default that matters is explicit. No torch.
 
-DeepSpeed's defaults moved in 2026 (gradient_clipping 1.0, check_grad_overflow and pin_memory true) and may
-move again; a run's saved config must say what it trained with. Pure functions, no torch.
+DeepSpeed changed defaults in 2026 (gradient_clipping 1.0, check_grad_overflow and pin_memory true) and may do so again,
+and a run's saved config must describe how it was trained.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_json
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds_config that was checked against the closed schema."""
+    """ds_config that `parse_ds_config` has checked."""
 
     source: str
-    """The file's name, for messages."""
+    """Name of the file, for messages."""
     keys: DsFile
-    """What the file says, typed; absent sections are None."""
+    """Typed contents of the file; absent sections are None."""
     warnings: tuple[str, ...]
-    """Keys that have no effect, one sentence each."""
+    """Messages about keys without effect."""
 
     @property
     def zero_stage(self) -> int:
@@ -49,7 +49,7 @@ class DsConfig:
 
     @property
     def zero_hpz_partition_size(self) -> int:
-        """Ranks of a group that keeps second copies of the parameters; 1: none does, as below stage 3."""
+        """Ranks of a group that keeps a second copy of the parameters; 1 without hpZ, and below stage 3."""
         return self.keys.zero.zero_hpz_partition_size if self.zero_stage == 3 else 1
 
     @property
@@ -58,7 +58,7 @@ class DsConfig:
 
     @property
     def fp16(self) -> Fp16 | None:
-        """The loss-scale settings; None in another precision."""
+        """Settings of the loss scale; None in another precision."""
         return self.keys.fp16 if self.precision == "fp16" else None
 
     @property
@@ -71,31 +71,30 @@ class DsConfig:
 
     @property
     def checkpointing(self) -> CheckpointingMode:
-        """`full` when the section is there: DeepSpeed has none that means `selective`."""
+        """`full` if the section is present, else `none`: DeepSpeed has no section for `selective`."""
         return "none" if self.keys.activation_checkpointing is None else "full"
 
     @property
     def cpu_checkpointing(self) -> bool:
-        """Whether saved activations go to host memory."""
+        """True if saved activations are kept in host memory."""
         section = self.keys.activation_checkpointing
         return section is not None and section.cpu_checkpointing
 
     @property
     def gradient_clipping(self) -> float | None:
-        """Largest global gradient norm, 0 for no clipping; None when the file leaves it open."""
+        """Largest global gradient norm, 0 for no clipping; None if the file has no number."""
         clipping = self.keys.gradient_clipping
         return None if clipping is None or isinstance(clipping, str) else clipping
 
     def with_flags(self, precision: Precision | None, gradient_clipping: float | None) -> DsConfig:
-        """The same config with what train.py's flags override. Raises ConfigError when its other keys do not allow
-        the precision."""
+        """Return the config with train.py's flags applied. Raises ConfigError if other keys forbid the precision."""
         ds = self if precision is None else self.with_precision(precision)
         if gradient_clipping is None:
             return ds
         return replace(ds, keys=ds.keys.model_copy(update={"gradient_clipping": gradient_clipping}))
 
     def with_precision(self, precision: Precision) -> DsConfig:
-        """The same config in another precision. Raises ConfigError when its other keys do not allow it."""
+        """Return the config in another precision. Raises ConfigError if other keys forbid it."""
         bf16, fp16, autocast = self.keys.bf16, self.keys.fp16, self.keys.torch_autocast
         keys = self.keys.model_copy(
             update={
@@ -109,8 +108,7 @@ class DsConfig:
 
 
 def load_ds_config(path: Path) -> dict[str, object]:
-    """The JSON object in a file, or in the one of llmscale's own that `path` names, not yet checked. Raises
-    ConfigError."""
+    """Return the unchecked JSON object of a file, or of the bundled file that `path` names. Raises ConfigError."""
     found = DS_CONFIGS.find(path)
     try:
         return load_json(found, Rules(ConfigError, max_bytes=CONFIG_MAX_BYTES), f"ds_config {found}")
@@ -126,7 +124,7 @@ def parse_ds_config(config: dict[str, object], source: str) -> DsConfig:
 
 
 def read_ds_config(path: Path) -> DsConfig:
-    """Load and check a file, or the one of llmscale's own that `path` names. Raises ConfigError."""
+    """Load and check a file, or the bundled file that `path` names. Raises ConfigError."""
     found = DS_CONFIGS.find(path)
     return parse_ds_config(load_ds_config(path), str(path) if found == path else found.name)
 
@@ -143,20 +141,20 @@ def _refuse_first(source: str, problems: list[str]) -> None:
 
 DEFAULT_GRADIENT_CLIPPING = 1.0
 
-#: DeepSpeed's own default bucket, in elements. One larger than the model only wastes memory: stages 1 and 2
-#: allocate the whole bucket in every backward pass, stage 3 keeps it.
+#: DeepSpeed's default bucket, in elements. A bucket larger than the model wastes memory: stages 1 and 2 allocate all of
+#: it in every backward pass, and stage 3 keeps it.
 MAX_BUCKET_SIZE = 500_000_000
 
-#: llmscale prints and times its own steps; DeepSpeed's throughput timer would synchronise the device twice
-#: in each.
+#: Interval that switches off DeepSpeed's log line. llmscale prints and times steps itself; DeepSpeed's throughput timer
+#: would synchronise the device twice per step.
 NEVER_PRINT = 10**9
 
-#: The sections whose `pin_memory` says whether host memory is page-locked for copies to a GPU.
+#: Sections whose `pin_memory` page-locks host memory for copies to a GPU.
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 class ModelSize(Protocol):
-    """What of a model decides DeepSpeed's buffers."""
+    """Properties of a model that determine DeepSpeed's buffers."""
 
     @property
     def n_embd(self) -> int: ...
@@ -166,9 +164,9 @@ class ModelSize(Protocol):
 
 
 def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[str, object]:
-    """Plain JSON values for `deepspeed.initialize` on GPUs, none of them "auto".
+    """Return JSON values for `deepspeed.initialize` on GPUs, none of them "auto".
 
-    Raises ConfigError when the file's batch sizes contradict the plan, or its groups of ranks do not divide them.
+    Raises ConfigError if the file's batch sizes contradict the plan, or its hpZ group does not divide the ranks.
     """
     _check_product(plan)
     _check_groups(ds, plan)
@@ -194,7 +192,7 @@ def resolve_ds_config(ds: DsConfig, model: ModelSize, plan: BatchPlan) -> dict[s
 
 
 def without_pinned_memory(ds_config: Mapping[str, object]) -> dict[str, object]:
-    """A resolved ds_config where there is no GPU that host memory could be pinned for."""
+    """Return a resolved ds_config for a machine without GPUs, where host memory cannot be pinned."""
     zero = ds_config["zero_optimization"]
     assert isinstance(zero, dict)
     unpinned = {name: {**zero[name], "pin_memory": False} for name in _OFFLOADS if name in zero}
@@ -220,7 +218,7 @@ def _check_groups(ds: DsConfig, plan: BatchPlan) -> None:
 
 
 def _batch_keys(ds: DsConfig, **planned: int) -> dict[str, object]:
-    """The plan's batch sizes. A number in the file must agree with them."""
+    """Return the plan's batch sizes. Raises ConfigError if a number in the file differs."""
     for name, value in planned.items():
         written = getattr(ds.keys, name)
         if written not in (None, AUTO, value):
@@ -264,7 +262,7 @@ def _zero_section(keys: DsFile, model: ModelSize) -> dict[str, object]:
 
 
 def _auto_sizes(n_embd: int) -> dict[str, int]:
-    """Elements, as Hugging Face's Trainer fills them from the hidden size."""
+    """Return the values for "auto", in elements, by the formulas of Hugging Face's Trainer."""
     return {
         "reduce_bucket_size": n_embd * n_embd,
         "stage3_prefetch_bucket_size": int(0.9 * n_embd * n_embd),
@@ -278,7 +276,7 @@ def _offload_section(offload: OffloadOptimizer | OffloadParam) -> dict[str, obje
 
 
 def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[str, object]:
-    """The three precision sections, and the types in which gradients are reduced and accumulated."""
+    """Return the three precision sections, and the types in which gradients are reduced and accumulated."""
     precision = keys.precision
     sections: dict[str, object] = {name: {"enabled": False} for name in ("bf16", "fp16", "torch_autocast")}
     if precision == "bf16" and keys.bf16:
@@ -295,20 +293,20 @@ def _precision_sections(keys: DsFile, gradient_accumulation_steps: int) -> dict[
 
 
 def default_communication(keys: DsFile) -> Dtype:
-    """The type ranks exchange gradients in when the file does not say: that of the products they come from.
+    """Return the default type for exchanging gradients: the type of the matrix products.
 
-    Under autocast a gradient has the noise of bf16 already, and fp32 would carry it in twice the bytes. Stages 1 to 3
-    divide by the number of ranks before they sum, so that in fp16 no sum is larger than its terms.
+    Under autocast gradients already have bf16's rounding errors, so fp32 would only double the traffic. Stages 1 to 3
+    divide by the number of ranks before they sum, so in fp16 no sum exceeds its largest term.
     """
     return "bf16" if keys.precision == "autocast" else keys.model_dtype
 
 
 def default_accumulation(keys: DsFile, gradient_accumulation_steps: int) -> Dtype:
-    """The type gradients are summed in over micro-batches when the file does not say.
+    """Return the default type for summing gradients over micro-batches.
 
-    fp32 wherever there is more than one: a sum of many 16-bit gradients loses its small terms. With one micro-step
-    there is no sum, and it is fp32 only at stages 2 and 3, where the peak is the same: the shards are small, and the
-    step needs no fp32 copy. At stage 1 in bf16 it is another optimizer class of DeepSpeed's, whose unsharded buffer
-    costs 4 bytes per parameter; at stage 0 llmscale.engine.deepspeed_patches sums.
+    With several micro-steps it is fp32, because a sum of many 16-bit gradients loses small terms. With one micro-step
+    nothing is summed, and it is fp32 only at stages 2 and 3: shards are small there, the step then needs no fp32 copy,
+    and the peak stays the same. At stage 1 in bf16, fp32 selects another optimizer class of DeepSpeed with an unsharded
+    buffer of 4 bytes per parameter. At stage 0 llmscale.engine.deepspeed_patches sums.
     """
     return "fp32" if keys.zero.stage >= 2 or gradient_accumulation_steps > 1 else keys.model_dtype

@@ -1,6 +1,6 @@
-"""Keys that DeepSpeed 0.19.8 crashes on, or with which it trains something else.
+"""Find the keys of a ds_config that make DeepSpeed 0.19.8 crash, or train something else than written.
 
-`refusals` yields what must not start; `ignored_keys` what is harmless but has no effect.
+`find_problems` returns the errors of a file, `ignored_keys` the keys without effect.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CHECKPOINT_ONLY = "it configures DeepSpeed's own checkpoints, llmscale writes o
 _NO_BUFFERS = "the GPT has no buffers to keep in another type. Delete it."
 _DATA = "the order and shape of batches come from llmscale's data feed. Delete it."
 
-#: Dotted path -> why. A path to a section refuses the whole section.
+#: Reason by dotted path. The path of a section refuses all its keys.
 UNSUPPORTED: dict[str, str] = {
     "optimizer": "llmscale builds its own. Delete it and use --optimizer, --lr, --weight-decay, --beta1, "
     "--beta2, --eps.",
@@ -103,7 +103,7 @@ _FLAT_STAGES = frozenset({1, 2})
 _STAGE_3 = frozenset({3})
 _NO_STAGE: frozenset[int] = frozenset()
 
-#: The stages at which a key of zero_optimization has an effect.
+#: Stages at which each key of zero_optimization has an effect.
 EFFECTIVE_STAGES: dict[str, frozenset[int]] = {
     "contiguous_gradients": _EVERY_STAGE,
     "reduce_scatter": _EVERY_STAGE,
@@ -133,8 +133,7 @@ _NVME_KEYS = (
     "pipeline_write",
     "fast_init",
 )
-#: What DeepSpeed swaps of a sub-group at once: the parameter, its gradient and the states of the one optimizer that can
-#: run at stage 3.
+#: Tensors of a sub-group that DeepSpeed swaps at once: parameter, gradient and AdamW's states.
 _SWAP_BUFFERS = 2 + max(len(group.states) for group in ADAMW.groups)
 _DYNAMIC_SCALE_KEYS = (
     "initial_scale_power",
@@ -146,7 +145,7 @@ _DYNAMIC_SCALE_KEYS = (
 
 
 def refusals(keys: DsFile) -> Iterator[str]:
-    """Every combination that cannot train what was written, one sentence or two each."""
+    """Yield a message for each combination of keys that DeepSpeed cannot train as written."""
     yield from _offload_refusals(keys)
     yield from _precision_refusals(keys)
     yield from _gradient_refusals(keys)
@@ -279,7 +278,7 @@ def _gradient_refusals(keys: DsFile) -> Iterator[str]:
 
 
 def ignored_keys(keys: DsFile) -> Iterator[str]:
-    """Keys that were written, do no harm and have no effect."""
+    """Yield a message for each written key that has no effect."""
     stage = keys.zero.stage
     for name in sorted(keys.zero.model_fields_set & EFFECTIVE_STAGES.keys()):
         if stage not in EFFECTIVE_STAGES[name]:
@@ -307,12 +306,12 @@ def ignored_keys(keys: DsFile) -> Iterator[str]:
 
 
 def _dedicated_bf16_optimizer(keys: DsFile) -> bool:
-    """Whether DeepSpeed takes its BF16_Optimizer: stage 1, bf16, fp32 accumulation, no offload."""
+    """Return whether DeepSpeed uses its BF16_Optimizer: stage 1, bf16, fp32 accumulation, no offload."""
     accumulation = keys.data_types.grad_accum_dtype if keys.data_types else None
     return keys.zero.stage == 1 and keys.precision == "bf16" and accumulation == "fp32"
 
 
-#: Where "auto" is filled in by llmscale.config.deepspeed.resolve. Anywhere else DeepSpeed would take its default.
+#: Keys whose "auto" llmscale.config.deepspeed.resolve fills. For any other key DeepSpeed would take its default.
 AUTO_KEYS = (
     "train_batch_size",
     "train_micro_batch_size_per_gpu",
@@ -328,7 +327,7 @@ AUTO_KEYS = (
 
 
 def find_problems(config: dict[str, object]) -> list[str]:
-    """One sentence or two each, the worst first; none when DeepSpeed would train what is written."""
+    """Return a message for each problem, the worst first; empty if DeepSpeed would train as written."""
     unsupported = list(_unsupported(config))
     try:
         return unsupported + list(refusals(DsFile.model_validate(config)))
@@ -339,7 +338,7 @@ def find_problems(config: dict[str, object]) -> list[str]:
 
 
 def _is_unsupported(detail: ErrorDetails) -> bool:
-    """Named already, with the reason."""
+    """Return whether `_unsupported` reports the key."""
     dotted = ".".join(str(part) for part in detail["loc"])
     return any(dotted == name or dotted.startswith(f"{name}.") for name in UNSUPPORTED)
 
@@ -357,7 +356,7 @@ def _without(config: dict[str, object], details: Iterable[ErrorDetails]) -> dict
 
 
 def _refusals_of_the_rest(config: dict[str, object]) -> list[str]:
-    """How the legal keys go together. Nothing when one is missing that the others need."""
+    """Return the problems between the legal keys; empty if a required key is missing."""
     try:
         return list(refusals(DsFile.model_validate(config)))
     except ValidationError:
@@ -376,7 +375,7 @@ def _unsupported(config: dict[str, object]) -> Iterable[str]:
 
 
 def _explain(detail: ErrorDetails) -> str:
-    """One of pydantic's errors as a sentence that names the path, the value and the legal ones."""
+    """Return one of pydantic's errors as a sentence with the path, the value and the legal values."""
     path = tuple(str(part) for part in detail["loc"])
     dotted, value, kind = ".".join(path), detail["input"], detail["type"]
     if kind == "extra_forbidden":
@@ -425,7 +424,7 @@ def _subsections(section: type[Section]) -> dict[str, type[Section]]:
 
 
 def _home_of(key: str) -> str:
-    """Where a key belongs that was written at the wrong level."""
+    """Return the section to which a key belongs, as a sentence; empty if the key is unknown."""
     pending: list[tuple[str, type[Section]]] = [("", DsFile)]
     while pending:
         prefix, section = pending.pop(0)

@@ -1,4 +1,4 @@
-"""Types of single values in a ds_config: strict where pydantic would guess, with error texts to act on.
+"""Every legal key of a ds_config, its type and its default; strict where pydantic would convert.
 
 Each validator raises ValueError with the end of a sentence that begins with the key's dotted path.
 """
@@ -12,13 +12,13 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 AUTO = "auto"
-#: Beyond these DeepSpeed's arithmetic, in fp32 and 64 bits, has no meaning.
+#: Largest values that DeepSpeed's arithmetic, in fp32 and 64 bits, can represent.
 _MAX_NUMBER = 1e18
 _MAX_COUNT = 2**63 - 1
 
 
 def show(value: object) -> str:
-    """A value as it stands in the JSON, cut to a readable length."""
+    """Return a value as JSON, cut to a readable length."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -48,7 +48,7 @@ def _number(value: object) -> float:
 
 
 def _whole(minimum: int, maximum: int = _MAX_COUNT) -> Callable[[object], int]:
-    """A whole number; `5e8` is one too, as people write it."""
+    """Return a validator of whole numbers. `5e8` is accepted, because people write it."""
 
     def check(value: object) -> int:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
@@ -60,7 +60,7 @@ def _whole(minimum: int, maximum: int = _MAX_COUNT) -> Callable[[object], int]:
 
 
 def _most(value: object, maximum: float) -> str:
-    """The upper bound, where it is what is violated."""
+    """Return the upper bound for the message if `value` exceeds it."""
     return f" and at most {maximum:,g}" if isinstance(value, int | float) and value > maximum else ""
 
 
@@ -86,7 +86,7 @@ Number = Annotated[float, PlainValidator(_number)]
 Count = Annotated[int, PlainValidator(_whole(0))]
 Positive = Annotated[int, PlainValidator(_whole(1))]
 Power = Annotated[int, PlainValidator(_whole(0, 64))]
-"""Of two, as an fp16 loss scale."""
+"""Exponent of two, for an fp16 loss scale."""
 Depth = Annotated[int, PlainValidator(_whole(-1))]
 """Levels of nesting; -1: all."""
 FlagOrAuto = Annotated[bool | Auto, PlainValidator(_or_auto(_flag))]
@@ -96,14 +96,14 @@ PositiveOrAuto = Annotated[int | Auto, PlainValidator(_or_auto(_whole(1)))]
 
 
 Precision = Literal["fp32", "bf16", "fp16", "autocast"]
-#: What a block keeps for its backward pass: everything, its matrix products, or (as DeepSpeed does) its input.
+#: Activations that a block keeps for its backward pass: all, its matrix products, or (as in DeepSpeed) its input.
 CheckpointingMode = Literal["none", "selective", "full"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 Dtype = Literal["fp32", "bf16", "fp16"]
 
 
 class Section(BaseModel):
-    """One JSON object. Frozen; a key it does not declare is an error."""
+    """JSON object of a ds_config. Undeclared keys are an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
@@ -131,12 +131,12 @@ class OffloadParam(Section):
     buffer_size: Count = 100_000_000
     """NVMe: elements per buffer."""
     max_in_cpu: Count = 1_000_000_000
-    """NVMe: elements that stay in host memory."""
+    """NVMe: elements kept in host memory."""
     pin_memory: Flag = True
 
 
 class ZeroOptimization(Section):
-    """What is sharded; sizes of buffers in elements. `stage` has no default: DeepSpeed's, 0, is a trap."""
+    """Sharding and its buffers, sizes in elements. `stage` is required: DeepSpeed's default of 0 shards nothing."""
 
     stage: Stage
     contiguous_gradients: Flag = True
@@ -163,8 +163,10 @@ class ZeroOptimization(Section):
     round_robin_gradients: Flag = False
     parameter_alignment: Flag = False
     zero_hpz_partition_size: Positive = 1
-    """Ranks that together keep a second copy of the parameters, gathered from each other after the first use of a step:
-    ZeRO++'s hpZ (arXiv:2306.10209, section 3.2). 1: none."""
+    """Ranks of a group that keeps a second copy of the parameters: ZeRO++'s hpZ (arXiv:2306.10209, section 3.2).
+
+    After the first use in a step, parameters are gathered within the group. 1 switches it off.
+    """
     memory_efficient_linear: Flag = True
     override_module_apply: Flag = True
     log_trace_cache_warnings: Flag = False
@@ -192,7 +194,7 @@ class Bf16(Section):
     enabled: FlagOrAuto
     immediate_grad_update: Flag = False
     check_grad_overflow: Flag = True
-    """Skip a step whose gradients are not finite."""
+    """Skip a step with NaN or infinite gradients."""
 
 
 class TorchAutocast(Section):
@@ -209,7 +211,7 @@ class DataTypes(Section):
 
 
 class ActivationCheckpointing(Section):
-    """Its presence switches activation checkpointing on."""
+    """Activation checkpointing, switched on by the presence of this section."""
 
     partition_activations: Flag = False
     contiguous_memory_optimization: Flag = False
@@ -267,7 +269,7 @@ class Timers(Section):
 
 
 class DsFile(Section):
-    """A whole ds_config as written; an absent section is None."""
+    """ds_config as written; an absent section is None."""
 
     train_batch_size: PositiveOrAuto | None = None
     train_micro_batch_size_per_gpu: PositiveOrAuto | None = None
@@ -307,7 +309,7 @@ class DsFile(Section):
 
     @property
     def precision(self) -> Precision:
-        """The section that is on, else fp32. "auto" is on unless another is, bf16 before the others."""
+        """Precision of the enabled section; else of the first "auto" in the order bf16, fp16, autocast; else fp32."""
         sections: tuple[tuple[Precision, Bf16 | Fp16 | TorchAutocast | None], ...] = (
             ("bf16", self.bf16),
             ("fp16", self.fp16),
@@ -321,14 +323,14 @@ class DsFile(Section):
 
     @property
     def leaves_precision_open(self) -> bool:
-        """Whether it is bf16 by an "auto" alone, so that another device may take another precision."""
+        """True if bf16 comes from "auto" alone, so that a device without bf16 may use another precision."""
         types = self.data_types
         names_bf16 = types is not None and "bf16" in (types.param_dtype, types.grad_accum_dtype)
         return self.precision == "bf16" and self.bf16 is not None and self.bf16.enabled == AUTO and not names_bf16
 
     @property
     def model_dtype(self) -> Dtype:
-        """What the parameters are stored in between steps."""
+        """Type in which parameters are stored between steps."""
         return "fp32" if self.precision == "autocast" else self.precision
 
     @property
@@ -358,7 +360,7 @@ class ResolvedDataTypes(DataTypes):
 
 
 class ResolvedDsConfig(DsFile):
-    """A ds_config as `deepspeed.initialize` gets it: no "auto", and no default that is left to DeepSpeed."""
+    """ds_config for `deepspeed.initialize`: no key is "auto", and no default is left to DeepSpeed."""
 
     train_batch_size: Positive
     train_micro_batch_size_per_gpu: Positive
@@ -379,7 +381,7 @@ class ResolvedDsConfig(DsFile):
 
     @property
     def cpu_checkpointing(self) -> bool:
-        """Whether saved activations are kept in host memory."""
+        """True if saved activations are kept in host memory."""
         return self.activation_checkpointing is not None and self.activation_checkpointing.cpu_checkpointing
 
     @property

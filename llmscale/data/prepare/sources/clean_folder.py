@@ -1,8 +1,8 @@
-"""The folder that `data clean` writes, and how other commands know it.
+"""Recognise the folder that `data clean` writes.
 
-OUT/clean.json                     what was done; written last
-OUT/documents-00000.jsonl.zst ...  what is left: {"id": place in the input, "text": ...}
-OUT/removed/01-exact.jsonl.zst ... what each step took, and why; 01-exact-00003.jsonl.zst of a cluster's part 3
+OUT/clean.json                     settings and counts; written last
+OUT/documents-00000.jsonl.zst ...  kept documents: {"id": place in the input, "text": ...}
+OUT/removed/01-exact.jsonl.zst ... documents removed by each step, with the reason (on Ray also 01-exact-00003...)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def shard_name(number: int) -> str:
 
 
 def load_clean_manifest(folder: Path) -> dict[str, object] | None:
-    """The manifest of a folder that `data clean` wrote, None where it did not. Raises DataError for a newer version."""
+    """Return the manifest of a folder that `data clean` wrote, else None. Raises DataError for a newer version."""
     path = folder / MANIFEST_NAME
     try:
         manifest = load_json(path, Rules(DataError, follow_links=False))
@@ -38,7 +38,7 @@ def load_clean_manifest(folder: Path) -> dict[str, object] | None:
 
 
 def parse_clean_manifest(contents: bytes, where: str) -> dict[str, object] | None:
-    """The same of what a file holds."""
+    """Return the manifest in a file's contents, else None. Raises DataError for a newer version."""
     try:
         manifest = parse_json(contents, Rules(DataError), where)
     except DataError:
@@ -57,15 +57,15 @@ def _of_known_version(manifest: dict[str, object], where: str) -> dict[str, obje
 
 
 def request_of(manifest: dict[str, object]) -> dict[str, object]:
-    """What was asked for, by flag; empty in a damaged manifest."""
+    """Return the settings by flag; empty for a damaged manifest."""
     request = manifest.get("request")
     return cast(dict[str, object], request) if isinstance(request, dict) else {}
 
 
 def without_removed(files: Iterable[_P], root: PurePath, is_cleaned: Callable[[PurePath], bool]) -> list[_P]:
-    """Files at or below `root` less those in cleaned sets that are no documents: what was taken out must not come back.
+    """Return the files at or below `root` without manifests and removed documents of cleaned folders.
 
-    `is_cleaned` says of a folder whether `data clean` wrote it. Its manifest need not be among the files.
+    `is_cleaned` tells whether `data clean` wrote a folder. Its manifest need not be among the files.
     """
     found = list(files)
     folders = {path.parent for path in found if path.name == MANIFEST_NAME}
