@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from llmscale.config.command_line import FlagParser
     from llmscale.evaluate.evaluation import Evaluation, Request
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
-    from llmscale.evaluate.subject import Subject
+    from llmscale.evaluate.model_source import ModelSource
     from llmscale.evaluate.tasks import TaskFile, TaskResult
 
 #: Metrics that are means of zeros and ones, so that value and number of items give the standard error.
@@ -48,7 +48,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.evaluate.lm_eval_tasks import go_offline
-    from llmscale.evaluate.subject import find_subject, open_subject
+    from llmscale.evaluate.model_source import find_model, open_model
     from llmscale.evaluate.tasks import is_task_file, load_task_files
     from llmscale.untrusted.terminal import print_visible
 
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json is not None:
         check_output_file("--json", args.json, overwrite=True)
     files = load_task_files(spec for spec in args.tasks if is_task_file(spec))
-    folder = find_subject(args.run, report, args.step)
+    folder = find_model(args.run, report, args.step)
     named = [spec for spec in args.tasks if not is_task_file(spec)]
     if args.task_folder is not None and not named:
         raise ConfigError("--task-folder holds tasks that --tasks can name, and it names none. Add a task's name.")
@@ -72,18 +72,18 @@ def _run(args: argparse.Namespace) -> int:
     quiet_libraries()
     harness = _find_harness(named, args, files) if named else None
     with show_progress("Verifying the checkpoint") as verified:
-        subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
-    if subject.sets is None and args.val_samples:
+        source = open_model(folder, args.data, verified.add, with_sets=args.val_samples > 0)
+    if source.sets is None and args.val_samples:
         if not args.tasks:
-            raise DataError(subject.no_sets)
-        report(f"no validation loss: {subject.no_sets}")
+            raise DataError(source.no_sets)
+        report(f"no validation loss: {source.no_sets}")
     with show_if_slow("importing torch"):
         from llmscale.evaluate.evaluation import Request
 
     request = Request(
         [file.first(args.limit) for file in files], harness, args.limit, args.val_samples, args.batch_size
     )
-    evaluation = _evaluate(subject, request)
+    evaluation = _evaluate(source, request)
     for line in result_lines(evaluation):
         print_visible(line)
     if args.json is not None:
@@ -108,7 +108,7 @@ def _find_harness(named: Sequence[str], args: argparse.Namespace, files: Sequenc
     return harness
 
 
-def _evaluate(subject: Subject, request: Request) -> Evaluation:
+def _evaluate(source: ModelSource, request: Request) -> Evaluation:
     """Evaluate, with a progress bar for each part."""
     from llmscale.evaluate.evaluation import evaluate
     from llmscale.terminal.progress import Progress, count_words, show_progress
@@ -122,7 +122,7 @@ def _evaluate(subject: Subject, request: Request) -> Evaluation:
                 bars.append((what, shown.enter_context(show_progress(what, total, count_words("sequences")))))
             bars[-1][1].add(count)
 
-        return evaluate(subject, request, add)
+        return evaluate(source, request, add)
 
 
 def result_lines(evaluation: Evaluation) -> Iterator[str]:
@@ -130,10 +130,10 @@ def result_lines(evaluation: Evaluation) -> Iterator[str]:
     from llmscale.evaluate.evaluation import total_loss
     from llmscale.evaluate.tasks import show_value
 
-    subject = evaluation.subject
-    size = subject.shape.num_parameters
-    step = "" if subject.step is None else f", step {subject.step:,}"
-    yield f"{subject.folder}{step}, {size:,} parameters"
+    source = evaluation.source
+    size = source.shape.num_parameters
+    step = "" if source.step is None else f", step {source.step:,}"
+    yield f"{source.folder}{step}, {size:,} parameters"
     rows: list[tuple[str, str, str, str]] = []
     if evaluation.losses:
         count = f"{sum(loss.num_samples for loss in evaluation.losses):,} sequences"

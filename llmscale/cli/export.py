@@ -44,7 +44,7 @@ def _run(args: argparse.Namespace) -> int:
     with show_if_slow("importing torch"):
         from llmscale.checkpoint.manifest import load_manifest
         from llmscale.evaluate.export import describe_export, export_model
-        from llmscale.evaluate.subject import open_trained_checkpoint
+        from llmscale.evaluate.model_source import open_trained_checkpoint
         from llmscale.report.model_card import CardFacts, build_model_card
 
     with show_progress("Verifying the checkpoint", load_manifest(checkpoint).num_bytes) as verified:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
     from llmscale.config.hardware import GPU
+    from llmscale.evaluate.model_source import ModelSource
     from llmscale.evaluate.prune import Pruned
-    from llmscale.evaluate.subject import Subject
     from llmscale.model.gpt import GPT
 
 
@@ -40,10 +40,10 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from llmscale.checkpoint.hf_write import check_hf_folder
-    from llmscale.evaluate.subject import find_subject, open_subject
+    from llmscale.evaluate.model_source import find_model, open_model
     from llmscale.untrusted.terminal import make_visible_line, print_visible
 
-    folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
+    folder = find_model(args.run, lambda line: print_visible(line, file=sys.stderr), args.step)
     check_hf_folder(args.to, folder, overwrite=args.overwrite)
     gpu = None if args.gpu is None else get_gpu(args.gpu)
     from llmscale.engine.deepspeed_patches import quiet_libraries
@@ -52,18 +52,17 @@ def _run(args: argparse.Namespace) -> int:
 
     quiet_libraries()
     with show_progress("Verifying the checkpoint") as verified:
-        subject = open_subject(folder, args.data, verified.add, with_sets=args.val_samples > 0)
-    if subject.sets is None and args.val_samples:
-        raise DataError(subject.no_sets)
+        source = open_model(folder, args.data, verified.add, with_sets=args.val_samples > 0)
+    if source.sets is None and args.val_samples:
+        raise DataError(source.no_sets)
     # torch is imported after the checks, which answer at once.
     with show_if_slow("importing torch"):
-        from llmscale.evaluate.evaluation import losses_on
+        from llmscale.evaluate.evaluation import losses_on, open_validation_sets
         from llmscale.evaluate.prune import prune_linear_layers
-        from llmscale.evaluate.validation_loss import open_validation_sets
 
     for_gpu = _check_gpu(gpu)
-    sets = open_validation_sets(subject.sets, args.val_samples) if subject.sets is not None and args.val_samples else ()
-    model = subject.load_model()
+    sets = open_validation_sets(source.sets, args.val_samples) if source.sets is not None and args.val_samples else ()
+    model = source.load_model()
     num_sequences = sum(one.num_samples for one in sets)
 
     def losses_now(label: str) -> dict[str, float]:
@@ -73,7 +72,7 @@ def _run(args: argparse.Namespace) -> int:
     before = losses_now("Taking the loss before")
     pruned = prune_linear_layers(model, for_gpu=for_gpu)
     after = losses_now("Taking the loss after")
-    _write(model, subject, pruned, args.to, overwrite=args.overwrite)
+    _write(model, source, pruned, args.to, overwrite=args.overwrite)
     for line in _lines(pruned, before, after):
         print(line)
     print(f"Wrote {make_visible_line(str(args.to))}.")
@@ -94,19 +93,19 @@ def _check_gpu(named: GPU | None) -> bool:
     return capability is not None
 
 
-def _write(model: GPT, subject: Subject, pruned: Pruned, folder: Path, *, overwrite: bool) -> None:
+def _write(model: GPT, source: ModelSource, pruned: Pruned, folder: Path, *, overwrite: bool) -> None:
     from llmscale.checkpoint.hf_write import CARD_MARK
     from llmscale.evaluate.export import describe_export, write_model
     from llmscale.evaluate.prune import ModelWeights
     from llmscale.terminal.progress import show_progress
 
-    exported = describe_export(subject.shape, subject.published, "fp32", 5 * 10**9)
+    exported = describe_export(source.shape, source.published, "fp32", 5 * 10**9)
     card = _CARD.format(mark=CARD_MARK, zeros=pruned.num_zeros, weights=pruned.num_weights)
     with show_progress("Writing weights") as written:
         write_model(
             ModelWeights(model),
             exported,
-            subject.tokenizer,
+            source.tokenizer,
             folder,
             card=card,
             overwrite=overwrite,

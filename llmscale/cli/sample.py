@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from llmscale.config.command_line import FlagParser
     from llmscale.data.tokenizers.tokenizer import Tokenizer
-    from llmscale.evaluate.sampling import SamplingSettings, TokenByPrompt
-    from llmscale.evaluate.text import Piece
+    from llmscale.evaluate.generate import SamplingSettings, TextChunk, TokenByPrompt
     from llmscale.model.gpt import GPT
     from llmscale.terminal.progress import Progress
 
@@ -63,26 +62,24 @@ class _Request:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from llmscale.evaluate.subject import find_subject, open_subject
+    from llmscale.evaluate.model_source import find_model, open_model
     from llmscale.terminal.progress import count_words, show_progress
     from llmscale.terminal.status_line import show_if_slow
     from llmscale.untrusted.terminal import print_visible
 
     prompts = _prompts(args)
-    folder = find_subject(args.run, lambda line: print_visible(line, file=sys.stderr))
+    folder = find_model(args.run, lambda line: print_visible(line, file=sys.stderr))
     from llmscale.engine.deepspeed_patches import quiet_libraries
 
     with show_if_slow("importing torch"):
-        from llmscale.evaluate.sampling import SamplingSettings, check_prompt
-        from llmscale.evaluate.sampling_memory import check_memory
-        from llmscale.evaluate.text import encode_prompt
+        from llmscale.evaluate.generate import SamplingSettings, check_memory, check_prompt, encode_prompt
 
     quiet_libraries()
     settings = SamplingSettings(args.max_new_tokens, args.temperature, args.top_k, args.top_p)
     with show_if_slow("loading the weights"):
-        subject = open_subject(folder, args.data)
-        model, shape = subject.load_model(), subject.shape
-    tokens_of = [encode_prompt(subject.tokenizer, prompt) for prompt in prompts]
+        source = open_model(folder, args.data)
+        model, shape = source.load_model(), source.shape
+    tokens_of = [encode_prompt(source.tokenizer, prompt) for prompt in prompts]
     for place, tokens in enumerate(tokens_of, start=1):
         check_prompt(shape, tokens, f"prompt {place}" if len(prompts) > 1 else "the prompt")
     requests = [
@@ -99,16 +96,16 @@ def _run(args: argparse.Namespace) -> int:
         for start in range(0, len(requests), batch_size):
             batch = requests[start : start + batch_size]
             if streams:
-                _stream(_generate(model, subject.tokenizer, batch, settings, args), batch[0])
+                _stream(_generate(model, source.tokenizer, batch, settings, args), batch[0])
             else:
-                pieces = _generate(model, subject.tokenizer, batch, settings, args, progress)
-                _write(pieces, batch, args, start + 1, progress)
+                chunks = _generate(model, source.tokenizer, batch, settings, args, progress)
+                _write(chunks, batch, args, start + 1, progress)
     return 0
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
     """Return the prompts of the command line, then those of the file."""
-    from llmscale.evaluate.prompts import check_prompt_text, read_prompts
+    from llmscale.config.user_paths import check_prompt_text, read_prompts
 
     given = [*([] if args.text is None else [args.text]), *args.prompt]
     prompts = [check_prompt_text(text, "the prompt") for text in given]
@@ -131,8 +128,8 @@ def _generate(
     settings: SamplingSettings,
     args: argparse.Namespace,
     progress: Progress | None = None,
-) -> Iterator[Piece]:
-    from llmscale.evaluate.text import generate_text
+) -> Iterator[TextChunk]:
+    from llmscale.evaluate.generate import generate_text
 
     def counted(tokens: TokenByPrompt) -> TokenByPrompt:
         if progress is not None:
@@ -150,27 +147,27 @@ def _generate(
     )
 
 
-def _stream(pieces: Iterator[Piece], request: _Request) -> None:
+def _stream(chunks: Iterator[TextChunk], request: _Request) -> None:
     """Print a single text while it is generated."""
     from llmscale.untrusted.terminal import make_visible
 
     sys.stdout.write(make_visible(request.prompt))
-    for piece in pieces:
-        sys.stdout.write(make_visible(piece.text))
+    for chunk in chunks:
+        sys.stdout.write(make_visible(chunk.text))
         sys.stdout.flush()
     print()
 
 
 def _write(
-    pieces: Iterator[Piece], batch: Sequence[_Request], args: argparse.Namespace, first: int, progress: Progress
+    chunks: Iterator[TextChunk], batch: Sequence[_Request], args: argparse.Namespace, first: int, progress: Progress
 ) -> None:
     """Print several texts in the order of the prompts, each once all earlier ones are complete."""
     from llmscale.untrusted.terminal import make_visible
 
     texts, ends, next_number = [""] * len(batch), [""] * len(batch), 0
-    for piece in pieces:
-        texts[piece.number] += piece.text
-        ends[piece.number] = piece.ended_by or ""
+    for chunk in chunks:
+        texts[chunk.number] += chunk.text
+        ends[chunk.number] = chunk.ended_by or ""
         while next_number < len(batch) and ends[next_number]:
             request, text = batch[next_number], texts[next_number]
             progress.clear()

@@ -8,10 +8,65 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from llmscale.data.validation import ValidationSplit, mean_bits_per_byte
-from llmscale.evaluate.subject import Subject
+import torch
+
+from llmscale.data.mixture import TrainingSets
+from llmscale.data.order.sample_order import RankLayout
+from llmscale.data.validation import (
+    ValidationSplit,
+    bits_per_byte,
+    mean_bits_per_byte,
+    open_validation,
+    validation_batches,
+)
+from llmscale.errors import DataError
+from llmscale.evaluate.model_source import ModelSource
 from llmscale.evaluate.tasks import PublishedResult, TaskFile, TaskResult, comparable_results, encode_task
-from llmscale.evaluate.validation_loss import ValidationLoss, open_validation_sets, validation_loss
+from llmscale.model.gpt import GPT
+
+
+@dataclass(frozen=True)
+class ValidationLoss:
+    """Validation loss on one dataset."""
+
+    name: str
+    loss: float
+    """Nats per token."""
+    bytes_per_token: float
+    num_samples: int
+
+    @property
+    def bits_per_byte(self) -> float:
+        return bits_per_byte(self.loss, self.bytes_per_token)
+
+
+def open_validation_sets(sets: TrainingSets, max_samples: int) -> tuple[ValidationSplit, ...]:
+    """Open the splits as training does. Raises DataError when no dataset has one."""
+    found = open_validation(sets, max_samples)
+    if not found:
+        raise DataError(
+            f"{sets.name} has no validation split. Name a set that has one with --data, or leave the loss out with "
+            "--val-samples 0."
+        )
+    return found
+
+
+def validation_loss(
+    model: GPT, of: ValidationSplit, *, batch_size: int, progress: Callable[[int], object]
+) -> ValidationLoss:
+    """Compute the mean loss over the sequences that training uses too. Raises DataError.
+
+    `progress` gets the sequences done since the last call.
+    """
+    device, total, count = next(model.parameters()).device, 0.0, 0
+    with torch.inference_mode():
+        for batch in validation_batches(of.shards, RankLayout(0, (1,)), batch_size, of.num_samples):
+            tokens = batch.tokens.to(device)
+            total += float(model(tokens[:, :-1], tokens[:, 1:])) * batch.weight
+            count += batch.weight
+            progress(batch.weight)
+    return ValidationLoss(of.name, total / count, of.bytes_per_token, count)
+
 
 if TYPE_CHECKING:
     from llmscale.evaluate.lm_eval_tasks import LmEvalTasks
@@ -35,7 +90,7 @@ class Request:
 class Evaluation:
     """Results of an evaluation."""
 
-    subject: Subject
+    source: ModelSource
     losses: Sequence[ValidationLoss]
     """Loss on each dataset; empty without datasets."""
     tasks: Sequence[TaskResult]
@@ -44,10 +99,10 @@ class Evaluation:
 
     def as_dict(self) -> dict[str, object]:
         """Return JSON values."""
-        size = self.subject.shape.num_parameters
+        size = self.source.shape.num_parameters
         values: dict[str, object] = {
-            "model": str(self.subject.folder),
-            "step": self.subject.step,
+            "model": str(self.source.folder),
+            "step": self.source.step,
             "num_parameters": size,
             "tasks": {task.task: {"values": _finite(task.values), "num_items": task.num_items} for task in self.tasks},
         }
@@ -89,7 +144,7 @@ def losses_on(
     return total_loss(losses) if losses else {}
 
 
-def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | None, int], object]) -> Evaluation:
+def evaluate(source: ModelSource, request: Request, progress: Callable[[str, int | None, int], object]) -> Evaluation:
     """Prepare everything that is asked for, then load the model and evaluate it.
 
     `progress` gets the name of the activity, its number of sequences if known, and the sequences done since the last
@@ -97,11 +152,11 @@ def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | 
     """
     from llmscale.evaluate.scoring import score_rows
 
-    tokenizer, seq_len, batch_size = subject.tokenizer, subject.shape.seq_len, request.batch_size
+    tokenizer, seq_len, batch_size = source.tokenizer, source.shape.seq_len, request.batch_size
     tasks = [encode_task(file, tokenizer, seq_len) for file in request.files]
     wanted = request.val_samples
-    sets = open_validation_sets(subject.sets, wanted) if subject.sets is not None and wanted else ()
-    model = subject.load_model()
+    sets = open_validation_sets(source.sets, wanted) if source.sets is not None and wanted else ()
+    model = source.load_model()
     losses = [
         validation_loss(
             model,
@@ -122,5 +177,5 @@ def evaluate(subject: Subject, request: Request, progress: Callable[[str, int | 
         adapter = LlmscaleLM(model, tokenizer, batch_size=batch_size, progress=partial(progress, "lm-eval", None))
         results += request.harness.run(adapter, request.limit)
     is_comparable = request.limit is None and any(file.format == "hellaswag" for file in request.files)
-    published = comparable_results(subject.shape.num_parameters) if is_comparable else None
-    return Evaluation(subject, losses, results, published)
+    published = comparable_results(source.shape.num_parameters) if is_comparable else None
+    return Evaluation(source, losses, results, published)

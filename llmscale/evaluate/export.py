@@ -38,7 +38,7 @@ from llmscale.data.prepare.output_folder import new_folder
 from llmscale.data.tokenizers.save_for_transformers import generation_ids, save_for_transformers
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
-from llmscale.evaluate.load_model import check_same_model
+from llmscale.evaluate.model_source import check_same_model
 from llmscale.untrusted.documents import Rules, load_json
 
 #: The release whose configuration files these are, unless they are a published model's.

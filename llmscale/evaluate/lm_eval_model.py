@@ -16,9 +16,8 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError
-from llmscale.evaluate.sampling import SamplingSettings, sample
-from llmscale.evaluate.scoring import RowScore, score_rows
-from llmscale.evaluate.scoring_requests import Row, encode_text, pair_row, rolling_rows
+from llmscale.evaluate.generate import SamplingSettings, sample
+from llmscale.evaluate.scoring import Row, RowScore, encode_text, pair_row, rolling_rows, score_rows
 from llmscale.model.gpt import GPT
 
 #: Default of tokens to generate, as in lm-eval's own backend.

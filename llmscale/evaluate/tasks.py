@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from llmscale.config.user_paths import TASK_FORMATS, check_task_file
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.errors import ConfigError, DataError
-from llmscale.evaluate.scoring_requests import Row, pair_row, rolling_rows
+from llmscale.evaluate.scoring import Row, pair_row, rolling_rows
 from llmscale.untrusted.documents import MAX_BYTES, Rules, parse_json
 from llmscale.untrusted.paths import read_regular
 
@@ -224,8 +224,8 @@ class EncodedTask:
         """Compute the task's results from the scores of its rows."""
         items = list(self._items(scores))
         if self.file.format == "text":
-            return _of_texts(items)
-        return _of_likelihoods(items) if self.file.format == "likelihood" else _of_choices(items)
+            return _text_metrics(items)
+        return _likelihood_metrics(items) if self.file.format == "likelihood" else _choice_metrics(items)
 
     def _items(self, scores: Sequence[RowScore]) -> Iterator[_Scored]:
         start = 0
@@ -262,7 +262,7 @@ def show_value(value: float) -> str:
     return f"{value:.4f}" if abs(value) < 10_000 else f"{value:.4g}"
 
 
-def _of_choices(items: Sequence[_Scored]) -> dict[str, float]:
+def _choice_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     """Compute the fractions of items whose right choice is the likeliest; the first of equally likely ones is chosen.
 
     Likelihoods are compared as they are, per character (acc_norm in lm-eval 0.4), per UTF-8 byte and per token (llm.c).
@@ -281,7 +281,7 @@ def _is_right(scored: _Scored, length: Callable[[_Scored, int], float]) -> bool:
     return values.index(max(values)) == scored.item.label
 
 
-def _of_likelihoods(items: Sequence[_Scored]) -> dict[str, float]:
+def _likelihood_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     """Compute the fraction of continuations that greedy decoding gives, and their perplexity.
 
     Perplexity is exp of the mean negative log-likelihood per continuation, which in lm-eval's LAMBADA is one word.
@@ -290,7 +290,7 @@ def _of_likelihoods(items: Sequence[_Scored]) -> dict[str, float]:
     return {"acc": sum(scored.scores[0].is_greedy for scored in items) / len(items), "perplexity": _exp(-mean)}
 
 
-def _of_texts(items: Sequence[_Scored]) -> dict[str, float]:
+def _text_metrics(items: Sequence[_Scored]) -> dict[str, float]:
     """Compute bits per UTF-8 byte over all texts, and nats per token."""
     nats = -math.fsum(score.log_likelihood for scored in items for score in scored.scores)
     num_bytes = sum(scored.item.lengths[0][1] for scored in items)

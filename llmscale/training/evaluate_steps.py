@@ -18,11 +18,9 @@ from llmscale.data.validation import (
     validation_batches,
 )
 from llmscale.engine.collectives import gather, on_all_ranks, on_main_rank
-from llmscale.evaluate.sampling import SamplingSettings
-from llmscale.evaluate.scoring import RowScore, in_order, score_batch
-from llmscale.evaluate.scoring_requests import Row, batches_by_length
+from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
+from llmscale.evaluate.scoring import Row, RowScore, batches_by_length, in_order, score_batch
 from llmscale.evaluate.tasks import EncodedTask, TaskFile, encode_task
-from llmscale.evaluate.text import encode_prompt, generate_text
 from llmscale.training.live_run import Engine, Run, RunIO, StepAction, StepResult
 
 if TYPE_CHECKING:
@@ -156,7 +154,7 @@ class SampleText(StepAction):
         tokens_of = [encode_prompt(self._tokenizer, prompt)[-run.resolved.shape.seq_len :] for prompt in prompts]
         texts = [""] * len(prompts)
         with self._engine.meter.pause("evaluating"):
-            pieces = generate_text(
+            chunks = generate_text(
                 self._engine.deepspeed.module,
                 self._tokenizer,
                 tokens_of,
@@ -164,8 +162,8 @@ class SampleText(StepAction):
                 seeds=[run.config.seed] * len(prompts),
                 agree=lambda tokens: on_main_rank(run.world.control, lambda: tokens),
             )
-            for piece in pieces:
-                texts[piece.number] += piece.text
+            for chunk in chunks:
+                texts[chunk.number] += chunk.text
         if self._io.log:
             for prompt, text in zip(prompts, texts, strict=True):
                 self._io.log.log_sample(result.step, prompt, prompt + text)

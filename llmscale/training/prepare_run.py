@@ -24,11 +24,10 @@ from llmscale.config.hf_model import (
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.resolve import ResolvedRun, SetFacts, resolve_run
 from llmscale.config.run_config import RunConfig
-from llmscale.config.user_paths import check_output_folder
+from llmscale.config.user_paths import check_output_folder, read_prompts
 from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.manifest import MANIFEST_NAME, Manifest, check_set_matches
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.evaluate.prompts import read_prompts
 from llmscale.evaluate.tasks import TaskFile, load_task_files
 from llmscale.planning.compilation import EAGER, Compilation
 from llmscale.terminal.status_line import REPEAT_S, SOON_S

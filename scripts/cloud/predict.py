@@ -15,8 +15,8 @@ sys.path.insert(0, str(LocalPath(__file__).resolve().parents[2]))
 
 from llmscale.checkpoint.inventory import find_checkpoint
 from llmscale.engine.deepspeed_patches import quiet_libraries
-from llmscale.evaluate.subject import open_subject
-from llmscale.evaluate.text import generate_text
+from llmscale.evaluate.generate import SamplingSettings, encode_prompt, generate_text
+from llmscale.evaluate.model_source import open_model
 
 
 class Predictor(BasePredictor):
@@ -32,8 +32,8 @@ class Predictor(BasePredictor):
             with tarfile.open(str(archive)) as tar:
                 # The filter refuses names that lead out of the folder.
                 tar.extractall(folder, filter="data")
-            subject = open_subject(find_checkpoint(LocalPath(folder) / "run"))
-            self.model, self.tokenizer = subject.load_model(), subject.tokenizer
+            source = open_model(find_checkpoint(LocalPath(folder) / "run"))
+            self.model, self.tokenizer = source.load_model(), source.tokenizer
 
     def predict(
         self,
@@ -47,13 +47,7 @@ class Predictor(BasePredictor):
         seed: int = Input(description="Seed of the sampling", default=1337),
     ) -> ConcatenateIterator[str]:
         """Yield pieces of the text as they are generated."""
-        yield from generate_text(
-            self.model,
-            self.tokenizer,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-        )
+        settings = SamplingSettings(max_new_tokens, temperature, top_k, top_p)
+        prompts = [encode_prompt(self.tokenizer, prompt)]
+        for chunk in generate_text(self.model, self.tokenizer, prompts, settings, seeds=[seed]):
+            yield chunk.text

@@ -15,7 +15,7 @@ from llmscale.checkpoint.inventory import record_history
 from llmscale.checkpoint.manifest import History, hash_file, load_manifest, save_manifest
 from llmscale.cli.main import main
 from llmscale.data.prepare.output_folder import new_folder
-from llmscale.evaluate.subject import open_subject
+from llmscale.evaluate.model_source import open_model
 from llmscale.training.run_folder import lock_run_folder
 from scripts.bench.transformers_package import import_transformers
 from tests.conftest import REPOSITORY
@@ -35,7 +35,7 @@ def test_transformers_loads_the_model_and_the_tokenizer(trained_run: Path, tmp_p
     assert {path.name for path in out.iterdir()} == FILES
     transformers = import_transformers()
 
-    ours = open_subject(trained_run / "checkpoints/step-00000003")
+    ours = open_model(trained_run / "checkpoints/step-00000003")
     model = ours.load_model()
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not info["missing_keys"]
@@ -63,7 +63,7 @@ def test_the_weights_are_rounded_to_the_dtype(
     transformers = import_transformers()
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
-    ours = open_subject(checkpoint).load_model()
+    ours = open_model(checkpoint).load_model()
     assert theirs.dtype == loaded
     assert torch.equal(theirs.transformer.wte.weight, ours.wte.weight[:257].to(loaded))
     assert torch.equal(theirs.transformer.h[0].mlp.c_fc.weight, ours.blocks[0].mlp.up.weight.t().to(loaded))

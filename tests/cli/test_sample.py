@@ -144,7 +144,7 @@ def test_a_run_that_was_moved_needs_no_data_set(
 ) -> None:
     expected = sample(capsys, str(trained_run), "the")
     shutil.copytree(trained_run, tmp_path / "moved")
-    monkeypatch.setattr("llmscale.evaluate.subject.open_recorded_sets", no_set)
+    monkeypatch.setattr("llmscale.evaluate.model_source.open_recorded_sets", no_set)
     monkeypatch.chdir(tmp_path)
     assert sample(capsys, "moved", "the") == expected
     assert main(["export", "moved", "--to", "out"]) == 0

@@ -11,7 +11,7 @@ import torch
 
 from llmscale.checkpoint.load import load_full_weights
 from llmscale.cli.main import main
-from llmscale.evaluate.subject import open_subject
+from llmscale.evaluate.model_source import open_model
 from scripts.bench.transformers_package import import_transformers
 from tests.runs_in_turn import train_in_turn
 
@@ -40,7 +40,7 @@ def check_export(checkpoint: Path, out: Path) -> None:
     transformers = import_transformers()
     theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     assert not any(info.values()), info
-    ours = open_subject(checkpoint).load_model().cpu()
+    ours = open_model(checkpoint).load_model().cpu()
     tokens = torch.randint(257, (4, 32), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         assert (theirs.eval()(tokens).logits - ours(tokens)).abs().max() < 1e-5

@@ -20,15 +20,15 @@ def main(models: list[str], specs: list[str]) -> None:
     from lm_eval.models.huggingface import HFLM
 
     from llmscale.evaluate.lm_eval_model import LlmscaleLM
-    from llmscale.evaluate.subject import open_subject
+    from llmscale.evaluate.model_source import open_model
     from scripts.bench.transformers_package import import_transformers
 
     import_transformers()
     answers = {}
     tasks = find_tasks(specs, Path("tasks"))
     for folder in models:
-        subject = open_subject(Path(folder), None, lambda count: None)
-        ours = LlmscaleLM(subject.load_model(), subject.tokenizer, batch_size=3)
+        source = open_model(Path(folder), None, lambda count: None)
+        ours = LlmscaleLM(source.load_model(), source.tokenizer, batch_size=3)
         theirs = HFLM(pretrained=folder, device="cpu", dtype="float32", batch_size=2)
         settings = {"task_manager": tasks.manager, "bootstrap_iters": 0, "log_samples": True}
         both = [simple_evaluate(lm, tasks=list(tasks.names), **settings) for lm in (ours, theirs)]

@@ -17,8 +17,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.load_tokenizer import load_tokenizer
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer, Tokenizer
 from llmscale.evaluate.export import ExportedModel, export_model
-from llmscale.evaluate.scoring import score_rows
-from llmscale.evaluate.scoring_requests import pair_row, rolling_rows
+from llmscale.evaluate.scoring import pair_row, rolling_rows, score_rows
 from llmscale.evaluate.tasks import encode_task, load_task_files
 from llmscale.model.gpt import GPT
 from tests import warm_start

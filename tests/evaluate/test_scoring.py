@@ -4,7 +4,7 @@ import pytest
 
 from llmscale.data.tokenizers.tokenizer import ByteTokenizer
 from llmscale.errors import DataError
-from llmscale.evaluate.scoring_requests import Row, batches_by_length, pair_row, rolling_rows
+from llmscale.evaluate.scoring import Row, batches_by_length, pair_row, rolling_rows
 
 BYTES = ByteTokenizer()
 EOT = BYTES.eot_token
@@ -34,8 +34,8 @@ def test_without_a_context_a_document_begins() -> None:
     ("context", "continuation", "words"),
     [
         ("a", " quick fox", "the continuation has 10 tokens, and the model sees 8"),
-        ("a", "", "no token of its own"),
-        ("   ", "a", "the context has no token"),
+        ("a", "", "continuation has no tokens"),
+        ("   ", "a", "the context has no tokens"),
     ],
 )
 def test_what_cannot_be_scored_is_named(context: str, continuation: str, words: str) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from llmscale.architecture.shape import GPTShape
 from llmscale.errors import ConfigError, TrainingError
-from llmscale.evaluate.sampling import SamplingSettings, sample
-from llmscale.model.attention_context import KVCache
+from llmscale.evaluate.generate import SamplingSettings, batch_bytes, check_memory, sample
+from llmscale.model.attention_context import KVCache, kv_cache_bytes
 from llmscale.model.gpt import GPT
 from tests.model.odd_shapes import ODD_SHAPES, build_spread_gpt
 
@@ -190,3 +190,24 @@ def test_illegal_settings_are_refused(settings: dict, message: str) -> None:
 def test_illegal_prompts_are_refused_at_the_call(model: GPT, prompt: list[int], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         sample(model, [PROMPT, prompt], SamplingSettings(**SETTINGS), seeds=[0, 0], eot_token=None)
+
+
+LARGE_SHAPE = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50_257, seq_len=1 << 20)
+
+
+def test_a_batch_that_memory_cannot_hold_is_refused_with_its_size() -> None:
+    check_memory(LARGE_SHAPE, 8, 100, 200, use_cache=True)
+    said = r"1,024 texts at once of up to 1,000,100 tokens need .* GiB of memory, and .* are free\. .*--batch-size"
+    with pytest.raises(ConfigError, match=said):
+        check_memory(LARGE_SHAPE, 1024, 100, 10**6, use_cache=True)
+
+
+def test_a_cache_takes_memory_and_spares_that_of_the_prompt() -> None:
+    kept = kv_cache_bytes(LARGE_SHAPE, 8, 1100, 4)
+    assert batch_bytes(LARGE_SHAPE, 8, 100, 1000, use_cache=True) > kept
+    assert batch_bytes(LARGE_SHAPE, 8, 100, 1000, use_cache=False) < kept
+    # All that the model sees is computed again once a text has outgrown it.
+    short = GPTShape(n_layer=12, n_head=12, n_embd=768, vocab_size=50_257, seq_len=512)
+    assert batch_bytes(short, 8, 100, 1000, use_cache=True) > kv_cache_bytes(short, 8, 512, 4) + batch_bytes(
+        short, 8, 100, 300, use_cache=False
+    )

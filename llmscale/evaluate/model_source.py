@@ -1,13 +1,14 @@
 """Open a model: a run's newest checkpoint, one checkpoint, or a folder of transformers.
 
-Everything except the weights is read first, so that mistakes are reported early. No torch before `load_model`.
+Everything except the weights is read first, so that mistakes are reported early. Torch is imported with the weights.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,11 +30,13 @@ from llmscale.errors import CheckpointError, ConfigError, DataError
 from llmscale.untrusted.documents import Rules, load_json
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from llmscale.model.gpt import GPT
 
 
 @dataclass(frozen=True)
-class Subject:
+class ModelSource:
     """A model that can be loaded."""
 
     folder: Path
@@ -124,7 +127,7 @@ def is_hf_folder(path: Path) -> bool:
     return "model_type" in load_json(config, Rules(ConfigError, not_finite=True, large_numbers=True))
 
 
-def find_subject(path: Path, report: Callable[[str], None], step: int | None = None) -> Path:
+def find_model(path: Path, report: Callable[[str], None], step: int | None = None) -> Path:
     """Return the folder of weights that `path` names. Raises CheckpointError when none is found."""
     if not is_hf_folder(path):
         return find_checkpoint(path, report, step=step)
@@ -133,25 +136,20 @@ def find_subject(path: Path, report: Callable[[str], None], step: int | None = N
     return path
 
 
-def open_subject(
+def open_model(
     folder: Path,
     data: str | None = None,
     progress: Callable[[int], object] = lambda num_bytes: None,
     *,
     with_sets: bool = False,
-) -> Subject:
-    """Verify a folder that `find_subject` found, and open the dataset `data` or, `with_sets`, the run's.
+) -> ModelSource:
+    """Verify a folder that `find_model` found, and open the dataset `data` or, `with_sets`, the run's.
 
     `progress` gets the bytes verified since the last call. Raises ConfigError, CheckpointError, DataError.
     """
     if is_hf_folder(folder):
         return _open_hf_folder(folder, data)
     trained = open_trained_checkpoint(folder, progress, given=data)
-
-    def load_model() -> GPT:
-        from llmscale.evaluate.load_model import load_checkpoint_model
-
-        return load_checkpoint_model(folder, trained.shape)
 
     sets, no_sets = None, ""
     if data is not None:
@@ -171,10 +169,11 @@ def open_subject(
         except DataError as error:
             no_sets = str(error)
     state, shape = trained.state, trained.shape
-    return Subject(folder, state.step, shape, trained.tokenizer, sets, no_sets, trained.published, load_model)
+    load_model = partial(_load_checkpoint, folder, shape)
+    return ModelSource(folder, state.step, shape, trained.tokenizer, sets, no_sets, trained.published, load_model)
 
 
-def _open_hf_folder(folder: Path, data: str | None) -> Subject:
+def _open_hf_folder(folder: Path, data: str | None) -> ModelSource:
     published = read_published_model("eval", f"{PREFIX}{folder}")
     tokenizer = load_tokenizer(f"{PREFIX}{folder}")
     sets = None if data is None else open_training_sets(data)
@@ -187,10 +186,78 @@ def _open_hf_folder(folder: Path, data: str | None) -> Subject:
                 f"{published.shape.seq_len:,}. Prepare the data with --seq-len {published.shape.seq_len} or less."
             )
 
-    def load_model() -> GPT:
-        from llmscale.evaluate.load_model import load_published_model
-
-        return load_published_model(published)
-
     no_sets = "" if sets else f"{folder} is a folder of transformers, which names no dataset. Name one with --data SET."
-    return Subject(folder, None, published.shape, tokenizer, sets, no_sets, published, load_model)
+    load_model = partial(_load_published, published)
+    return ModelSource(folder, None, published.shape, tokenizer, sets, no_sets, published, load_model)
+
+
+def _load_checkpoint(folder: Path, shape: GPTShape) -> GPT:
+    """Load the fp32 master weights of a verified checkpoint. Raises CheckpointError."""
+    from llmscale.checkpoint.load import load_full_weights
+    from llmscale.model.gpt import GPT
+
+    weights = load_full_weights(folder)
+    # Checked before a model is built, because its size is known only from the checkpoint.
+    if sum(tensor.numel() for tensor in weights.values()) < shape.num_parameters:
+        raise CheckpointError(
+            f"{folder} holds fewer weights than the {shape.num_parameters:,} of the model in its configuration."
+        )
+    model = GPT(shape, seed=0)
+    _copy_weights(weights, model, folder)
+    return _to_device(model)
+
+
+def _load_published(published: PublishedModel) -> GPT:
+    """Load the model of a transformers folder in fp32.
+
+    Raises CheckpointError for damaged weights, or weights that do not fit config.json.
+    """
+    import torch
+
+    from llmscale.checkpoint.hf_read import fill_view, find_weights_files, list_tensors, match_tensors
+    from llmscale.engine.zero_layout import ShardView
+    from llmscale.model.gpt import GPT
+
+    assert published.folder is not None
+    stored = list_tensors(find_weights_files(published.folder))
+    pieces = match_tensors(stored, published.tensors, published.source, published.architecture)
+    model = GPT(published.shape, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            flat = parameter.view(-1)
+            fill_view(ShardView(flat, 0, flat.numel()), pieces[name])
+    return _to_device(model)
+
+
+def _to_device(model: GPT) -> GPT:
+    """Move a model to this machine's first GPU, or keep it on the CPU, in eval mode."""
+    import torch
+
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _copy_weights(weights: Mapping[str, Tensor], model: GPT, folder: Path) -> None:
+    """Copy flat fp32 tensors into the model's parameters and buffers. Raises CheckpointError if their names or sizes
+    differ."""
+    import torch
+
+    own = dict([*model.named_parameters(), *model.named_buffers()])
+    sizes, expected = ({name: tensor.numel() for name, tensor in of.items()} for of in (weights, own))
+    check_same_model(sizes, expected, folder)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(weights[name].view_as(tensor))
+
+
+def check_same_model(sizes: Mapping[str, int], own: Mapping[str, int], folder: Path) -> None:
+    """Raise CheckpointError unless a checkpoint's tensors, their elements by name, are exactly the model's `own`."""
+    for name in sorted(own.keys() ^ sizes.keys()):
+        what = "lacks" if name in own else "holds"
+        raise CheckpointError(
+            f"{folder} {what} '{name[:200]}': its tensors and its configuration are of different models."
+        )
+    for name, elements in own.items():
+        if sizes[name] != elements:
+            raise CheckpointError(
+                f"{folder}: '{name}' has {sizes[name]:,} elements, and its configuration requires {elements:,}."
+            )

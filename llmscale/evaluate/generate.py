@@ -1,16 +1,20 @@
-"""Sample tokens from a model for a batch of prompts, one token of each at a time."""
+"""Generate text for a batch of prompts: check its memory, sample a token of each at a time, decode the tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from llmscale.architecture.shape import GPTShape
+from llmscale.data.tokenizers.tokenizer import Tokenizer
+from llmscale.engine.device_memory import free_memory_bytes
 from llmscale.errors import ConfigError, TrainingError
-from llmscale.model.attention_context import KVCache
+from llmscale.memory.format_bytes import format_size
+from llmscale.model.attention_context import KVCache, kv_cache_bytes
 from llmscale.model.gpt import GPT
 
 #: One token per prompt, by the prompt's number.
@@ -191,3 +195,114 @@ def check_prompt(shape: GPTShape, prompt: Sequence[int], where: str = "the promp
             f"{where} has token {wrong}, and the model's vocabulary is 0 to {vocab_size - 1}: "
             "it was made with another tokenizer."
         )
+
+
+#: Last tokens of a prompt to decode the first new token with.
+_PREFIX_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    """A further chunk of one text."""
+
+    number: int
+    """Number of the prompt, in the order given."""
+    text: str
+    ended_by: Literal["end_of_text", "max_new_tokens"] | None = None
+    """Reason for the end, in a text's last chunk."""
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Return a prompt's tokens after those that begin a document; an empty prompt begins a new document."""
+    return [*tokenizer.bos_tokens, *tokenizer.encode(prompt)] or [tokenizer.eot_token]
+
+
+def generate_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    settings: SamplingSettings,
+    *,
+    seeds: Sequence[int],
+    use_cache: bool = True,
+    agree: Callable[[TokenByPrompt], TokenByPrompt] | None = None,
+) -> Iterator[TextChunk]:
+    """Yield chunks of the texts that continue `prompts`, token ids each, as soon as they are known; see `sample`.
+
+    A token may end in the middle of a character, so a chunk is held back until its characters are complete.
+    """
+    steps = sample(
+        model,
+        prompts,
+        settings,
+        seeds=seeds,
+        eot_token=tokenizer.eot_token,
+        vocab_size=tokenizer.vocab_size,
+        use_cache=use_cache,
+        agree=agree,
+    )
+
+    def chunks() -> Iterator[TextChunk]:
+        decoders = {number: _Decoder(tokenizer, prompt) for number, prompt in enumerate(prompts)}
+        for tokens in steps:
+            for number in sorted(decoders.keys() - tokens.keys()):
+                yield TextChunk(number, decoders.pop(number).rest(), "end_of_text")
+            for number, token in tokens.items():
+                if text := decoders[number].add(token):
+                    yield TextChunk(number, text)
+        for number, decoder in decoders.items():
+            yield TextChunk(number, decoder.rest(), "max_new_tokens")
+
+    return chunks()
+
+
+class _Decoder:
+    """Decode tokens that arrive one by one. Each is decoded after others: some tokenizers drop a leading space."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._before, self._pending = list(prompt[-_PREFIX_TOKENS:]), list[int]()
+
+    def add(self, token: int) -> str:
+        """Return the text that is complete now; empty in the middle of a character."""
+        self._pending.append(token)
+        text = self.rest()
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._before, self._pending = self._pending, []
+        return text
+
+    def rest(self) -> str:
+        """Return the text that no chunk contains yet."""
+        whole = self._tokenizer.decode([*self._before, *self._pending])
+        return whole[len(self._tokenizer.decode(self._before)) :]
+
+
+_FP32_BYTES = 4
+
+
+def check_memory(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: int, *, use_cache: bool) -> None:
+    """Refuse a batch that does not fit the free memory of this machine's GPU, or of its host. Raises ConfigError."""
+    needed = batch_bytes(shape, batch, prompt_len, max_new_tokens, use_cache=use_cache)
+    free = free_memory_bytes()
+    if needed > free:
+        without = ", or keep no keys and values (--no-cache)" if use_cache else ""
+        raise ConfigError(
+            f"{batch:,} texts at once of up to {prompt_len + max_new_tokens:,} tokens need {format_size(needed)} of "
+            f"memory, and {format_size(free)} are free. Give fewer at once (--batch-size) or shorter ones "
+            f"(--max-new-tokens){without}."
+        )
+
+
+def batch_bytes(shape: GPTShape, batch: int, prompt_len: int, max_new_tokens: int, *, use_cache: bool) -> int:
+    """Return a lower bound in bytes: the cache, and one block's activations of the tokens computed together.
+
+    These are the prompts' tokens, or all that the model sees if a text exceeds seq_len or nothing is cached.
+    """
+    longest = min(prompt_len + max_new_tokens, shape.seq_len)
+    outgrows = prompt_len + max_new_tokens > shape.seq_len
+    together = batch * (prompt_len if use_cache and not outgrows else longest)
+    hidden = shape.mlp_width * (3 if shape.gated_mlp else 2)
+    widest = 2 * shape.n_embd + max(hidden, 2 * shape.qkv_heads * shape.head_dim)
+    kept = kv_cache_bytes(shape, batch, longest, _FP32_BYTES) if use_cache else 0
+    return kept + together * widest * _FP32_BYTES
