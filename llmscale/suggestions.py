@@ -1,9 +1,14 @@
-"""Suggestions for unknown names: first the names that other tools use for the same thing, then similar spellings."""
+"""Messages about wrong values, and suggestions for unknown names: other tools' names first, then similar spellings."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 #: (our names, other tools' names), separated by spaces, in lower case with underscores. From nanoGPT, transformers'
 #: TrainingArguments, DeepSpeed, Megatron-LM, torchtitan, litgpt, and plain habit.
@@ -185,6 +190,22 @@ _NAMES = (
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     other: tuple(ours.split()) for ours, others in _NAMES for other in others.split()
 }
+
+
+def describe_invalid(name: str, detail: ErrorDetails, show: Callable[[object], str] = repr) -> str:
+    """Return one of pydantic's errors as a sentence: name, value, rule, and the closest legal word if one was misspelt.
+
+    `show` formats the value.
+    """
+    value, kind, hint = detail["input"], detail["type"], ""
+    rule = detail["msg"].lower().replace("input should", "must")
+    if kind == "value_error":
+        rule = str(detail["ctx"]["error"])
+    elif kind == "model_type":
+        rule = "must be an object {...}"
+    elif kind == "literal_error" and isinstance(value, str):
+        hint = did_you_mean(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
+    return f"{name} = {show(value)}: {rule}.{hint}"
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

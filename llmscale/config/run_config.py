@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails
 
 from llmscale import __version__
 from llmscale.architecture.shape import Activation, AttentionBias, Norm, NormPlacement, Positions, QKNorm
@@ -25,7 +24,7 @@ from llmscale.config.optimizers import OptimizerName
 from llmscale.config.run_flags import add_run_flags, describe_keys
 from llmscale.config.user_paths import check_path, check_path_or_name, check_path_or_url, check_task_file, check_text
 from llmscale.errors import ConfigError
-from llmscale.suggestions import did_you_mean
+from llmscale.suggestions import describe_invalid, did_you_mean
 from llmscale.untrusted.documents import CONFIG_MAX_BYTES, Rules, load_toml, load_yaml
 
 NonBlank = Annotated[str, AfterValidator(check_text)]
@@ -368,7 +367,7 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
             and key in RunConfig.model_fields
             and RunConfig.model_fields[key].annotation not in (bool, bool | None)
         ):
-            raise ConfigError(f"{key} = {value!r}: input should be {_kind(key)}.")
+            raise ConfigError(f"{key} = {value!r}: must be {_kind(key)}.")
     try:
         config = RunConfig(**values)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as error:
@@ -377,7 +376,7 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
         if first["type"] == "extra_forbidden":
             hint = did_you_mean(key, RunConfig.model_fields)
             raise ConfigError(f"unknown key '{key}'.{hint} `train.py --help` lists all keys.") from None
-        raise ConfigError(f"{key} = {first['input']!r}: {_problem(first)}") from None
+        raise ConfigError(describe_invalid(key, first)) from None
     for key, twin in EXCLUSIVE_KEYS:
         if getattr(config, key) is not None and getattr(config, twin) is not None:
             raise ConfigError(f"{key} and {twin} say the same thing in other units. Give one of them.")
@@ -388,16 +387,6 @@ def build_run_config(values: dict[str, object]) -> RunConfig:
                 f"Legal: {', '.join(CHANGES_THAT_BREAK)}."
             )
     return config
-
-
-def _problem(detail: ErrorDetails) -> str:
-    """Return pydantic's message as a sentence, with a suggestion for a misspelt word."""
-    if detail["type"] == "value_error":
-        return f"{detail['ctx']['error']}."
-    value, hint = detail["input"], ""
-    if detail["type"] == "literal_error" and isinstance(value, str):
-        hint = did_you_mean(value, re.findall(r"'([^']*)'", detail["ctx"]["expected"]))
-    return f"{detail['msg'].lower()}.{hint}"
 
 
 def _kind(key: str) -> str:

@@ -80,7 +80,7 @@ NUMBERS = [
         )
     ],
     ("train --steps NINES", r"steps = '9+\.\.\.9+'?.* \(5,00[0-9] characters\)"),
-    ("train --lr ''", r"lr = '': input should be a valid number"),
+    ("train --lr ''", r"lr = '': must be a valid number"),
     *[
         (f"{ESTIMATE} --{flag} {value}", refusal(flag, value))
         for flag, value in (
@@ -165,9 +165,9 @@ NUMBERS = [
     ("llmscale train --num-gpus", r"--num-gpus: must be a whole number .*not ''"),
     ("llmscale train --data set --lr 1e308", r"lr = '1e308'"),
     ("train --ds big64.json", r"reduce_bucket_size|64"),
-    ("train --ds scale.json", r"initial_scale_power must be a whole number of at least 0 and at most 64, not 100000"),
-    ("train --ds clip.json", r"gradient_clipping must be a number of at least 0 and at most 1e\+18, not 1e\+308"),
-    ("train --config bool.yaml", r"steps = True: input should be a number"),
+    ("train --ds scale.json", r"initial_scale_power = 100000: must be a whole number of at least 0 and at most 64"),
+    ("train --ds clip.json", r"gradient_clipping = 1e\+308: must be a number of at least 0 and at most 1e\+18"),
+    ("train --config bool.yaml", r"steps = True: must be a number"),
     ("train --config inf.yaml", r"lr = inf: "),
     (
         "llmscale doctor --no-network-test --hostfile hostbig",
@@ -436,7 +436,7 @@ SUGGESTIONS = [
     ("llmscale train --learning_rate 1", r"unknown argument '--learning-rate'\. Did you mean '--lr'\?"),
     (f"{PREPARE} --input texts --out o --noshuffle", r"Did you mean '--no-shuffle'\?"),
     ("train --device cpu", r"unknown argument '--device'\. `train.py --help` lists all"),
-    ("train --compile yes", r"compile = 'yes': input should be 'auto', 'on' or 'off'"),
+    ("train --compile yes", r"compile = 'yes': must be 'auto', 'on' or 'off'"),
     ("train --config iters.yaml", r"unknown key 'max_iters'\. Did you mean 'steps'\?"),
     ("train --model GPT2-124M", r"model 'GPT2-124M' is not a preset\. Did you mean 'gpt2-124m'\?"),
     ("train --model gpt2", r"Did you mean 'gpt2-124m'\?"),

@@ -442,8 +442,8 @@ def test_the_dry_run_stands_beside_the_closed_form(llmscale: Run) -> None:
         (("--model", "gpt2-1.5b", "--gpu-memory-gib", "24"), "--bf16-tflops"),
         (("--model", "gpt2-1.5b", *MACHINES, "--gpu-memory-gib", "24"), "--gpu names a GPU of the table"),
         (("--model", "gpt2-1.5b", *MACHINES, "--n-head", "7"), "not divisible by n_head 7"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"), "n_layer = '0': input should be greater than or equal"),
-        (("--model", "gpt2-1.5b", *MACHINES, "--vocab-size", "x"), "vocab_size = 'x': input should be a valid integer"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--n-layer", "0"), "n_layer = '0': must be greater than or equal"),
+        (("--model", "gpt2-1.5b", *MACHINES, "--vocab-size", "x"), "vocab_size = 'x': must be a valid integer"),
         (
             ("--model", "gpt2-1.5b", "--gpu", "t4", "--num-gpus", "0"),
             "argument --num-gpus: must be a whole number of at least 1",

@@ -22,7 +22,7 @@ from llmscale.config.deepspeed.schema import (
     show,
 )
 from llmscale.config.optimizers import ADAMW
-from llmscale.suggestions import did_you_mean
+from llmscale.suggestions import describe_invalid, did_you_mean
 
 _REMOVED = "DeepSpeed removed it in 2026. Delete it."
 _OWN_LOOP = "llmscale counts micro-batches itself. Delete it."
@@ -382,19 +382,13 @@ def _explain(detail: ErrorDetails) -> str:
         return _unknown_key(path)
     if value == AUTO:
         return (
-            f'{dotted} is "auto", which DeepSpeed would silently replace by its default. Write a value or '
-            "delete the "
+            f'{dotted} is "auto", which DeepSpeed would silently replace by its default. Write a value or delete the '
             f"key. llmscale fills: {', '.join(AUTO_KEYS)}."
         )
     if kind == "missing":
         default = "0 (nothing is sharded)" if path[-1] == "stage" else "false"
         return f"{dotted} is missing, DeepSpeed would silently take {default}. Write it."
-    if kind == "model_type":
-        return f"{dotted} must be an object {{...}}, not {show(value)}."
-    if kind == "literal_error":
-        return f"{dotted} must be {detail['ctx']['expected']}, not {show(value)}."
-    message = str(detail["ctx"]["error"]) if kind == "value_error" else f"{detail['msg']}, not {show(value)}."
-    return f"{dotted} {message}"
+    return describe_invalid(dotted, detail, show)
 
 
 def _unknown_key(path: tuple[str, ...]) -> str:

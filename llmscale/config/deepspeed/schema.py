@@ -1,6 +1,6 @@
 """Every legal key of a ds_config, its type and its default; strict where pydantic would convert.
 
-Each validator raises ValueError with the end of a sentence that begins with the key's dotted path.
+Each validator raises ValueError with the rule that a value breaks: 'must be true or false'.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ def show(value: object) -> str:
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {show(value)}.")
+        raise ValueError("must be true or false")
     return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str) or not value:
-        raise ValueError(f"must be a non-empty string, not {show(value)}.")
+        raise ValueError("must be a non-empty string")
     return value
 
 
 def _texts(value: object) -> tuple[str, ...]:
     if not isinstance(value, list):
-        raise ValueError(f"must be a list of strings, not {show(value)}.")
+        raise ValueError("must be a list of strings")
     return tuple(_text(item) for item in value)
 
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MAX_NUMBER:
-        raise ValueError(f"must be a number of at least 0{_most(value, _MAX_NUMBER)}, not {show(value)}.")
+        raise ValueError(f"must be a number of at least 0{_most(value, _MAX_NUMBER)}")
     return float(value)
 
 
@@ -53,7 +53,7 @@ def _whole(minimum: int, maximum: int = _MAX_COUNT) -> Callable[[object], int]:
     def check(value: object) -> int:
         whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
         if isinstance(value, bool) or not whole or not minimum <= int(value) <= maximum:  # type: ignore[call-overload]
-            raise ValueError(f"must be a whole number of at least {minimum}{_most(value, maximum)}, not {show(value)}.")
+            raise ValueError(f"must be a whole number of at least {minimum}{_most(value, maximum)}")
         return int(value)  # type: ignore[call-overload]
 
     return check
@@ -66,7 +66,7 @@ def _most(value: object, maximum: float) -> str:
 
 def _stage(value: object) -> object:
     if not isinstance(value, int) or isinstance(value, bool) or value not in (0, 1, 2, 3):
-        raise ValueError(f"must be 0, 1, 2 or 3, not {show(value)}.")
+        raise ValueError("must be 0, 1, 2 or 3")
     return value
 
 

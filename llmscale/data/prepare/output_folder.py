@@ -252,11 +252,6 @@ def open_work_folder(out: Path, request: Mapping[str, object], purpose: str = "p
                 folder.rmdir()
 
 
-def is_begun(out: Path, request: Mapping[str, object], purpose: str) -> bool:
-    """Return whether an earlier command left work on the same request."""
-    return _is_for(work_folder_of(out, purpose), request)
-
-
 def remove_finished(out: Path, purpose: str = "prepare") -> None:
     """Remove the work folder of a process that was killed after `out` was in place."""
     path = work_folder_of(out, purpose)

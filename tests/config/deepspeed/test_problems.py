@@ -30,7 +30,7 @@ def test_keys_values_and_combinations_are_found_together_and_once_each() -> None
 
 def test_a_section_that_is_none_hides_no_other_problem() -> None:
     problems = find_problems({"zero_optimization": 3, "fp16": {"enabled": True}, "bf16": {"enabled": True}})
-    assert problems[0].startswith("zero_optimization must be an object {...}, not 3.")
+    assert problems[0].startswith("zero_optimization = 3: must be an object {...}.")
     assert "bf16 and fp16 are both enabled" in "\n".join(problems)
 
 
