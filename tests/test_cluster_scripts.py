@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -20,7 +22,7 @@ from llmscale.checkpoint.manifest import checkpoint_name, checkpoints_folder
 from llmscale.config.run_config import parse_run_config
 from scripts.slurm.job_arguments import job_arguments
 from tests.checkpoint.written import sign
-from tests.conftest import HANG_S
+from tests.conftest import HANG_S, free_port, last_wins
 
 ROOT = Path(__file__).resolve().parent.parent
 SLURM = ROOT / "scripts" / "slurm"
@@ -146,6 +148,15 @@ def test_arguments_reach_the_supervisor_unchanged(slurm: Callable[..., subproces
     assert arguments == ["launch", "--launcher", "slurm", "--slots", "1", "--", *AWKWARD]
     assert not list(tmp_path.rglob("owned"))
     assert requeues(tmp_path) == []
+
+
+def test_the_url_of_a_run_is_no_folder(slurm: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+    job = slurm("train.sbatch", "--run", "s3://bucket/runs/a")
+    output = job.communicate(timeout=HANG_S)[0]
+    assert job.returncode == 0, output
+    arguments = json.loads((tmp_path / "records" / "arguments").read_text())
+    assert arguments[-2:] == ["--run", "s3://bucket/runs/a"]
+    assert not list(tmp_path.rglob("s3:*"))
 
 
 def test_a_requeued_job_does_not_begin_its_run_again(
@@ -420,6 +431,168 @@ def test_vast_tells_the_truth_at_the_end(
     vast: Callable[..., subprocess.CompletedProcess[str]], environment: dict[str, str], status: int
 ) -> None:
     assert vast(**environment).returncode == status
+
+
+# Recipes of SkyPilot and of a Kubernetes JobSet. Both were checked by hand against the schemas of skypilot 0.14.1 and
+# of JobSet v1alpha2 (kubernetes-sigs/jobset 08dfbdf, unknown keys refused).
+
+RECIPES = ("sky", "jobset")
+URL = "s3://BUCKET/runs/gpt2"
+
+
+def read_recipe(name: str) -> Any:
+    return yaml.safe_load((ROOT / "scripts" / "cloud" / f"{name}.yaml").read_text())
+
+
+def jobset_container() -> Any:
+    (job,) = read_recipe("jobset")["spec"]["replicatedJobs"]
+    (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def recipe_command(name: str) -> list[str]:
+    """Words that the recipe runs on every node."""
+    if name == "jobset":
+        container = jobset_container()
+        return [*container["command"], *container["args"]]
+    task = read_recipe(name)
+    script = task["run"]
+    for variable, value in task["envs"].items():
+        script = script.replace(f'"${variable}"', value)
+    path, command = script.strip().splitlines()
+    assert path == "export PATH=$PWD/.venv/bin:$PATH"
+    return shlex.split(command)
+
+
+def place(name: str, node: int) -> dict[str, str]:
+    """Variables that the platform sets on a node of two on this machine."""
+    if name == "sky":
+        variables = {"NODE_RANK": str(node), "NUM_NODES": "2", "NODE_IPS": "127.0.0.1\n127.0.0.2"}
+        return {f"SKYPILOT_{key}": value for key, value in (variables | {"NUM_GPUS_PER_NODE": "0"}).items()}
+    given = {variable["name"]: variable["value"] for variable in jobset_container()["env"]}
+    assert given["MASTER_ADDR"] == "gpt2-node-0-0.gpt2"
+    return given | {"JOB_COMPLETION_INDEX": str(node), "MASTER_ADDR": "localhost", "RANKS_PER_NODE": "1"}
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """`nodes(recipe, node, *flags, **environment)` starts a recipe's command on one node; `flags` win."""
+    repository, programs = tmp_path / "repository", tmp_path / "bin"
+    repository.mkdir()
+    programs.mkdir()
+    for name in ("scripts", "llmscale", "ds_configs"):
+        (repository / name).symlink_to(ROOT / name)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(recipe: str, node: int, *flags: str, **environment: str) -> subprocess.Popen[str]:
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        process = subprocess.Popen(
+            last_wins([*recipe_command(recipe), *flags]),
+            cwd=repository,
+            env={
+                **inherited,
+                "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+                **{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **place(recipe, node), **environment},
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=HANG_S)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_starts_each_node_in_its_place(
+    nodes: Callable[..., subprocess.Popen[str]], tmp_path: Path, recipe: str
+) -> None:
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text("#!/bin/bash\nprintf '%s\\n' \"$@\"\nexit 3\n")
+    torchrun.chmod(0o755)
+    first = "127.0.0.1" if recipe == "sky" else "localhost"
+    for node in (0, 1):
+        process = nodes(recipe, node)
+        said = process.communicate(timeout=HANG_S)[0].splitlines()
+        assert process.returncode == 3, "the launcher's status"
+        launcher, script = said[: said.index("--")], said[said.index("--") + 1 :]
+        given = dict(zip(launcher[::2], launcher[1::2], strict=True))
+        expected = {"--nnodes": "2", "--nproc-per-node": "1", "--node-rank": str(node), "--master-addr": first}
+        assert given == expected | {"--master-port": "29500"}
+        assert script[:3] == ["llmscale/train.py", "--run", URL]
+    assert not list(tmp_path.rglob("s3:*")), "a URL is no folder"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_resumes_after_a_preemption(
+    nodes: Callable[..., subprocess.Popen[str]],
+    train_command: Callable[..., list[str]],
+    tmp_path: Path,
+    recipe: str,
+) -> None:
+    """Two nodes train over gloo; one is told to end, and both start again with the same command."""
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    flags = [*train_command("--precision", "fp32")[1:], "--ds", str(ROOT / "ds_configs" / "zero2.json")]
+
+    def start(steps: int) -> list[subprocess.Popen[str]]:
+        port = str(free_port())
+        return [nodes(recipe, node, *flags, "--steps", str(steps), MASTER_PORT=port) for node in (0, 1)]
+
+    job = start(100_000)
+    wait_for(lambda: any(node.poll() is not None for node in job) or '"step": 5' in read(metrics))
+    job[1].send_signal(signal.SIGTERM)
+    outputs = [node.communicate(timeout=HANG_S)[0] for node in job]
+    # Its platform must not take an unfinished run for a finished one.
+    assert [node.returncode for node in job] == [0, 143], outputs
+    stop = last_event(metrics)
+    assert stop["event"] == "stopped"
+
+    total = int(stop["step"]) + 5
+    job = start(total)
+    outputs = [node.communicate(timeout=HANG_S)[0] for node in job]
+    assert [node.returncode for node in job] == [0, 0], outputs
+    end = last_event(metrics)
+    assert (end["event"], end["step"]) == ("finished", total)
+    assert min(read_losses_after(metrics, stop)) == int(stop["step"]) + 1
+
+
+def test_the_jobset_agrees_with_itself() -> None:
+    jobset, container = read_recipe("jobset"), jobset_container()
+    name, spec = jobset["metadata"]["name"], jobset["spec"]
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    (replicated,) = spec["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    # JobSet names a pod JobSet-job-job index-pod index.JobSet.
+    assert given["MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}" and spec["network"]["enableDNSHostnames"]
+    assert int(given["NUM_NODES"]) == job["completions"] == job["parallelism"]
+    assert int(given["RANKS_PER_NODE"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    # One pod's failure ends the job; the JobSet starts all pods again. These rules need pods that are never restarted.
+    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
+    disruption, exit_codes = job["podFailurePolicy"]["rules"]
+    assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    assert exit_codes["onExitCodes"] == {"containerName": container["name"], "operator": "In", "values": [143]}
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("RestartJobSetAndIgnoreMaxRestarts", ["PodFailurePolicy"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in job["template"]["spec"]["volumes"]
+    }
+
+
+def test_the_sky_task_names_what_skypilot_knows() -> None:
+    task = read_recipe("sky")
+    assert set(task) == {"name", "workdir", "num_nodes", "resources", "envs", "setup", "run"}
+    assert set(task["resources"]) == {"accelerators", "use_spot", "disk_size", "job_recovery"}
+    assert task["resources"]["job_recovery"] == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [143]}
+    sky = pytest.importorskip("sky")
+    assert sky.Task.from_yaml(str(ROOT / "scripts" / "cloud" / "sky.yaml")).num_nodes == 2
 
 
 def test_the_filtered_environment_example_is_what_deepspeed_reads() -> None:

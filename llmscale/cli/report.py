@@ -19,7 +19,7 @@ from llmscale.data.sample_log import FOLDER as SAMPLES_NAME
 from llmscale.data.sample_log import read_recorded
 from llmscale.errors import ConfigError
 from llmscale.report.ascii_chart import draw_chart
-from llmscale.report.history import RunHistory, load_history, load_run_manifest
+from llmscale.report.history import WALL_TIME, RunHistory, load_history, load_run_manifest
 from llmscale.terminal.status_line import show_if_slow
 from llmscale.terminal.table import output_width, print_fitting
 from llmscale.training.run_folder import (
@@ -166,10 +166,18 @@ def _print_run(run: Path) -> None:
     rate = history.median_tokens_per_second
     speed = "speed not known" if math.isnan(rate) else f"{rate:,.0f} tokens/s"
     lines.append(f"progress         {last_step:,} steps, {history.tokens_seen[last_step]:,} tokens, {speed}")
+    lines += _wall_time(history)
     print_fitting(lines)
     saved = list_checkpoints(run)
     print_visible(f"checkpoint       {saved[0] if saved else 'none yet'}")
     _print_gaps(run, history)
+
+
+def _wall_time(history: RunHistory) -> list[str]:
+    """Return the line on the wall time since the first start, without uses below 0.05 %."""
+    shares = history.wall_shares()
+    said = [f"{share:.1%} {WALL_TIME[use]}" for use, share in shares.items() if share >= 0.0005 or use == "steps"]
+    return [f"wall time        {', '.join(said)}"] if said else []
 
 
 def _print_gaps(run: Path, history: RunHistory) -> None:

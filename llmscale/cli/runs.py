@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _COLUMNS = (
     Column("run", is_text=True, least=16),
     Column("state", is_text=True),
-    *(Column("step"), Column("loss")),
+    *(Column("step"), Column("loss"), Column("goodput", drop=3)),
     Column("last seen", is_text=True, drop=1),
     Column("command", is_text=True, drop=2, least=24),
 )
@@ -35,8 +35,8 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
     parser = subparsers.add_parser(
         "runs",
         description="Every run below a folder with its step, last logged loss, state and command, the newest first. "
-        "failed: an error ended it, shown below the table. lost: it was killed, or its host is gone. `llmscale report "
-        "RUN` shows one.",
+        "goodput: share of the wall time that went into steps that count. failed: an error ended it, shown below the "
+        "table. lost: it was killed, or its host is gone. `llmscale report RUN` shows one.",
     )
     parser.add_argument(
         "folder", type=local_path, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
@@ -71,8 +71,9 @@ def _row(run: ListedRun, folder: Path) -> list[str]:
     of = "" if run.total_steps is None else f" of {run.total_steps:,}"
     step = "-" if run.step is None else f"{run.step:,}"
     loss = "-" if run.loss is None else "not finite" if math.isnan(run.loss) else _show_loss(run.loss)
+    goodput = "-" if run.goodput is None else f"{run.goodput:.1%}"
     seen = "-" if run.last_seen is None else f"{run.last_seen.astimezone():%Y-%m-%d %H:%M}"
-    return [_name(run, folder), run.state, f"{step}{of}", loss, seen, run.command or "-"]
+    return [_name(run, folder), run.state, f"{step}{of}", loss, goodput, seen, run.command or "-"]
 
 
 def _show_loss(loss: float) -> str:
@@ -92,6 +93,7 @@ def _as_plain(run: ListedRun) -> dict[str, object]:
         "total_steps": run.total_steps,
         # JSON has no NaN.
         "loss": None if run.loss is None or math.isnan(run.loss) else run.loss,
+        "goodput": run.goodput,
         "last_seen": run.last_seen.isoformat(timespec="seconds") if run.last_seen else None,
         "command": run.command,
         "error": run.error,

@@ -376,7 +376,7 @@ def build_curves(history: RunHistory, hours: Sequence[float], most: int) -> Json
     }
     curves: Json = {}
     for name, values in columns.items():
-        if name == "tokens_seen" or all(map(math.isnan, values)):
+        if name in ("tokens_seen", "time") or all(map(math.isnan, values)):
             continue
         chosen = thin(values, most)
         curve: Json = {"values": build_column(values[index] for index in chosen)}
@@ -605,6 +605,7 @@ def _describe(run: _Run, most: int) -> Json:
         "summary": _summary(run, hours, law),
         **build_curves(history, hours, most),
         "time_shares": build_time_shares(history),
+        "wall_time": {use: round_value(share) for use, share in history.wall_shares().items()},
         "validation": build_validation(history, most),
         "evaluations": build_evaluations(history),
         "estimated_memory": build_estimated_memory(history),
@@ -656,6 +657,7 @@ def _summary(run: _Run, hours: Sequence[float], law: Expectation | None) -> Json
         "tokens_per_second": round_value(history.median_tokens_per_second),
         "mfu": round_value(statistics.median(mfu) if mfu else None),
         "peak_memory_bytes": int(max(peaks)) if peaks else None,
+        "goodput": round_value(history.wall_shares().get("steps")),
         "starts": len(history.of_kind("event", "start")),
         "abandoned_records": history.num_abandoned,
         "ended": how_it_ended(history),

@@ -6,7 +6,7 @@ import math
 import statistics
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +75,7 @@ def check_version(path: Path, record: Record) -> None:
 #: Fields of a training record, with the names and units of training/metrics.py.
 COLUMNS = (
     *("tokens_seen", "loss", "z_loss", "lr", "grad_norm", "loss_scale", "tokens_per_second", "mfu"),
-    *("peak_memory_bytes", "data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s"),
+    *("peak_memory_bytes", "data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s", "time"),
 )
 #: Prefix of the columns of the loss on each dataset of a mixture.
 OF_SET = "loss of "
@@ -119,6 +119,87 @@ class StepColumns:
             column.extend(other.values[name][first:] if name in other.values else _unknown(len(other.steps) - first))
 
 
+#: Uses of a run's wall time, with the words of a report. docs/watching.md defines each.
+WALL_TIME = {
+    "steps": "steps that count",
+    "redone": "redone steps",
+    "starts": "starts and downtime",
+    "saves": "saves",
+    "waiting": "waiting for data",
+    "validation": "validation",
+    "other": "other",
+}
+_PAUSES = {"saving": "saves", "evaluating": "validation", "starting": "starts"}
+#: Phases of a step, seconds per step.
+_PHASES = ("data_wait_s", "forward_backward_s", "optimizer_step_s", "other_s")
+#: Latest time of a record and longest start-up that are believed, seconds.
+_LATEST_S, _LONGEST_START_S = 1e11, 1e7
+
+
+@dataclass
+class WallClock:
+    """Wall time by its use, from all records in the order of the file, those of discarded steps included.
+
+    Records without a valid time are ignored, and a clock that goes back adds nothing.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(WALL_TIME, 0.0))
+    _last_s: float = math.nan
+    """Time up to which `seconds` are complete; NaN before the first."""
+    _evaluated_s: float = 0.0
+    _step: int = 0
+    _first_step_s: float | None = None
+    """Duration of a start's first step, until the second logged interval; None after it."""
+    _is_starting: bool = False
+
+    def add(self, step: int, record: Record) -> None:
+        """Add the time since the last training step, start or end."""
+        now, kind, event = as_number(record.get("time")), record["kind"], record.get("event")
+        if not 0 < now <= _LATEST_S:
+            return
+        if kind in ("validation", "evaluation", "sample"):
+            self._evaluated_s = now
+        elif kind == "train" or event in ("start", "finished", "stopped"):
+            # 0.0 comes first: max() keeps it if the other is NaN.
+            elapsed_s = max(0.0, now - self._last_s)
+            if kind == "train":
+                self._add_steps(step, record, elapsed_s)
+            elif event == "start":
+                startup_s = as_number(record.get("startup_s")) if math.isnan(self._last_s) else math.nan
+                self.seconds["starts"] += startup_s if 0 < startup_s <= _LONGEST_START_S else elapsed_s
+                self._is_starting, self._first_step_s = True, None
+            else:
+                validation_s = min(elapsed_s, max(0.0, self._evaluated_s - self._last_s))
+                self.seconds["validation"] += validation_s
+                # At its end a run waits until its last checkpoint is on disk.
+                self.seconds["saves"] += elapsed_s - validation_s
+            self._last_s, self._step = now, step
+
+    def _add_steps(self, step: int, record: Record, elapsed_s: float) -> None:
+        step_s = _step_seconds([as_number(record.get(name)) for name in _PHASES])
+        steps_s = min(elapsed_s, step_s * max(0, step - self._step))
+        self.seconds["steps"] += steps_s
+        # A start's first step also compiles and warms up: it counts no longer than the next ones.
+        if self._first_step_s is not None:
+            excess_s = max(0.0, self._first_step_s - step_s)
+            self.seconds["steps"] -= excess_s
+            self.seconds["starts"] += excess_s
+        self._first_step_s = steps_s if self._is_starting else None
+        left_s = elapsed_s - steps_s
+        paused = record.get("paused_s")
+        for name, value in paused.items() if isinstance(paused, dict) else ():
+            if (seconds := as_number(value)) > 0:
+                pause_s = min(left_s, seconds)
+                self.seconds[_PAUSES.get(name, "other")] += pause_s
+                left_s -= pause_s
+        self.seconds["starts" if self._is_starting else "other"] += left_s
+        self._is_starting = False
+
+
+def _step_seconds(phases: Iterable[float]) -> float:
+    return sum(seconds for seconds in phases if seconds > 0)
+
+
 @dataclass
 class RunHistory:
     """Records by optimizer steps done. Losses are in nats per token."""
@@ -134,6 +215,7 @@ class RunHistory:
     """Records of a known kind with a missing field or one of another type."""
     num_abandoned: int = 0
     """Training records of steps that a restart discarded."""
+    wall: WallClock = field(default_factory=WallClock)
 
     def notes(self) -> Iterator[str]:
         """Yield notes on records that are missing or left out."""
@@ -174,6 +256,36 @@ class RunHistory:
         """Median over logging intervals, without the first (warm-up) if there are others; NaN if none is known."""
         rates = [rate for rate in self.tokens_per_second.values() if not math.isnan(rate)]
         return statistics.median(rates[1:] or rates or [math.nan])
+
+    def wall_shares(self) -> dict[str, float]:
+        """Return the shares of the wall time since the first start by WALL_TIME; empty if the records have no times."""
+        found = dict(self.wall.seconds)
+        total_s = sum(found.values())
+        if total_s <= 0:
+            return {}
+        counted_s, waiting_s = self._counted_seconds()
+        # Steps after the last record before a crash, if a checkpoint kept them, are within the time to the next start.
+        counted_s = min(counted_s, found["steps"] + found["starts"])
+        found["redone"] = max(0.0, found["steps"] - counted_s)
+        found["starts"] = max(0.0, found["starts"] - max(0.0, counted_s - found["steps"]))
+        found["waiting"] = min(waiting_s, counted_s)
+        found["steps"] = counted_s - found["waiting"]
+        return {use: seconds / total_s for use, seconds in found.items()}
+
+    def _counted_seconds(self) -> tuple[float, float]:
+        """Return the seconds of the steps of this history, each once, and the part that waited for data."""
+        starts = [step for step, _ in self.of_kind("event", "start")]
+        steps, values, firsts = self.steps.steps, self.steps.values, {step + 1 for step in starts}
+        each_s = [_step_seconds(phases) for phases in zip(*(values[name] for name in _PHASES), strict=True)]
+        counted_s, waiting_s, before = 0.0, 0.0, min([*starts, *steps[:1]], default=0)
+        for index, step in enumerate(steps):
+            if not math.isnan(values["time"][index]):
+                step_s = min(each_s[index : index + 2]) if step in firsts else each_s[index]
+                counted_s += (step - before) * step_s
+                wait_s = values["data_wait_s"][index]
+                waiting_s += (step - before) * min(step_s, wait_s if wait_s > 0 else 0.0)
+            before = step
+        return counted_s, waiting_s
 
     def of_kind(self, kind: str, event: str | None = None) -> list[tuple[int, Record]]:
         """Return records of a kind, or events of a name, with their steps."""
@@ -224,6 +336,7 @@ def load_history(run: Path) -> RunHistory:
             path = parse_history(record["history"], record["branches"], METRICS_NAME)
             by_number.setdefault(path.number, RunHistory()).cut(step)
         by_number.setdefault(path.number, RunHistory()).add(step, record)
+        whole.wall.add(step, record)
         num_train += record["kind"] == "train"
     for number, left_at in path.branches:
         # Each branch once: a file may repeat them.

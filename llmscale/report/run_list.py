@@ -1,6 +1,6 @@
 """List the runs below a folder with their step, loss, state and command. No torch.
 
-Only the ends of a run's logs are read, so that a hundred long runs are listed quickly. Run folders are not trusted: a
+Mostly the ends of a run's logs are read, so that a hundred long runs are listed quickly. Run folders are not trusted: a
 problem in one is reported in its row.
 """
 
@@ -10,19 +10,19 @@ import fcntl
 import os
 import shlex
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
 from llmscale.errors import ConfigError, LlmscaleError
-from llmscale.report.history import as_number
+from llmscale.report.history import as_number, load_history
 from llmscale.training.run_folder import CONFIG_NAME, FAILURE_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
 from llmscale.untrusted.documents import Rules, load_json, parse_json
-from llmscale.untrusted.paths import open_regular
+from llmscale.untrusted.paths import check_regular, open_regular
 
 State = Literal["running", "finished", "stopped", "failed", "lost", "unreadable"]
 #: Files of which a run folder has at least one.
@@ -31,6 +31,8 @@ _MARKS = (METRICS_NAME, STARTS_NAME)
 _TAIL_BYTES = 1 << 17
 #: Limit of these bytes, where samples and events fill them.
 _MOST_TAIL_BYTES = _TAIL_BYTES << 6
+#: Limit of the metrics of all runs that are read for their goodput: a few seconds.
+_GOODPUT_BYTES = 16 << 20
 _MAX_DEPTH = 8
 _RULES = Rules(ConfigError, not_finite=True)
 #: Linux's struct flock on 64-bit machines: type, whence, start, length, process.
@@ -57,6 +59,8 @@ class ListedRun:
     """Error that ended a failed run."""
     problem: str
     """Parts that could not be read; empty without problems."""
+    goodput: float | None = None
+    """Share of the wall time that went into steps that count; None if it is unknown or too long to read."""
 
 
 def find_runs(folder: Path) -> list[ListedRun]:
@@ -65,7 +69,20 @@ def find_runs(folder: Path) -> list[ListedRun]:
         raise ConfigError(f"{folder} is not a folder. Name one with run folders below it (train.py's --run).")
     runs = [read_run(path) for path in _run_folders(folder, _MAX_DEPTH)]
     oldest = datetime.min.replace(tzinfo=timezone.utc)
-    return sorted(runs, key=lambda run: (run.last_seen or oldest, str(run.path)), reverse=True)
+    runs.sort(key=lambda run: (run.last_seen or oldest, str(run.path)), reverse=True)
+    return list(_with_goodput(runs))
+
+
+def _with_goodput(runs: Sequence[ListedRun]) -> Iterator[ListedRun]:
+    """Yield the runs with their goodput, which takes all records: the newest first, up to _GOODPUT_BYTES in all."""
+    left_bytes = _GOODPUT_BYTES
+    for run in runs:
+        goodput = None
+        with suppress(OSError, LlmscaleError):
+            left_bytes -= check_regular(run.path / METRICS_NAME, follow_links=False).st_size
+            if left_bytes >= 0:
+                goodput = load_history(run.path).wall_shares().get("steps")
+        yield replace(run, goodput=goodput)
 
 
 def read_run(path: Path) -> ListedRun:

@@ -99,6 +99,7 @@ class LogSteps(StepAction):
             optimizer_step_s=interval.optimizer_step_s,
             other_s=interval.other_s,
             eta_s=(resolved.total_steps - step) * interval.step_s,
+            paused_s=interval.paused_s,
         )
 
 
@@ -121,6 +122,7 @@ def _facts(run: Run) -> dict[str, object]:
     """Return the facts about this start that a report needs and the next start may change."""
     resolved, sets = run.resolved, run.prepared.sets
     return {
+        "startup_s": sum(run.startup_s.values()),
         "world_size": run.world.world_size,
         "zero_stage": resolved.zero_stage,
         "precision": resolved.precision,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -113,6 +114,7 @@ class MetricsLog:
 
     def _write(self, record: dict[str, object]) -> None:
         self._step = int(str(record.get("step", self._step)))
+        record["time"] = round(time.time(), 3)
         # JSON has no NaN and no infinity; a gradient norm is infinite whenever fp16 overflows.
         self._file.append(json.dumps(_finite(record), allow_nan=False).encode() + b"\n", self._step)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -49,6 +49,8 @@ class StepMetrics:
     other_s: float
     eta_s: float
     """Seconds to the end of the run at the present speed."""
+    paused_s: dict[str, float] = field(default_factory=dict)
+    """Seconds since the last logged step outside of steps, by Pause."""
     loss_by_set: dict[str, float] | None = None
     """Nats per token of each dataset of a mixture that has samples in this step."""
 
@@ -87,6 +89,8 @@ class StepTimes:
     data_wait_s: float
     forward_backward_s: float
     optimizer_step_s: float
+    paused_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the whole interval outside of steps, by Pause."""
 
     @property
     def other_s(self) -> float:
@@ -99,7 +103,8 @@ class StepMeter:
 
     def __init__(self, device: torch.device) -> None:
         self.phases = PhaseTimer(device)
-        self._began, self._paused_s, self._steps = time.perf_counter(), 0.0, 0
+        self._began, self._steps = time.perf_counter(), 0
+        self._paused_s: dict[str, float] = {}
         self.done_steps = 0
         """Optimizer steps of this start."""
         self.pausing_for: Pause | None = None
@@ -122,7 +127,8 @@ class StepMeter:
             yield
         finally:
             self.pausing_for = None
-            self._paused_s += self._spend(what, time.perf_counter() - began)
+            seconds = self._spend(what, time.perf_counter() - began)
+            self._paused_s[what] = self._paused_s.get(what, 0.0) + seconds
 
     def _spend(self, what: str, seconds: float) -> float:
         self.spent_s[what] = self.spent_s.get(what, 0.0) + seconds
@@ -136,12 +142,13 @@ class StepMeter:
         now, steps = time.perf_counter(), max(self._steps, 1)
         phases = self.phases.read()
         interval = StepTimes(
-            step_s=(now - self._began - self._paused_s) / steps,
+            step_s=(now - self._began - sum(self._paused_s.values())) / steps,
             data_wait_s=phases["data_wait"] / steps,
             forward_backward_s=phases["forward_backward"] / steps,
             optimizer_step_s=phases["optimizer_step"] / steps,
+            paused_s=self._paused_s,
         )
-        self._began, self._paused_s, self._steps = now, 0.0, 0
+        self._began, self._paused_s, self._steps = now, {}, 0
         for name in ("data_wait", "forward_backward", "optimizer_step", "other"):
             self._spend(name, getattr(interval, f"{name}_s") * steps)
         return interval

@@ -12,6 +12,7 @@ import torch
 from llmscale.training.metrics import MetricsLog
 from llmscale.training.step_metrics import StepMeter, format_duration, format_step
 from llmscale.training.trackers import Tracker
+from tests.conftest import HANG_S
 from tests.training.made_metrics import make_metrics
 
 
@@ -34,7 +35,9 @@ def read(folder: Path) -> list[dict]:
         raise AssertionError(f"{name} is not JSON")
 
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
+    records = [json.loads(line, parse_constant=refuse) for line in lines]
+    assert all(abs(record.pop("time") - time.time()) < HANG_S for record in records)
+    return records
 
 
 def test_the_console_line() -> None:

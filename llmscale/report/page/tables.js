@@ -11,6 +11,7 @@ const SUMMARY = [
   { label: "tokens/s", of: (run) => quantity(run.summary.tokens_per_second), why: "median" },
   { label: "MFU", of: (run) => percent(run.summary.mfu), why: "median" },
   { label: "peak memory", of: (run) => bytes(run.summary.peak_memory_bytes), why: "of one rank" },
+  { label: "goodput", of: (run) => percent(run.summary.goodput), why: "steps that count, of the wall time" },
   { label: "starts", of: (run) => format(run.summary.starts) },
 ];
 

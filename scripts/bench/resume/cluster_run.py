@@ -233,14 +233,14 @@ class Chaos:
         found: list[int] = []
 
         def is_found() -> bool:
-            found[:] = [p for p in host.pids_running("train.py") if _is_rank(command_line(p))]
+            found[:] = [p for p in host.pids_running("train.py") if is_rank(command_line(p))]
             return bool(found)
 
         self.until(is_found)
         return found[0]
 
 
-def _is_rank(line: str) -> bool:
+def is_rank(line: str) -> bool:
     """Return whether a command line is `python -u .../train.py ...`; its launcher's has -m there."""
     words = line.split()
     return len(words) > 2 and words[2].endswith("/train.py")
