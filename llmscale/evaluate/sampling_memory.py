@@ -5,7 +5,7 @@ from __future__ import annotations
 from llmscale.architecture.shape import GPTShape
 from llmscale.engine.device_memory import free_memory_bytes
 from llmscale.errors import ConfigError
-from llmscale.memory.format_bytes import format_size
+from llmscale.memory.breakdown import format_size
 from llmscale.model.attention_context import kv_cache_bytes
 
 _FP32_BYTES = 4
