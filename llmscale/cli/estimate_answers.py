@@ -50,7 +50,7 @@ from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.config.user_paths import check_output_file, write_output_file
 from llmscale.dry_run.on_demand import with_recordings
 from llmscale.errors import ConfigError
-from llmscale.memory.format_bytes import format_size
+from llmscale.memory.breakdown import format_size
 from llmscale.planning.recommend import Misfit, Ranking, fastest_by_link, find_misfit, nearest_fit, rank_configs
 from llmscale.planning.scaling import GPT3, scaling_family
 from llmscale.planning.search import (

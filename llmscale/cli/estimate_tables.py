@@ -8,9 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from llmscale.config.hardware import GPU_TABLE_HEAD, gpu_table_rows
-from llmscale.memory.breakdown import Breakdown
+from llmscale.memory.breakdown import GIB, Breakdown, format_size
 from llmscale.memory.estimate import RESERVED_PER_ALLOCATED, MemoryEstimate
-from llmscale.memory.format_bytes import GIB, format_size
 from llmscale.planning.recommend import RankedConfig, Ranking
 from llmscale.planning.search import Candidate, Search, Strategy
 from llmscale.planning.step_time import Throughput

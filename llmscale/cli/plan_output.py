@@ -22,7 +22,7 @@ from llmscale.config.optimizers import get_optimizer
 from llmscale.config.presets import PRESETS
 from llmscale.config.run_config import RunConfig, build_run_config
 from llmscale.errors import ConfigError
-from llmscale.memory.format_bytes import format_size
+from llmscale.memory.breakdown import format_size
 from llmscale.planning.run_plan import DEFAULT_PUE, ChosenModel, Goal, GPUPlacement, GPUs, Lifetime, Plan, PlanRequest
 from llmscale.planning.scaling import (
     BESIROGLU,

@@ -19,7 +19,7 @@ from llmscale.memory.activations.recorded import NotRecorded, table_of
 from llmscale.memory.activations.recording_cache import cache_folder, write_recordings
 from llmscale.memory.activations.symbols import BlockBranch, EndsBranch
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.step_peaks import PHASES
+from llmscale.memory.estimate import PHASES
 from llmscale.planning.search import Candidate
 
 Answer = TypeVar("Answer")

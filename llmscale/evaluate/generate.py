@@ -13,7 +13,7 @@ from llmscale.architecture.shape import GPTShape
 from llmscale.data.tokenizers.tokenizer import Tokenizer
 from llmscale.engine.device_memory import free_memory_bytes
 from llmscale.errors import ConfigError, TrainingError
-from llmscale.memory.format_bytes import format_size
+from llmscale.memory.breakdown import format_size
 from llmscale.model.attention_context import KVCache, kv_cache_bytes
 from llmscale.model.gpt import GPT
 

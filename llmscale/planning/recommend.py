@@ -10,7 +10,7 @@ from llmscale.config.deepspeed.resolve import DsConfig
 from llmscale.config.deepspeed.schema import CheckpointingMode
 from llmscale.config.hardware import Cluster
 from llmscale.config.interconnect import INTERCONNECTS, Interconnect
-from llmscale.memory.format_bytes import format_size
+from llmscale.memory.breakdown import format_size
 from llmscale.planning.calibration import SMALLEST_MICRO_BATCH_TOKENS
 from llmscale.planning.kernels import KernelSettings
 from llmscale.planning.search import (

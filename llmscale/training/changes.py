@@ -17,7 +17,7 @@ from llmscale.config.launcher_variables import is_restart
 from llmscale.config.resolve import resolve_schedule
 from llmscale.config.schedule import Schedule
 from llmscale.errors import CheckpointError, ConfigError
-from llmscale.memory.format_bytes import format_size
+from llmscale.memory.breakdown import format_size
 from llmscale.planning.disk_usage import SPARE_BYTES, checkpoints_at_once
 from llmscale.training.prepare_run import PreparedRun, candidate_checkpoints
 from llmscale.training.run_folder import check_own_files

@@ -12,8 +12,8 @@ from llmscale.config.batch_plan import BatchPlan
 from llmscale.engine.device_settings import ALLOCATOR_VARIABLES, EXPANDABLE_SEGMENTS, allocator_settings
 from llmscale.errors import LlmscaleError, MachineError
 from llmscale.memory.activations.recorded import NotRecorded
+from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_memory
-from llmscale.memory.format_bytes import describe_breakdown, format_size
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines
 from llmscale.training.prepare_run import PreparedRun

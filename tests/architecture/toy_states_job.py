@@ -20,8 +20,8 @@ from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
 from llmscale.dry_run.engine import dry_run
-from llmscale.memory.states.by_stage import estimate_states_of
-from llmscale.memory.zero_settings import zero_setup
+from llmscale.memory.estimate import estimate_states
+from llmscale.memory.states.state_memory import zero_setup
 from tests.architecture.test_toy_variant import describe_toy
 from tests.memory.activations.toy_decoder import ToyDecoder, ToyShape
 
@@ -46,7 +46,7 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
         resolved = resolve_step(ds, STAND_IN, plan, "none")
         simulated = dry_run(resolved)
     resident = simulated.resident.total_bytes
-    states = estimate_states_of(ParameterTensors(toy), zero_setup(resolved))
+    states = estimate_states(ParameterTensors(toy), zero_setup(resolved))
     return {
         "dry_run": {
             "resident": resident,
@@ -54,8 +54,8 @@ def compare(stage: int) -> dict[str, dict[str, int]]:
         },
         "closed_form": {
             "resident": states.resident.total_bytes,
-            "forward": states.forward.total_bytes,
-            "backward": states.backward.total_bytes,
+            "forward": states.forward_peak.total_bytes,
+            "backward": states.backward_peak.total_bytes,
             "step": states.step.total_bytes,
         },
     }

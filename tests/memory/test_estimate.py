@@ -16,8 +16,7 @@ from llmscale.config.deepspeed.schema import CheckpointingMode, Precision
 from llmscale.dry_run.on_demand import compare_with_dry_run
 from llmscale.memory.activations.activation_memory import estimate_activations
 from llmscale.memory.breakdown import Breakdown
-from llmscale.memory.estimate import CONTEXT_BYTES, MemoryEstimate, estimate_least
-from llmscale.memory.step_peaks import PHASES
+from llmscale.memory.estimate import CONTEXT_BYTES, PHASES, MemoryEstimate, estimate_least
 from llmscale.planning.search import Candidate, Job, Machines, fit_at
 
 GIB = 2**30

@@ -11,11 +11,8 @@ from llmscale.config.batch_plan import build_batch_plan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
-from llmscale.memory.estimate import CONTEXT_BYTES
-from llmscale.memory.hf_states import estimate_hf_states
-from llmscale.memory.states.by_stage import estimate_states, estimate_states_of
-from llmscale.memory.zero_settings import ZeroSetup, zero_setup
-from llmscale.planning.search import CHECKPOINTING
+from llmscale.memory.estimate import CONTEXT_BYTES, estimate_hf_states, estimate_states
+from llmscale.memory.states.state_memory import ZeroSetup, zero_setup
 
 GIB = 2**30
 #: GPT-2 of transformers and of ours: the vocabulary is a multiple of 128, so the table is not padded.
@@ -45,16 +42,16 @@ def setup(stage: int, world_size: int, shape: GPTShape = SHAPE, sums: str | None
 @pytest.mark.parametrize("world_size", [1, 8])
 def test_gpt2_is_our_gpt2(stage: int, world_size: int) -> None:
     theirs = estimate_hf_states(model(GPT2), setup(stage, world_size))
-    ours = estimate_states(SHAPE, setup(stage, world_size))
+    ours = estimate_states(SHAPE.tensors, setup(stage, world_size))
     assert theirs.estimate.moments == {
-        "forward": ours.resident + ours.forward,
-        "backward": ours.resident + ours.backward,
+        "forward": ours.resident + ours.forward_peak,
+        "backward": ours.resident + ours.backward_peak,
         "optimizer step": ours.resident + ours.step,
     }
     tensors = ParameterTensors(model(GPT2).architecture)
-    for mode in CHECKPOINTING:
-        of_list = estimate_states_of(tensors, setup(stage, world_size), mode)
-        assert of_list == estimate_states(SHAPE, setup(stage, world_size), mode)
+    for recomputes in (False, True):
+        of_list = estimate_states(tensors, setup(stage, world_size), recomputes)
+        assert of_list == estimate_states(SHAPE.tensors, setup(stage, world_size), recomputes)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ from llmscale.data.mixture import TrainingSets, open_training_sets
 from llmscale.data.shards.verify_shards import check_files
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.memory.activations.recorded import NotRecorded
-from llmscale.memory.format_bytes import describe_breakdown, format_size
+from llmscale.memory.breakdown import describe_breakdown, format_size
 from llmscale.planning.disk_usage import checkpoints_at_once
 from llmscale.planning.recommend import find_smallest_change
 from llmscale.planning.search import Job, Machines, fit_at

@@ -1,6 +1,6 @@
 """Compare the closed form with the dry run for a list of cells, in a process of its own.
 
-Reads a JSON list of cells from standard input and writes one JSON object a line. Not a test module: test_by_stage.py
+Reads a JSON list of cells from standard input and writes one JSON object a line. Not a test module: test_states.py
 runs it.
 """
 
@@ -18,9 +18,8 @@ from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.optimizers import get_optimizer
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import ResolvedStep, resolve_step
-from llmscale.memory.states.by_stage import estimate_states
-from llmscale.memory.states.state_memory import StateMemory
-from llmscale.memory.zero_settings import zero_setup
+from llmscale.memory.estimate import estimate_states
+from llmscale.memory.states.state_memory import StateMemory, zero_setup
 
 #: Large enough that step counts and rounding do not matter, with activations that hardly exist.
 SHAPE = GPTShape(n_layer=3, n_head=4, n_embd=384, vocab_size=1200, seq_len=8)
@@ -45,7 +44,9 @@ def capability_of(cell: dict) -> ComputeCapability | None:
 
 def estimate(cell: dict) -> StateMemory:
     resolved = resolve(cell)
-    return estimate_states(SHAPE, zero_setup(resolved, capability_of(cell)), resolved.checkpointing)
+    return estimate_states(
+        SHAPE.tensors, zero_setup(resolved, capability_of(cell)), recomputes=resolved.checkpointing != "none"
+    )
 
 
 def compare(cell: dict) -> dict[str, object]:
@@ -60,8 +61,8 @@ def compare(cell: dict) -> dict[str, object]:
         "dry_run": {"resident": resident, "host": simulated.host_bytes, **added},
         "closed_form": {
             "resident": states.resident.total_bytes,
-            "forward": states.forward.total_bytes,
-            "backward": states.backward.total_bytes,
+            "forward": states.forward_peak.total_bytes,
+            "backward": states.backward_peak.total_bytes,
             "step": states.step.total_bytes,
             "host": states.host_bytes,
         },

@@ -7,7 +7,7 @@ from llmscale.config.batch_plan import BatchPlan
 from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.resolve import resolve_step
-from llmscale.memory.zero_settings import ZeroSetup, tensor_bytes, zero_setup
+from llmscale.memory.states.state_memory import ZeroSetup, tensor_bytes, zero_setup
 
 SHAPE = GPTShape(n_layer=2, n_head=4, n_embd=64, vocab_size=1000, seq_len=16)
 

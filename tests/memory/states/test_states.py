@@ -18,8 +18,8 @@ from llmscale.config.deepspeed.resolve import parse_ds_config
 from llmscale.config.parallel_layout import ParallelLayout
 from llmscale.config.presets import get_preset
 from llmscale.config.resolve import resolve_step
-from llmscale.memory.states.by_stage import estimate_states
-from llmscale.memory.zero_settings import ZeroSetup, zero_setup
+from llmscale.memory.estimate import estimate_states
+from llmscale.memory.states.state_memory import ZeroSetup, zero_setup
 from tests import warm_start
 
 SCRIPT = Path(__file__).with_name("dry_run_cells.py")
@@ -231,20 +231,21 @@ def setup_of(shape: GPTShape, stage: int, ranks: int, accumulation: int = 1, **z
 def test_table_of_the_zero_paper(stage: int, published_gb: float) -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5B parameters on 64 GPUs, mixed-precision Adam (K = 12)."""
     shape = GPTShape(n_layer=36, n_head=32, n_embd=4096, vocab_size=50257, seq_len=1024)
-    states = estimate_states(shape, setup_of(shape, stage, ranks=64, accumulation=2))
-    gradients = states.resident.gradients_bytes or states.forward_course[0].gradients_bytes
+    states = estimate_states(shape.tensors, setup_of(shape, stage, ranks=64, accumulation=2))
+    gradients = states.resident.gradients_bytes or states.forward[0].gradients_bytes
     model_states = states.resident.parameters_bytes + states.resident.optimizer_bytes + gradients
     assert model_states / shape.num_parameters * 7.5 == pytest.approx(published_gb, rel=0.02)
 
 
 def test_follows_the_passes_block_by_block() -> None:
     shape = GPTShape(n_layer=4, n_head=4, n_embd=256, vocab_size=1000, seq_len=64)
-    states = estimate_states(shape, setup_of(shape, stage=3, ranks=8, reduce_bucket_size=300_000), "full")
-    assert len(states.forward_course) == shape.n_layer + 3
-    done = [moment.parameters_done for moment in states.backward_course]
+    states = estimate_states(
+        shape.tensors, setup_of(shape, stage=3, ranks=8, reduce_bucket_size=300_000), recomputes=True
+    )
+    assert len(states.forward) == shape.n_layer + 3
+    done = states.parameters_done
     assert done == sorted(done)
     assert (done[0], done[-1]) == (0, shape.num_parameters)
-    assert states.parameters_done == done
 
 
 def test_gpt3_175b_is_instant_at_every_stage() -> None:
@@ -252,7 +253,7 @@ def test_gpt3_175b_is_instant_at_every_stage() -> None:
     shape = preset.shape(50257, 2048)
     setups = [setup_of(shape, stage, ranks=1024) for stage in range(4)]
     begin = time.process_time()
-    residents = [estimate_states(shape, setup, "full").resident.total_bytes for setup in setups]
+    residents = [estimate_states(shape.tensors, setup, recomputes=True).resident.total_bytes for setup in setups]
     assert time.process_time() - begin < 2
     assert residents == sorted(residents, reverse=True)
 
@@ -260,7 +261,7 @@ def test_gpt3_175b_is_instant_at_every_stage() -> None:
 def test_page_locked_memory_comes_in_powers_of_two() -> None:
     shape = GPTShape(n_layer=4, n_head=4, n_embd=256, vocab_size=1000, seq_len=64)
     pageable, pinned = (
-        estimate_states(shape, setup_of(shape, 2, 8, offload_optimizer={"device": "cpu", "pin_memory": pin}))
+        estimate_states(shape.tensors, setup_of(shape, 2, 8, offload_optimizer={"device": "cpu", "pin_memory": pin}))
         for pin in (False, True)
     )
     assert pageable.host_bytes < pinned.host_bytes < 2 * pageable.host_bytes
@@ -273,7 +274,7 @@ def test_nvme_holds_what_the_step_reads() -> None:
     setup = setup_of(
         shape, 3, 8, offload_optimizer=device, offload_param={**device, "max_in_cpu": 0}, sub_group_size=10_000_000
     )
-    states = estimate_states(shape, setup)
+    states = estimate_states(shape.tensors, setup)
     share = shape.num_parameters / 8
     # Master weight, gradient and two moments in fp32, and the weight in bf16; groups below 1 MiB stay in memory.
     assert states.nvme_bytes == pytest.approx(18 * share, rel=0.01)

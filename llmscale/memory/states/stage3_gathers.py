@@ -1,0 +1,279 @@
+"""Parameters that stage 3 gathers and releases during one micro-step. No torch.
+
+Follows PartitionedParameterCoordinator with a complete trace (deepspeed/runtime/zero/partitioned_param_coordinator.py)
+and Init.all_gather_coalesced (partition_parameters.py). Everything runs in the order of one stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from llmscale.architecture.layers import ParameterTensor, ParameterTensors
+from llmscale.config.deepspeed.schema import Dtype
+from llmscale.memory.states.state_memory import ZeroSetup, tensor_bytes
+
+
+class Gathers(NamedTuple):
+    """All-gathers up to a moment of a micro-step, and the memory of gathered parameters."""
+
+    calls: int = 0
+    elements: int = 0
+    """Elements of the gathered tensors, with the padding of the last rank's shard."""
+    live_bytes: int = 0
+    """Memory at the moment, without parameters that always stay gathered."""
+    peak_bytes: int = 0
+    """Largest memory from the moment to the next one."""
+
+    def plus(self, other: Gathers, times: int = 1) -> Gathers:
+        """Return the sum with `times` the other."""
+        return Gathers(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+
+
+class GatherSettings(NamedTuple):
+    """Settings that determine which parameters are gathered; sizes in elements."""
+
+    ranks: int
+    dtype: Dtype
+    allocates: bool
+    """False for a single rank with its parameters on the GPU, which has nothing to gather."""
+    prefetch_size: int
+    max_live: int
+    reuse_distance: int
+    persistence_threshold: int
+    model_persistence_threshold: int
+    hpz_ranks: int
+    """Ranks that share hpZ's second copy; 1 for none."""
+    makes_copies: bool
+    """True in the first micro-step, which makes the second copies."""
+
+
+def gather_settings(setup: ZeroSetup) -> GatherSettings:
+    """Return the settings of a setup."""
+    zero = setup.zero
+    return GatherSettings(
+        ranks=setup.shard_ranks,
+        dtype=setup.config.model_dtype,
+        allocates=setup.shard_ranks > 1 or zero.offload_param.device != "none",
+        prefetch_size=zero.stage3_prefetch_bucket_size,
+        max_live=zero.stage3_max_live_parameters,
+        reuse_distance=zero.stage3_max_reuse_distance,
+        persistence_threshold=zero.stage3_param_persistence_threshold,
+        model_persistence_threshold=zero.stage3_model_persistence_threshold,
+        hpz_ranks=zero.zero_hpz_partition_size,
+        makes_copies=not setup.accumulates,
+    )
+
+
+def shard_elements(tensor: ParameterTensor, ranks: int) -> int:
+    """Return the elements that each rank has of a parameter, the last shard padded (Init._partition_param)."""
+    return -(-tensor.elements // ranks)
+
+
+def second_copies(tensors: Iterable[ParameterTensor], settings: GatherSettings) -> dict[int, int]:
+    """Return the bytes of a rank's part of hpZ's copy of each parameter, by index; nothing without hpZ.
+
+    A copy is made when the parameter is first released (_partition_param_sec), and freed by the optimizer step.
+    """
+    ranks, group, dtype = settings.ranks, settings.hpz_ranks, settings.dtype
+    if group == 1:
+        return {}
+    return {tensor.index: tensor_bytes(shard_elements(tensor, ranks) * ranks // group, dtype) for tensor in tensors}
+
+
+def persistent_parameters(tensors: Iterable[ParameterTensor], settings: GatherSettings) -> dict[int, ParameterTensor]:
+    """Return the parameters that stay gathered between steps (DeepSpeedZeRoOffload.mark_persistent_parameters)."""
+    chosen: dict[int, ParameterTensor] = {}
+    total = 0
+    for tensor in tensors:
+        fits = total + tensor.elements <= settings.model_persistence_threshold
+        if fits and tensor.elements <= settings.persistence_threshold:
+            chosen[tensor.index] = tensor
+            total += tensor.elements
+    return chosen
+
+
+@lru_cache(maxsize=32)
+def follow_gathers(tensors: ParameterTensors, settings: GatherSettings, recomputes: bool) -> list[Gathers]:
+    """Return the moments of a micro-step: n_layer + 3 of the forward pass, 1 + each layer's gradients, the end.
+
+    `recomputes`: every block runs forward again before its backward pass. The result is shared by the rows of a table.
+    """
+    coordinator, moments, began = _Coordinator(tensors, settings, recomputes), [], (0, 0, 0)
+    for action, module in coordinator.events:
+        if action == "fetch":
+            coordinator.fetch(module)
+        elif action == "release":
+            coordinator.release(module)
+        else:
+            moments.append(Gathers(*began, coordinator.peak_bytes))
+            began = coordinator.calls, coordinator.elements, coordinator.live_bytes
+            coordinator.peak_bytes = coordinator.live_bytes
+    # Parameters that are gathered before the embeddings run are alive when they do.
+    return [*moments[1:], Gathers(*began, coordinator.peak_bytes)]
+
+
+_Module = tuple[ParameterTensor, ...]
+#: fetch: DeepSpeed's hook before a module's forward or backward. release: its hook after it. moment: the forward pass
+#: reaches the embeddings, a block, the final norm or the logits, or a layer's gradients are ready.
+_Action = Literal["fetch", "release", "moment"]
+_Event = tuple[_Action, _Module]
+
+
+def _trace(tensors: ParameterTensors, recomputes: bool) -> Iterator[_Event]:
+    """Yield the events of a micro-step. A module that contains others has no parameters, and only fetches."""
+    model = tensors.architecture
+    outside = [
+        [tensors.of_layer.get((None, layer.name), ()) for layer in layers if layer.name]
+        for layers in (model.before_blocks, model.after_blocks)
+    ]
+    before, (*norms, head) = outside
+    moment: _Event = ("moment", ())
+    yield from (("fetch", ()), moment, *_through(before, "fetch", "release"))
+    for block in range(model.n_layer):
+        yield moment
+        yield from _block(tensors, block, "fetch", "release")
+    yield from (moment, *_through(norms, "fetch", "release"), ("fetch", head), moment, ("release", head))
+    yield from (moment, ("fetch", ()), *_through((head, *norms[::-1]), "fetch", "moment", "release"))
+    for block in reversed(range(model.n_layer)):
+        if recomputes:
+            yield from _block(tensors, block, "fetch", "release")
+        yield from _block(tensors, block, "fetch", "moment", "release")
+    # The embeddings take no input with a gradient, so DeepSpeed releases them only at the end.
+    yield from (*_through(before[::-1], "fetch", "moment"), *_through(before[::-1], "release"), moment)
+
+
+def _through(modules: Iterable[_Module], *actions: _Action) -> Iterator[_Event]:
+    for module in modules:
+        yield from ((action, module) for action in actions if module or action == "fetch")
+
+
+def _block(tensors: ParameterTensors, block: int, *actions: _Action) -> Iterator[_Event]:
+    """Yield the events of a block, in reverse order where gradients appear; a module before those that it contains."""
+    names = [layer.name for layer in tensors.architecture.block if layer.name]
+    entered = {""}
+    yield "fetch", tensors.of_layer.get((block, ""), ())
+    for name in reversed(names) if "moment" in actions else names:
+        for place in (place for place, letter in enumerate(name) if letter == "."):
+            if name[:place] not in entered:
+                entered.add(name[:place])
+                yield "fetch", ()
+        yield from _through([tensors.of_layer.get((block, name), ())], *actions)
+    yield from _through([tensors.of_layer.get((block, ""), ())], *actions[1:])
+
+
+class _AllGather:
+    """A coalesced all-gather: its flat tensor lives until the last of its parameters has been waited for."""
+
+    def __init__(self, flat_bytes: int, indices: Iterable[int]) -> None:
+        self.flat_bytes, self.waiting, self.copied = flat_bytes, set(indices), False
+
+
+class _Coordinator:
+    """Fetches and releases modules, from `reset_step` on."""
+
+    def __init__(self, tensors: ParameterTensors, settings: GatherSettings, recomputes: bool) -> None:
+        self.events = list(_trace(tensors, recomputes))
+        self.calls = self.elements = self.live_bytes = self.peak_bytes = 0
+        self._settings = settings
+        steps = [module for action, module in self.events if action == "fetch"]
+        self._queue = deque((tensor, step) for step, module in enumerate(steps) for tensor in module)
+        self._uses: dict[int, deque[int]] = {tensor.index: deque() for tensor in tensors.all}
+        for tensor, step in self._queue:
+            self._uses[tensor.index].append(step)
+        self._before = list(accumulate((sum(tensor.elements for tensor in module) for module in steps), initial=0))
+        """Elements of all modules before each step."""
+        self._passed = dict.fromkeys(self._uses, -1)
+        """Step of the last use of a parameter that has left the queue, by index."""
+        sizes = {tensor.index: tensor_bytes(tensor.elements, settings.dtype) for tensor in tensors.all}
+        self._bytes = sizes if settings.allocates else dict.fromkeys(sizes, 0)
+        self._copies = second_copies(tensors.all, settings) if settings.makes_copies else {}
+        self._away = self._uses.keys() - persistent_parameters(tensors.all, settings)
+        self._live: dict[int, int] = {}
+        """Bytes of each gathered parameter that has a storage, by index."""
+        self._pending: dict[int, _AllGather] = {}
+        self._step = self._available = 0
+
+    def fetch(self, module: _Module) -> None:
+        """fetch_sub_module: gather what the module needs, then prefetch in the order of the trace."""
+        if module:
+            self._gather([tensor for tensor in module if tensor.index in self._away])
+            for tensor in module:
+                self._wait(tensor.index)
+                self._uses[tensor.index].popleft()
+            # Uses that were not prefetched leave the queue.
+            missing = {tensor.index for tensor in module if self._passed[tensor.index] < self._step}
+            discarded: set[int] = set()
+            while self._queue and len(discarded) < len(missing):
+                tensor, step = self._queue.popleft()
+                self._passed[tensor.index] = step
+                discarded.add(tensor.index)
+        most = min(self._settings.max_live - self._available, self._settings.prefetch_size)
+        chosen: list[ParameterTensor] = []
+        while self._queue and most > 0:
+            tensor, step = self._queue.popleft()
+            self._passed[tensor.index] = max(self._passed[tensor.index], step)
+            if tensor.index in self._away and tensor not in chosen:
+                chosen.append(tensor)
+                most -= tensor.elements
+        self._gather(chosen)
+        self._step += 1
+
+    def release(self, module: _Module) -> None:
+        """release_sub_module: free parameters that no prefetch has passed and whose next use is far.
+
+        The distance is the elements of the modules before the next use (__params_to_release).
+        """
+        for tensor in module:
+            index, uses = tensor.index, self._uses[tensor.index]
+            is_near = uses and self._before[uses[0]] - self._before[self._step] < self._settings.reuse_distance
+            if index in self._live and self._passed[index] <= self._step and not is_near:
+                self._hold(self._copies.pop(index, 0))
+                self.live_bytes -= self._live.pop(index)
+                self._available -= tensor.elements
+                self._away.add(index)
+
+    def _gather(self, tensors: list[ParameterTensor]) -> None:
+        """Gather one parameter into its storage, or several into a flat tensor out of which they are copied."""
+        if not tensors:
+            return
+        indices, ranks = [tensor.index for tensor in tensors], self._settings.ranks
+        self._available += sum(tensor.elements for tensor in tensors)
+        self._away.difference_update(indices)
+        if ranks == 1:
+            self._store(indices)
+            return
+        elements = sum(shard_elements(tensor, ranks) for tensor in tensors) * ranks
+        self.calls += 1
+        self.elements += elements
+        flat = tensor_bytes(elements, self._settings.dtype)
+        self._hold(flat)
+        if len(indices) == 1:
+            self._live[indices[0]] = flat
+        else:
+            self._pending.update(dict.fromkeys(indices, _AllGather(flat, indices)))
+
+    def _wait(self, index: int) -> None:
+        """AllGatherCoalescedHandle.wait: the first wait copies every parameter out of the flat tensor."""
+        gather = self._pending.pop(index, None)
+        if gather is None:
+            return
+        if not gather.copied:
+            gather.copied = True
+            self._store(gather.waiting)
+        gather.waiting.remove(index)
+        if not gather.waiting:
+            self.live_bytes -= gather.flat_bytes
+
+    def _store(self, indices: Iterable[int]) -> None:
+        """Allocate parameters one by one."""
+        for index in indices:
+            self._live[index] = self._bytes[index]
+            self._hold(self._bytes[index])
+
+    def _hold(self, num_bytes: int) -> None:
+        self.live_bytes += num_bytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
