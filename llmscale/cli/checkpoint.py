@@ -20,7 +20,7 @@ from llmscale.checkpoint.inventory import (
     report_passed_over,
 )
 from llmscale.checkpoint.manifest import checkpoints_folder, find_damage, load_manifest
-from llmscale.config.command_line import local_path
+from llmscale.config.command_line import run_place
 from llmscale.errors import CheckpointError
 from llmscale.terminal.progress import show_progress
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
@@ -43,11 +43,11 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         ("prune", _prune, "delete abandoned checkpoints: those of steps that a rollback discarded"),
     ):
         action = actions.add_parser(name, help=text, description=text)
-        action.add_argument("run", type=local_path, metavar="RUN", help="run folder, or one checkpoint of it")
+        action.add_argument("run", type=run_place, metavar="RUN", help="run folder, or one checkpoint of it")
         action.set_defaults(handler=handler)
     diff = actions.add_parser("diff", help="compare configuration and state of two checkpoints")
-    diff.add_argument("a", type=local_path, metavar="A", help="run folder or checkpoint")
-    diff.add_argument("b", type=local_path, metavar="B", help="run folder or checkpoint")
+    diff.add_argument("a", type=run_place, metavar="A", help="run folder or checkpoint")
+    diff.add_argument("b", type=run_place, metavar="B", help="run folder or checkpoint")
     diff.set_defaults(handler=_diff)
 
 

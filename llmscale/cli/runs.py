@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmscale.config.command_line import flag, local_path
+from llmscale.config.command_line import flag, run_place
 from llmscale.terminal.colour import Style, paint
 from llmscale.terminal.table import Column, output_width, table_lines, wrap_line
 from llmscale.untrusted.terminal import make_visible_line
@@ -39,7 +39,7 @@ def add_parser(subparsers: _SubParsersAction[FlagParser]) -> None:
         "RUN` shows one.",
     )
     parser.add_argument(
-        "folder", type=local_path, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
+        "folder", type=run_place, nargs="?", default=Path("runs"), metavar="FOLDER", help="(default: runs)"
     )
     flag(parser, "--json", "print JSON")
     parser.set_defaults(handler=_run)
