@@ -197,6 +197,23 @@ def fetch_run(path: Path) -> Path:
     return path
 
 
+def fetch_runs_below(folder: Path) -> None:
+    """Bring the copies of the run at the URL of which `folder` is the copy, or of all runs one level below it, up to
+    date. Raises LlmscaleError when the store cannot be read."""
+    url = cast("str", url_of(folder))
+    names = Store(url, for_reading=True).names_in(url)
+    for run in [folder] if INDEX_NAME in names else [folder / name for name in names if is_record_name(name)]:
+        if read_index(run) is not None:
+            fetch_run(run)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def is_held(run: Path) -> bool:
+    """Return whether a trainer held the run when its copy was brought up to date."""
+    seen = _read_seen(run)
+    return seen is not None and seen.holder is not None
+
+
 def update_copy(run: Path, index: RunIndex | None) -> None:
     """Make the copy on this disk what `index` describes; None: the store has no run.
 

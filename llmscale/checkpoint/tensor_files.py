@@ -48,7 +48,7 @@ from llmscale.checkpoint.manifest import check_stored_name, load_manifest, load_
 from llmscale.checkpoint.remote_run import Chunk, fetch_chunks, fetch_file
 from llmscale.engine.zero_layout import ShardView
 from llmscale.engine.zero_shards import MASTER, state_views
-from llmscale.errors import CheckpointError
+from llmscale.errors import CheckpointError, LlmscaleError
 from llmscale.untrusted.documents import Rules, load_json
 from llmscale.untrusted.paths import check_regular, open_regular
 
@@ -296,6 +296,15 @@ def load_index(folder: Path) -> dict[str, dict]:
         is_here = pieces is None or file in pieces.files
         _check_extents(folder / file, sorted(places), None if is_here else elsewhere.get(file, 0))
     return cast(dict[str, dict], index)
+
+
+def fetch_checkpoint(folder: Path) -> str | None:
+    """Fetch and verify every tensor of a checkpoint that this disk lacks; return what is damaged, or None."""
+    try:
+        fetch_chunks(folder, (chunk for entry in load_index(folder).values() for chunk in stored_chunks(entry)))
+    except LlmscaleError as error:
+        return str(error)
+    return None
 
 
 def stored_chunks(entry: Mapping, start: int = 0, elements: int | None = None) -> Iterator[Chunk]:

@@ -185,7 +185,8 @@ def _run(argv: Sequence[str]) -> int:
     is_fast = command is not None and command.is_fast and "--dry-run" not in argv
     with fast_start() if is_fast else nullcontext():
         args = build_parser(argv).parse_args(argv)
-        _fetch_runs(args)
+        if getattr(args, "is_of_runs", True):
+            _fetch_runs(args)
         status: int = args.handler(args)
         return status
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Literal
 
 from llmscale.checkpoint.manifest import is_count
+from llmscale.checkpoint.remote_run import is_held
+from llmscale.config.run_urls import url_of
 from llmscale.errors import ConfigError, LlmscaleError
 from llmscale.report.history import as_number
 from llmscale.training.run_folder import CONFIG_NAME, FAILURE_NAME, LOCK_NAME, METRICS_NAME, STARTS_NAME
@@ -62,7 +64,7 @@ class ListedRun:
 def find_runs(folder: Path) -> list[ListedRun]:
     """Return all runs at and below `folder`, the newest first. Raises ConfigError when the folder is missing."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder. Name one with run folders below it (train.py's --run).")
+        raise ConfigError(f"{folder} is not a folder. Name one with run folders below it (train.py's --run).")
     runs = [read_run(path) for path in _run_folders(folder, _MAX_DEPTH)]
     oldest = datetime.min.replace(tzinfo=timezone.utc)
     return sorted(runs, key=lambda run: (run.last_seen or oldest, str(run.path)), reverse=True)
@@ -90,10 +92,12 @@ def read_run(path: Path) -> ListedRun:
 
 
 def is_claimed(path: Path) -> bool:
-    """Return whether a live process holds the run folder's lock (training/run_claim.py).
+    """Return whether a live process holds the run folder's lock, or held its run in a store.
 
     It only queries: taking the lock could disturb a run that starts.
     """
+    if url_of(path):
+        return is_held(path)
     try:
         with open_regular(path / LOCK_NAME, follow_links=False) as file:
             asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -218,6 +218,25 @@ class RecordUploads:
             return state, ([(0, head, False)] if state.head != sent.head else []) + added
 
 
+def remove_checkpoints(store: Store, url: str, remotes: Iterable[str]) -> None:
+    """Remove the objects of checkpoints that latest.json does not name any more. Raises DataError."""
+    for remote in remotes:
+        for stored in store.find(f"{url}/{CHECKPOINTS_NAME}/{remote}"):
+            store.remove(stored.url)
+
+
+def prune_run(run: Path, names: Sequence[str], report: Callable[[str], None]) -> None:
+    """Remove checkpoints from a run in a store. Raises ConfigError while a trainer holds the run, and DataError."""
+    url, (lease, before) = str(url_of(run)), take_lease(run, report)
+    try:
+        known = before.checkpoints if before else {}
+        kept = {name: remote for name, remote in known.items() if name not in names}
+        lease.update(lambda index: replace(index, checkpoints=kept))
+        remove_checkpoints(Store(url), url, [remote for name, remote in known.items() if name in names])
+    finally:
+        lease.release()
+
+
 class RunPublisher:
     """Publishes checkpoints and records of a run in its store, in a thread of every rank.
 
@@ -412,10 +431,8 @@ class RunPublisher:
         self._remove(expired.values())
 
     def _remove(self, remotes: Iterable[str]) -> None:
-        for remote in remotes:
-            with suppress(LlmscaleError):  # the next start removes it
-                for stored in self._opened().find(f"{self._url}/{CHECKPOINTS_NAME}/{remote}"):
-                    self._opened().remove(stored.url)
+        with suppress(LlmscaleError):  # the next start removes it
+            remove_checkpoints(self._opened(), self._url, remotes)
 
     def remove_unnamed(self) -> None:
         """Remove what earlier starts uploaded and never published."""
