@@ -56,7 +56,7 @@ def test_metrics_and_records_outlive_a_full_disk(
     )
     read_until(job, "step      5/")
     ballast.fill()
-    seen = read_until(job, "metrics.jsonl cannot be written: No space left on device. Training goes on")
+    seen = read_until(job, "metrics.jsonl cannot be written: No space left on device. Training continues")
     seen += read_until(job, "step ")
     ballast.free()
     read_until(job, "metrics.jsonl is written again")

@@ -48,7 +48,7 @@ class SharedObject:
         self._opened: _Object | None = None
 
     def read(self) -> tuple[bytes, str] | None:
-        """Return the contents and their version (ETag or generation), or None if there is no object.
+        """Return the contents and their version (ETag or generation); None for a missing object.
 
         Raises DataError for more than MAX_BYTES, before they are read to the end.
         """
@@ -58,9 +58,9 @@ class SharedObject:
     def write(self, contents: bytes, version: str | None) -> str:
         """Replace the contents if their version still is `version`, and return the new version.
 
-        With None, only creates the object. Callers make contents unique, so that this writer's earlier attempt is
-        recognised when its answer was lost. Raises Overtaken when another writer was first. After UnreachableError
-        the contents may have been written.
+        With None, only creates the object. Callers make contents unique, so that an earlier attempt whose answer was
+        lost is recognised. Raises Overtaken when another writer was first. After UnreachableError the contents may
+        have been written, or may still arrive.
         """
         if len(contents) > MAX_BYTES:
             raise _too_large(self._url, len(contents))
@@ -129,10 +129,10 @@ class _Object(Protocol):
     """An object by a client of its store. Methods raise whatever the client raises."""
 
     def read(self) -> tuple[bytes, str] | None:
-        """Return contents and version from one answer, or None if there is no object. Raises DataError: too large."""
+        """Return contents and version from one answer. Raises DataError for too many bytes."""
 
     def write(self, contents: bytes, version: str | None) -> str:
-        """Write once and return the version. Raises Overtaken, which may be due to a lost answer."""
+        """Write once and return the version. Raises Overtaken, which a lost answer can cause."""
 
 
 class _S3Object:
@@ -150,15 +150,11 @@ class _S3Object:
             if error.response["Error"]["Code"] == "NoSuchKey":
                 return None
             raise
-        size_bytes = answer.get("ContentLength")
+        size_bytes = answer["ContentLength"]
         with answer["Body"] as body:
-            if size_bytes is not None and size_bytes > MAX_BYTES:
+            if size_bytes > MAX_BYTES:
                 raise _too_large(self._url, size_bytes)
-            contents = bytes(body.read(MAX_BYTES + 1))
-        if len(contents) > MAX_BYTES:
-            raise _too_large(self._url, len(contents))
-        if size_bytes is not None and len(contents) != size_bytes:
-            raise faults.DamagedInTransit(f"{len(contents):,} bytes instead of {size_bytes:,}")
+            contents = bytes(body.read())
         return contents, str(answer["ETag"])
 
     def write(self, contents: bytes, version: str | None) -> str:
@@ -168,11 +164,11 @@ class _S3Object:
         try:
             answer = self._client.put_object(**self._where, **condition, **find_s3_acl(), Body=contents)
         except ClientError as error:
-            code = error.response["Error"]["Code"]
+            status = error.response["ResponseMetadata"]["HTTPStatusCode"]
             # NoSuchKey: another writer has removed the object.
-            if code in ("PreconditionFailed", "NoSuchKey"):
+            if status == 412 or error.response["Error"]["Code"] == "NoSuchKey":
                 raise _overtaken(self._url) from error
-            if code == "NotImplemented":
+            if status == 501:
                 raise _unconditional(self._url) from error
             raise
         return str(answer["ETag"])
@@ -246,14 +242,14 @@ class _AzureObject:
 
     def write(self, contents: bytes, version: str | None) -> str:
         from azure.core import MatchConditions
-        from azure.core.exceptions import ResourceExistsError, ResourceModifiedError, ResourceNotFoundError
+        from azure.core.exceptions import HttpResponseError
 
         condition: dict[str, Any] = {"overwrite": False}
         if version is not None:
             condition = {"overwrite": True, "etag": version, "match_condition": MatchConditions.IfNotModified}
         try:
             return str(self._client.upload_blob(contents, **condition)["etag"])
-        except (ResourceExistsError, ResourceModifiedError, ResourceNotFoundError) as error:
+        except HttpResponseError as error:
             if getattr(error, "error_code", None) in ("BlobAlreadyExists", "ConditionNotMet", "BlobNotFound"):
                 raise _overtaken(self._url) from error
             raise

@@ -150,6 +150,15 @@ def test_throttling_is_retried(place: Place, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.count("Trying again") == 2
 
 
+def test_an_answer_that_is_cut_is_read_again(place: Place) -> None:
+    shared = SharedObject(f"{place.url}/a")
+    version = shared.write(b"a body of some bytes", None)
+    left = ["cut"]
+    place.relay.harm = lambda method, path: left.pop() if left and method == "GET" else ""
+    assert shared.read() == (b"a body of some bytes", version)
+    assert not left
+
+
 @on_s3
 def test_a_conflict_of_two_conditional_writes_is_retried(place: Place) -> None:
     left = _once(place, CONFLICT, "PUT")
