@@ -314,7 +314,7 @@ class RunPublisher:
 
     def close(self) -> None:
         """Send the last records and release the run, after an error too. Not collective."""
-        if self._lease is None or (self._ending.is_set() and not self._thread.is_alive()):
+        if self._lease is None:
             return
         last = threading.Thread(target=self._close, daemon=True)
         last.start()
@@ -323,8 +323,7 @@ class RunPublisher:
     def _close(self) -> None:
         with suppress(LlmscaleError):
             self._send_records()
-            if self._lease:
-                self._lease.release()
+            self._update(lambda index: replace(index, holder=None))
 
     # Rank 0
 
@@ -349,7 +348,6 @@ class RunPublisher:
                 self._attempt(lambda: self._update(lambda index: index))
                 next_beat = time.monotonic() + beat_s
         self._broadcast(None)
-        self._attempt(self._lease.release if self._lease else lambda: None)
 
     def _attempt(self, action: Callable[[], object]) -> bool:
         """Run a request of rank 0; report a failure once, and the loss of the run to another trainer."""
